@@ -1,0 +1,50 @@
+"""Parallel training for TensorFlow and Keras: the weights of one device, from many.
+
+Importing this package loads no TensorFlow, so that programs which only start
+other processes stay light; the first public name that needs it does (PEP 562).
+"""
+
+import importlib
+
+# A literal: setup.cfg reads it without importing the package.
+__version__ = "0.1.0"
+
+# Public name -> (module, attribute); None stands for the module itself.
+_FACE = {
+    "MirroredStrategy": ("tfparallel.replication.drop_in", "MirroredStrategy"),
+    "all_gather": ("tfparallel.replication.custom_loop", "all_gather"),
+    "data_parallel": ("tfparallel.replication.data_parallel", "data_parallel"),
+    "devices": ("tfparallel.devices", None),
+    "distribute_optimizer": ("tfparallel.replication.custom_loop", "distribute_optimizer"),
+    "reduce_gradients": ("tfparallel.replication.custom_loop", "reduce_gradients"),
+}
+
+# Spelled out once more, because editors and linters read only literals.
+__all__ = [
+    "MirroredStrategy",
+    "__version__",
+    "all_gather",
+    "data_parallel",
+    "devices",
+    "distribute_optimizer",
+    "reduce_gradients",
+]
+
+
+def __getattr__(name):
+    if name not in _FACE:
+        raise AttributeError(
+            f"Module 'tfparallel' has no attribute {name!r}. It offers: {', '.join(sorted(_FACE))}."
+        )
+    startup = importlib.import_module("tfparallel.startup")
+    startup.prepare()
+    module_name, attribute = _FACE[name]
+    module = importlib.import_module(module_name)
+    value = module if attribute is None else getattr(module, attribute)
+    # The next access finds the value without coming here.
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(set(globals()) | set(__all__))

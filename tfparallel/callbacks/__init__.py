@@ -1,0 +1,1 @@
+"""Keras callbacks that a user may give to `fit`."""

@@ -1,0 +1,73 @@
+"""Names the step at which the loss stops being a number."""
+
+import math
+import warnings
+from typing import Any
+
+import keras
+
+__all__ = ["NaNGuard", "NaNLossError"]
+
+
+class NaNLossError(RuntimeError):
+    """Training was stopped because the loss was no longer a finite number."""
+
+
+class NaNGuard(keras.callbacks.Callback):
+    """Warns, or stops, at the first step whose loss is NaN or infinite.
+
+    The loss that Keras hands to callbacks is the mean over the epoch's steps
+    so far; it stops being finite exactly at the first step whose own loss is
+    not, and that is the step named here. With `steps_per_execution=N` Keras
+    calls callbacks every N steps, and the step named is the last of those N.
+
+    Args:
+        stop: Whether to stop training with an error. By default there is one
+            warning, and training goes on.
+
+    Attributes:
+        epoch: The epoch of the first such step, counted from 1 as on the
+            progress bar, or None.
+        step: Its number within the epoch, counted from 1, or None.
+
+    Example:
+
+    ```python
+    model.fit(x, y, callbacks=[tfparallel.callbacks.nan.NaNGuard(stop=True)])
+    ```
+    """
+
+    def __init__(self, stop: bool = False):
+        super().__init__()
+        self.stop = stop
+        self.epoch: int | None = None
+        self.step: int | None = None
+        self._epoch = 1
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forgets what an earlier `fit` saw."""
+        self.epoch = self.step = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch + 1
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Looks at the loss.
+
+        Raises:
+            NaNLossError: At the first loss that is not finite, with `stop=True`.
+        """
+        loss = (logs or {}).get("loss")
+        if self.step is not None or loss is None or math.isfinite(loss):
+            return
+        self.epoch, self.step = self._epoch, batch + 1
+        message = (
+            f"The loss is not a finite number at step {self.step} of epoch {self.epoch}; "
+            f"every later loss and weight is suspect. Received: loss={float(loss)}. "
+            "Lower the learning rate, clip the gradients (global_clipnorm=1.0), "
+            "or look for NaN in the data."
+        )
+        if self.stop:
+            raise NaNLossError(message)
+        warnings.warn(message, stacklevel=2)

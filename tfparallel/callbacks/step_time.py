@@ -1,0 +1,50 @@
+"""The time that each step of a `fit` takes."""
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+
+__all__ = ["StepTime"]
+
+
+class StepTime(keras.callbacks.Callback):
+    """Records the wall time of every training step.
+
+    A step is timed from Keras's call before the batch to its call after it;
+    fetching the batch, the forward and backward pass, the reduction and the
+    update lie between the two. The first step of a `fit` also traces and
+    compiles the program, so it is kept apart.
+
+    Attributes:
+        seconds: One entry a step (an execution of several steps, with
+            `steps_per_execution`), the first step included.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seconds: list[float] = []
+        self._begin = 0.0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forgets what an earlier `fit` took."""
+        self.seconds = []
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the clock."""
+        self._begin = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Stops the clock."""
+        self.seconds.append(time.perf_counter() - self._begin)
+
+    def summary(self) -> dict[str, float]:
+        """Returns the percentiles in seconds; only those that were measured."""
+        if not self.seconds:
+            return {}
+        result = {"first": self.seconds[0]}
+        if len(self.seconds) > 1:
+            p10, p50, p90 = np.percentile(self.seconds[1:], [10, 50, 90])
+            result |= {"p10": float(p10), "p50": float(p50), "p90": float(p90)}
+        return result

@@ -1,0 +1,77 @@
+"""Collectives between the replicas of `strategy.run`, with gradients.
+
+TensorFlow's own `ReplicaContext.all_reduce` keeps the context of the forward pass for its
+gradient, and so refuses a backward pass that is another `strategy.run`. These take the context of
+the moment.
+"""
+
+import tensorflow as tf
+
+
+def all_reduce(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
+    """Sums or averages a tensor over the replicas; every replica receives the result.
+
+    y = Σ_k x_k, and ∂J/∂x_k = Σ_j ∂J_j/∂y.
+
+    Args:
+        tensor: x_k, of the same shape and dtype on each replica.
+        op: `"sum"` or `"mean"`.
+
+    Returns:
+        The result, of the shape of `tensor`. Outside a replica, `tensor` itself: a program sees
+        the whole batch already.
+
+    Raises:
+        ValueError: For another `op`.
+    """
+    if op not in ("sum", "mean"):
+        raise ValueError(f"`op` of an all-reduce must be 'sum' or 'mean'. Received: op={op!r}.")
+    if tf.distribute.in_cross_replica_context():
+        return tensor
+    total = _all_reduce_sum(tf.convert_to_tensor(tensor))
+    if op == "sum":
+        return total
+    num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    return total / tf.cast(num_replicas, total.dtype)
+
+
+def all_gather(tensor: tf.Tensor) -> tf.Tensor:
+    """Joins the replicas' tensors along axis 0, in the order of the replicas.
+
+    For losses that compare examples across the global batch (contrastive ones), in a custom loop
+    or in a layer's own `add_loss`.
+
+    Args:
+        tensor: Shape `(rows, …)`; `rows` may differ between replicas.
+
+    Returns:
+        Shape `(Σ rows, …)`, equal on all replicas. Outside a replica, `tensor` itself. Its
+        gradient is the sum of the replicas' gradients at the rows that are this replica's.
+    """
+    if tf.distribute.in_cross_replica_context():
+        return tensor
+    return _all_gather(tf.convert_to_tensor(tensor))
+
+
+@tf.custom_gradient
+def _all_reduce_sum(tensor):
+    context = tf.distribute.get_replica_context()
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tensor), _all_reduce_sum
+
+
+@tf.custom_gradient
+def _all_gather(tensor):
+    context = tf.distribute.get_replica_context()
+    replica = context.replica_id_in_sync_group
+
+    def join(strategy, value):
+        rows = strategy.experimental_local_results(value)
+        return tf.concat(rows, 0), tf.stack([tf.shape(part)[0] for part in rows])
+
+    joined, counts = context.merge_call(join, args=(tensor,))
+
+    def gradient(upstream):
+        start = tf.reduce_sum(counts[:replica])
+        return _all_reduce_sum(upstream)[start : start + counts[replica]]
+
+    return joined, gradient

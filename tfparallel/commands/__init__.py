@@ -1,0 +1,1 @@
+"""The programs behind the `tfparallel` command; flags and printing only."""

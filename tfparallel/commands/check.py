@@ -1,0 +1,72 @@
+"""`tfparallel check TASK.py`: does a form train to the weights of one device."""
+
+import importlib
+import os
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfparallel.commands.flags import (
+    Command,
+    UsageError,
+    common_flags,
+    common_problems,
+    parse,
+    path_problems,
+    run_command,
+)
+from tfparallel.task import TaskError, load_task
+
+__all__ = ["main"]
+
+_COMMAND = Command(
+    name="check",
+    summary="Trains a task file on one device and under a form, from the same weights on the "
+    "same batches, and compares every variable. Exit code 1 if one differs.",
+    example="tfparallel check models/digits_cnn.py --parallel=data --num_devices=3 --steps=20",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    return run_command("check", lambda: _main(arguments), (TaskError,))
+
+
+def _flags() -> flags.FlagValues:
+    values = common_flags()
+    flags.DEFINE_integer("steps", 20, "How many steps are trained.", flag_values=values)
+    flags.DEFINE_enum(
+        "dtype",
+        None,
+        ("float32", "float64", "mixed_float16", "mixed_bfloat16"),
+        "Trains in this type, Keras's own if absent; float64 is the sharp test.",
+        values,
+    )
+    flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
+    return values
+
+
+def _problems(values: flags.FlagValues) -> list[str]:
+    problems = common_problems(values)
+    if values.steps < 1:
+        problems.append(f"At least one step is required. Received: --steps={values.steps}.")
+    if values.parallel == "none":
+        problems.append(
+            "A form to check is required. Received: --parallel=none. Use --parallel=data."
+        )
+    return problems + path_problems("report", values.report, ".json")
+
+
+def _main(arguments: Sequence[str]) -> int:
+    values = _flags()
+    path = parse(_COMMAND, values, arguments)
+    if path is None:
+        return 0
+    problems = _problems(values)
+    if problems:
+        raise UsageError("\n".join(problems))
+    if not os.path.exists(path):
+        load_task(path)  # Says so now, not after the seconds that TensorFlow takes to load.
+    # Only now, so that help and mistakes cost no start of TensorFlow.
+    importlib.import_module("tfparallel.startup").prepare()
+    return importlib.import_module("tfparallel.commands.checking").check(path, values)

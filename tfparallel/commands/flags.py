@@ -1,0 +1,205 @@
+"""The flags that `train` and `check` share, and what they may say together."""
+
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+
+__all__ = [
+    "UsageError",
+    "common_flags",
+    "common_problems",
+    "parse",
+    "path_problems",
+    "resolved",
+    "run_command",
+]
+
+_FORMS = ("none", "data")
+
+
+class UsageError(Exception):
+    """A mistake on the command line; its text is shown and the exit code is 2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What `--help` says about one program.
+
+    Attributes:
+        name: The sub-command.
+        summary: What it does, one sentence.
+        example: A command line that can be pasted.
+    """
+
+    name: str
+    summary: str
+    example: str
+
+
+def common_flags() -> flags.FlagValues:
+    """Returns a fresh set of flags that holds those common to all programs."""
+    values = flags.FlagValues()
+    flags.DEFINE_enum(
+        "parallel", "data", _FORMS, "The form: none is one device and plain Keras.", values
+    )
+    flags.DEFINE_integer(
+        "num_devices", None, "How many devices; the CPU is split as needed.", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "device_type", "auto", ("auto", "cpu", "gpu"), "Which devices to count.", values
+    )
+    flags.DEFINE_list(
+        "devices", None, "Devices by name, such as GPU:0,GPU:2.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "global_batch_size", 64, "Examples in a step, over all devices.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "seed", 0, "Fixes the initial weights and the order of the data.", flag_values=values
+    )
+    return values
+
+
+def parse(
+    command: Command, values: flags.FlagValues, arguments: Sequence[str]
+) -> str | None:
+    """Parses the arguments of one program.
+
+    Args:
+        command: The program's name and texts.
+        values: Its flags; filled here.
+        arguments: What stands after the sub-command.
+
+    Returns:
+        The path of the task file, or None if help was asked for (and printed).
+
+    Raises:
+        UsageError: If a flag is unknown or has a bad value, or if there is not
+            exactly one task file.
+    """
+    if any(argument in ("-h", "-help", "--help") for argument in arguments):
+        print(_help(command, values))
+        return None
+    try:
+        positional = values([command.name, *arguments])[1:]
+    except flags.Error as error:
+        raise UsageError(str(error)) from error
+    if len(positional) != 1:
+        raise UsageError(
+            f"tfparallel {command.name} takes exactly one task file. "
+            f"Received: {positional}. Example: {command.example}"
+        )
+    return positional[0]
+
+
+def common_problems(values: flags.FlagValues) -> list[str]:
+    """Returns what is wrong with the common flags, alone and together."""
+    problems = []
+    if values.global_batch_size < 1:
+        problems.append(
+            "The global batch size must be at least 1. "
+            f"Received: --global_batch_size={values.global_batch_size}."
+        )
+    if values.num_devices is not None and values.num_devices < 1:
+        problems.append(
+            f"The number of devices must be at least 1. Received: --num_devices={values.num_devices}."
+        )
+    if not 0 <= values.seed < 2**32:
+        problems.append(f"The seed must lie in [0, 2**32). Received: --seed={values.seed}.")
+    if values.devices is not None and values.num_devices is not None:
+        problems.append(
+            "Devices are given either by count or by name, not both. "
+            f"Received: --num_devices={values.num_devices}, "
+            f"--devices={','.join(values.devices)}. Drop one of the two."
+        )
+    if values.devices is not None and values.device_type != "auto":
+        problems.append(
+            "Devices that are named need no type. Received: "
+            f"--devices={','.join(values.devices)}, --device_type={values.device_type}. "
+            "Drop --device_type."
+        )
+    count = len(values.devices) if values.devices is not None else values.num_devices
+    if values.parallel == "none" and count is not None and count > 1:
+        given = (
+            f"--devices={','.join(values.devices)}"
+            if values.devices is not None
+            else f"--num_devices={count}"
+        )
+        problems.append(
+            "--parallel=none trains on one device. "
+            f"Received: {given}. Use --parallel=data, or one device."
+        )
+    return problems
+
+
+def path_problems(name: str, path: str | None, suffix: str) -> list[str]:
+    """Returns why the file of the flag `name` could not be written at the end."""
+    if path is None:
+        return []
+    problems = []
+    if not path.endswith(suffix):
+        problems.append(f"The path must end in {suffix}. Received: --{name}={path}.")
+    parent = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        problems.append(f"The path is a folder; a file is required. Received: --{name}={path}.")
+    elif not os.path.isdir(parent):
+        problems.append(
+            f"The folder to write to does not exist. Received: --{name}={path}. "
+            f"Create it: mkdir -p {os.path.dirname(path)}"
+        )
+    elif not os.access(parent, os.W_OK):
+        problems.append(f"The folder cannot be written to. Received: --{name}={path}.")
+    return problems
+
+
+def resolved(values: flags.FlagValues) -> dict[str, Any]:
+    """Returns every flag with its value, those left at None aside."""
+    every = {name: values[name].value for name in sorted(values) if name != "?"}
+    return {name: value for name, value in every.items() if value is not None}
+
+
+def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...]) -> int:
+    """Runs a program's body and turns the user's mistakes into exit code 2.
+
+    Args:
+        name: The sub-command, for the message.
+        run: The body.
+        input_errors: The exceptions that are mistakes in the input, beside
+            `UsageError`. Anything else keeps its traceback.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        return run()
+    except (UsageError, *input_errors) as error:
+        cause = error.__cause__
+        if cause is not None and not isinstance(error, UsageError):
+            traceback.print_exception(cause)
+        print(f"tfparallel {name}: {error}", file=sys.stderr)
+        return 2
+
+
+def _help(command: Command, values: flags.FlagValues) -> str:
+    lines = [
+        f"usage: tfparallel {command.name} TASK.py [--flags]",
+        "",
+        command.summary,
+        "",
+        "example:",
+        f"  {command.example}",
+        "",
+        "flags:",
+    ]
+    for name in sorted(values):
+        flag = values[name]
+        choices = getattr(flag.parser, "enum_values", None)
+        head = f"--{name}" + (f"={'|'.join(choices)}" if choices else "")
+        default = "" if flag.default in (None, False) else f" (default: {flag.default_as_str})"
+        lines += [f"  {head}", f"      {flag.help}{default}"]
+    return "\n".join(lines)

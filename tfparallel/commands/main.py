@@ -1,0 +1,65 @@
+"""The `tfparallel` command: finds the program for a sub-command and runs it.
+
+TensorFlow is not imported here, so that usage and mistakes show at once.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "train": "trains a task file under the form that --parallel names",
+    "check": "proves that a form trains to the same weights as one device",
+}
+
+_USAGE = """\
+usage: tfparallel COMMAND TASK.py [--flags]
+
+commands:
+{commands}
+
+A task file is a Python file with build_model(), compile_model(model) and
+load_data() -> (train, validation).
+
+example:
+  tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 --epochs=3
+
+`tfparallel COMMAND --help` lists the flags of a command.
+"""
+
+
+def usage() -> str:
+    """Returns the text of `tfparallel --help`."""
+    width = max(len(name) for name in _COMMANDS)
+    lines = [f"  {name:<{width}}  {job}" for name, job in _COMMANDS.items()]
+    return _USAGE.format(commands="\n".join(lines))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one sub-command.
+
+    Args:
+        argv: The arguments after the program's name; `sys.argv[1:]` if None.
+
+    Returns:
+        The exit code: 0 for success, 1 if the job failed, 2 for a usage error.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if not arguments:
+        print(usage(), file=sys.stderr)
+        return 2
+    name, *rest = arguments
+    if name not in _COMMANDS:
+        print(
+            f"tfparallel: no such command; it must be one of {', '.join(_COMMANDS)}. "
+            f"Received: {name!r}.\n\n{usage()}",
+            file=sys.stderr,
+        )
+        return 2
+    command = importlib.import_module(f"tfparallel.commands.{name}")
+    return command.main(rest)

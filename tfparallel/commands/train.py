@@ -1,0 +1,116 @@
+"""`tfparallel train TASK.py`: trains a task file under a form."""
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from tfparallel.commands.flags import (
+    Command,
+    UsageError,
+    common_flags,
+    common_problems,
+    parse,
+    path_problems,
+    resolved,
+    run_command,
+)
+from tfparallel.task import TaskError, load_task
+
+__all__ = ["main"]
+
+_COMMAND = Command(
+    name="train",
+    summary="Trains a task file under the form that --parallel names. "
+    "Batch sizes are global: the weights do not depend on the number of devices.",
+    example="tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 --epochs=3",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    return run_command("train", lambda: _main(arguments), (TaskError,))
+
+
+def _flags() -> flags.FlagValues:
+    values = common_flags()
+    flags.DEFINE_integer("epochs", 1, "How often the data is passed over.", flag_values=values)
+    flags.DEFINE_integer(
+        "steps_per_epoch", None, "Batches in an epoch; one pass if absent.", flag_values=values
+    )
+    flags.DEFINE_string("save", None, "Write the model here (.keras).", flag_values=values)
+    flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoint_dir",
+        None,
+        "Write the state here after each epoch, and resume from it.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "stop_on_nan",
+        False,
+        "Stop with exit code 1 when the loss is NaN; otherwise warn.",
+        flag_values=values,
+    )
+    return values
+
+
+def _problems(values: flags.FlagValues) -> list[str]:
+    problems = common_problems(values)
+    if values.epochs < 1:
+        problems.append(f"At least one epoch is required. Received: --epochs={values.epochs}.")
+    if values.steps_per_epoch is not None and values.steps_per_epoch < 1:
+        problems.append(
+            "An epoch needs at least one step. "
+            f"Received: --steps_per_epoch={values.steps_per_epoch}."
+        )
+    problems += path_problems("save", values.save, ".keras")
+    problems += path_problems("report", values.report, ".json")
+    if values.checkpoint_dir is not None and os.path.isfile(values.checkpoint_dir):
+        problems.append(
+            "The checkpoint folder is a file. "
+            f"Received: --checkpoint_dir={values.checkpoint_dir}. Name a folder."
+        )
+    return problems
+
+
+def _main(arguments: Sequence[str]) -> int:
+    values = _flags()
+    path = parse(_COMMAND, values, arguments)
+    if path is None:
+        return 0
+    problems = _problems(values)
+    if problems:
+        raise UsageError("\n".join(problems))
+    if not os.path.exists(path):
+        load_task(path)  # Says so now, not after the seconds that TensorFlow takes to load.
+    # Only now, so that help and mistakes cost no start of TensorFlow.
+    importlib.import_module("tfparallel.startup").prepare()
+    training = importlib.import_module("tfparallel.commands.training")
+    started = time.perf_counter()
+    result = training.train(path, values)
+    if values.report is not None:
+        training.write_report(
+            values.report,
+            {
+                "command": "train",
+                "configuration": {"task": path, **resolved(values)},
+                **result.report,
+                "wall_time_seconds": time.perf_counter() - started,
+            },
+        )
+    return _finish(result, values)
+
+
+def _finish(result: Any, values: flags.FlagValues) -> int:
+    if result.failure is not None:
+        print(f"tfparallel train: {result.failure}", file=sys.stderr)
+        return 1
+    for name in ("save", "report"):
+        if getattr(values, name) is not None:
+            print(f"wrote {getattr(values, name)}")
+    return 0

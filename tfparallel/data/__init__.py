@@ -1,0 +1,1 @@
+"""Seeded order of examples, and the global batches of a `fit`."""

@@ -1,0 +1,209 @@
+"""The global batches of one `fit`, in an order that a resumed run repeats.
+
+Keras fetches one batch before training starts, to learn the shapes, and makes
+iterators that it throws away. So the order must not come from how often the
+data set was iterated: it is a function of the epoch, which a callback sets.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.data.order import batch_indices, num_batches_per_pass
+
+__all__ = ["EpochBatches", "evaluation_batches", "first_batches"]
+
+Data = Any
+"""`(x, y[, sample_weight])`, or a `tf.data.Dataset` of single examples."""
+
+
+class EpochBatches(keras.callbacks.Callback):
+    """The batches of a `fit`, and the callback that tells them the epoch.
+
+    Arrays are shuffled anew in each pass, by `tfparallel.data.order`. A
+    `tf.data.Dataset` comes in its own order. The short last batch of a pass
+    is kept. With `steps_per_epoch` an epoch has that many batches: arrays go
+    on through further passes where the last epoch stopped, a data set starts
+    anew.
+
+    Args:
+        data: `(x, y[, sample_weight])`, each an array or a nested structure of
+            arrays whose first axis is the example; or a `tf.data.Dataset` of
+            single examples of that form.
+        global_batch_size: Examples in a step.
+        seed: The seed of the order of arrays.
+        steps_per_epoch: Batches in an epoch, or None for one pass.
+
+    Raises:
+        ValueError: If a data set is infinite and `steps_per_epoch` is None.
+
+    Example:
+
+    ```python
+    batches = EpochBatches((x, y), global_batch_size=64, seed=7)
+    model.fit(batches.dataset, epochs=3, shuffle=False, callbacks=[batches])
+    ```
+
+    `shuffle=False` keeps Keras from warning that it does not shuffle a data set.
+    Do not pass `steps_per_epoch` to `fit` as well.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        global_batch_size: int,
+        seed: int = 0,
+        steps_per_epoch: int | None = None,
+    ):
+        super().__init__()
+        self._epoch = 0
+        if isinstance(data, tf.data.Dataset):
+            self.dataset = _dataset_batches(data, global_batch_size, steps_per_epoch)
+            return
+        arrays = _as_tensors(data)
+        num_examples = _num_examples(arrays)
+        num_steps = steps_per_epoch or num_batches_per_pass(num_examples, global_batch_size)
+
+        def indices_of_epoch() -> np.ndarray:
+            steps = batch_indices(
+                num_examples, global_batch_size, seed, self._epoch * num_steps, num_steps
+            )
+            flat = np.concatenate(steps)
+            ends = np.cumsum([len(step) for step in steps])
+            return flat, ends.astype(np.int64)
+
+        def epoch_dataset(_: tf.Tensor) -> tf.data.Dataset:
+            flat, ends = tf.numpy_function(indices_of_epoch, [], (tf.int64, tf.int64))
+            flat, ends = tf.ensure_shape(flat, [None]), tf.ensure_shape(ends, [None])
+            starts = tf.concat([tf.zeros([1], tf.int64), ends[:-1]], 0)
+            bounds = tf.data.Dataset.from_tensor_slices((starts, ends))
+            return bounds.map(lambda start, end: flat[start:end])
+
+        # Evaluated when an iterator is first asked for a batch, which is after
+        # on_epoch_begin for every iterator that trains.
+        indices = tf.data.Dataset.range(1).flat_map(epoch_dataset)
+        batches = indices.map(
+            lambda rows: tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays),
+            num_parallel_calls=tf.data.AUTOTUNE,
+            deterministic=True,
+        )
+        self.dataset = batches.apply(tf.data.experimental.assert_cardinality(num_steps)).prefetch(
+            tf.data.AUTOTUNE
+        )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the epoch whose batches the next iterator yields."""
+        self._epoch = epoch
+
+
+def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
+    """Returns the batches of one pass in the data's own order.
+
+    Args:
+        data: As for `EpochBatches`.
+        global_batch_size: Examples in a batch; the last one may be short.
+
+    Raises:
+        ValueError: If a data set is infinite.
+    """
+    if isinstance(data, tf.data.Dataset):
+        return _dataset_batches(data, global_batch_size, None)
+    with tf.device("CPU:0"):
+        arrays = tf.data.Dataset.from_tensor_slices(_as_tensors(data))
+        return arrays.batch(global_batch_size).prefetch(tf.data.AUTOTUNE)
+
+
+def first_batches(
+    data: Data, *, global_batch_size: int, seed: int, num_batches: int
+) -> list[tuple[Any, ...]]:
+    """Returns the first batches of a run as NumPy arrays, the last one short.
+
+    A parity check should see an uneven batch. Where the data would fill all
+    `num_batches`, half of the last batch is left out; where one pass is
+    shorter than that, its own short batch stands in its place.
+
+    Args:
+        data: As for `EpochBatches`.
+        global_batch_size: Examples in a full batch.
+        seed: The seed of the order of arrays.
+        num_batches: How many batches; passes are repeated as needed.
+
+    Returns:
+        A list of tuples `(x, y[, sample_weight])`.
+    """
+    if isinstance(data, tf.data.Dataset):
+        examples = data.map(_cast_tuple).take(num_batches * global_batch_size)
+        passes = examples.batch(global_batch_size).repeat().take(num_batches)
+        batches = [_to_numpy(batch) for batch in passes]
+    else:
+        arrays = _to_numpy(_as_tensors(data))
+        rows = batch_indices(_num_examples(arrays), global_batch_size, seed, 0, num_batches)
+        batches = [
+            tf.nest.map_structure(lambda array, row=row: array[row], arrays) for row in rows
+        ]
+    if all(_num_examples(batch) == global_batch_size for batch in batches):
+        keep = (global_batch_size + 1) // 2
+        batches[-1] = tf.nest.map_structure(lambda array: array[:keep], batches[-1])
+    return batches
+
+
+def batches_dataset(batches: list[tuple[Any, ...]]) -> tf.data.Dataset:
+    """Returns a data set that yields the given batches of NumPy arrays in order."""
+
+    def any_length(array: np.ndarray) -> tf.TensorSpec:
+        return tf.TensorSpec((None, *array.shape[1:]), array.dtype)
+
+    def generate() -> Iterator[tuple[Any, ...]]:
+        yield from batches
+
+    signature = tf.nest.map_structure(any_length, batches[0])
+    dataset = tf.data.Dataset.from_generator(generate, output_signature=signature)
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+def _dataset_batches(
+    dataset: tf.data.Dataset, global_batch_size: int, steps_per_epoch: int | None
+) -> tf.data.Dataset:
+    cardinality = int(dataset.cardinality())
+    infinite = cardinality == tf.data.INFINITE_CARDINALITY
+    if infinite and steps_per_epoch is None:
+        raise ValueError(
+            "The data set never ends, so an epoch needs a length. "
+            "Received: a tf.data.Dataset of infinite cardinality, no steps_per_epoch. "
+            "Give the number of batches in an epoch: --steps_per_epoch=100."
+        )
+    batches = dataset.map(_cast_tuple).batch(global_batch_size)
+    if steps_per_epoch is not None:
+        batches = (batches if infinite else batches.repeat()).take(steps_per_epoch)
+        if cardinality:
+            batches = batches.apply(tf.data.experimental.assert_cardinality(steps_per_epoch))
+    return batches.prefetch(tf.data.AUTOTUNE)
+
+
+def _as_tensors(data: tuple[Any, ...]) -> tuple[Any, ...]:
+    # On the host: a batch is gathered there, and only the batch goes to a device.
+    with tf.device("CPU:0"):
+        return tf.nest.map_structure(lambda array: _cast(tf.convert_to_tensor(array)), tuple(data))
+
+
+def _cast_tuple(*example: Any) -> tuple[Any, ...]:
+    return tf.nest.map_structure(_cast, example)
+
+
+def _cast(tensor: tf.Tensor) -> tf.Tensor:
+    # As Keras does with arrays given to `fit`: floating data takes on floatx.
+    if tensor.dtype.is_floating and tensor.dtype != keras.config.floatx():
+        return tf.cast(tensor, keras.config.floatx())
+    return tensor
+
+
+def _to_numpy(structure: Any) -> Any:
+    return tf.nest.map_structure(lambda tensor: tensor.numpy(), structure)
+
+
+def _num_examples(arrays: Any) -> int:
+    return int(tf.nest.flatten(arrays)[0].shape[0])

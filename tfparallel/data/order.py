@@ -1,0 +1,75 @@
+"""The order of the examples, as a pure function of the seed and the pass.
+
+Nothing here depends on devices, replicas or on what ran before: a run that is
+resumed at epoch 5, or spread over another number of devices, sees the batches
+that an uninterrupted run on one device sees.
+
+A *pass* is one permutation of all examples, cut into global batches; the last
+batch of a pass is short when the examples do not fill it. Steps are numbered
+through all passes. With 7 examples and a global batch of 3:
+
+    step    0      1      2   |  3      4      5   |  6  ...
+    pass    0      0      0   |  1      1      1   |  2
+    size    3      3      1   |  3      3      1   |  3
+"""
+
+import numpy as np
+
+__all__ = ["batch_indices", "epoch_order", "num_batches_per_pass"]
+
+
+def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    """Returns the order in which pass number `epoch` visits the examples.
+
+    Args:
+        num_examples: How many examples there are.
+        seed: The seed of the run, any non-negative integer.
+        epoch: The number of the pass, counted from 0.
+
+    Returns:
+        A permutation of `range(num_examples)`, int64, of shape
+        `(num_examples,)`. Equal arguments give equal permutations, on every
+        machine.
+
+    Raises:
+        ValueError: If an argument is negative.
+    """
+    if num_examples < 0 or seed < 0 or epoch < 0:
+        raise ValueError(
+            "The number of examples, the seed and the epoch must not be negative. "
+            f"Received: num_examples={num_examples}, seed={seed}, epoch={epoch}."
+        )
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
+    return generator.permutation(num_examples)
+
+
+def num_batches_per_pass(num_examples: int, global_batch_size: int) -> int:
+    """Returns how many batches one pass has, the short last one included."""
+    return -(-num_examples // global_batch_size)
+
+
+def batch_indices(
+    num_examples: int, global_batch_size: int, seed: int, first_step: int, num_steps: int
+) -> list[np.ndarray]:
+    """Returns the examples of `num_steps` consecutive global batches.
+
+    Args:
+        num_examples: How many examples there are, at least one.
+        global_batch_size: Examples in a full batch.
+        seed: The seed of the run.
+        first_step: The first step, counted from the start of the run.
+        num_steps: How many steps.
+
+    Returns:
+        One int64 array of example indices a step.
+    """
+    per_pass = num_batches_per_pass(num_examples, global_batch_size)
+    batches = []
+    order_of = -1
+    order = np.empty(0, np.int64)
+    for step in range(first_step, first_step + num_steps):
+        pass_index, batch = divmod(step, per_pass)
+        if pass_index != order_of:
+            order, order_of = epoch_order(num_examples, seed, pass_index), pass_index
+        batches.append(order[batch * global_batch_size : (batch + 1) * global_batch_size])
+    return batches

@@ -1,0 +1,160 @@
+"""What a check must know of a model's layers: which draw, and which differ first."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.diagnostics.compare import difference
+
+__all__ = ["all_layers", "first_difference", "random_layers", "turn_off_draws"]
+
+# The attributes that say how strongly Keras's random layers draw.
+_RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout", "drop_rate")
+
+Build = Callable[[], keras.Model]
+
+
+def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns every layer in the model, nested ones included, in order of creation."""
+    # Keras has no public way to reach a layer that another layer holds.
+    return list(model._flatten_layers(include_self=False, recursive=True))
+
+
+def random_layers(model: keras.Model) -> list[str]:
+    """Returns the names of the layers that draw random numbers in training."""
+    return [layer.name for layer in all_layers(model) if _draws(layer)]
+
+
+def turn_off_draws(model: keras.Model) -> keras.Model:
+    """Makes the random layers of a model inactive, in place.
+
+    Known rates are set to 0. A layer without one that takes `training` is
+    always called with `training=False`. A layer with neither keeps drawing.
+
+    Returns:
+        The same model.
+    """
+    for layer in all_layers(model):
+        if not _draws(layer):
+            continue
+        rates = [name for name in _RATES if _number(getattr(layer, name, None))]
+        for name in rates:
+            setattr(layer, name, 0.0)
+        if not rates and getattr(layer, "_call_has_training_arg", False):
+            layer.call = _without_training(layer.call)
+    return model
+
+
+def first_difference(
+    build: Build,
+    make_parallel_model: Callable[[Build], keras.Model],
+    batch: tuple[Any, ...],
+    tolerance: float,
+) -> str | None:
+    """Names the first layer that does something else under the form.
+
+    Args:
+        build: Returns the model with the initial weights, draws off.
+        make_parallel_model: Puts it under the form.
+        batch: `(x, y[, sample_weight])` in NumPy arrays.
+        tolerance: The largest relative difference that is rounding.
+
+    Returns:
+        The layer's name and what differs, or None if neither the layers'
+        outputs nor the losses that they add tell the two apart.
+    """
+    return _first_output(build, make_parallel_model, batch[0], tolerance) or _first_added_loss(
+        build, batch[0], tolerance
+    )
+
+
+def _first_output(
+    build: Build, make_parallel_model: Callable[[Build], keras.Model], x: Any, tolerance: float
+) -> str | None:
+    names: list[str] = []
+
+    def build_probe() -> keras.Model:
+        model = build()
+        names.clear()
+        outputs = []
+        for layer in model.layers:
+            # A layer used twice has no single output; what follows it shows it.
+            if isinstance(layer, keras.layers.InputLayer) or len(layer._inbound_nodes) != 1:
+                continue
+            for output in tf.nest.flatten(layer.output):
+                names.append(layer.name)
+                outputs.append(output)
+        return keras.Model(model.inputs, outputs)
+
+    if not getattr(build(), "inputs", None):
+        return None
+    expected = build_probe().predict_on_batch(x)
+    single_names = list(names)
+    received = make_parallel_model(build_probe).predict_on_batch(x)
+    pairs = zip(single_names, _as_list(expected), _as_list(received), strict=True)
+    for name, one, other in pairs:
+        found = difference(np.asarray(one), np.asarray(other), tolerance)
+        if not found.within:
+            return f"layer {name!r}: its output differs by {found.absolute:.1e} on the first batch"
+    return None
+
+
+def _first_added_loss(build: Build, x: Any, tolerance: float) -> str | None:
+    model = build()
+    num_examples = len(tf.nest.flatten(x)[0])
+    # Three parts of unequal size, as replicas would take them.
+    bounds = sorted({0, (num_examples + 2) // 3, (2 * num_examples + 2) // 3, num_examples})
+    whole = _added_losses(model, x)
+    parts = {name: 0.0 for name in whole}
+    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        part = tf.nest.map_structure(lambda array, b=begin, e=end: array[b:e], x)
+        for name, value in _added_losses(model, part).items():
+            parts[name] += value * (end - begin) / num_examples
+    for name, value in whole.items():
+        if abs(value - parts[name]) > tolerance * max(abs(value), abs(parts[name])):
+            return (
+                f"layer {name!r}: the loss that it adds compares examples of the batch; it is "
+                f"{value:.6g} on the whole first batch, and {parts[name]:.6g} as the mean over "
+                "its parts"
+            )
+    return None
+
+
+def _added_losses(model: keras.Model, x: Any) -> dict[str, float]:
+    model(x, training=True)
+    found = {}
+    for layer in all_layers(model):
+        if list(layer._flatten_layers(include_self=False)):
+            continue
+        num_weight_terms = sum(
+            getattr(v, "regularizer", None) is not None for v in layer.trainable_variables
+        )
+        added = layer.losses[: len(layer.losses) - num_weight_terms]
+        if added:
+            found[layer.name] = float(sum(float(keras.ops.sum(loss)) for loss in added))
+    return found
+
+
+def _draws(layer: keras.layers.Layer) -> bool:
+    if not any(isinstance(v, keras.random.SeedGenerator) for v in vars(layer).values()):
+        return False
+    rates = [getattr(layer, name) for name in _RATES if _number(getattr(layer, name, None))]
+    return not rates or any(rate > 0 for rate in rates)
+
+
+def _without_training(call: Callable[..., Any]) -> Callable[..., Any]:
+    def inactive(*args: Any, training: bool | None = None, **kwargs: Any) -> Any:
+        return call(*args, training=False, **kwargs)
+
+    return inactive
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,51 @@
+"""What every report says about the machine and the run."""
+
+import json
+import os
+import platform
+import resource
+import sys
+from importlib import metadata
+from typing import Any
+
+__all__ = ["peak_memory_bytes", "versions", "write_report"]
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that a result rests on."""
+    result = {"python": platform.python_version()}
+    for package in ("tfparallel", "tensorflow", "keras", "numpy"):
+        try:
+            result[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            # Run from a checkout, or TensorFlow under another distribution's name.
+            version = getattr(sys.modules.get(package), "__version__", None)
+            if version is not None:
+                result[package] = version
+    return result
+
+
+def peak_memory_bytes() -> int:
+    """Returns the largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def write_report(path: str, report: dict[str, Any]) -> None:
+    """Writes one JSON object; a number that is not finite becomes a string."""
+    unfinished = f"{path}.unfinished"
+    with open(unfinished, "w", encoding="utf-8") as file:
+        json.dump(_finite(report), file, indent=2, allow_nan=False)
+        file.write("\n")
+    os.replace(unfinished, path)
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no NaN, and many readers reject Python's.
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value

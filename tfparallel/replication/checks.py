@@ -1,0 +1,82 @@
+"""What data parallelism cannot do exactly, and input that no training can use: said at once."""
+
+import keras
+import tensorflow as tf
+
+
+def check_model(model: keras.Model, strategy) -> None:
+    """Raises if the model keeps state by example, which shards cannot.
+
+    Raises:
+        ValueError: For a stateful recurrent layer.
+    """
+    stateful = [
+        layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)
+    ]
+    if stateful:
+        raise ValueError(
+            "Stateful recurrent layers keep a state for each row of the batch, and the rows move "
+            "between replicas when a batch is uneven. Layers without `stateful=True` are required "
+            f"on {len(strategy.devices)} replicas. Received: {stateful}. Train on one device, or "
+            "pass the state as an input."
+        )
+
+
+def check_compile(model: keras.Model, strategy, args: tuple, kwargs: dict) -> None:
+    """Raises on options of `compile` that several replicas cannot honour.
+
+    Raises:
+        ValueError: For `jit_compile=True`.
+    """
+    if kwargs.get("jit_compile") is True:
+        raise ValueError(
+            f"`jit_compile=True` compiles the step for one device. {len(strategy.devices)} "
+            "replicas require `jit_compile=False` or 'auto'. Received: jit_compile=True on "
+            f"{list(strategy.devices)}. Leave the argument out, or train on one device."
+        )
+
+
+def check_data(x, batch_size, steps_per_epoch, method: str) -> None:
+    """Raises on data that cannot be trained on.
+
+    Args:
+        x: The first argument of `fit`.
+        batch_size: The global batch size asked for, or None.
+        steps_per_epoch: The steps asked for, or None.
+        method: The name of the caller, for messages.
+
+    Raises:
+        ValueError: If the global batch size is below 1, the data is empty, or it is infinite and
+            `steps_per_epoch` is missing.
+    """
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(
+            f"The global batch size of `{method}` must be an integer of at least 1: the examples "
+            f"of one step, over all replicas. Received: batch_size={batch_size!r}. Pass, for "
+            "example, batch_size=64."
+        )
+    if isinstance(x, tf.data.Dataset):
+        _check_dataset(x, steps_per_epoch, method)
+        return
+    sizes = [len(leaf) for leaf in keras.tree.flatten(x) if getattr(leaf, "shape", ()) != ()]
+    if sizes and max(sizes) == 0:
+        raise ValueError(
+            f"The data given to `{method}` is empty. At least one example is required. Received: "
+            f"arrays of {sizes} examples. Look at how the data is loaded and filtered."
+        )
+
+
+def _check_dataset(dataset, steps_per_epoch, method):
+    cardinality = int(dataset.cardinality())
+    if cardinality == 0:
+        raise ValueError(
+            f"The data set given to `{method}` is empty. At least one batch is required. Received: "
+            f"{dataset} of 0 batches. Look at how the data is loaded, filtered and batched "
+            "(`drop_remainder=True` drops a data set smaller than one batch)."
+        )
+    if cardinality == tf.data.INFINITE_CARDINALITY and steps_per_epoch is None:
+        raise ValueError(
+            f"The data set given to `{method}` is infinite, so an epoch would never end. "
+            "`steps_per_epoch` is required with it. Received: steps_per_epoch=None. Pass "
+            "steps_per_epoch, or take the `.repeat()` out of the data set."
+        )

@@ -1,0 +1,76 @@
+"""Clones a built Keras model under a strategy: weights, frozen layers, compile state."""
+
+import keras
+
+from tfparallel.replication.extend import original_class
+
+
+def clone_under(model: keras.Model, strategy) -> keras.Model:
+    """Makes a copy of `model` whose variables the strategy holds.
+
+    Args:
+        model: A built model, compiled or not.
+        strategy: What has the `scope()` to build under.
+
+    Returns:
+        The copy, with equal variables (seeds of random layers included), the same layers frozen
+        and, if the model was compiled, the same optimizer (with its state), losses and metrics.
+
+    Raises:
+        ValueError: If the model is not built, or its class cannot be rebuilt from its config.
+    """
+    if not model.built:
+        raise ValueError(
+            f"Model '{model.name}' is not built, so it has no weights to clone. A built model, or "
+            "the function that builds it, is required. Received: a model without variables. Call "
+            "it on a batch first, or pass the function."
+        )
+    with strategy.scope(), keras.saving.custom_object_scope(_classes(model)):
+        try:
+            copy = original_class(model).from_config(model.get_config())
+            if not copy.built and (config := model.get_build_config()):
+                copy.build_from_config(config)
+        except (TypeError, NotImplementedError, ValueError) as error:
+            raise ValueError(
+                f"Model '{model.name}' of class {type(model).__name__} cannot be rebuilt from its "
+                f"config. `get_config` and `from_config` are required to clone it. Received: {error}. "
+                "Pass the function that builds the model instead."
+            ) from error
+        if len(copy.variables) != len(model.variables):
+            raise ValueError(
+                f"The clone of model '{model.name}' has {len(copy.variables)} variables, the model "
+                f"{len(model.variables)}. A config that rebuilds the whole model is required. "
+                "Received: a model whose layers are not all in its config. Pass the function that "
+                "builds the model instead."
+            )
+        for source, target in zip(model.variables, copy.variables, strict=True):
+            target.assign(source)
+        for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
+            target.trainable = source.trainable
+        if model.compiled:
+            _compile_alike(model, copy)
+    return copy
+
+
+def _compile_alike(model: keras.Model, copy: keras.Model) -> None:
+    config = model.get_compile_config()
+    if config is None:
+        return
+    copy.compile_from_config(config)
+    # The outer call of `compile_from_config` builds the optimizer; its state follows.
+    if model.optimizer is not None and model.optimizer.built:
+        if not copy.optimizer.built:
+            copy.optimizer.build(copy.trainable_variables)
+        for source, target in zip(
+            model.optimizer.variables, copy.optimizer.variables, strict=True
+        ):
+            target.assign(source)
+
+
+def _classes(model: keras.Model) -> dict[str, type]:
+    """The user's own classes in a model, which a config names and Keras must find."""
+    return {
+        original_class(layer).__name__: original_class(layer)
+        for layer in model._flatten_layers()
+        if not original_class(layer).__module__.startswith("keras.")
+    }

@@ -1,0 +1,151 @@
+"""The builder `data_parallel`: a plain Keras model, trained on all devices as on one."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute import values
+
+from tfparallel import devices as device_lib
+from tfparallel.replication import clone
+from tfparallel.replication.drop_in import MirroredStrategy
+from tfparallel.replication.model import extend_model
+
+
+def data_parallel(
+    model_or_function: keras.Model | Callable[[], keras.Model],
+    strategy: str | MirroredStrategy = "auto",
+    *,
+    devices: Sequence[str] | None = None,
+    synchronize_batch_norm: bool = True,
+    allow_independent_workers: bool = False,
+) -> keras.Model:
+    """Trains a plain Keras model on several devices, to the weights that one device gives.
+
+    Use it when the model fits one device and training should be faster. For a batch of B examples
+    on N replicas, replica k computes the rows of its part of B, and
+
+        ∂J/∂θ = Σ_k g_k,    g_k = (∂y_k/∂θ)ᵀ ∂J/∂y_k
+
+    with the loss J taken once, of the whole batch. Batch sizes are global. No scope is needed:
+    `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as always, and the saved
+    file is plain Keras.
+
+    Args:
+        model_or_function: A function that returns a Keras model, called under the strategy; or a
+            built model, which is cloned there with its weights, frozen layers and compile state.
+        strategy: `"auto"` for every local device, or a `tfparallel.MirroredStrategy`.
+        devices: Names of the devices under `"auto"`, one replica each, such as
+            `["GPU:0", "GPU:1"]`. Default: all GPUs, else all logical CPUs.
+        synchronize_batch_norm: Whether batch normalization uses the moments of the global batch,
+            as on one device. False uses each replica's own, which is faster by one small
+            reduction a layer, and not exact.
+        allow_independent_workers: Whether several workers of one job may each train a model of
+            its own.
+
+    Returns:
+        A `keras.Model` of the user's own class, extended. On one device it has no strategy, and
+        costs nothing.
+
+    Raises:
+        ValueError: If a device is unknown or named twice, the function returns no model, or the
+            model was built in another strategy's scope or cannot be cloned.
+        RuntimeError: In a job of several workers, unless `allow_independent_workers`.
+
+    Example:
+        >>> model = tfparallel.data_parallel(build_model, devices=["GPU:0", "GPU:1"])
+        >>> model.compile(optimizer="adam", loss="mse")
+        >>> model.fit(x, y, batch_size=64)
+
+    References:
+        The step is synchronous stochastic gradient descent: Jianmin Chen et al., "Revisiting
+        Distributed Synchronous SGD", arXiv:1604.00981, 2016.
+    """
+    if not allow_independent_workers:
+        _refuse_independent_workers()
+    strategy = _resolve_strategy(strategy, devices)
+    if isinstance(model_or_function, keras.Model):
+        _refuse_foreign_scope(model_or_function, strategy)
+        model = clone.clone_under(model_or_function, strategy)
+    else:
+        model = _build(model_or_function, strategy)
+    extend_model(model, strategy if len(strategy.devices) > 1 else None)
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            object.__setattr__(layer, "synchronize", synchronize_batch_norm)
+    return model
+
+
+class _OneDevice:
+    """Stands where a strategy would: one device needs none (a strategy of one costs 1.4 times)."""
+
+    def __init__(self, device: str):
+        self.devices = (device,)
+
+    def scope(self):
+        return tf.device(f"/device:{self.devices[0]}")
+
+
+def _resolve_strategy(strategy, devices):
+    if isinstance(strategy, MirroredStrategy):
+        if devices is not None:
+            raise ValueError(
+                "A strategy already has its devices. One of the two is required. Received: "
+                f"strategy on {list(strategy.devices)}, devices={list(devices)}. Leave `devices` out."
+            )
+        return strategy
+    if strategy != "auto":
+        raise ValueError(
+            "`strategy` must be 'auto' or a `tfparallel.MirroredStrategy`. Received: "
+            f"strategy={strategy!r} (of type {type(strategy).__name__}). TensorFlow's own strategy "
+            "clips and averages on each replica; replace `tf.distribute.` by `tfparallel.`."
+        )
+    names = device_lib.choose_devices(devices=devices)
+    return _OneDevice(names[0]) if len(names) == 1 else MirroredStrategy(names)
+
+
+def _build(function, strategy) -> keras.Model:
+    if not callable(function):
+        raise ValueError(
+            "`data_parallel` needs a function that builds a Keras model, or a built model. "
+            f"Received: {function!r} (of type {type(function).__name__}). Pass the function itself, "
+            "`data_parallel(build_model)`, not its name."
+        )
+    with strategy.scope():
+        model = function()
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "The function given to `data_parallel` must return a Keras model. Received: "
+            f"{model!r} (of type {type(model).__name__}) from {getattr(function, '__name__', function)}. "
+            "Look for a missing `return model`."
+        )
+    return model
+
+
+def _refuse_foreign_scope(model, strategy) -> None:
+    for variable in model.variables:
+        owner = getattr(variable.value, "distribute_strategy", None)
+        if isinstance(variable.value, values.DistributedVariable) and owner is not strategy:
+            raise ValueError(
+                f"Model '{model.name}' was built in the scope of another strategy. A model built "
+                f"outside any scope is required. Received: variable '{variable.path}' of a "
+                f"{type(owner).__name__}. Build the model without a scope, or pass the function "
+                "that builds it."
+            )
+
+
+def _refuse_independent_workers() -> None:
+    try:
+        cluster = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster", {})
+    except (ValueError, AttributeError):
+        return
+    num_workers = sum(len(cluster.get(role, [])) for role in ("chief", "worker"))
+    if num_workers > 1:
+        raise RuntimeError(
+            f"TF_CONFIG names {num_workers} workers, and `data_parallel` trains on the devices of "
+            "one: each worker would train a model of its own. One worker, or the consent to that, "
+            f"is required. Received: TF_CONFIG with {num_workers} workers. Unset TF_CONFIG, or pass "
+            "allow_independent_workers=True."
+        )

@@ -1,0 +1,43 @@
+"""Gives an object a class that extends its own, so that nothing global is patched.
+
+The new class keeps the name, the module and the documentation of the old one, so that what is
+saved names the user's class, and plain Keras can load it.
+"""
+
+import functools
+from typing import Any, TypeVar
+
+Extended = TypeVar("Extended")
+
+
+@functools.cache
+def extended_class(mixin: type, original: type) -> type:
+    """Returns the class that puts `mixin` before `original`; one class for each pair."""
+    return type(
+        original.__name__,
+        (mixin, original),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_extended_from": original,
+        },
+    )
+
+
+def extend(instance: Extended, mixin: type, **attributes: Any) -> Extended:
+    """Changes the class of `instance` to one that extends it with `mixin`, and sets attributes.
+
+    Extending twice with the same mixin changes the attributes alone.
+    """
+    if not isinstance(instance, mixin):
+        instance.__class__ = extended_class(mixin, type(instance))
+    for name, value in attributes.items():
+        # Past Keras's tracking: a strategy or a flag is no part of the model.
+        object.__setattr__(instance, name, value)
+    return instance
+
+
+def original_class(instance: Any) -> type:
+    """Returns the class that `instance` had before it was extended."""
+    return getattr(type(instance), "_extended_from", type(instance))

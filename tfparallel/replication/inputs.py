@@ -1,0 +1,112 @@
+"""The arguments of a replicated call: which of them have a batch axis, and its rows."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.replication import shard as shards
+
+
+class BatchInputs:
+    """Arguments of a layer's call, a nested structure whose tensors share the batch axis 0.
+
+    Floating-point tensors (`floats`) are differentiable; integer, string, ragged and sparse ones
+    are split likewise but have no gradient. Scalars and other objects go to each replica as they
+    are.
+
+    Raises:
+        ValueError: If no tensor has a batch axis, or two disagree on its size.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict):
+        self._structure = (args, kwargs)
+        self._leaves = [_as_tensor(leaf) for leaf in keras.tree.flatten(self._structure)]
+        self._batched = [index for index, leaf in enumerate(self._leaves) if _has_batch_axis(leaf)]
+        if not self._batched:
+            raise ValueError(
+                "Cannot split a call across the replicas: none of its arguments has a batch axis. "
+                "At least one tensor of shape (batch, …) is required. Received: "
+                f"args={args}, kwargs={kwargs}."
+            )
+        self._float_indices = [i for i in self._batched if _is_differentiable(self._leaves[i])]
+        self.num_rows = self._count_rows()
+
+    @property
+    def floats(self) -> list[tf.Tensor]:
+        """The differentiable tensors, for the whole batch."""
+        return [self._leaves[index] for index in self._float_indices]
+
+    def split(self, all_shards: list[shards.Shard]) -> list[list[Any]]:
+        """Returns each replica's rows of the tensors with a batch axis.
+
+        A slice is taken where the tensor is (the host, for a batch that an iterator yields), so
+        that a device receives its own rows alone.
+        """
+        parts = [[] for _ in all_shards]
+        for index in self._batched:
+            leaf = self._leaves[index]
+            with tf.device(getattr(leaf, "device", None) or "/device:CPU:0"):
+                for part, shard in zip(parts, all_shards, strict=True):
+                    part.append(_rows(leaf, shard))
+        return parts
+
+    def floats_of(self, part: list[Any]) -> list[tf.Tensor]:
+        """The differentiable tensors among one replica's rows."""
+        return [part[self._batched.index(index)] for index in self._float_indices]
+
+    def pack(self, part: list[Any]) -> tuple[tuple, dict]:
+        """Returns the arguments with one replica's rows in place of the batch's."""
+        leaves = list(self._leaves)
+        for index, rows in zip(self._batched, part, strict=True):
+            leaves[index] = rows
+        return keras.tree.pack_sequence_as(self._structure, leaves)
+
+    def _count_rows(self):
+        sizes = [_num_rows(self._leaves[index]) for index in self._batched]
+        known = {size for size in sizes if isinstance(size, int)}
+        if len(known) > 1:
+            raise ValueError(
+                "Cannot split a call across the replicas: its tensors disagree on the batch size, "
+                "the size of axis 0. One size is required. Received sizes: "
+                f"{sorted(known)}. Give tensors that are not a batch a first axis of size 1 less, "
+                "or hold them in the layer."
+            )
+        return known.pop() if known else sizes[0]
+
+
+def _as_tensor(leaf):
+    if isinstance(leaf, keras.Variable | tf.Variable) or hasattr(leaf, "__array_interface__"):
+        return tf.convert_to_tensor(leaf)
+    return leaf
+
+
+def _has_batch_axis(leaf) -> bool:
+    return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0
+
+
+def _is_differentiable(leaf) -> bool:
+    return isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
+
+
+def _num_rows(leaf):
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.shape[0] if leaf.shape[0] is not None else tf.cast(leaf.nrows(), tf.int32)
+    if leaf.shape.rank is not None and leaf.shape[0] is not None:
+        return leaf.shape[0]
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf)[0]
+
+
+def _rows(leaf, shard: shards.Shard):
+    start, stop = shard.first_row_used, shard.first_row_used + shard.num_rows_used
+    if isinstance(leaf, tf.SparseTensor):
+        begin = tf.concat([[start], tf.zeros_like(leaf.dense_shape[1:], tf.int32)], 0)
+        size = tf.concat([[shard.num_rows_used], tf.cast(leaf.dense_shape[1:], tf.int32)], 0)
+        return tf.sparse.slice(leaf, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
+    rows = leaf[start:stop]
+    mask = getattr(leaf, "_keras_mask", None)
+    if mask is not None:
+        rows._keras_mask = mask[start:stop]
+    return rows

@@ -1,0 +1,142 @@
+"""The Keras model whose steps run as one program over the replicas."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.replication import batch_norm, checks, optimizer, random
+from tfparallel.replication.extend import extend, original_class
+from tfparallel.replication.replicated_call import ReplicatedCall
+
+_STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
+
+
+class ReplicatedLayer:
+    """Extends a layer or a model: a call in a program is spread over the replicas."""
+
+    def __call__(self, *args, **kwargs):
+        """Calls the layer, on the replicas if it is a program that calls it."""
+        if not self._is_called_by_program(args, kwargs):
+            return super().__call__(*args, **kwargs)
+        call = ReplicatedCall(self, super().__call__, self._strategy, self._partial_gradients())
+        outputs, losses = call(args, kwargs)
+        self._clear_losses()
+        if losses:
+            keras.Layer.add_loss(self, losses)  # A functional model refuses its own.
+        return outputs
+
+    def _is_called_by_program(self, args, kwargs) -> bool:
+        strategy = getattr(self, "_strategy", None)
+        return (
+            strategy is not None
+            and strategy.program_is_running
+            and tf.distribute.in_cross_replica_context()
+            and self.built
+            and not any(
+                isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))
+            )
+        )
+
+    def _partial_gradients(self) -> dict | None:
+        return None
+
+
+class DataParallelModel(ReplicatedLayer):
+    """Extends the user's model class: the same methods, on all replicas.
+
+    `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, on which only the
+    checks of the input remain.
+    """
+
+    @property
+    def strategy(self):
+        """The strategy that holds the replicas, or None on one device."""
+        return getattr(self, "_strategy", None)
+
+    def compile(self, *args, **kwargs):
+        """Configures training, as `keras.Model.compile`; no scope is needed."""
+        strategy = self.strategy
+        if strategy is None:
+            return super().compile(*args, **kwargs)
+        checks.check_compile(self, strategy, args, kwargs)
+        with strategy.scope():
+            super().compile(*args, **kwargs)
+        extend_parts(self)
+        return None
+
+    def fit(self, x=None, y=None, **kwargs):
+        """Trains the model, as `keras.Model.fit`; batch sizes are global."""
+        checks.check_data(x, kwargs.get("batch_size"), kwargs.get("steps_per_epoch"), "fit")
+        return super().fit(x, y, **kwargs)
+
+    def train_step(self, data):
+        """One step of training, for the global batch."""
+        extend_parts(self)
+        object.__setattr__(self, "_in_train_step", True)
+        try:
+            return super().train_step(data)
+        finally:
+            object.__setattr__(self, "_in_train_step", False)
+
+    def _partial_gradients(self):
+        # A user's own step may do anything with its gradients, so they are summed at once; Keras's
+        # hands them straight to the optimizer.
+        is_kerass = original_class(self).train_step is keras.Model.train_step
+        if self._in_train_step and is_kerass and optimizer.accumulates(self.optimizer):
+            return self._pending_terms
+        return None
+
+
+def extend_model(model: keras.Model, strategy) -> keras.Model:
+    """Makes `model`, whose variables `strategy` holds, data parallel, in place.
+
+    Args:
+        model: A model built, or to be built, under the strategy's scope.
+        strategy: The `tfparallel.MirroredStrategy`; None for one device.
+
+    Returns:
+        The same object, its class extended.
+    """
+    attributes: dict[str, Any] = {"_strategy": strategy}
+    if not isinstance(model, DataParallelModel):
+        attributes |= {"_in_train_step": False, "_pending_terms": {}}
+    extend(model, DataParallelModel, **attributes)
+    if strategy is not None:
+        object.__setattr__(model, "_distribute_strategy", strategy)
+        checks.check_model(model, strategy)
+        extend_parts(model)
+    return model
+
+
+def extend_parts(model: keras.Model) -> None:
+    """Extends the layers, seeds and optimizers of a model that act otherwise in a replica.
+
+    Done again before each trace, for parts that were made since.
+    """
+    strategy = model.strategy
+    if strategy is None:
+        return
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            extend(layer, batch_norm.SynchronizedBatchNormalization)
+        elif isinstance(layer, keras.layers.Dropout):
+            extend(layer, random.IndexedDropout)
+        for generator in layer._seed_generators:
+            extend(generator, random.ReplicaSeedGenerator)
+    cls = original_class(model)
+    if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):
+        # A step of the user's own calls the model's parts, which are then what is spread.
+        for layer in model.layers:
+            extend(layer, ReplicatedLayer, _strategy=strategy)
+    for found in _optimizers(model):
+        optimizer.prepare(found, strategy, model._pending_terms)
+
+
+def _optimizers(model):
+    """The optimizers that a model holds: as `model.optimizer`, attributes, or in containers."""
+    held = [vars(model).values()]
+    held += [value for value in vars(model).values() if isinstance(value, list | tuple)]
+    held += [value.values() for value in vars(model).values() if isinstance(value, dict)]
+    found = {id(v): v for values in held for v in values if isinstance(v, keras.Optimizer)}
+    return list(found.values())

@@ -1,0 +1,93 @@
+"""Random draws in replicas: other numbers on each, the same in each run.
+
+Keras counts its draws in a variable that every replica holds a copy of, so under
+`tf.distribute` all replicas draw the same mask. Here
+
+* a dropout mask is drawn by the examples' global index: each replica draws just those elements of
+  the one-device mask that belong to its rows, and training with dropout is exact;
+* every other layer draws with the replica's index folded into its seed: reproducible.
+"""
+
+import keras
+import tensorflow as tf
+
+from tfparallel.replication import shard as shards
+
+_PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.
+_FOLD = 0x9E3779B1  # Odd, so that r ↦ r·_FOLD is one-to-one modulo 2³².
+
+
+class ReplicaSeedGenerator:
+    """Extends `keras.random.SeedGenerator`: another seed on each replica."""
+
+    def next(self, ordered=True):
+        """Returns the next seed, with the replica's index folded into its first word."""
+        seed = super().next(ordered)
+        shard = shards.current()
+        if shard is None or shard.replica == 0:
+            return seed
+        return seed + tf.cast(tf.constant([shard.replica * _FOLD % 2**31, 0], tf.int64), seed.dtype)
+
+    def next_global(self):
+        """Returns the next seed as one device draws it."""
+        return super().next()
+
+
+class IndexedDropout:
+    """Extends `keras.layers.Dropout` and the spatial ones: the mask of the global batch."""
+
+    def call(self, inputs, training=False):
+        """Drops units as one device does, on the rows that are this replica's."""
+        shard = shards.current()
+        if shard is None or not training or not 0 < self.rate < 1:
+            return super().call(inputs, training=training)
+        shape = self._mask_shape(inputs)
+        if (getattr(self, "noise_shape", None) or (None,))[0] == 1:
+            shard = shard._replace(start=0, num_rows=1)  # One mask, for all examples.
+        uniform = uniform_of_rows(shape, inputs.dtype, self.seed_generator.next_global(), shard)
+        kept = uniform >= tf.constant(self.rate, inputs.dtype)
+        scale = tf.constant(1 / (1 - self.rate), inputs.dtype)
+        return tf.where(kept, inputs * scale, tf.zeros([], inputs.dtype))
+
+    def _mask_shape(self, inputs):
+        """Sizes of the mask of this replica's rows."""
+        if hasattr(self, "_get_noise_shape"):
+            asked = self._get_noise_shape(inputs)
+        else:
+            asked = self.noise_shape or (None,) * inputs.shape.rank
+        shape = keras.ops.shape(inputs)
+        return [shape[axis] if size is None else size for axis, size in enumerate(asked)]
+
+
+def uniform_of_rows(shape, dtype, seed, shard: shards.Shard) -> tf.Tensor:
+    """Draws this replica's rows of the uniform tensor that one device draws for the batch.
+
+    Philox numbers are a function of (key, counter), and element i of a tensor comes from counter
+    i // w, with w elements a step; so a slice of a tensor can be drawn alone.
+
+    Args:
+        shape: Sizes of this replica's part; axis 0 holds `shard.num_rows_used` rows, or a multiple.
+        dtype: Floating-point type.
+        seed: Seed of the whole tensor, shape `(2,)`.
+        shard: The replica's part of the batch.
+
+    Returns:
+        Tensor of `shape` with values in [0, 1).
+    """
+    width = _PHILOX_WORDS // 2 if dtype == tf.float64 else _PHILOX_WORDS
+    num_elements = tf.reduce_prod(tf.cast(tf.stack(shape), tf.int64))
+    row_elements = num_elements // tf.cast(shard.num_rows_used, tf.int64)
+    first = tf.cast(shard.start, tf.int64) * row_elements
+    skipped = first % width
+    # Keras narrows its seeds so before a draw.
+    seed = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    counter = counter + tf.cast(tf.stack([first // width, tf.zeros_like(first)]), counter.dtype)
+    flat = tf.raw_ops.StatelessRandomUniformV2(
+        shape=(num_elements + skipped)[None],
+        key=key,
+        counter=counter,
+        alg=tf.random.Algorithm.PHILOX.value,
+        dtype=dtype,
+    )
+    return tf.reshape(flat[skipped:], shape)

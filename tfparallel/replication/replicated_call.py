@@ -1,0 +1,257 @@
+"""One call of a layer, spread over the replicas, forward and backward.
+
+              global batch x  (B, …)
+        ┌───────────┼───────────┐          rows ⌊kB/N⌋ to ⌊(k+1)B/N⌋ to replica k
+       x_0         x_1         x_2
+        │ copy of θ │ copy of θ │ copy of θ
+       y_0         y_1         y_2
+        └───────────┼───────────┘          rows joined in order
+              y  (B, …)                    ──▶  the loss J, once, of the whole batch
+              ∂J/∂y                        ◀──  the caller's tape
+        ┌───────────┼───────────┐
+     ∂J/∂y_0     ∂J/∂y_1     ∂J/∂y_2
+        │           │           │          each replica's own backward pass
+       g_0         g_1         g_2         g_k = (∂y_k/∂θ)ᵀ ∂J/∂y_k
+        └────────── Σ ──────────┘          all-reduce: ∂J/∂θ = Σ_k g_k
+
+∂J/∂y comes from the loss of the whole batch and so holds the loss's own divisor, whatever that is:
+examples, tokens under a mask, a sum of weights. The sum over k is therefore exact for shards of
+any size and for any loss, those that compare examples included.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from tfparallel.data import partition
+from tfparallel.replication import shard as shards
+from tfparallel.replication import state
+from tfparallel.replication.inputs import BatchInputs
+from tfparallel.strategies import variables
+
+
+class _Replica(NamedTuple):
+    """What one replica's forward pass leaves for its backward pass."""
+
+    tape: tf.GradientTape
+    inputs: list[tf.Tensor]
+    outputs: list[tf.Tensor]
+    losses: list[tf.Tensor]
+    masks: list[tf.Tensor | None]
+    state: dict[int, tf.Tensor]
+    structure: Any
+
+
+class ReplicatedCall:
+    """A call of `layer` whose rows are divided among the replicas of a strategy.
+
+    Differentiable once, in the layer's trainable variables and its floating-point inputs.
+
+    Args:
+        layer: The built layer whose variables the call reads.
+        call: The layer's own `__call__`, unreplicated.
+        strategy: The `tfparallel.MirroredStrategy` that the variables belong to.
+        partial_gradients: If given, variable gradients are left unsummed: the tape receives
+            replica 0's, and the others' go into this dictionary, `{id(variable): [g_1, …]}`.
+    """
+
+    def __init__(
+        self,
+        layer: keras.Layer,
+        call: Callable[..., Any],
+        strategy,
+        partial_gradients: dict | None = None,
+    ):
+        self._layer = layer
+        self._call = call
+        self._strategy = strategy
+        self._partial_gradients = partial_gradients
+        self._trainable = [variable for variable in layer.variables if variable.trainable]
+
+    def __call__(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
+        """Runs the call.
+
+        Args:
+            args: Positional arguments of the call, tensors of shape `(batch, …)` among them.
+            kwargs: Keyword arguments, likewise.
+
+        Returns:
+            The outputs, each of shape `(batch, …)`, and the losses that layers added, each the
+            replicas' average weighted with their shares of the batch.
+
+        Raises:
+            ValueError: If the inputs disagree on the batch size, or an output has no batch axis.
+        """
+        inputs = BatchInputs(args, kwargs)
+        shards_ = self._shards(inputs.num_rows)
+        may_idle = not isinstance(inputs.num_rows, int) or inputs.num_rows < len(shards_)
+        thread_state = state.ThreadState()
+        written = state.variables_of(self._layer, thread_state)
+        equal = state.equal_on_replicas(self._layer, thread_state)
+        parts = inputs.split(shards_)
+        replicas: dict[int, _Replica] = {}
+
+        def on_replica():
+            k = _replica_index()
+            shard = shards_[k]
+            thread_state.inherit()
+            own = inputs.floats_of(parts[k])
+            with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
+                tape.watch(own)
+                replica_args, replica_kwargs = inputs.pack(parts[k])
+                with keras.StatelessScope(collect_losses=True) as scope:
+                    outputs = self._call(*replica_args, **replica_kwargs)
+                flat = [self._checked(output) for output in keras.tree.flatten(outputs)]
+                masks = [getattr(output, "_keras_mask", None) for output in flat]
+                if may_idle:
+                    flat = [output[: shard.num_rows] for output in flat]
+                    masks = [mask if mask is None else mask[: shard.num_rows] for mask in masks]
+                losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
+            rest = state.write_own(scope, written, equal, k)
+            replicas[k] = _Replica(tape, own, flat, losses, masks, rest, outputs)
+
+        def forward(*_):
+            self._strategy.run(on_replica)
+            in_order = [replicas[k] for k in range(len(shards_))]
+            joined = [tf.concat(rows, 0) for rows in zip(*[r.outputs for r in in_order], strict=True)]
+            sums = [tf.add_n(terms) for terms in zip(*[r.losses for r in in_order], strict=True)]
+
+            def backward(*upstream):
+                return self._backward(in_order, shards_, upstream, may_idle)
+
+            return joined + sums, backward
+
+        sources = inputs.floats + [variable.value for variable in self._trainable]
+        if sources and record.could_possibly_record():
+            results = tf.custom_gradient(forward)(*sources)
+        else:
+            results = forward()[0]
+        in_order = [replicas[k] for k in range(len(shards_))]
+        state.write_combined(written, [replica.state for replica in in_order], shards_)
+        outputs = list(results[: len(in_order[0].outputs)])
+        for output, masks in zip(outputs, zip(*[r.masks for r in in_order], strict=True), strict=True):
+            if masks[0] is not None:
+                output._keras_mask = tf.concat(masks, 0)
+        return (
+            keras.tree.pack_sequence_as(in_order[0].structure, outputs),
+            list(results[len(outputs) :]),
+        )
+
+    def _shards(self, num_rows) -> list[shards.Shard]:
+        num_replicas = len(self._strategy.devices)
+        return [
+            shards.Shard(k, num_replicas, start, size, num_rows)
+            for k, (start, size) in enumerate(partition.row_ranges(num_rows, num_replicas))
+        ]
+
+    def _checked(self, output):
+        if output.shape.rank == 0:
+            raise ValueError(
+                f"Cannot join the replicas' outputs of layer '{self._layer.name}': one of them is "
+                "a scalar, and a mean, a sum or a maximum over the examples would each be joined "
+                "in another way. Outputs of shape (batch, …) are required. Received: an output of "
+                "shape (). Return a value for each example, or add a scalar with `self.add_loss`."
+            )
+        return output
+
+    def _backward(self, replicas, shards_, upstream, may_idle):
+        """Returns Σ_k g_k for each trainable variable, and the rows of the inputs' gradients."""
+        num_outputs = len(replicas[0].outputs)
+        slices = [
+            [dy[s.start : s.start + s.num_rows] for dy in upstream[:num_outputs]]
+            + list(upstream[num_outputs:])
+            for s in shards_
+        ]
+        gradients = {}
+
+        def on_replica():
+            k = _replica_index()
+            replica = replicas[k]
+            targets = [
+                (target, gradient)
+                for target, gradient in zip(
+                    replica.outputs + replica.losses, slices[k], strict=True
+                )
+                if target.dtype.is_floating
+            ]
+            copies = [variables.copies(variable)[k] for variable in self._trainable]
+            with shards.working_on(shards_[k]):
+                gradients[k] = replica.tape.gradient(
+                    [target for target, _ in targets],
+                    replica.inputs + copies,
+                    [gradient for _, gradient in targets],
+                )
+
+        self._strategy.run(on_replica)
+        by_source = list(zip(*[gradients[k] for k in range(len(replicas))], strict=True))
+        num_inputs = len(replicas[0].inputs)
+        results = [_join(rows, shards_, may_idle) for rows in by_source[:num_inputs]]
+        for variable, terms in zip(self._trainable, by_source[num_inputs:], strict=True):
+            if self._partial_gradients is not None and terms[0] is not None:
+                self._partial_gradients[id(variable)] = list(terms[1:])
+                results.append(terms[0])
+            else:
+                results.append(_sum(terms))
+        if record.could_possibly_record():
+            results = _differentiable_once(results, upstream, self._layer)
+        return results
+
+
+def _replica_index() -> int:
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
+def _sum(terms):
+    """Σ_k g_k. Sparse gradients are joined, not added: Keras squares them as they come."""
+    terms = [term for term in terms if term is not None]
+    if not terms:
+        return None
+    if all(isinstance(term, tf.IndexedSlices) for term in terms):
+        return tf.IndexedSlices(
+            tf.concat([term.values for term in terms], 0),
+            tf.concat([term.indices for term in terms], 0),
+            terms[0].dense_shape,
+        )
+    return tf.add_n([tf.convert_to_tensor(term) for term in terms])
+
+
+def _join(rows, shards_, may_idle):
+    if any(part is None for part in rows):
+        return None
+    rows = [tf.convert_to_tensor(part) for part in rows]
+    if may_idle:
+        rows = [part[: shard.num_rows] for part, shard in zip(rows, shards_, strict=True)]
+    return tf.concat(rows, 0)
+
+
+def _differentiable_once(gradients, upstream, layer):
+    """Returns the gradients, such that differentiating them again raises instead of giving None.
+
+    The ops of a replica run in a thread of its own, where the caller's tape does not see them.
+    """
+    dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    present = [g for g in dense if g is not None]
+
+    @tf.custom_gradient
+    def identity(*tensors):
+        def refuse(*_):
+            raise ValueError(
+                f"Cannot differentiate twice through the replicated call of '{layer.name}' (a "
+                "gradient penalty, for example). First-order gradients are required. Received: a "
+                "gradient of a gradient. Train this model on one device, or with a penalty that "
+                "needs no second derivative (spectral normalization, weight clipping)."
+            )
+
+        return [tf.identity(tensor) for tensor in tensors[: len(present)]], refuse
+
+    kept = iter(identity(*present, *[dy for dy in upstream if dy is not None]))
+    results = []
+    for original in gradients:
+        value = None if original is None else next(kept)
+        if isinstance(original, tf.IndexedSlices):
+            value = tf.IndexedSlices(value, original.indices, original.dense_shape)
+        results.append(value)
+    return results

@@ -1,0 +1,64 @@
+"""The rows of the global batch that the current replica works on."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Shard(NamedTuple):
+    """One replica's part of a replicated call.
+
+    Attributes:
+        replica: Index of the replica, a Python integer.
+        num_replicas: N.
+        start: First row of the global batch that belongs to the replica.
+        num_rows: How many rows belong to it; may be 0.
+        num_global_rows: B, the rows of the global batch.
+    """
+
+    replica: int
+    num_replicas: int
+    start: Any
+    num_rows: Any
+    num_global_rows: Any
+
+    @property
+    def first_row_used(self):
+        """The first row it computes: `start`, but never past the end of the batch."""
+        if isinstance(self.num_global_rows, int):
+            return min(self.start, max(self.num_global_rows - 1, 0))
+        return tf.minimum(self.start, self.num_global_rows - 1)
+
+    @property
+    def num_rows_used(self):
+        """How many rows it computes: `num_rows`, or one dummy row, of weight 0, for none.
+
+        A convolution of an empty batch has the wrong shape on CPUs.
+        """
+        return max(self.num_rows, 1) if isinstance(self.num_rows, int) else tf.maximum(self.num_rows, 1)
+
+    def weight(self, dtype) -> tf.Tensor:
+        """The replica's share of the global batch, n_k / B."""
+        return tf.cast(self.num_rows, dtype) / tf.cast(self.num_global_rows, dtype)
+
+
+_current = threading.local()  # A replica of `MirroredStrategy.run` is a thread of its own.
+
+
+def current() -> Shard | None:
+    """Returns the shard of the replicated call that this thread is in, or None outside one."""
+    return getattr(_current, "shard", None)
+
+
+@contextlib.contextmanager
+def working_on(shard: Shard) -> Iterator[None]:
+    """Makes `shard` the current one of this thread."""
+    outer = current()
+    _current.shard = shard
+    try:
+        yield
+    finally:
+        _current.shard = outer

@@ -1,0 +1,215 @@
+"""Starts TensorFlow: quietly, on the right Keras backend, in a tested version.
+
+TensorFlow writes a screenful to the terminal before the user's program has
+printed its first line, some of it before any log level is read. What is known
+to carry no news is held back here; every other line comes through. Set
+`TFPARALLEL_VERBOSE=1` (or `TF_CPP_MIN_LOG_LEVEL=0`) to see it all.
+"""
+
+import contextlib
+import glob
+import importlib
+import importlib.metadata
+import os
+import re
+import sys
+import tempfile
+import threading
+import types
+import warnings
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+_VERBOSE_VARIABLE = "TFPARALLEL_VERBOSE"
+_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+# Errors stay visible while a program runs; information and warnings do not.
+_QUIET_LEVEL = "2"
+
+_CHATTER = re.compile(
+    "|".join(
+        [
+            r"WARNING: All log messages before absl::InitializeLog\(\)",
+            # Information, in the old and in the new form of the log's prefix.
+            r"I\d{4} \d",
+            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I ",
+            # The second line of the message about CPU instructions.
+            r"To enable the following instructions: ",
+            # Two libraries of one CUDA build register the same factory: harmless.
+            r"[EW]\d{4} .*Unable to register cu\w+ factory",
+            r"[EW]\d{4} .*computation placer already registered",
+        ]
+    )
+)
+# News on a machine that has a GPU, noise on one that has none.
+_CHATTER_WITHOUT_GPU = re.compile(r"[EW]\d{4} .*failed call to cuInit")
+
+_lock = threading.RLock()
+_state = {"prepared": False}
+
+
+def import_tensorflow() -> types.ModuleType:
+    """Imports TensorFlow as `prepare()` does, and returns the module.
+
+    Use it instead of `import tensorflow as tf` in a module that a user may
+    import before anything else.
+
+    Returns:
+        The module `tensorflow`.
+
+    Raises:
+        RuntimeError: If Keras is set to another backend than TensorFlow.
+    """
+    prepare()
+    return sys.modules["tensorflow"]
+
+
+def prepare() -> None:
+    """Loads TensorFlow and Keras without chatter and checks both.
+
+    The first call does the work, every later one returns at once. A version
+    outside the range that `setup.cfg` names is used all the same, with one
+    warning.
+
+    Raises:
+        RuntimeError: If Keras is set to another backend than TensorFlow.
+    """
+    with _lock:
+        if _state["prepared"]:
+            return
+        _check_backend(os.environ.get("KERAS_BACKEND"), "environment variable KERAS_BACKEND")
+        if _wants_quiet():
+            os.environ.setdefault(_LEVEL_VARIABLE, _QUIET_LEVEL)
+        with quiet_stderr():
+            tensorflow = importlib.import_module("tensorflow")
+            keras = importlib.import_module("keras")
+        _check_backend(keras.backend.backend(), "keras.json, or the code that imported keras first")
+        _warn_about_versions(
+            {"tensorflow": tensorflow.__version__, "keras": keras.__version__}
+        )
+        _state["prepared"] = True
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Holds back TensorFlow's known chatter while the block runs.
+
+    C++ code writes to file descriptor 2 and knows nothing of `sys.stderr`, so
+    the descriptor itself is turned to a temporary file; what is no chatter is
+    written out when the block ends, by an exception too.
+
+    Yields:
+        Nothing.
+    """
+    if not _wants_quiet():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            log = stack.enter_context(tempfile.TemporaryFile())
+            screen = os.dup(2)
+        except OSError:
+            # A daemon without descriptor 2, or no place for a temporary file:
+            # chatter is better than a failure.
+            yield
+            return
+        stack.callback(os.close, screen)
+        _flush_stderr()
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        finally:
+            _flush_stderr()
+            os.dup2(screen, 2)
+            log.seek(0)
+            kept = b"".join(line for line in log if not _is_chatter(line))
+            if kept:
+                # Into a duplicate: closing the file object must not close 2.
+                with os.fdopen(os.dup(2), "wb") as stderr:
+                    stderr.write(kept)
+
+
+def has_nvidia_gpu() -> bool:
+    """Tells whether the system shows an NVIDIA GPU, whatever TensorFlow sees.
+
+    Returns:
+        True if a GPU's device file exists (`/dev/dxg` is that of WSL).
+    """
+    return bool(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")
+
+
+def _wants_quiet():
+    if os.environ.get(_VERBOSE_VARIABLE, "") not in ("", "0"):
+        return False
+    # Level 0 asks for information; 1 and above ask for none, yet TensorFlow
+    # prints what it logs before it has read the level.
+    return os.environ.get(_LEVEL_VARIABLE) != "0"
+
+
+def _is_chatter(line):
+    text = line.decode(errors="replace")
+    if _CHATTER.match(text):
+        return True
+    return bool(_CHATTER_WITHOUT_GPU.match(text)) and not has_nvidia_gpu()
+
+
+def _flush_stderr():
+    # A notebook, or a program under pythonw, may have none.
+    if sys.stderr is not None:
+        with contextlib.suppress(ValueError, OSError):
+            sys.stderr.flush()
+
+
+def _check_backend(backend, origin):
+    if backend in (None, "", "tensorflow"):
+        return
+    raise RuntimeError(
+        "tfparallel trains Keras models on TensorFlow; Keras's backend must be 'tensorflow'. "
+        f"Received: backend {backend!r} (from {origin}). "
+        "Set KERAS_BACKEND=tensorflow before Python starts, "
+        "or `os.environ['KERAS_BACKEND'] = 'tensorflow'` above the first import of keras."
+    )
+
+
+def _tested_ranges():
+    """Reads the ranges from the installed metadata, which setup.cfg wrote."""
+    try:
+        lines = importlib.metadata.requires("tfparallel") or []
+    except importlib.metadata.PackageNotFoundError:
+        # Run from a source tree that was not installed: nothing was promised.
+        return {}
+    requirements = [Requirement(line) for line in lines]
+    return {
+        requirement.name: requirement.specifier
+        for requirement in requirements
+        if requirement.name in ("tensorflow", "keras") and requirement.marker is None
+    }
+
+
+def _warn_about_versions(found):
+    tested = _tested_ranges()
+    outside = [
+        name
+        for name, version in found.items()
+        if name in tested and not _contains(tested[name], version)
+    ]
+    if not outside:
+        return
+    ranges = " and ".join(f"{name}{specifier}" for name, specifier in sorted(tested.items()))
+    received = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+    fix = " ".join(f"'{name}{tested[name]}'" for name in sorted(outside))
+    warnings.warn(
+        f"tfparallel was tested with {ranges}; other versions may give other results or fail. "
+        f"Received: {received}. To get a tested one: `pip install {fix}`.",
+        # The user's own line is unknowable behind the lazy import.
+        stacklevel=2,
+    )
+
+
+def _contains(specifier, version):
+    try:
+        return specifier.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        # A private build with a name of its own: not one that was tested.
+        return False

@@ -1,0 +1,116 @@
+"""The variables of a mirrored strategy, as a single-device program sees them.
+
+Rests on internals of `tf.distribute` (`values`, `values_util`, `distribute_utils`), because two
+of their rules stand in the way of a step that is written once, for the global batch, outside
+any replica:
+
+* `DistributedVariable.handle` raises outside a replica, so `GradientTape.gradient(loss, v)` is
+  impossible there. A mirrored variable's copies are equal by definition; outside a replica the
+  handle is the first copy's (`MirroredVariable`).
+* A variable that is summed on read, as every Keras metric's is, refuses `assign_add` outside a
+  replica, and `assign` writes a share of the value into each copy, which rounds and costs a
+  reduction at each read. While a program runs, the first copy holds the whole and the others
+  hold zero (`MetricVariable`).
+
+`tests/strategies/test_variables.py` fails on the day that TensorFlow no longer raises.
+"""
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_utils, values, values_util
+
+
+def _outside_replicas() -> bool:
+    return values_util.get_current_replica_id_as_int() is None
+
+
+class MirroredVariable(values.MirroredVariable):
+    """A variable with an equal copy on each device."""
+
+    @property
+    def handle(self):
+        """The resource of this replica's copy; outside a replica, of the first copy."""
+        return self._primary.handle if _outside_replicas() else super().handle
+
+
+class MetricVariable(values.SyncOnReadVariable):
+    """A variable whose value is the sum of its copies.
+
+    Replicas write their own copies, as in TensorFlow. A program writes the first copy and,
+    when it assigns, clears the others, so that the sum is what was assigned.
+    """
+
+    def _is_sum(self) -> bool:
+        return self._aggregation == tf.VariableAggregation.SUM
+
+    def _in_program(self) -> bool:
+        return _outside_replicas() and self._is_sum()
+
+    def _get_cross_replica(self):
+        if self._is_sum() and self._distribute_strategy.program_is_running:
+            return self._primary
+        return super()._get_cross_replica()
+
+    def value(self):
+        if self._in_program() and self._distribute_strategy.program_is_running:
+            return self._primary.value()
+        return super().value()
+
+    def assign(self, value, *args, **kwargs):
+        if not self._in_program():
+            return super().assign(value, *args, **kwargs)
+        if not self._distribute_strategy.program_is_running:
+            for copy in self._values[1:]:
+                copy.assign(tf.zeros_like(copy))
+        return self._primary.assign(value, *args, **kwargs)
+
+    def assign_add(self, value, *args, **kwargs):
+        if not self._in_program():
+            return super().assign_add(value, *args, **kwargs)
+        return self._primary.assign_add(value, *args, **kwargs)
+
+    def assign_sub(self, value, *args, **kwargs):
+        if not self._in_program():
+            return super().assign_sub(value, *args, **kwargs)
+        return self._primary.assign_sub(value, *args, **kwargs)
+
+
+def _variable_classes() -> dict:
+    replacements = {
+        values.MirroredVariable: MirroredVariable,
+        values.SyncOnReadVariable: MetricVariable,
+    }
+    return {
+        key: replacements.get(variable_class, variable_class)
+        for key, variable_class in distribute_utils.VARIABLE_CLASS_MAPPING.items()
+    }
+
+
+def create(strategy, create_copies, **kwargs):
+    """Makes the distributed variable that `create_copies` gives the copies of.
+
+    Args:
+        strategy: The strategy that the variable belongs to.
+        create_copies: Function of `kwargs` that returns one `tf.Variable` for each device.
+        **kwargs: The arguments of `tf.Variable`.
+
+    Returns:
+        A `MirroredVariable` or a `MetricVariable`, by the `synchronization` asked for.
+    """
+    return distribute_utils.create_mirrored_variable(
+        strategy,
+        create_copies,
+        _variable_classes(),
+        distribute_utils.VARIABLE_POLICY_MAPPING,
+        **kwargs,
+    )
+
+
+def copies(variable) -> tuple:
+    """Returns the copies of a Keras or TensorFlow variable, one for each replica.
+
+    A variable that exists once is its own only copy.
+    """
+    variable = getattr(variable, "_value", variable)
+    if isinstance(variable, values.DistributedVariable):
+        return tuple(variable.values)
+    return (variable,)

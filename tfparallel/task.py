@@ -1,0 +1,230 @@
+"""Task files: a user's model, its compilation and its data in one Python file.
+
+```python
+def build_model():          # -> keras.Model, not compiled
+def compile_model(model):   # calls model.compile(...)
+def load_data():            # -> (train, validation)
+```
+
+`train` and `validation` are each `(x, y)` or `(x, y, sample_weight)`, in
+arrays or nested structures of them, or a `tf.data.Dataset` of single examples.
+`validation` may be None.
+
+The file itself imports Keras; this module imports neither Keras nor
+TensorFlow before a function of the task is called.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["Task", "TaskError", "load_task"]
+
+_SIGNATURES = ("build_model()", "compile_model(model)", "load_data()")
+_DATA_FORM = (
+    "each of train and validation must be (x, y), (x, y, sample_weight) or a tf.data.Dataset of "
+    "single examples; validation may be None"
+)
+
+
+class TaskError(ValueError):
+    """A task file that breaks the contract; the text lists every problem found."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A loaded task file, whose functions check what the user's ones return.
+
+    Attributes:
+        path: The path of the file.
+        name: The file's name without its ending.
+        functions: The user's own functions by name.
+    """
+
+    path: str
+    name: str
+    functions: dict[str, Callable[..., Any]] = dataclasses.field(repr=False)
+
+    def build_model(self) -> Any:
+        """Returns the user's model.
+
+        Raises:
+            TaskError: If `build_model` returns anything but a `keras.Model`.
+        """
+        import keras
+
+        model = self.functions["build_model"]()
+        if not isinstance(model, keras.Model):
+            raise TaskError(
+                f"build_model() in {self.path} must return a keras.Model. "
+                f"Received: {_describe(model)}. Does it end in `return model`?"
+            )
+        return model
+
+    def compile_model(self, model: Any) -> None:
+        """Compiles `model` in place.
+
+        Raises:
+            TaskError: If the model is not compiled afterwards.
+        """
+        self.functions["compile_model"](model)
+        if not getattr(model, "compiled", False):
+            raise TaskError(
+                f"compile_model(model) in {self.path} must compile the model that it is given. "
+                "Received: a model that is not compiled afterwards. "
+                "Call model.compile(optimizer=..., loss=...) in it."
+            )
+
+    def load_data(self) -> tuple[Any, Any]:
+        """Returns `(train, validation)`.
+
+        Raises:
+            TaskError: If the value has another form, if arrays have unequal
+                lengths, or if there is no example.
+        """
+        data = self.functions["load_data"]()
+        if not isinstance(data, tuple | list) or len(data) != 2:
+            raise TaskError(
+                f"load_data() in {self.path} must return a pair (train, validation); {_DATA_FORM}. "
+                f"Received: {_describe(data)}."
+            )
+        problems = []
+        for name, part in zip(("train", "validation"), data, strict=True):
+            if part is None and name == "validation":
+                continue
+            problems += [f"{name}: {problem}" for problem in _data_problems(part)]
+        if problems:
+            raise TaskError(
+                _listed(f"load_data() in {self.path} returned data that cannot be used", problems)
+            )
+        train, validation = data
+        return train, validation
+
+
+def load_task(path: str) -> Task:
+    """Imports a task file and checks that its three functions are there.
+
+    The file's folder is on `sys.path` while it is imported, so that it may
+    import its neighbours.
+
+    Args:
+        path: The path of the Python file.
+
+    Returns:
+        The task.
+
+    Raises:
+        TaskError: If the file is missing, is not Python, fails to import, or
+            lacks functions; all missing ones are named together.
+    """
+    if os.path.isdir(path):
+        raise TaskError(f"A task file is required. Received: a folder, {path!r}.")
+    if not os.path.exists(path):
+        raise TaskError(
+            f"The task file does not exist. Received: {path!r} (in {os.getcwd()}). Check the path."
+        )
+    if not path.endswith(".py"):
+        raise TaskError(f"A task file is Python and ends in .py. Received: {path!r}.")
+    name = os.path.splitext(os.path.basename(path))[0]
+    module = _import(path, name)
+    problems, functions = [], {}
+    for signature in _SIGNATURES:
+        function = signature.partition("(")[0]
+        if not hasattr(module, function):
+            problems.append(f"{signature} is missing")
+        elif not callable(getattr(module, function)):
+            received = _describe(getattr(module, function))
+            problems.append(f"{signature} must be a function. Received: {function} = {received}")
+        else:
+            functions[function] = getattr(module, function)
+    if problems:
+        raise TaskError(
+            _listed(f"The task file {path} must define {', '.join(_SIGNATURES)}", problems)
+        )
+    return Task(path=path, name=name, functions=functions)
+
+
+def _import(path: str, name: str) -> Any:
+    folder = os.path.dirname(os.path.abspath(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    # Registered, so that classes of the file can be found by pickle and Keras;
+    # a module of the same name that is already there stays as it is.
+    sys.modules.setdefault(name, module)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        raise TaskError(
+            f"The task file cannot be imported: {type(error).__name__}: {error}. Received: {path!r}."
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    return module
+
+
+def _data_problems(part: Any) -> list[str]:
+    if hasattr(part, "element_spec") and hasattr(part, "cardinality"):
+        return _dataset_problems(part)
+    if not isinstance(part, tuple | list) or len(part) not in (2, 3):
+        return [f"{_DATA_FORM}. Received: {_describe(part)}"]
+    lengths = {}
+    for name, structure in zip(("x", "y", "sample_weight"), part, strict=False):
+        if structure is None and name == "sample_weight":
+            continue
+        for path, array in _leaves(structure, name):
+            if not getattr(array, "shape", ()):
+                return [f"{path} must be an array of examples. Received: {_describe(array)}"]
+            lengths[path] = int(array.shape[0])
+    if not lengths:
+        return [f"there is no array in it. Received: {_describe(part)}"]
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{path}: {length}" for path, length in lengths.items())
+        return [f"all arrays must have the same number of examples. Received: {listed}"]
+    if not any(lengths.values()):
+        return [f"it is empty; at least one example is required. Received: {_describe(part)}"]
+    return []
+
+
+def _dataset_problems(dataset: Any) -> list[str]:
+    spec = dataset.element_spec
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        return [
+            "the data set must yield (x, y) or (x, y, sample_weight), one example at a time. "
+            f"Received: elements of {spec}"
+        ]
+    if int(dataset.cardinality()) == 0:
+        return ["the data set is empty; at least one example is required. Received: cardinality 0"]
+    return []
+
+
+def _leaves(structure: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(structure, dict):
+        for key, value in structure.items():
+            yield from _leaves(value, f"{path}[{key!r}]")
+    elif isinstance(structure, tuple | list):
+        for index, value in enumerate(structure):
+            yield from _leaves(value, f"{path}[{index}]")
+    else:
+        yield path, structure
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        inside = ", ".join(_describe(item) for item in value[:4])
+        more = ", ..." if len(value) > 4 else ""
+        return f"a {type(value).__name__} of {len(value)}: ({inside}{more})"
+    shape = getattr(value, "shape", None)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"{kind} of shape {tuple(shape)}" if isinstance(shape, tuple) else kind
+
+
+def _listed(head: str, problems: list[str]) -> str:
+    if len(problems) == 1:
+        return f"{head}: {problems[0]}."
+    return f"{head}:\n" + "\n".join(f"  - {problem}." for problem in problems)
