@@ -161,7 +161,8 @@ def _import(path: str, name: str) -> Any:
         if sys.modules.get(name) is module:
             del sys.modules[name]
         raise TaskError(
-            f"The task file cannot be imported: {type(error).__name__}: {error}. Received: {path!r}."
+            f"The task file cannot be imported: {type(error).__name__}: {error}. "
+            f"Received: {path!r}."
         ) from error
     finally:
         sys.path.remove(folder)

@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import keras
+import numpy as np
 
 __all__ = ["NaNGuard", "NaNLossError"]
 
@@ -20,6 +21,7 @@ class NaNGuard(keras.callbacks.Callback):
     so far; it stops being finite exactly at the first step whose own loss is
     not, and that is the step named here. With `steps_per_execution=N` Keras
     calls callbacks every N steps, and the step named is the last of those N.
+    At the end of each epoch the weights are looked at as well.
 
     Args:
         stop: Whether to stop training with an error. By default there is one
@@ -31,7 +33,6 @@ class NaNGuard(keras.callbacks.Callback):
         step: Its number within the epoch, counted from 1, or None.
 
     Example:
-
     ```python
     model.fit(x, y, callbacks=[tfparallel.callbacks.nan.NaNGuard(stop=True)])
     ```
@@ -43,10 +44,12 @@ class NaNGuard(keras.callbacks.Callback):
         self.epoch: int | None = None
         self.step: int | None = None
         self._epoch = 1
+        self._weights_reported = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forgets what an earlier `fit` saw."""
         self.epoch = self.step = None
+        self._weights_reported = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch."""
@@ -68,6 +71,28 @@ class NaNGuard(keras.callbacks.Callback):
             "Lower the learning rate, clip the gradients (global_clipnorm=1.0), "
             "or look for NaN in the data."
         )
+        self._report(message)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Looks at the weights: a ReLU turns NaN into 0, and the loss stays a number.
+
+        Raises:
+            NaNLossError: If a weight is not finite, with `stop=True`.
+        """
+        if self.step is not None or self._weights_reported:
+            return
+        for weight in self.model.trainable_weights:
+            if not np.isfinite(np.asarray(weight, np.float64)).all():
+                self._weights_reported = True
+                self._report(
+                    f"The variable {weight.path!r} holds NaN or infinity after epoch "
+                    f"{epoch + 1}, while the loss is a finite number. "
+                    f"Received: loss={(logs or {}).get('loss')}. Look for NaN in the data, "
+                    "and at activations that hide it, such as ReLU."
+                )
+                return
+
+    def _report(self, message: str) -> None:
         if self.stop:
             raise NaNLossError(message)
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=3)

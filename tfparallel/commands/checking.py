@@ -9,7 +9,6 @@ from absl import flags
 from tfparallel.commands.flags import UsageError, resolved
 from tfparallel.commands.forms import build_under, devices_of, form_line
 from tfparallel.data.batches import first_batches
-
 from tfparallel.diagnostics.check import CheckReport, check_parity
 from tfparallel.diagnostics.determinism import make_deterministic
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report

@@ -53,9 +53,7 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_enum(
         "device_type", "auto", ("auto", "cpu", "gpu"), "Which devices to count.", values
     )
-    flags.DEFINE_list(
-        "devices", None, "Devices by name, such as GPU:0,GPU:2.", flag_values=values
-    )
+    flags.DEFINE_list("devices", None, "Devices by name, such as GPU:0,GPU:2.", flag_values=values)
     flags.DEFINE_integer(
         "global_batch_size", 64, "Examples in a step, over all devices.", flag_values=values
     )
@@ -65,9 +63,7 @@ def common_flags() -> flags.FlagValues:
     return values
 
 
-def parse(
-    command: Command, values: flags.FlagValues, arguments: Sequence[str]
-) -> str | None:
+def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) -> str | None:
     """Parses the arguments of one program.
 
     Args:
@@ -200,6 +196,6 @@ def _help(command: Command, values: flags.FlagValues) -> str:
         flag = values[name]
         choices = getattr(flag.parser, "enum_values", None)
         head = f"--{name}" + (f"={'|'.join(choices)}" if choices else "")
-        default = "" if flag.default in (None, False) else f" (default: {flag.default_as_str})"
+        default = "" if flag.default in (None, False) else f" (default: {flag.default})"
         lines += [f"  {head}", f"      {flag.help}{default}"]
     return "\n".join(lines)

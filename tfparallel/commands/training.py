@@ -154,10 +154,12 @@ def _restore(model: keras.Model, state: EpochState, dataset: tf.data.Dataset) ->
     if not model.built:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))
         model(x)
-    # The optimizer's state is loaded into variables that must exist.
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    model.load_weights(state.weights_path)
+    # The optimizer's state is loaded into variables, which must exist, each
+    # beside its weight.
+    with model.distribute_strategy.scope():
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        model.load_weights(state.weights_path)
 
 
 def _verbosity() -> int:

@@ -41,7 +41,6 @@ class EpochBatches(keras.callbacks.Callback):
         ValueError: If a data set is infinite and `steps_per_epoch` is None.
 
     Example:
-
     ```python
     batches = EpochBatches((x, y), global_batch_size=64, seed=7)
     model.fit(batches.dataset, epochs=3, shuffle=False, callbacks=[batches])
@@ -142,9 +141,7 @@ def first_batches(
     else:
         arrays = _to_numpy(_as_tensors(data))
         rows = batch_indices(_num_examples(arrays), global_batch_size, seed, 0, num_batches)
-        batches = [
-            tf.nest.map_structure(lambda array, row=row: array[row], arrays) for row in rows
-        ]
+        batches = [tf.nest.map_structure(lambda array, row=row: array[row], arrays) for row in rows]
     if all(_num_examples(batch) == global_batch_size for batch in batches):
         keep = (global_batch_size + 1) // 2
         batches[-1] = tf.nest.map_structure(lambda array: array[:keep], batches[-1])

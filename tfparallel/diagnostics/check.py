@@ -131,7 +131,6 @@ def check_parity(
             weights.
 
     Example:
-
     ```python
     report = check_parity(
         build_model, compile_model, batches, make_parallel_model=tfparallel.data_parallel

@@ -3,6 +3,7 @@
 import keras
 
 from tfparallel.replication.extend import original_class
+from tfparallel.replication.optimizer import hold_in_first_copy
 
 
 def clone_under(model: keras.Model, strategy) -> keras.Model:
@@ -65,6 +66,7 @@ def _compile_alike(model: keras.Model, copy: keras.Model) -> None:
             model.optimizer.variables, copy.optimizer.variables, strict=True
         ):
             target.assign(source)
+        hold_in_first_copy(copy.optimizer)
 
 
 def _classes(model: keras.Model) -> dict[str, type]:

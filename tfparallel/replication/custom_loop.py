@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
 
 from tfparallel.collectives.in_replica import all_gather, all_reduce
+from tfparallel.replication import optimizer as optimizers
 from tfparallel.replication.extend import extend
 
 __all__ = ["all_gather", "all_reduce", "distribute_optimizer", "reduce_gradients"]
@@ -80,9 +80,8 @@ def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
     """Makes a Keras optimizer clip, accumulate and average after the reduction over replicas.
 
     Under a strategy, Keras clips each replica's own gradient and then sums; accumulation and
-    `ema_overwrite_frequency` crash (keras#20582). The optimizer returned takes gradients from
-    `reduce_gradients` as they are, sums any others, as Keras does, and then updates each replica's
-    copies exactly as on one device.
+    `ema_overwrite_frequency` crash (keras#20582). The optimizer returned takes the gradients that
+    `reduce_gradients` returns and updates every replica's copies exactly as on one device.
 
     Args:
         optimizer: A Keras optimizer, created under the strategy's scope.
@@ -99,50 +98,47 @@ def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
             f"{optimizer!r} (of type {type(optimizer).__name__}). Pass, for example, "
             "`keras.optimizers.Adam()`."
         )
+    if tf.distribute.has_strategy():
+        optimizers.prepare(optimizer, tf.distribute.get_strategy())
+    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizers.prepare(optimizer, optimizer._distribution_strategy)
     return extend(optimizer, DistributedOptimizer)
 
 
 class DistributedOptimizer:
-    """Extends a Keras optimizer: in a replica, it updates that replica's copies alone."""
+    """Extends a Keras optimizer: in a replica, it applies the global gradient to all copies."""
 
     is_distributed = True
 
     def apply(self, grads, trainable_variables=None):
-        """Applies gradients: reduces those that are not reduced, then updates."""
-        context = tf.distribute.get_replica_context()
-        strategy = tf.distribute.get_strategy()
-        if context is None or strategy.num_replicas_in_sync == 1:
+        """Applies gradients that `reduce_gradients` returned."""
+        if tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy():
             return super().apply(grads, trainable_variables)
-        grads = [_reduced(gradient) for gradient in grads]
-        if not self.built:
-            _build_outside(self, list(trainable_variables))
-        return context.merge_call(
-            _apply_in_program, args=(super().apply, grads, list(trainable_variables))
+        _refuse_unreduced(self, grads)
+        apply = super().apply
+
+        def apply_in_program(strategy):
+            # The gradients are equal on all replicas, and so the first one's serve.
+            with strategy.program():
+                if not self.built:
+                    with tf.init_scope():
+                        self.build(trainable_variables)
+                apply(grads, trainable_variables)
+
+        return tf.distribute.get_replica_context().merge_call(apply_in_program)
+
+
+def _refuse_unreduced(optimizer, gradients) -> None:
+    missing = [
+        index
+        for index, gradient in enumerate(gradients)
+        if gradient is not None and not getattr(gradient, "_is_reduced", False)
+    ]
+    if missing:
+        raise ValueError(
+            f"{type(optimizer).__name__} was prepared by `distribute_optimizer` and needs the "
+            "global gradients, as `tfparallel.reduce_gradients` returns them. Received: "
+            f"{len(missing)} of {len(gradients)} gradients that it did not return (the first has "
+            f"index {missing[0]}). Call `reduce_gradients` right before `apply_gradients`, and let "
+            "the optimizer clip (`clipnorm`, `global_clipnorm`, `clipvalue`)."
         )
-
-
-def _reduced(gradient):
-    if gradient is None or getattr(gradient, "_is_reduced", False):
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            all_gather(gradient.values), all_gather(gradient.indices), gradient.dense_shape
-        )
-    return all_reduce(gradient)
-
-
-def _apply_in_program(strategy, apply, grads, trainable_variables):
-    first = strategy.experimental_local_results
-    grads = [g if g is None else first(g)[0] for g in grads]
-    apply = first(apply)[0]
-    with strategy.program():
-        apply(grads, [first(v)[0] for v in trainable_variables])
-
-
-def _build_outside(optimizer, variables):
-    def build(strategy, variables):
-        del strategy
-        with tf.init_scope(), distribute_lib.get_strategy().scope():
-            optimizer.build(variables)
-
-    tf.distribute.get_replica_context().merge_call(build, args=(variables,))

@@ -19,6 +19,8 @@ class ReplicatedLayer:
         """Calls the layer, on the replicas if it is a program that calls it."""
         if not self._is_called_by_program(args, kwargs):
             return super().__call__(*args, **kwargs)
+        if not self.built:
+            self._build_under_scope(args, kwargs)
         call = ReplicatedCall(self, super().__call__, self._strategy, self._partial_gradients())
         outputs, losses = call(args, kwargs)
         self._clear_losses()
@@ -32,14 +34,29 @@ class ReplicatedLayer:
             strategy is not None
             and strategy.program_is_running
             and tf.distribute.in_cross_replica_context()
-            and self.built
             and not any(
                 isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))
             )
         )
 
+    def _build_under_scope(self, args, kwargs):
+        # Inside the trace of a step a variable would be created outside the strategy.
+        args, kwargs = keras.tree.map_structure(_symbolic, (args, kwargs))
+        with tf.init_scope(), self._strategy.scope():
+            keras.backend.compute_output_spec(super().__call__, *args, **kwargs)
+
     def _partial_gradients(self) -> dict | None:
         return None
+
+
+def _is_symbolic(leaf) -> bool:
+    return isinstance(leaf, tf.Tensor) and tf.is_symbolic_tensor(leaf)
+
+
+def _symbolic(leaf):
+    if not isinstance(leaf, tf.Tensor):
+        return leaf
+    return keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))
 
 
 class DataParallelModel(ReplicatedLayer):
@@ -70,12 +87,31 @@ class DataParallelModel(ReplicatedLayer):
         checks.check_data(x, kwargs.get("batch_size"), kwargs.get("steps_per_epoch"), "fit")
         return super().fit(x, y, **kwargs)
 
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        # Keras looks at a first batch here, under a strategy only: a generator loses the batches
+        # that were prefetched, and an unseeded shuffle moves on. The data set's spec says as much.
+        if self.strategy is None:
+            return super()._maybe_symbolic_build(iterator, data_batch)
+        if iterator is not None:
+            data_batch = _spec_of(iterator._get_iterator())
+        with self.strategy.scope():
+            try:
+                self._symbolic_build(data_batch=data_batch)
+            except RuntimeError:
+                # A model without a `call` of its own is built by its step.
+                if original_class(self).train_step is keras.Model.train_step:
+                    raise
+        return None
+
     def train_step(self, data):
         """One step of training, for the global batch."""
         extend_parts(self)
         object.__setattr__(self, "_in_train_step", True)
         try:
-            return super().train_step(data)
+            # Of a step whose data has run out, ops that need no data (the reset of an accumulator)
+            # must not run either.
+            with tf.control_dependencies([t for t in keras.tree.flatten(data) if _is_symbolic(t)]):
+                return super().train_step(data)
         finally:
             object.__setattr__(self, "_in_train_step", False)
 
@@ -86,6 +122,12 @@ class DataParallelModel(ReplicatedLayer):
         if self._in_train_step and is_kerass and optimizer.accumulates(self.optimizer):
             return self._pending_terms
         return None
+
+
+def _spec_of(dataset):
+    return keras.tree.map_structure(
+        lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, dataset.element_spec
+    )
 
 
 def extend_model(model: keras.Model, strategy) -> keras.Model:

@@ -1,8 +1,10 @@
 """What Keras's optimizers need to run in a program, and to accumulate without reducing.
 
 In a program a Keras optimizer is handed the global gradient, clips it, decays the weights, and
-updates every replica's copy on its own device. Two things are missing:
+updates every replica's copy on its own device. Three things are missing:
 
+* an optimizer that a user's step builds makes its variables outside the strategy
+  (`ProgramOptimizer`);
 * `LossScaleOptimizer` insists on a replica (`ScaledProgramOptimizer`);
 * gradient accumulation would reduce at every step, where once an update is enough
   (`AccumulatingOptimizer`): each replica adds its own gradients to its own accumulators, and the
@@ -25,50 +27,74 @@ class PartialSums(values.PerReplica):
     """
 
     def __add__(self, accumulator):
-        terms = [tf.convert_to_tensor(term) for term in self.values]
-        return tf.add_n(terms + [tf.convert_to_tensor(c) for c in variables.copies(accumulator)])
+        copies = variables.copies(accumulator)
+        return tf.add_n([*self.values, *[tf.convert_to_tensor(copy) for copy in copies]])
 
     def __truediv__(self, divisor):
         return PartialSums([term / divisor for term in self.values])
 
 
-class AccumulatingOptimizer:
-    """Extends an optimizer with `gradient_accumulation_steps`: one reduction an update."""
+class ProgramOptimizer:
+    """Extends any optimizer: its variables are made under the strategy, whoever builds it."""
+
+    def build(self, variables):
+        """Creates the optimizer's variables for the trainable ones."""
+        with tf.init_scope(), self._distribution_strategy.scope():
+            super().build(variables)
+
+
+class AccumulatingOptimizer(ProgramOptimizer):
+    """Extends an optimizer with `gradient_accumulation_steps`: one reduction an update.
+
+    An accumulator's value is the sum of its copies.
+    """
 
     def apply(self, grads, trainable_variables=None):
-        """Applies gradients; those left unsummed by the step are accumulated as they are."""
-        pending = self._pending_terms
-        if pending and trainable_variables is not None:
+        """Applies gradients; terms that the step left unsummed are accumulated as they are."""
+        if trainable_variables is not None:
             grads = [
-                PartialSums([tf.convert_to_tensor(term) for term in (gradient, *pending[id(v)])])
-                if gradient is not None and id(v) in pending
-                else gradient
-                for gradient, v in zip(grads, trainable_variables, strict=True)
+                self._partial(gradient, variable)
+                for gradient, variable in zip(grads, trainable_variables, strict=True)
             ]
-            pending.clear()
         return super().apply(grads, trainable_variables)
+
+    def _partial(self, gradient, variable):
+        if gradient is None:
+            return None
+        first = tf.convert_to_tensor(gradient)
+        others = (self._pending_terms or {}).pop(id(variable), None)
+        if others is None:
+            others = [tf.zeros_like(first)] * (len(variables.copies(variable)) - 1)
+        return PartialSums([first, *[tf.convert_to_tensor(term) for term in others]])
 
     def save_own_variables(self, store):
         """Saves the optimizer; an accumulator as the sum of its copies."""
-        for accumulator in self._accumulators():
-            first, *others = variables.copies(accumulator)
-            first.assign(tf.add_n([tf.convert_to_tensor(c) for c in (first, *others)]))
-            for other in others:
-                other.assign(tf.zeros_like(other))
+        for accumulator in accumulators(self):
+            copies = variables.copies(accumulator)
+            copies[0].assign(tf.add_n([tf.convert_to_tensor(copy) for copy in copies]))
+        hold_in_first_copy(self)
         super().save_own_variables(store)
 
     def load_own_variables(self, store):
-        """Loads the optimizer; an accumulator's sum goes into its first copy."""
+        """Loads the optimizer; an accumulator's value goes into its first copy."""
         super().load_own_variables(store)
-        for accumulator in self._accumulators():
-            for other in variables.copies(accumulator)[1:]:
-                other.assign(tf.zeros_like(other))
-
-    def _accumulators(self):
-        return [a for a in getattr(self, "_accumulated_gradients", ()) if a is not None]
+        hold_in_first_copy(self)
 
 
-class ScaledProgramOptimizer:
+def accumulators(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """Returns the accumulated gradients of an optimizer, or of the one that it wraps."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    return [a for a in getattr(optimizer, "_accumulated_gradients", ()) if a is not None]
+
+
+def hold_in_first_copy(optimizer: keras.Optimizer) -> None:
+    """Clears all copies of the accumulators but the first, after a value went into each."""
+    for accumulator in accumulators(optimizer):
+        for other in variables.copies(accumulator)[1:]:
+            other.assign(tf.zeros_like(other))
+
+
+class ScaledProgramOptimizer(ProgramOptimizer):
     """Extends `keras.optimizers.LossScaleOptimizer`, which calls `merge_call` where it may not."""
 
     def _tf_apply(self, grads, trainable_variables=None):
@@ -90,6 +116,8 @@ def prepare(optimizer: keras.Optimizer, strategy, pending_terms: dict | None = N
         prepare(optimizer.inner_optimizer, strategy)
     elif optimizer.gradient_accumulation_steps:
         extend(optimizer, AccumulatingOptimizer, _pending_terms=pending_terms)
+    else:
+        extend(optimizer, ProgramOptimizer)
     object.__setattr__(optimizer, "_distribution_strategy", strategy)
 
 

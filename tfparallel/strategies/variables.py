@@ -31,6 +31,12 @@ class MirroredVariable(values.MirroredVariable):
         """The resource of this replica's copy; outside a replica, of the first copy."""
         return self._primary.handle if _outside_replicas() else super().handle
 
+    def __int__(self):
+        return int(self.numpy())
+
+    def __float__(self):
+        return float(self.numpy())
+
 
 class MetricVariable(values.SyncOnReadVariable):
     """A variable whose value is the sum of its copies.

@@ -1,0 +1,40 @@
+# Every target makes .venv if it is missing, and uses it again afterwards.
+#   make demo                     trains on two devices and proves the result
+#   make test PYTHON=python3.12   with a Python of your choice
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
+DEMO_DEVICES ?= --device_type=cpu
+
+.PHONY: setup demo test test-fast lint bench
+
+setup: $(READY)
+
+# The stamp is older than setup.cfg when a requirement has changed.
+$(READY): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "tfparallel needs Python 3.11, 3.12 or 3.13." >&2; \
+	  echo "Received: PYTHON=$(PYTHON), which is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,models]'
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 $(DEMO_DEVICES) --epochs=6 --seed=7
+	$(BIN)/tfparallel check models/digits_cnn.py --parallel=data --num_devices=2 $(DEMO_DEVICES) --steps=10
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check --config .ci/ruff.toml .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/data_parallel.py

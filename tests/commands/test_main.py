@@ -1,0 +1,108 @@
+"""Usage, help and mistakes: answered at once, without TensorFlow."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.commands.command_line import ROOT, TASKS
+from tfparallel.commands.main import main
+
+BLOBS = str(TASKS / "blobs.py")
+
+
+@pytest.mark.parametrize("arguments, code", [([], 2), (["--help"], 0), (["-h"], 0)])
+def test_usage_lists_the_commands_with_an_example(capsys, arguments, code):
+    assert main(arguments) == code
+    shown = "".join(capsys.readouterr())
+    assert "  train " in shown and "  check " in shown
+    assert "tfparallel train models/digits_cnn.py --parallel=data" in shown
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    assert main(["fly"]) == 2
+    assert "must be one of train, check. Received: 'fly'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_help_shows_an_example_and_every_flag(capsys, command):
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"  tfparallel {command} models/digits_cnn.py" in shown
+    assert "--parallel=none|data" in shown and "(default: 64)" in shown and "--report" in shown
+
+
+def test_help_loads_no_tensorflow():
+    program = (
+        "import sys; from tfparallel.commands.main import main; main(['train', '--help']);"
+        "sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "exactly one task file. Received: []"),
+        ([BLOBS, "other.py"], "exactly one task file"),
+        ([BLOBS, "--epohcs=3"], "epohcs"),
+        ([BLOBS, "--seed=x"], "seed"),
+        ([BLOBS, "--parallel=fly"], "<none|data>"),
+        ([BLOBS, "--global_batch_size=0"], "at least 1. Received: --global_batch_size=0"),
+        ([BLOBS, "--num_devices=0"], "at least 1. Received: --num_devices=0"),
+        ([BLOBS, "--seed=-1"], "Received: --seed=-1"),
+        (
+            [BLOBS, "--devices=CPU:0,CPU:1", "--num_devices=2"],
+            "not both. Received: --num_devices=2, --devices=CPU:0,CPU:1. Drop one",
+        ),
+        (
+            [BLOBS, "--devices=CPU:0", "--device_type=cpu"],
+            "Received: --devices=CPU:0, --device_type=cpu. Drop --device_type",
+        ),
+        ([BLOBS, "--report=r.txt"], "must end in .json. Received: --report=r.txt"),
+        ([BLOBS, "--report=no/r.json"], "mkdir -p no"),
+        (["absent.py"], "does not exist. Received: 'absent.py'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_mistakes_of_both_commands(capsys, command, arguments, message):
+    assert main([command, *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"tfparallel {command}: ") and message in shown
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--parallel=none", "--num_devices=4"], "one device. Received: --num_devices=4. Use"),
+        (["--parallel=none", "--devices=CPU:0,CPU:1"], "one device. Received: --devices=CPU:0"),
+        (["--epochs=0"], "Received: --epochs=0"),
+        (["--steps_per_epoch=0"], "Received: --steps_per_epoch=0"),
+        (["--save=model.h5"], "must end in .keras. Received: --save=model.h5"),
+        (["--save=no/a.keras"], "does not exist. Received: --save=no/a.keras"),
+        ([f"--checkpoint_dir={BLOBS}"], "is a file"),
+    ],
+)
+def test_mistakes_of_train(capsys, arguments, message):
+    assert main(["train", BLOBS, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--steps=0"], "Received: --steps=0"),
+        (["--parallel=none"], "A form to check is required"),
+        (["--dtype=int8"], "dtype"),
+    ],
+)
+def test_mistakes_of_check(capsys, arguments, message):
+    assert main(["check", BLOBS, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_all_mistakes_are_told_at_once(capsys):
+    assert main(["train", BLOBS, "--epochs=0", "--seed=-1", "--save=a"]) == 2
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in ("--epochs=0", "--seed=-1", "--save=a"))

@@ -1,0 +1,142 @@
+"""`tfparallel train`, run as users run it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from tests.commands.command_line import ROOT, TASKS, tfparallel
+
+BLOBS = TASKS / "blobs.py"
+
+
+def weights(path):
+    return keras.models.load_model(path).get_weights()
+
+
+def assert_same_weights(first, second, atol):
+    for one, other in zip(weights(first), weights(second), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+
+
+@pytest.mark.slow
+def test_the_number_of_devices_changes_nothing(tmp_path):
+    """The second epoch and 80 examples in batches of 32 make every kind of uneven batch."""
+    for name, *form in (
+        ("none", "--parallel=none"),
+        ("two", "--parallel=data", "--num_devices=2"),
+        ("four", "--parallel=data", "--num_devices=4", "--device_type=cpu"),
+    ):
+        code, shown, errors = tfparallel(
+            "train", BLOBS, *form, "--epochs=2", "--seed=7", "--global_batch_size=32",
+            f"--save={tmp_path / name}.keras", f"--report={tmp_path / name}.json",
+        )  # fmt: skip
+        assert code == 0, errors
+    assert "data parallel on 4 devices (CPU:0, CPU:1, CPU:2, CPU:3)" in shown
+    assert "TensorFlow 2." in shown and "Keras 3." in shown and "Epoch 2/2" in shown
+    # Reordered sums in float32.
+    assert_same_weights(tmp_path / "none.keras", tmp_path / "two.keras", 1e-5)
+    assert_same_weights(tmp_path / "none.keras", tmp_path / "four.keras", 1e-5)
+
+    report = json.loads((tmp_path / "four.json").read_text())
+    single = json.loads((tmp_path / "none.json").read_text())
+    assert report["devices"] == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+    assert single["devices"] == ["CPU:0"]
+    assert report["configuration"]["seed"] == 7 and report["configuration"]["task"] == str(BLOBS)
+    assert set(report["history"]) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    for name, values in report["history"].items():
+        assert values == pytest.approx(single["history"][name], abs=1e-5), name
+    times = report["step_time_seconds"]
+    assert 0 < times["p10"] <= times["p50"] <= times["p90"] < times["first"]
+    assert report["peak_memory_bytes"] > 100e6 and report["wall_time_seconds"] > 0
+    assert report["versions"]["keras"] == keras.__version__
+
+
+def start(task, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tfparallel", "train", str(task), *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [["--parallel=none"], ["--num_devices=2", "--device_type=cpu"]])
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path, form):
+    """SIGKILL in the middle of an epoch, under dropout, whose draws must go on as well.
+
+    The epochs are of 5 steps over 80 examples in 3 batches, so a resumed run
+    has to start in the middle of a pass.
+    """
+    task = TASKS / "dropout.py"
+    flags = [*form, "--epochs=40", "--steps_per_epoch=5", "--global_batch_size=32"]
+    code, _, errors = tfparallel("train", task, *flags, f"--save={tmp_path}/whole.keras")
+    assert code == 0, errors
+
+    directory = tmp_path / "state"
+    killed = start(task, *flags, f"--checkpoint_dir={directory}", f"--save={tmp_path}/no.keras")
+    deadline = time.monotonic() + 100
+    while not (directory / "state.json").exists() and killed.poll() is None:
+        assert time.monotonic() < deadline, "no checkpoint was written"
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=30)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "no.keras").exists()
+    done = json.loads((directory / "state.json").read_text())["epoch"]
+    assert 1 <= done < 40
+
+    code, shown, errors = tfparallel(
+        "train", task, *flags, f"--checkpoint_dir={directory}",
+        f"--save={tmp_path}/resumed.keras", f"--report={tmp_path}/resumed.json",
+    )  # fmt: skip
+    assert code == 0, errors
+    assert f"resuming at epoch {done + 1}" in shown
+    # CPU kernels are not bitwise repeatable: sums depend on how threads share them.
+    assert_same_weights(tmp_path / "whole.keras", tmp_path / "resumed.keras", 1e-5)
+    report = json.loads((tmp_path / "resumed.json").read_text())
+    assert report["resumed_at_epoch"] == done + 1 and len(report["history"]["loss"]) == 40
+
+    code, _, errors = tfparallel("train", task, *flags, "--seed=1", f"--checkpoint_dir={directory}")
+    assert code == 2 and "Received: --seed=1 (the checkpoint has 0)" in errors
+
+
+@pytest.mark.slow
+def test_nan_is_named_and_may_stop_the_training(tmp_path):
+    flags = ["--parallel=none", "--global_batch_size=16", f"--save={tmp_path}/a.keras"]
+    code, _, errors = tfparallel("train", TASKS / "nan.py", *flags, "--stop_on_nan")
+    assert code == 1 and "at step 3 of epoch 1" in errors and "Traceback" not in errors
+    assert not (tmp_path / "a.keras").exists()
+    code, _, errors = tfparallel("train", TASKS / "nan.py", *flags)
+    assert code == 0 and "at step 3 of epoch 1" in errors
+
+
+@pytest.mark.slow
+def test_errors_of_the_task_file_are_usage_errors(tmp_path):
+    task = tmp_path / "task.py"
+    task.write_text(
+        "import tensorflow as tf\n"
+        "def build_model(): return 3\n"
+        "def compile_model(model): pass\n"
+        "def load_data():\n"
+        "    data = tf.data.Dataset.from_tensors(([1.0], [1.0]))\n"
+        "    return data.repeat() if ENDLESS else data, None\n"
+    )
+    text = task.read_text()
+    for head, message in (
+        ("ENDLESS = True\n", "The data set never ends"),
+        ("ENDLESS = False\n", "must return a keras.Model. Received: int"),
+        ("import no_such_module_anywhere\n", "ModuleNotFoundError"),
+    ):
+        task.write_text(head + text)
+        code, _, errors = tfparallel("train", task)
+        assert code == 2 and message in errors
+    code, _, errors = tfparallel("train", task, "--devices=GPU:77")
+    assert code == 2 and "GPU:77" in errors and "Traceback" not in errors

@@ -1,0 +1,41 @@
+"""Four logical CPU devices and fixed seeds for every test, before TensorFlow runs an op."""
+
+import os
+import random
+
+# Small thread pools: the tests share their cores with each other and with the
+# workers they start. TensorFlow reads both when it starts, in sub-processes too.
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "2")
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
+
+import numpy as np
+import pytest
+
+import tfparallel
+
+NUM_CPU_DEVICES = 4
+SEED = 7
+
+tfparallel.devices.split_cpu(NUM_CPU_DEVICES)
+
+import keras  # noqa: E402  (TensorFlow is loaded by the face, without its chatter)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    """Seeds Python, NumPy and TensorFlow, and drops Keras's global state afterwards."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    keras.utils.set_random_seed(SEED)
+    yield
+    keras.backend.clear_session()
+
+
+def pytest_collection_modifyitems(items):
+    """Skips what is marked `gpu` where TensorFlow sees none."""
+    if tfparallel.devices.list_devices("GPU"):
+        return
+    skip = pytest.mark.skip(reason="TensorFlow lists no GPU on this machine")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

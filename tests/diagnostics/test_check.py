@@ -1,0 +1,251 @@
+"""A check passes what is exact, names what draws, and fails what is wrong."""
+
+import dataclasses
+import functools
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.data.batches import first_batches
+from tfparallel.diagnostics.check import check_parity
+
+
+def make_same(build):
+    return build()
+
+
+def data_parallel_on(num_replicas):
+    devices = [f"CPU:{index}" for index in range(num_replicas)]
+    return functools.partial(tfparallel.data_parallel, devices=devices)
+
+
+def build(*middle, activation="relu"):
+    def build_model():
+        layers = [layer() for layer in middle]
+        hidden = keras.layers.Dense(8, activation=activation, name="hidden")
+        return keras.Sequential(
+            [keras.Input((4,)), hidden, *layers, keras.layers.Dense(2, name="last")]
+        )
+
+    return build_model
+
+
+def compile_model(model, learning_rate=0.01):
+    model.compile(optimizer=keras.optimizers.Adam(learning_rate), loss="mse", metrics=["mae"])
+
+
+def some_batches(num_batches=4):
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(23, 4)), generator.normal(size=(23, 2))
+    return first_batches((x, y), global_batch_size=7, seed=0, num_batches=num_batches)
+
+
+def check(build_model, make_parallel_model, batches=None, compile_model=compile_model):
+    return check_parity(
+        build_model,
+        compile_model,
+        some_batches() if batches is None else batches,
+        make_parallel_model=make_parallel_model,
+    )
+
+
+def test_the_same_model_is_exact():
+    report = check(build(), make_same)
+    assert report.verdict == "exact" and report.passed and report.first_difference is None
+    assert {item.verdict for item in (*report.variables, *report.values)} == {"exact"}
+    assert report.batch_sizes == (7, 7, 7, 2)
+    paths = [item.path for item in report.variables]
+    assert sum("momentum" in path for path in paths) == 4 and "adam/iteration" in paths
+    names = [item.name for item in report.values]
+    assert names == ["fit: loss", "fit: mae", "evaluate: loss", "evaluate: mae"]
+    assert json.loads(json.dumps(report.to_json()))["variables"][0]["shape"] == [4, 8]
+
+
+def test_data_parallel_is_exact():
+    report = check(build(), data_parallel_on(3))
+    assert report.verdict == "exact", report
+
+
+def wrong_in(name):
+    """A form under which one layer computes something else."""
+
+    def make(build_model):
+        model = build_model()
+        layer = model.get_layer(name)
+        layer.call = lambda x, call=layer.call, **_: call(x) * 1.01
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["hidden", "last"])
+def test_a_layer_that_computes_something_else_is_named(name):
+    report = check(build(), wrong_in(name))
+    assert report.verdict == "differs" and not report.passed
+    assert report.first_difference.startswith(f"layer '{name}': its output differs")
+
+
+def test_another_learning_rate_is_found_though_all_outputs_agree():
+    """Nothing but the update differs: the outputs on the first batch cannot tell."""
+    rates = iter([0.01, 0.02, 0.02])
+
+    def compile_differently(model):
+        # The check compiles the single model first, then the parallel one.
+        compile_model(model, next(rates, 0.01) if not hasattr(model, "seen") else 0.01)
+
+    report = check(build(), make_same, compile_model=compile_differently)
+    assert report.verdict == "differs"
+    differing = [item.path for item in report.variables if item.verdict == "differs"]
+    assert "adam/learning_rate" in differing and any("kernel" in path for path in differing)
+
+
+def test_a_skipped_step_is_found_in_the_optimizer():
+    """A form that drops the last batch leaves another count of iterations."""
+
+    def make(build_model):
+        model = build_model()
+        fit = model.fit
+        model.fit = lambda data, **kwargs: fit(
+            data.take(3).apply(tf.data.experimental.assert_cardinality(3)), **kwargs
+        )
+        return model
+
+    report = check(build(), make)
+    found = {item.path: item for item in report.variables}
+    assert found["adam/iteration"].verdict == "differs"
+    assert found["adam/iteration"].absolute == 1.0
+
+
+class Sampled(keras.layers.Layer):
+    """Draws, with no rate and no `training` by which to turn it off."""
+
+    def __init__(self):
+        super().__init__(name="sampled")
+        self.generator = keras.random.SeedGenerator(0)
+
+    def call(self, x):
+        return x + 0.1 * keras.random.normal(keras.ops.shape(x), seed=self.generator)
+
+
+def reseeded(build_model):
+    """A form that draws other numbers, the same ones in every run."""
+    model = build_model()
+    for variable in model.variables:
+        if variable.path.endswith("seed_generator_state"):
+            variable.assign([99, 0])
+    return model
+
+
+def test_other_draws_are_reproducible_and_the_layers_named():
+    middle = functools.partial(keras.layers.Dropout, 0.5, name="drop")
+    report = check(build(middle), reseeded)
+    assert report.verdict == "reproducible" and report.passed
+    assert report.random_layers == ("drop",)
+    assert {item.verdict for item in report.variables} == {"exact", "reproducible"}
+
+
+def test_draws_that_no_seed_repeats_differ():
+    calls = iter(range(100))
+
+    def make(build_model):
+        model = build_model()
+        for variable in model.variables:
+            if variable.path.endswith("seed_generator_state"):
+                variable.assign([next(calls), 1])
+        return model
+
+    middle = functools.partial(keras.layers.Dropout, 0.5)
+    report = check(build(middle), make)
+    assert report.verdict == "differs"
+    assert any("one seed give different weights" in note for note in report.notes)
+
+
+def test_draws_that_cannot_be_turned_off_prove_nothing():
+    report = check(build(Sampled), reseeded)
+    assert report.verdict == "differs" and report.random_layers == ("sampled",)
+
+
+def test_wrong_sums_are_not_excused_by_dropout():
+    middle = functools.partial(keras.layers.Dropout, 0.5)
+    report = check(build(middle), wrong_in("hidden"))
+    assert report.verdict == "differs"
+    assert report.first_difference.startswith("layer 'hidden'")
+
+
+def shift_bias(build_model, by=1e-3):
+    """A form whose rounding is another in a bias that has no true gradient."""
+    model = build_model()
+    train_step = model.train_step
+
+    def shifted(data):
+        result = train_step(data)
+        bias = model.get_layer("hidden").bias
+        if bias.trainable:
+            bias.assign_add(tf.fill(bias.shape, tf.cast(by, bias.dtype)))
+        return result
+
+    model.train_step = shifted
+    return model
+
+
+def test_a_variable_without_gradient_is_undetermined():
+    report = check(build(keras.layers.BatchNormalization, activation=None), shift_bias)
+    verdicts = {item.path.partition("/")[2]: item.verdict for item in report.variables}
+    assert verdicts["hidden/bias"] == "undetermined"
+    assert verdicts["hidden/kernel"] == "exact"
+    assert report.verdict == "exact" and report.passed
+    assert any("hidden/bias" in note for note in report.notes)
+
+
+def test_the_same_shift_of_a_variable_with_a_gradient_differs():
+    report = check(build(), shift_bias)
+    assert report.verdict == "differs"
+
+
+def test_nan_fails_and_names_the_step():
+    batches = some_batches()
+    batches[2][0][0, 0] = np.nan
+    # No ReLU: it turns NaN into 0.
+    report = check(build(activation=None), make_same, batches=batches)
+    assert report.verdict == "differs"
+    assert any("not finite from step 3 on" in note for note in report.notes)
+
+
+def test_the_search_is_no_part_of_the_verdict():
+    """A model that cannot be probed still gets its verdict, and says why no layer is named."""
+
+    class Subclassed(keras.Model):
+        def __init__(self, scale=1.0):
+            super().__init__()
+            self.dense, self.scale = keras.layers.Dense(2), scale
+
+        def call(self, x):
+            return self.dense(x) * self.scale
+
+    def make(build_model):
+        model = build_model()
+        model.scale = 1.01
+        return model
+
+    report = check(Subclassed, make)
+    assert report.verdict == "differs" and report.first_difference
+
+
+def test_a_form_that_loses_weights_is_an_error():
+    with pytest.raises(ValueError, match="keep the model's weights"):
+        check(build(), lambda _: build(keras.layers.BatchNormalization)())
+
+
+def test_no_batches():
+    with pytest.raises(ValueError, match="At least one batch"):
+        check(build(), make_same, batches=[])
+
+
+def test_reports_are_frozen():
+    report = check(build(), make_same, batches=some_batches(1))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.verdict = "exact"

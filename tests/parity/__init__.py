@@ -1,0 +1,1 @@
+"""Parity: what a form of parallelism trains, beside what one device trains."""

@@ -1,0 +1,273 @@
+"""A parity case: a small Keras program, trained on one device and under a form.
+
+Every case is plain Keras. What changes between two runs is the *form*, the
+object that builds and compiles the model:
+
+    Plain()                        build(); compile(model)
+    Builder(devices)               tfparallel.data_parallel(build, devices=...)
+    DropIn(devices)                the same code under MirroredStrategy.scope()
+
+A case trains under a form and returns what it *observed*: a flat dictionary of
+arrays, every variable of the model and of its optimizers by path, every loss and
+metric of every epoch. Two observations are compared name by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+Observed = dict[str, np.ndarray]
+
+# The verdict is float64. In float32 sums in another order differ in the last of
+# 7 digits, and 24 steps of training multiply that; half precision rounds to 3
+# digits (float16) or 2 (bfloat16), and so do its sums.
+TOLERANCE = {
+    "float64": 1e-9,
+    "float32": 1e-4,
+    "mixed_float16": 1e-2,
+    "mixed_bfloat16": 1e-2,
+}
+
+# A difference is relative to the largest element of its variable. Below these
+# floors it is absolute: a variable whose true gradient is zero (a bias before
+# batch normalization) holds rounding noise alone, and noise over noise is 1.
+FLOOR = {"weight": 1e-2, "slot": 1e-6, "history": 1e-6, "output": 1e-6}
+
+EXACT, REPRODUCIBLE, REFUSED = "exact", "reproducible", "refused"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row's worth of parity: a model, how it is compiled, fed and trained.
+
+    Args:
+        group: The section of the table, a bullet of the promise.
+        feature: The row of the table; several cases may share one.
+        name: Unique, the test's id.
+        build: Returns an uncompiled Keras model.
+        compile: Compiles it.
+        data: Returns the keyword arguments of `fit` that hold data.
+        fit: Further keyword arguments of `fit`.
+        train: Trains under a form and returns what it observed.
+        baseline: What the result is compared with, where that is another
+            program than `train` on one device (a run without interruption).
+        verdicts: The verdicts that keep the promise for this case.
+        message: What a refusal must say, a regular expression.
+        dtype: The dtype policy under which all of it runs.
+        tolerance: Replaces the dtype's, with its reason beside the case.
+        drop_in: Whether the case is also run as plain code under the drop-in
+            strategy.
+        slow: Whether the case runs only in the complete suite.
+    """
+
+    group: str
+    feature: str
+    name: str
+    build: Callable[[], keras.Model]
+    compile: Callable[[keras.Model], None]
+    data: Callable[[], dict[str, Any]]
+    fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    train: Callable[[Any, Case], Observed] | None = None
+    baseline: Callable[[Any, Case], Observed] | None = None
+    verdicts: tuple[str, ...] = (EXACT,)
+    message: str = ""
+    dtype: str = "float64"
+    tolerance: float | None = None
+    drop_in: bool = True
+    slow: bool = False
+
+    @property
+    def limit(self) -> float:
+        return TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance
+
+
+class Plain:
+    """One device, plain Keras."""
+
+    name = "one device"
+
+    def model(self, case: Case) -> keras.Model:
+        return self.make(case.build, case.compile)
+
+    def make(self, build, compile=None) -> keras.Model:
+        model = build()
+        if compile is not None:
+            compile(model)
+        return model
+
+    def compile(self, model: keras.Model, compile) -> None:
+        compile(model)
+
+
+class Builder(Plain):
+    """`tfparallel.data_parallel` over `devices`."""
+
+    name = "data_parallel"
+
+    def __init__(self, devices: list[str]):
+        self.devices = devices
+
+    def make(self, build, compile=None) -> keras.Model:
+        import tfparallel
+
+        model = tfparallel.data_parallel(build, devices=self.devices)
+        if compile is not None:
+            compile(model)
+        return model
+
+
+class DropIn(Plain):
+    """Plain Keras code under the scope of `tfparallel.MirroredStrategy`."""
+
+    name = "MirroredStrategy"
+
+    def __init__(self, devices: list[str]):
+        import tfparallel
+
+        self.devices = devices
+        self.strategy = tfparallel.MirroredStrategy(devices)
+
+    def make(self, build, compile=None) -> keras.Model:
+        with self.strategy.scope():
+            model = build() if callable(build) and not isinstance(build, keras.Model) else build
+            if compile is not None:
+                compile(model)
+        return model
+
+    def compile(self, model, compile) -> None:
+        with self.strategy.scope():
+            compile(model)
+
+
+FORMS = {form.name: form for form in (Builder, DropIn)}
+
+SEED = 7
+
+
+@contextlib.contextmanager
+def precision(dtype: str) -> Iterator[None]:
+    """Runs the block under a dtype policy and restores what was set before."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64" if dtype == "float64" else "float32")
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+
+
+def run(case: Case, form: Plain, *, baseline: bool = False) -> Observed:
+    """Trains `case` under `form` from its own seed, in its own precision."""
+    train = (case.baseline if baseline else None) or case.train or fit
+    with precision(case.dtype):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(SEED)
+        return train(form, case)
+
+
+def fit(form: Plain, case: Case) -> Observed:
+    """The default training: six uneven batches of 17, the last of 2, four times.
+
+    87 examples in batches of 17 leave 2 in the last: 9 + 8 and 1 + 1 on two
+    replicas, 6 + 6 + 5 and 1 + 1 + 0 on three, 5 + 4 + 4 + 4 and 1 + 1 + 0 + 0 on
+    four. Every replica count meets shards of unequal length, and three and four
+    meet a replica without an example.
+    """
+    model = form.model(case)
+    history = model.fit(**fit_arguments(case))
+    return observe(model, history.history)
+
+
+def fit_arguments(case: Case) -> dict[str, Any]:
+    """Keyword arguments of `fit` for a case: its data, 24 steps, no shuffling."""
+    arguments = {"epochs": 4, "verbose": 0} | case.data() | case.fit
+    if isinstance(arguments["x"], (np.ndarray, dict, list, tuple)):
+        arguments = {"batch_size": 17, "shuffle": False} | arguments
+    return arguments
+
+
+def observe(model: keras.Model, history: dict | None = None, **outputs) -> Observed:
+    """Every variable by path, every loss and metric by name, and named outputs."""
+    seen: Observed = {}
+
+    def put(kind: str, path: str, value) -> None:
+        key, count = f"{kind}:{path}", 2
+        while key in seen:
+            key, count = f"{kind}:{path}#{count}", count + 1
+        seen[key] = np.array(keras.ops.convert_to_numpy(value), dtype="float64")
+
+    for variable in model.variables:
+        # The state of a random generator is how a layer draws, not what it learned.
+        if "seed_generator" not in variable.path:
+            put("weight", variable.path, variable)
+    for optimizer in optimizers_of(model):
+        for variable in optimizer.variables:
+            put("slot", variable.path, variable)
+    for name, values in (history or {}).items():
+        put("history", name, values)
+    for name, values in outputs.items():
+        leaves = keras.tree.flatten(values)
+        for index, leaf in enumerate(leaves):
+            put("output", name if len(leaves) == 1 else f"{name}[{index}]", leaf)
+    return seen
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The compiled optimizer, and those that the model holds as attributes."""
+    found = [getattr(model, "optimizer", None)]
+    found += [value for _, value in sorted(vars(model).items(), key=lambda item: item[0])]
+    unique = []
+    for value in found:
+        if isinstance(value, keras.optimizers.Optimizer) and not any(value is u for u in unique):
+            unique.append(value)
+    return unique
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far two values of one name are apart, relative to the larger's scale."""
+
+    name: str
+    relative: float
+
+
+def compare(expected: Observed, seen: Observed) -> list[Difference]:
+    """All differences, the largest first.
+
+    Raises:
+        AssertionError: Where one side lacks a name or has another shape; such a
+            run trained another model.
+    """
+    missing, surplus = expected.keys() - seen.keys(), seen.keys() - expected.keys()
+    if missing or surplus:
+        raise AssertionError(
+            f"Another set of variables or metrics than on one device. "
+            f"Missing: {sorted(missing)}; not on one device: {sorted(surplus)}"
+        )
+    differences = []
+    for name, wanted in expected.items():
+        value = seen[name]
+        if wanted.shape != value.shape:
+            raise AssertionError(f"{name}: shape {value.shape}, on one device {wanted.shape}")
+        differences.append(Difference(name, relative_difference(name, wanted, value)))
+    return sorted(differences, key=lambda difference: -difference.relative)
+
+
+def relative_difference(name: str, wanted: np.ndarray, value: np.ndarray) -> float:
+    """max|a - b| / max|a|, with the floor of the name's kind; inf where NaN is new."""
+    if wanted.size == 0:
+        return 0.0
+    same = (wanted == value) | (np.isnan(wanted) & np.isnan(value))
+    if same.all():
+        return 0.0
+    apart = np.max(np.abs(np.where(same, 0.0, value - wanted)))
+    finite = np.abs(wanted[np.isfinite(wanted)])
+    scale = max(finite.max() if finite.size else 0.0, FLOOR[name.split(":")[0]])
+    return float(apart / scale) if np.isfinite(apart) else float("inf")

@@ -1,0 +1,25 @@
+"""The cases by theme. `ALL` is every case, in the order of the table."""
+
+from . import (
+    inputs,
+    layers,
+    losses,
+    metrics,
+    optimizers,
+    randomness,
+    structures,
+    training_steps,
+    workflows,
+)
+
+ALL = [
+    *optimizers.CASES,
+    *losses.CASES,
+    *structures.CASES,
+    *metrics.CASES,
+    *layers.CASES,
+    *randomness.CASES,
+    *inputs.CASES,
+    *training_steps.CASES,
+    *workflows.CASES,
+]

@@ -1,0 +1,279 @@
+"""Where the batches come from, how they are cut, and how the steps are executed."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from .. import data
+from ..case import EXACT, REFUSED, fit_arguments, observe
+from ..programs import case, compiled, digits
+from .layers import stack
+from .metrics import conv_norm_net
+from .optimizers import image_digits
+
+GROUP = "Input and execution"
+
+
+def batched(count=data.NUM_EXAMPLES):
+    return tf.data.Dataset.from_tensor_slices(data.flat(count)).batch(17)
+
+
+def unknown_size():
+    def examples():
+        yield from zip(*data.flat())
+
+    signature = (tf.TensorSpec((64,), "float64"), tf.TensorSpec((), "int64"))
+    dataset = tf.data.Dataset.from_generator(examples, output_signature=signature)
+    return dataset.batch(17)
+
+
+class Batches(keras.utils.PyDataset):
+    """Six batches of 17 digits, the last of 2."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.x, self.y = data.flat()
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        part = slice(17 * index, 17 * index + 17)
+        return self.x[part], self.y[part]
+
+
+def finite_batches(sizes):
+    """A Python generator of batches of the given sizes, then nothing more."""
+    x, y = data.flat()
+    start = 0
+    for size in sizes:
+        yield x[start : start + size], y[start : start + size]
+        start += size
+
+
+def updates(model):
+    return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+
+
+def counted(form, case):
+    model = form.model(case)
+    history = model.fit(**fit_arguments(case))
+    return observe(model, history.history, updates=updates(model))
+
+
+def endless(sizes):
+    while True:
+        yield from finite_batches(sizes)
+
+
+SIZES = [17, 10, 16, 3, 1, 12, 2, 9, 8, 7]
+
+CASES = [
+    case(GROUP, f"input: {feature}", f"input {name}", data=load, train=counted, fit=fit)
+    for feature, name, load, fit in [
+        ("arrays", "arrays", digits, {}),
+        ("arrays", "arrays with steps_per_epoch", digits, {"steps_per_epoch": 3}),
+        ("`tf.data`", "tf.data", lambda: {"x": batched()}, {}),
+        (
+            "`tf.data`",
+            "tf.data repeated with steps_per_epoch",
+            lambda: {"x": batched().repeat()},
+            {"steps_per_epoch": 5},
+        ),
+        ("`tf.data` of unknown size", "tf.data of unknown size", lambda: {"x": unknown_size()}, {}),
+        ("`PyDataset`", "PyDataset", lambda: {"x": Batches()}, {}),
+        (
+            "a finite Python generator loses no batch",
+            "finite generator",
+            lambda: {"x": finite_batches(SIZES)},
+            {"epochs": 1},
+        ),
+        (
+            "a finite Python generator loses no batch",
+            "endless generator with steps_per_epoch",
+            lambda: {"x": endless(SIZES)},
+            {"epochs": 2, "steps_per_epoch": 10},
+        ),
+    ]
+]
+
+
+def shuffled(form, case):
+    """One seed for Python, NumPy and TensorFlow just before fit; no seed in the shuffle."""
+    model = form.model(case)
+    keras.utils.set_random_seed(11)
+    history = model.fit(**fit_arguments(case))
+    return observe(model, history.history)
+
+
+CASES += [
+    case(
+        GROUP,
+        "unseeded shuffles after `keras.utils.set_random_seed`",
+        f"unseeded shuffle of {name}",
+        data=load,
+        fit=fit,
+        train=shuffled,
+    )
+    for name, load, fit in [
+        ("arrays", digits, {"shuffle": True}),
+        (
+            "tf.data",
+            lambda: {
+                "x": tf.data.Dataset.from_tensor_slices(data.flat()).shuffle(50).batch(17)
+            },
+            {},
+        ),
+    ]
+]
+
+
+def sizes_case(name, sizes, build=None, load=data.flat, **fields):
+    def batches():
+        x, y = load()
+        ends = np.cumsum(sizes)
+        parts = [(x[end - size : end], y[end - size : end]) for size, end in zip(sizes, ends)]
+
+        def generate():
+            yield from parts
+
+        signature = (
+            tf.TensorSpec((None, *x.shape[1:]), "float64"),
+            tf.TensorSpec((None,), "int64"),
+        )
+        return {"x": tf.data.Dataset.from_generator(generate, output_signature=signature)}
+
+    if build:
+        fields["build"] = build
+    return case(GROUP, fields.pop("feature"), name, data=batches, **fields)
+
+
+CASES += [
+    sizes_case(
+        "first batch of 1",
+        [1, 17, 5, 16, 2],
+        feature="a first batch that the replicas do not divide",
+    ),
+    sizes_case(
+        "fewer examples than replicas",
+        [1, 2, 1, 3, 1],
+        feature="fewer examples than replicas, with convolutions and batch normalization",
+        build=conv_norm_net,
+        load=data.images,
+        # A batch of one has variance over its pixels alone.
+        compile=compiled(lambda: keras.optimizers.SGD(0.01)),
+    ),
+    sizes_case(
+        "fewer examples than replicas, recurrent",
+        [1, 2, 1, 3, 1],
+        feature="fewer examples than replicas, with convolutions and batch normalization",
+        build=stack((8, 8), lambda: layers.LSTM(6), layers.BatchNormalization),
+        load=data.rows,
+        compile=compiled(lambda: keras.optimizers.SGD(0.01)),
+        slow=True,
+    ),
+]
+
+
+def on_batches(form, case):
+    """train_on_batch, test_on_batch and predict_on_batch on batches of every size."""
+    model = form.model(case)
+    x, y = data.images()
+    outputs = {}
+    for size in (7, 1, 16, 2, 3, 5, 17):
+        outputs[f"train on {size}"] = list(
+            model.train_on_batch(x[:size], y[:size], return_dict=True).values()
+        )
+        outputs[f"test on {size}"] = list(model.test_on_batch(x[-size:], y[-size:]))
+        outputs[f"predict on {size}"] = model.predict_on_batch(x[:size])
+    return observe(model, **outputs)
+
+
+CASES += [
+    case(
+        GROUP,
+        "`train_on_batch`, `test_on_batch`, `predict_on_batch`",
+        "on_batch methods",
+        build=conv_norm_net,
+        compile=compiled(lambda: keras.optimizers.SGD(0.05), metrics=lambda: ["accuracy"]),
+        data=image_digits,
+        train=on_batches,
+    ),
+    case(
+        GROUP,
+        "`run_eagerly`",
+        "run_eagerly",
+        compile=compiled(run_eagerly=True, metrics=lambda: ["accuracy"]),
+        # Two epochs: an eager step takes ten times as long.
+        fit={"epochs": 2},
+    ),
+    case(
+        GROUP,
+        "`run_eagerly`",
+        "run_eagerly with batch normalization and accumulation",
+        build=conv_norm_net,
+        data=image_digits,
+        compile=compiled(
+            lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), run_eagerly=True
+        ),
+        fit={"epochs": 2},
+        slow=True,
+    ),
+]
+
+
+def with_epochs_seen(form, case):
+    """Also counts how many times each callback method was called."""
+    calls = {"batch": 0, "epoch": 0}
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            calls["batch"] += 1
+
+        def on_epoch_end(self, epoch, logs=None):
+            calls["epoch"] += 1
+
+    model = form.model(case)
+    history = model.fit(**fit_arguments(case), callbacks=[Count()])
+    arguments = fit_arguments(case)
+    return observe(
+        model,
+        history.history,
+        updates=updates(model),
+        calls=list(calls.values()),
+        scores=model.evaluate(arguments["x"], arguments.get("y"), batch_size=17, verbose=0)
+        if "y" in arguments
+        else [],
+    )
+
+
+CASES += [
+    case(
+        GROUP,
+        "`steps_per_execution`",
+        f"steps_per_execution {name}",
+        compile=compiled(steps_per_execution=count, metrics=lambda: ["accuracy"]),
+        data=load,
+        train=with_epochs_seen,
+        slow=slow,
+    )
+    for name, count, load, slow in [
+        ("3 of 6 batches", 3, digits, True),
+        ("4 of 6 batches", 4, digits, False),
+        ("8 of 6 batches", 8, digits, True),
+        ("4 of tf.data of unknown size", 4, lambda: {"x": unknown_size()}, False),
+    ]
+]
+CASES += [
+    case(
+        GROUP,
+        "`jit_compile=True` on several replicas",
+        "jit_compile",
+        compile=compiled(jit_compile=True),
+        verdicts=(EXACT, REFUSED),
+        message="jit_compile",
+    )
+]

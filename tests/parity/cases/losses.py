@@ -1,0 +1,495 @@
+"""Every loss, every reduction, masks, weights, and losses that compare examples."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+from keras import layers, losses, ops
+
+from .. import data
+from ..programs import case, compiled, mlp
+
+GROUP = "Losses"
+
+
+def net(units: int = 10, activation: str | None = None):
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((64,)),
+                layers.Dense(12, activation="tanh"),
+                layers.Dense(units, activation=activation),
+            ]
+        )
+
+    return build
+
+
+def labelled(target):
+    """Data whose targets are `target(labels)`."""
+
+    def load():
+        x, y = data.flat()
+        return {"x": x, "y": target(y)}
+
+    return load
+
+
+def even(y):
+    return (y % 2).astype("float64")[:, None]
+
+
+def level(y):
+    """A regression target of three values an example, none of them zero."""
+    return np.stack([1.0 + y, 0.5 + y % 3, 2.0 + (y * 7) % 5], axis=1)
+
+
+# name -> (loss, units and activation of the last layer, target)
+DECOMPOSING = {
+    "SparseCategoricalCrossentropy": (
+        lambda **k: losses.SparseCategoricalCrossentropy(from_logits=True, **k),
+        (10, None),
+        lambda y: y,
+    ),
+    "CategoricalCrossentropy": (
+        lambda **k: losses.CategoricalCrossentropy(label_smoothing=0.1, **k),
+        (10, "softmax"),
+        data.one_hot,
+    ),
+    "CategoricalFocalCrossentropy": (
+        losses.CategoricalFocalCrossentropy,
+        (10, "softmax"),
+        data.one_hot,
+    ),
+    "CategoricalGeneralizedCrossEntropy": (
+        losses.CategoricalGeneralizedCrossEntropy,
+        (10, "softmax"),
+        lambda y: y,
+    ),
+    "CategoricalHinge": (losses.CategoricalHinge, (10, "softmax"), data.one_hot),
+    "KLDivergence": (losses.KLDivergence, (10, "softmax"), data.one_hot),
+    "Poisson": (losses.Poisson, (10, "softmax"), data.one_hot),
+    "CosineSimilarity": (losses.CosineSimilarity, (10, None), data.one_hot),
+    "BinaryCrossentropy": (
+        lambda **k: losses.BinaryCrossentropy(from_logits=True, **k),
+        (1, None),
+        even,
+    ),
+    "BinaryFocalCrossentropy": (
+        lambda **k: losses.BinaryFocalCrossentropy(apply_class_balancing=True, **k),
+        (1, "sigmoid"),
+        even,
+    ),
+    "Hinge": (losses.Hinge, (1, "tanh"), even),
+    "SquaredHinge": (losses.SquaredHinge, (1, "tanh"), even),
+    "MeanSquaredError": (losses.MeanSquaredError, (3, None), level),
+    "MeanAbsoluteError": (losses.MeanAbsoluteError, (3, None), level),
+    "MeanAbsolutePercentageError": (losses.MeanAbsolutePercentageError, (3, None), level),
+    "MeanSquaredLogarithmicError": (losses.MeanSquaredLogarithmicError, (3, "softplus"), level),
+    "Huber": (losses.Huber, (3, None), level),
+    "LogCosh": (losses.LogCosh, (3, None), level),
+}
+
+# These reduce over the whole batch, or compare its examples.
+COMPARING = {
+    "Dice": (losses.Dice, (10, "softmax"), data.one_hot),
+    "Tversky": (lambda: losses.Tversky(alpha=0.3, beta=0.7), (10, "softmax"), data.one_hot),
+}
+
+
+def gentle():
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
+CASES = [
+    case(
+        GROUP,
+        f"`{name}`",
+        f"loss {name}",
+        build=net(*head),
+        compile=compiled(gentle, make),
+        data=labelled(target),
+    )
+    for name, (make, head, target) in (DECOMPOSING | COMPARING).items()
+]
+
+
+def embedder():
+    inputs = keras.Input((64,))
+    x = layers.Dense(12, activation="tanh")(inputs)
+    return keras.Model(inputs, layers.UnitNormalization()(layers.Dense(6)(x)))
+
+
+CASES += [
+    case(
+        GROUP,
+        "`Circle`",
+        "loss Circle",
+        build=embedder,
+        compile=compiled(gentle, lambda: losses.Circle(gamma=4.0)),
+    )
+]
+
+
+def spelling_net():
+    """Eight steps of six logits each, for connectionist temporal classification."""
+    return keras.Sequential(
+        [
+            keras.Input((8, 8)),
+            layers.GRU(6, return_sequences=True),
+            layers.Dense(6),
+        ]
+    )
+
+
+def spelling():
+    x, y = data.rows()
+    target = np.stack([1 + y % 5, 1 + (y // 2) % 5, np.where(y % 3, 0, 1 + y % 4)], axis=1)
+    return {"x": x, "y": target.astype("int32")}
+
+
+CASES += [
+    case(
+        GROUP,
+        "`CTC`",
+        "loss CTC",
+        # TensorFlow's connectionist loss computes in float32.
+        dtype="float32",
+        build=spelling_net,
+        compile=compiled(gentle, losses.CTC),
+        data=spelling,
+    )
+]
+
+
+class InBatchContrast(keras.losses.Loss):
+    """A user's loss that compares every example with every other of its batch."""
+
+    def call(self, y_true, y_pred):
+        y_pred = ops.normalize(y_pred, axis=-1)
+        similarity = ops.matmul(y_pred, ops.transpose(y_pred)) / 0.3
+        y_true = ops.reshape(y_true, (-1,))
+        same = ops.cast(y_true[:, None] == y_true[None, :], y_pred.dtype)
+        log_probability = similarity - ops.logsumexp(similarity, axis=1, keepdims=True)
+        return -ops.sum(same * log_probability, axis=1) / ops.sum(same, axis=1)
+
+
+def correlation(y_true, y_pred):
+    """A user's loss function with one value a batch: 1 minus the correlation."""
+    a = y_true - ops.mean(y_true, axis=0)
+    b = y_pred - ops.mean(y_pred, axis=0)
+    return 1.0 - ops.sum(a * b) / ops.sqrt(ops.sum(a * a) * ops.sum(b * b) + 1e-9)
+
+
+CASES += [
+    case(
+        GROUP,
+        "a contrastive loss of the user's",
+        "loss that compares examples",
+        build=net(6),
+        compile=compiled(gentle, InBatchContrast),
+    ),
+    case(
+        GROUP,
+        "a contrastive loss of the user's",
+        "loss over the whole batch",
+        build=net(3),
+        compile=compiled(gentle, lambda: correlation),
+        data=labelled(level),
+    ),
+]
+
+REDUCTIONS = ("sum", "mean", "sum_over_batch_size", "mean_with_sample_weight", "none")
+
+
+def weighted():
+    x, y = data.flat()
+    return {"x": x, "y": y, "sample_weight": data.weights()}
+
+
+def tiny_steps():
+    """For losses that are sums: 17 times the gradient of a mean."""
+    return keras.optimizers.SGD(0.003, momentum=0.9)
+
+
+CASES += [
+    case(
+        GROUP,
+        f"reduction `{reduction}`",
+        f"reduction {reduction} of {name}",
+        build=net(*head),
+        compile=compiled(tiny_steps, lambda m=make, r=reduction: m(reduction=r)),
+        data=lambda t=target: labelled(t)() | {"sample_weight": data.weights()},
+        slow=name == "MeanSquaredError",
+    )
+    for reduction in REDUCTIONS
+    for name in ("SparseCategoricalCrossentropy", "MeanSquaredError")
+    for make, head, target in [DECOMPOSING[name]]
+]
+
+
+def masked_text(return_sequences: bool):
+    def build():
+        inputs = keras.Input((12,), dtype="int64")
+        x = layers.Embedding(20, 6, mask_zero=True)(inputs)
+        x = layers.LSTM(6, return_sequences=return_sequences)(x)
+        return keras.Model(inputs, layers.Dense(10 if not return_sequences else 20)(x))
+
+    return build
+
+
+def next_token():
+    x, _ = data.tokens()
+    return {"x": x, "y": np.roll(x, -1, axis=1)}
+
+
+def text_labels():
+    x, y = data.tokens()
+    return {"x": x, "y": y}
+
+
+def tagged_rows():
+    """Every row of an image is a class, or -1, which the loss must ignore."""
+    x, y = data.rows()
+    target = np.repeat(y[:, None], 8, axis=1)
+    target[:, 4:][np.arange(len(y)) % 3 > 0] = -1
+    return {"x": x, "y": target}
+
+
+def row_tagger():
+    return keras.Sequential([keras.Input((8, 8)), layers.Dense(8, activation="tanh"), layers.Dense(10)])
+
+
+CASES += [
+    case(
+        GROUP,
+        "masks: `Embedding(mask_zero=True)`, rows sorted by length",
+        "mask of a label a row",
+        build=masked_text(False),
+        data=text_labels,
+    ),
+    case(
+        GROUP,
+        "masks: `Embedding(mask_zero=True)`, rows sorted by length",
+        "mask of a label a token",
+        build=masked_text(True),
+        compile=compiled(metrics=lambda: ["accuracy"]),
+        data=next_token,
+    ),
+    case(
+        GROUP,
+        "masks: `Embedding(mask_zero=True)`, rows sorted by length",
+        "mask and sample weights a token",
+        build=masked_text(True),
+        compile=compiled(weighted_metrics=lambda: ["accuracy"]),
+        data=lambda: next_token() | {"sample_weight": np.tile(data.weights()[:, None], (1, 12))},
+    ),
+    case(
+        GROUP,
+        "masks: `Embedding(mask_zero=True)`, rows sorted by length",
+        "mask of a label a row under mean_with_sample_weight",
+        build=masked_text(True),
+        compile=compiled(
+            loss=lambda: losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="mean_with_sample_weight"
+            )
+        ),
+        data=next_token,
+        slow=True,
+    ),
+    case(
+        GROUP,
+        "masks: `ignore_class`",
+        "ignore_class",
+        build=row_tagger,
+        compile=compiled(
+            loss=lambda: losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+        ),
+        data=tagged_rows,
+    ),
+]
+
+
+def two_masks():
+    """Two texts of other lengths, each with its own mask, and an output without one."""
+    first = keras.Input((12,), dtype="int64", name="first")
+    second = keras.Input((12,), dtype="int64", name="second")
+    embed = layers.Embedding(20, 5, mask_zero=True, name="embed")
+    a = layers.Dense(20, name="a")(layers.GRU(5, return_sequences=True, name="gru_a")(embed(first)))
+    b = layers.Dense(20, name="b")(layers.GRU(5, return_sequences=True, name="gru_b")(embed(second)))
+    c = layers.Dense(10, name="c")(layers.GRU(5, name="gru_c")(embed(first)))
+    return keras.Model([first, second], [a, b, c])
+
+
+def two_texts():
+    first, y = data.tokens()
+    second, _ = data.tokens(by_length=False)
+    return {
+        "x": [first, second],
+        "y": [np.roll(first, -1, axis=1), np.roll(second, -1, axis=1), y],
+    }
+
+
+CASES += [
+    case(
+        GROUP,
+        "masks: another mask for each output",
+        "other masks per output",
+        build=two_masks,
+        compile=compiled(
+            loss=lambda: [losses.SparseCategoricalCrossentropy(from_logits=True) for _ in range(3)],
+            loss_weights=lambda: [1.0, 0.5, 2.0],
+        ),
+        data=two_texts,
+    )
+]
+
+CASES += [
+    case(
+        GROUP,
+        "`sample_weight`",
+        "sample_weight",
+        compile=compiled(weighted_metrics=lambda: ["accuracy"], metrics=lambda: ["accuracy"]),
+        data=weighted,
+    ),
+    case(
+        GROUP,
+        "`class_weight`",
+        "class_weight",
+        compile=compiled(weighted_metrics=lambda: ["accuracy"]),
+        fit={"class_weight": {label: 0.2 * label for label in range(10)}},
+    ),
+]
+
+
+def two_heads():
+    inputs = keras.Input((64,))
+    x = layers.Dense(12, activation="tanh")(inputs)
+    return keras.Model(
+        inputs,
+        {"digit": layers.Dense(10, name="digit")(x), "level": layers.Dense(3, name="level")(x)},
+    )
+
+
+def two_targets():
+    x, y = data.flat()
+    return {"x": x, "y": {"digit": y, "level": level(y)}}
+
+
+def two_losses():
+    return {
+        "digit": losses.SparseCategoricalCrossentropy(from_logits=True),
+        "level": losses.MeanSquaredError(reduction="sum"),
+    }
+
+
+CASES += [
+    case(
+        GROUP,
+        "`loss_weights`, and outputs with divisors of their own",
+        "loss_weights",
+        build=two_heads,
+        compile=compiled(
+            tiny_steps,
+            two_losses,
+            loss_weights=lambda: {"digit": 1.5, "level": 0.02},
+            metrics=lambda: {"digit": ["accuracy"], "level": ["mae"]},
+        ),
+        data=two_targets,
+    ),
+    case(
+        GROUP,
+        "`loss_weights`, and outputs with divisors of their own",
+        "sample weights for each output",
+        build=two_heads,
+        compile=compiled(
+            tiny_steps,
+            lambda: {
+                "digit": losses.SparseCategoricalCrossentropy(
+                    from_logits=True, reduction="mean_with_sample_weight"
+                ),
+                "level": losses.MeanSquaredError(),
+            },
+        ),
+        data=lambda: two_targets()
+        | {"sample_weight": {"digit": data.weights(), "level": data.weights()[::-1].copy()}},
+    ),
+]
+
+
+def penalized(**regularizers):
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((64,)),
+                layers.Dense(12, activation="tanh", **regularizers),
+                layers.Dense(10),
+            ]
+        )
+
+    return build
+
+
+class Sparsity(layers.Layer):
+    """Adds a per-example mean to the loss, as `add_loss` is mostly used."""
+
+    def call(self, inputs):
+        self.add_loss(0.1 * ops.mean(ops.sum(ops.abs(inputs), axis=-1)))
+        return inputs
+
+
+def add_loss_net():
+    inputs = keras.Input((64,))
+    x = Sparsity()(layers.Dense(12, activation="tanh")(inputs))
+    return keras.Model(inputs, layers.Dense(10)(x))
+
+
+CASES += [
+    case(
+        GROUP,
+        "L1 and L2 kernel regularizers",
+        f"regularizer {name}",
+        build=penalized(**fields),
+        slow=name == "L1",
+        # OrthogonalRegularizer mixes in a float32 mask whatever the dtype.
+        dtype="float32" if name == "orthogonal" else "float64",
+    )
+    for name, fields in {
+        "L1": {"kernel_regularizer": "l1"},
+        "L2": {"kernel_regularizer": "l2", "bias_regularizer": "l2"},
+        "L1L2": {"kernel_regularizer": keras.regularizers.L1L2(0.01, 0.02)},
+        "orthogonal": {"kernel_regularizer": keras.regularizers.OrthogonalRegularizer(0.01)},
+    }.items()
+]
+CASES += [
+    case(
+        GROUP,
+        "activity regularizers",
+        "activity regularizer of a layer",
+        build=penalized(activity_regularizer="l2"),
+    ),
+    case(
+        GROUP,
+        "activity regularizers",
+        "ActivityRegularization",
+        build=lambda: keras.Sequential(
+            [
+                keras.Input((64,)),
+                layers.Dense(12, activation="tanh"),
+                layers.ActivityRegularization(l1=0.01, l2=0.02),
+                layers.Dense(10),
+            ]
+        ),
+    ),
+    case(GROUP, "`add_loss` of a mean over examples", "add_loss", build=add_loss_net),
+    case(
+        GROUP,
+        "`add_loss` of a mean over examples",
+        "add_loss and regularizers without a compiled loss",
+        build=lambda: keras.Sequential(
+            [keras.Input((64,)), layers.Dense(12, activation="tanh", kernel_regularizer="l2"), Sparsity()]
+        ),
+        compile=compiled(loss=None),
+        data=lambda: {"x": data.flat()[0]},
+    ),
+]

@@ -1,0 +1,87 @@
+"""Layers that draw random numbers: exact where drawn by global example, else repeatable."""
+
+from __future__ import annotations
+
+import keras
+from keras import layers
+
+from .. import data
+from ..case import EXACT, REPRODUCIBLE
+from ..programs import case
+from .layers import dense, row_digits, stack
+from .optimizers import image_digits
+
+GROUP = "Random layers"
+EITHER = (EXACT, REPRODUCIBLE)
+
+
+class OwnDropout(layers.Layer):
+    """A user's layer with its own seed generator."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, x, training=False):
+        return keras.random.dropout(x, 0.3, seed=self.seed_generator) if training else x
+
+
+def attention_dropout():
+    inputs = keras.Input((8, 8))
+    x = layers.MultiHeadAttention(2, 4, dropout=0.3, seed=1)(inputs, inputs)
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+PIXELS = {
+    "Dropout": stack((64,), dense, lambda: layers.Dropout(0.3)),
+    "Dropout with a seed": stack((64,), dense, lambda: layers.Dropout(0.3, seed=5)),
+    "Dropout with a noise shape": stack(
+        (64,), dense, lambda: layers.Dropout(0.3, noise_shape=(None, 1), seed=5)
+    ),
+    "GaussianNoise": stack((64,), dense, lambda: layers.GaussianNoise(0.2)),
+    "GaussianDropout": stack((64,), dense, lambda: layers.GaussianDropout(0.3)),
+    "AlphaDropout": stack((64,), dense, lambda: layers.AlphaDropout(0.3)),
+    "a user's layer with a `SeedGenerator`": stack((64,), dense, OwnDropout),
+}
+ROWS = {
+    "SpatialDropout1D": stack((8, 8), lambda: layers.SpatialDropout1D(0.3)),
+    "LSTM with dropout": stack((8, 8), lambda: layers.LSTM(6, dropout=0.2, recurrent_dropout=0.2)),
+    "GRU with dropout": stack((8, 8), lambda: layers.GRU(6, dropout=0.3, seed=2)),
+    "MultiHeadAttention with dropout": attention_dropout,
+}
+IMAGES = {
+    "SpatialDropout2D": stack(
+        (8, 8, 1), lambda: layers.Conv2D(6, 3), lambda: layers.SpatialDropout2D(0.3)
+    ),
+    "RandomFlip": stack((8, 8, 1), lambda: layers.RandomFlip(seed=3)),
+    "RandomRotation": stack((8, 8, 1), lambda: layers.RandomRotation(0.1, seed=3)),
+    "RandomTranslation": stack((8, 8, 1), lambda: layers.RandomTranslation(0.1, 0.1, seed=3)),
+}
+
+
+def row_of(name: str) -> str:
+    if name.startswith("a user"):
+        return name
+    first, _, rest = name.partition(" with ")
+    return f"`{first}` with {rest}" if rest == "dropout" else f"`{first}`"
+
+
+CASES = [
+    case(
+        GROUP,
+        row_of(name),
+        f"random {name}",
+        build=build,
+        data=load,
+        verdicts=EITHER,
+        slow=name in ("Dropout with a noise shape", "RandomTranslation", "GRU with dropout"),
+        # Keras's random image layers compute in float32.
+        dtype="float32" if load is image_digits and name.startswith("Random") else "float64",
+    )
+    for table, load in [
+        (PIXELS, lambda: dict(zip(("x", "y"), data.flat()))),
+        (ROWS, row_digits),
+        (IMAGES, image_digits),
+    ]
+    for name, build in table.items()
+]

@@ -1,0 +1,3 @@
+SEEN={}
+def record(case, form, replicas, verdict, detail):
+    SEEN[case.name, form, replicas] = (verdict, detail)

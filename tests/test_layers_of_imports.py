@@ -1,0 +1,203 @@
+"""The architecture: imports run one way, models know nothing of parallelism.
+
+Read from the source, not from `sys.modules`, so that an import hidden in a
+function counts too.
+"""
+
+import ast
+import functools
+import pathlib
+import sys
+
+import pytest
+
+TOP = pathlib.Path(__file__).parents[1]
+LIBRARY = TOP / "tfparallel"
+
+# From the ground up. A package may import what stands in a row above its own,
+# and itself; a new package is given its row here.
+ROWS = [
+    ["startup", "cluster"],
+    ["devices", "data", "task"],
+    ["collectives", "mesh"],
+    ["strategies", "checkpoint", "callbacks"],
+    ["replication", "placement", "pipeline", "layers"],
+    ["hybrid"],
+    ["diagnostics"],
+    ["commands"],
+    ["__main__"],
+]
+ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packages}
+
+# What decides in plain Python, and can be imported in milliseconds.
+PLAIN = ["", "startup", "cluster", "task", "data.order", "data.partition", "commands.main"]
+HEAVY = {"tensorflow", "keras"}
+
+
+def parse(path):
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+@functools.cache
+def modules():
+    """Maps each of the library's modules to its tree: `"data.order"` and so on."""
+    found = {}
+    for path in sorted(LIBRARY.rglob("*.py")):
+        parts = path.relative_to(LIBRARY).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        found[".".join(parts)] = parse(path)
+    return found
+
+
+def imported_names(nodes):
+    """Yields the full dotted name of everything the nodes import."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # A relative import has no module name to judge; the library has none.
+            yield from (f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield node.args[0].value
+
+
+def resolve(name):
+    """Returns which of the library's modules a dotted name means, or None."""
+    if name.partition(".")[0] != "tfparallel":
+        return None
+    inside = name.partition(".")[2]
+    while inside and inside not in modules():
+        inside = inside.rpartition(".")[0]
+    return inside
+
+
+def edges(module, nodes):
+    found = {resolve(name) for name in imported_names(nodes)}
+    return {target for target in found if target is not None and target != module}
+
+
+def top_level(tree):
+    """The nodes that run when a module is imported: all but the bodies of functions."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def everywhere():
+    return {module: edges(module, ast.walk(tree)) for module, tree in modules().items()}
+
+
+def test_every_package_has_its_row():
+    packages = {module.partition(".")[0] for module in modules()} - {""}
+    assert packages <= set(ROW_OF), "name the row of a new package in ROWS"
+
+
+def test_imports_run_one_way():
+    against = []
+    for module, targets in everywhere().items():
+        # The face names everything, lazily; that is its work.
+        if module == "":
+            continue
+        own = module.partition(".")[0]
+        for target in sorted(targets):
+            package = target.partition(".")[0]
+            # The library does not use its own face: package "" has no row.
+            if package != own and ROW_OF.get(package, len(ROWS)) >= ROW_OF[own]:
+                against.append(f"tfparallel.{module} imports tfparallel.{target}")
+    assert against == []
+
+
+def test_there_is_no_cycle():
+    graph = {module: sorted(targets) for module, targets in everywhere().items() if module}
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            pytest.fail("import cycle: " + " -> ".join([*path[path.index(module) :], module]))
+        if module in done:
+            return
+        path.append(module)
+        for target in graph.get(module, ()):
+            visit(target)
+        done.add(path.pop())
+
+    for module in graph:
+        visit(module)
+
+
+def test_imports_are_absolute():
+    relative = [
+        f"tfparallel.{module}: {name}"
+        for module, tree in modules().items()
+        for name in imported_names(ast.walk(tree))
+        if name.startswith(".")
+    ]
+    assert relative == []
+
+
+@pytest.mark.parametrize("plain", PLAIN)
+def test_plain_python_stays_plain(plain):
+    waiting = [
+        module
+        for module in modules()
+        if module == plain or (plain and module.startswith(f"{plain}."))
+    ]
+    seen = set(waiting)
+    while waiting:
+        module = waiting.pop()
+        nodes = list(top_level(modules()[module]))
+        loaded = {name.partition(".")[0] for name in imported_names(nodes)}
+        assert not loaded & HEAVY, f"tfparallel.{module} loads {loaded & HEAVY}"
+        # A package's own __init__ runs too.
+        targets = edges(module, nodes) | {module.rpartition(".")[0]}
+        waiting.extend(targets - seen)
+        seen |= targets
+
+
+def test_tensorflow_config_has_one_caller_for_devices():
+    callers = {
+        module
+        for module, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "config"
+        and ast.unparse(node.value) in ("tf", "tensorflow")
+    }
+    # Determinism is a setting of the arithmetic, not of a device.
+    assert callers <= {"devices", "diagnostics.determinism"}
+
+
+def test_the_library_asserts_nothing():
+    asserting = [
+        f"tfparallel.{module}:{node.lineno}"
+        for module, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ]
+    assert asserting == []
+
+
+def test_the_library_never_imports_models():
+    names = {path.stem for path in (TOP / "models").glob("*.py")} | {"models"}
+    importing = [
+        f"tfparallel.{module} imports {name}"
+        for module, tree in modules().items()
+        for name in imported_names(ast.walk(tree))
+        if name.partition(".")[0] in names
+    ]
+    assert importing == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((TOP / "models").glob("*.py")), ids=lambda path: path.stem
+)
+def test_models_know_nothing_of_parallelism(path):
+    neighbours = {other.stem for other in path.parent.glob("*.py")}
+    allowed = {"keras", "numpy", "sklearn"} | neighbours | sys.stdlib_module_names
+    loaded = {name.partition(".")[0] for name in imported_names(ast.walk(parse(path)))}
+    assert loaded <= allowed
