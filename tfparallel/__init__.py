@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 # Public name -> (module, attribute); None stands for the module itself.
 _FACE = {
     "MirroredStrategy": ("tfparallel.replication.drop_in", "MirroredStrategy"),
-    "all_gather": ("tfparallel.replication.custom_loop", "all_gather"),
+    "all_gather": ("tfparallel.collectives.in_replica", "all_gather"),
+    "all_reduce": ("tfparallel.collectives.in_replica", "all_reduce"),
     "data_parallel": ("tfparallel.replication.data_parallel", "data_parallel"),
     "devices": ("tfparallel.devices", None),
     "distribute_optimizer": ("tfparallel.replication.custom_loop", "distribute_optimizer"),
@@ -24,6 +25,7 @@ __all__ = [
     "MirroredStrategy",
     "__version__",
     "all_gather",
+    "all_reduce",
     "data_parallel",
     "devices",
     "distribute_optimizer",

@@ -103,7 +103,8 @@ def common_problems(values: flags.FlagValues) -> list[str]:
         )
     if values.num_devices is not None and values.num_devices < 1:
         problems.append(
-            f"The number of devices must be at least 1. Received: --num_devices={values.num_devices}."
+            "The number of devices must be at least 1. "
+            f"Received: --num_devices={values.num_devices}."
         )
     if not 0 <= values.seed < 2**32:
         problems.append(f"The seed must lie in [0, 2**32). Received: --seed={values.seed}.")

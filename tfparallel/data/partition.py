@@ -34,6 +34,4 @@ def row_ranges(num_rows: Count, num_shards: int) -> list[RowRange]:
         [RowRange(start=0, size=3), RowRange(start=3, size=3), RowRange(start=6, size=4)]
     """
     bounds = [shard * num_rows // num_shards for shard in range(num_shards + 1)]
-    return [
-        RowRange(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)
-    ]
+    return [RowRange(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]

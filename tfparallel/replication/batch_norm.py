@@ -40,7 +40,9 @@ class SynchronizedBatchNormalization:
             # `where`, not a product: a masked position may hold NaN.
             kept = tf.where(weights > 0, inputs, 0)
             mean = tf.math.divide_no_nan(tf.reduce_sum(kept, axes), channel_counts)
-            squares = tf.math.squared_difference(inputs, tf.reshape(mean, self._channel_shape(inputs)))
+            squares = tf.math.squared_difference(
+                inputs, tf.reshape(mean, self._channel_shape(inputs))
+            )
             deviations = counted * tf.reduce_sum(tf.where(weights > 0, squares, 0), axes)
             count = counted * channel_counts[0]
             correction = keras.config.epsilon()  # Keras adds it to the count of a masked input.

@@ -62,9 +62,7 @@ def _compile_alike(model: keras.Model, copy: keras.Model) -> None:
     if model.optimizer is not None and model.optimizer.built:
         if not copy.optimizer.built:
             copy.optimizer.build(copy.trainable_variables)
-        for source, target in zip(
-            model.optimizer.variables, copy.optimizer.variables, strict=True
-        ):
+        for source, target in zip(model.optimizer.variables, copy.optimizer.variables, strict=True):
             target.assign(source)
         hold_in_first_copy(copy.optimizer)
 

@@ -1,13 +1,13 @@
 """Exact gradients and updates in a custom loop: `GradientTape` under `strategy.run`.
 
-    def train_step(batch):                                     # on each replica
-        with tf.GradientTape() as tape:
-            loss = mean_loss(batch)                            # of this replica's n_k examples
-        gradients = tape.gradient(loss, model.trainable_variables)
-        gradients = tfparallel.reduce_gradients(gradients, weight=tf.shape(batch)[0])
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+def train_step(batch):                                     # on each replica
+    with tf.GradientTape() as tape:
+        loss = mean_loss(batch)                            # of this replica's n_k examples
+    gradients = tape.gradient(loss, model.trainable_variables)
+    gradients = tfparallel.reduce_gradients(gradients, weight=tf.shape(batch)[0])
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
-    optimizer = tfparallel.distribute_optimizer(optimizer)     # once, before the loop
+optimizer = tfparallel.distribute_optimizer(optimizer)     # once, before the loop
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,6 @@ import tensorflow as tf
 from tfparallel.collectives.in_replica import all_gather, all_reduce
 from tfparallel.replication import optimizer as optimizers
 from tfparallel.replication.extend import extend
-
-__all__ = ["all_gather", "all_reduce", "distribute_optimizer", "reduce_gradients"]
 
 
 def reduce_gradients(
@@ -59,7 +57,9 @@ def reduce_gradients(
         if isinstance(gradient, tf.IndexedSlices):
             share = tf.cast(weight / total, gradient.values.dtype)
             results[index] = tf.IndexedSlices(
-                all_gather(gradient.values * share), all_gather(gradient.indices), gradient.dense_shape
+                all_gather(gradient.values * share),
+                all_gather(gradient.indices),
+                gradient.dense_shape,
             )
         elif gradient is not None:
             by_dtype.setdefault(gradient.dtype, []).append(index)

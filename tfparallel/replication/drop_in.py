@@ -5,7 +5,11 @@ from tfparallel.strategies import mirrored
 
 
 class MirroredStrategy(mirrored.MirroredStrategy):
-    __doc__ = mirrored.MirroredStrategy.__doc__
+    """See `tfparallel.strategies.mirrored.MirroredStrategy`, which says what its arguments are.
+
+    To that this one adds what happens to a Keras model that trains under it: the model's class is
+    extended in place when `fit`, `evaluate`, `predict` or `train_on_batch` is first called.
+    """
 
     def extend_model(self, model) -> None:
         """Makes a model that Keras trains under this strategy data parallel."""

@@ -1,7 +1,5 @@
 """The Keras model whose steps run as one program over the replicas."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -105,6 +103,8 @@ class DataParallelModel(ReplicatedLayer):
 
     def train_step(self, data):
         """One step of training, for the global batch."""
+        if self.strategy is None:
+            return super().train_step(data)
         extend_parts(self)
         object.__setattr__(self, "_in_train_step", True)
         try:
@@ -130,20 +130,27 @@ def _spec_of(dataset):
     )
 
 
-def extend_model(model: keras.Model, strategy) -> keras.Model:
+def extend_model(
+    model: keras.Model, strategy, *, synchronize_batch_norm: bool = True
+) -> keras.Model:
     """Makes `model`, whose variables `strategy` holds, data parallel, in place.
 
     Args:
         model: A model built, or to be built, under the strategy's scope.
         strategy: The `tfparallel.MirroredStrategy`; None for one device.
+        synchronize_batch_norm: Whether batch normalization takes the global batch's moments.
 
     Returns:
         The same object, its class extended.
     """
-    attributes: dict[str, Any] = {"_strategy": strategy}
-    if not isinstance(model, DataParallelModel):
-        attributes |= {"_in_train_step": False, "_pending_terms": {}}
-    extend(model, DataParallelModel, **attributes)
+    extend(
+        model,
+        DataParallelModel,
+        _strategy=strategy,
+        _synchronize_batch_norm=synchronize_batch_norm,
+        _in_train_step=False,
+        _pending_terms={},
+    )
     if strategy is not None:
         object.__setattr__(model, "_distribute_strategy", strategy)
         checks.check_model(model, strategy)
@@ -161,7 +168,11 @@ def extend_parts(model: keras.Model) -> None:
         return
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization):
-            extend(layer, batch_norm.SynchronizedBatchNormalization)
+            extend(
+                layer,
+                batch_norm.SynchronizedBatchNormalization,
+                synchronize=model._synchronize_batch_norm,
+            )
         elif isinstance(layer, keras.layers.Dropout):
             extend(layer, random.IndexedDropout)
         for generator in layer._seed_generators:

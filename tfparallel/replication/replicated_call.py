@@ -34,8 +34,9 @@ from tfparallel.strategies import variables
 
 
 class _Replica(NamedTuple):
-    """What one replica's forward pass leaves for its backward pass."""
+    """What one replica's forward pass leaves behind."""
 
+    shard: shards.Shard
     tape: tf.GradientTape
     inputs: list[tf.Tensor]
     outputs: list[tf.Tensor]
@@ -70,6 +71,7 @@ class ReplicatedCall:
         self._strategy = strategy
         self._partial_gradients = partial_gradients
         self._trainable = [variable for variable in layer.variables if variable.trainable]
+        self._state = state.CallState(layer)
 
     def __call__(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
         """Runs the call.
@@ -86,59 +88,55 @@ class ReplicatedCall:
             ValueError: If the inputs disagree on the batch size, or an output has no batch axis.
         """
         inputs = BatchInputs(args, kwargs)
-        shards_ = self._shards(inputs.num_rows)
-        may_idle = not isinstance(inputs.num_rows, int) or inputs.num_rows < len(shards_)
-        thread_state = state.ThreadState()
-        written = state.variables_of(self._layer, thread_state)
-        equal = state.equal_on_replicas(self._layer, thread_state)
-        parts = inputs.split(shards_)
-        replicas: dict[int, _Replica] = {}
-
-        def on_replica():
-            k = _replica_index()
-            shard = shards_[k]
-            thread_state.inherit()
-            own = inputs.floats_of(parts[k])
-            with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
-                tape.watch(own)
-                replica_args, replica_kwargs = inputs.pack(parts[k])
-                with keras.StatelessScope(collect_losses=True) as scope:
-                    outputs = self._call(*replica_args, **replica_kwargs)
-                flat = [self._checked(output) for output in keras.tree.flatten(outputs)]
-                masks = [getattr(output, "_keras_mask", None) for output in flat]
-                if may_idle:
-                    flat = [output[: shard.num_rows] for output in flat]
-                    masks = [mask if mask is None else mask[: shard.num_rows] for mask in masks]
-                losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
-            rest = state.write_own(scope, written, equal, k)
-            replicas[k] = _Replica(tape, own, flat, losses, masks, rest, outputs)
+        replicas: list[_Replica] = []
 
         def forward(*_):
-            self._strategy.run(on_replica)
-            in_order = [replicas[k] for k in range(len(shards_))]
-            joined = [tf.concat(rows, 0) for rows in zip(*[r.outputs for r in in_order], strict=True)]
-            sums = [tf.add_n(terms) for terms in zip(*[r.losses for r in in_order], strict=True)]
-
-            def backward(*upstream):
-                return self._backward(in_order, shards_, upstream, may_idle)
-
-            return joined + sums, backward
+            replicas.extend(self._forward(inputs))
+            joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "outputs")]
+            sums = [tf.add_n(terms) for terms in _transposed(replicas, "losses")]
+            return joined + sums, lambda *upstream: self._backward(replicas, upstream)
 
         sources = inputs.floats + [variable.value for variable in self._trainable]
         if sources and record.could_possibly_record():
             results = tf.custom_gradient(forward)(*sources)
         else:
             results = forward()[0]
-        in_order = [replicas[k] for k in range(len(shards_))]
-        state.write_combined(written, [replica.state for replica in in_order], shards_)
-        outputs = list(results[: len(in_order[0].outputs)])
-        for output, masks in zip(outputs, zip(*[r.masks for r in in_order], strict=True), strict=True):
+        self._state.write_combined(
+            [replica.state for replica in replicas], [replica.shard for replica in replicas]
+        )
+        num_outputs = len(replicas[0].outputs)
+        outputs, losses = list(results[:num_outputs]), list(results[num_outputs:])
+        for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
             if masks[0] is not None:
                 output._keras_mask = tf.concat(masks, 0)
-        return (
-            keras.tree.pack_sequence_as(in_order[0].structure, outputs),
-            list(results[len(outputs) :]),
-        )
+        return keras.tree.pack_sequence_as(replicas[0].structure, outputs), losses
+
+    def _forward(self, inputs: BatchInputs) -> list[_Replica]:
+        """Calls the layer on each replica, with its rows of the inputs."""
+        all_shards = self._shards(inputs.num_rows)
+        parts = inputs.split(all_shards)
+        replicas = {}
+
+        def on_replica():
+            k = _replica_index()
+            shard = all_shards[k]
+            self._state.inherit()
+            own = inputs.floats_of(parts[k])
+            with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
+                tape.watch(own)
+                replica_args, replica_kwargs = inputs.pack(parts[k])
+                with keras.StatelessScope(collect_losses=True) as scope:
+                    structure = self._call(*replica_args, **replica_kwargs)
+                outputs = [self._checked(output) for output in keras.tree.flatten(structure)]
+                masks = [getattr(output, "_keras_mask", None) for output in outputs]
+                outputs = [shard.without_dummy_row(output) for output in outputs]
+                masks = [None if mask is None else shard.without_dummy_row(mask) for mask in masks]
+                losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
+            written = self._state.write_own(scope, k)
+            replicas[k] = _Replica(shard, tape, own, outputs, losses, masks, written, structure)
+
+        self._strategy.run(on_replica)
+        return [replicas[k] for k in range(len(all_shards))]
 
     def _shards(self, num_rows) -> list[shards.Shard]:
         num_replicas = len(self._strategy.devices)
@@ -157,13 +155,12 @@ class ReplicatedCall:
             )
         return output
 
-    def _backward(self, replicas, shards_, upstream, may_idle):
-        """Returns Σ_k g_k for each trainable variable, and the rows of the inputs' gradients."""
+    def _backward(self, replicas, upstream):
+        """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
         num_outputs = len(replicas[0].outputs)
-        slices = [
-            [dy[s.start : s.start + s.num_rows] for dy in upstream[:num_outputs]]
-            + list(upstream[num_outputs:])
-            for s in shards_
+        own_upstream = [
+            [replica.shard.rows(dy) for dy in upstream[:num_outputs]] + list(upstream[num_outputs:])
+            for replica in replicas
         ]
         gradients = {}
 
@@ -171,24 +168,26 @@ class ReplicatedCall:
             k = _replica_index()
             replica = replicas[k]
             targets = [
-                (target, gradient)
-                for target, gradient in zip(
-                    replica.outputs + replica.losses, slices[k], strict=True
+                (target, dy)
+                for target, dy in zip(
+                    replica.outputs + replica.losses, own_upstream[k], strict=True
                 )
                 if target.dtype.is_floating
             ]
             copies = [variables.copies(variable)[k] for variable in self._trainable]
-            with shards.working_on(shards_[k]):
+            with shards.working_on(replica.shard):
                 gradients[k] = replica.tape.gradient(
                     [target for target, _ in targets],
                     replica.inputs + copies,
-                    [gradient for _, gradient in targets],
+                    [dy for _, dy in targets],
                 )
 
         self._strategy.run(on_replica)
         by_source = list(zip(*[gradients[k] for k in range(len(replicas))], strict=True))
         num_inputs = len(replicas[0].inputs)
-        results = [_join(rows, shards_, may_idle) for rows in by_source[:num_inputs]]
+        results = [
+            _join(rows, [replica.shard for replica in replicas]) for rows in by_source[:num_inputs]
+        ]
         for variable, terms in zip(self._trainable, by_source[num_inputs:], strict=True):
             if self._partial_gradients is not None and terms[0] is not None:
                 self._partial_gradients[id(variable)] = list(terms[1:])
@@ -218,13 +217,17 @@ def _sum(terms):
     return tf.add_n([tf.convert_to_tensor(term) for term in terms])
 
 
-def _join(rows, shards_, may_idle):
+def _join(rows, all_shards):
     if any(part is None for part in rows):
         return None
     rows = [tf.convert_to_tensor(part) for part in rows]
-    if may_idle:
-        rows = [part[: shard.num_rows] for part, shard in zip(rows, shards_, strict=True)]
-    return tf.concat(rows, 0)
+    parts = [shard.without_dummy_row(part) for shard, part in zip(all_shards, rows, strict=True)]
+    return tf.concat(parts, 0)
+
+
+def _transposed(replicas, field):
+    """From the replicas' lists of a field to lists over the replicas."""
+    return list(zip(*[getattr(replica, field) for replica in replicas], strict=True))
 
 
 def _differentiable_once(gradients, upstream, layer):

@@ -26,6 +26,11 @@ class Shard(NamedTuple):
     num_global_rows: Any
 
     @property
+    def may_be_idle(self) -> bool:
+        """Whether the replica may have no rows, as far as is known when the step is traced."""
+        return not isinstance(self.num_rows, int) or self.num_rows == 0
+
+    @property
     def first_row_used(self):
         """The first row it computes: `start`, but never past the end of the batch."""
         if isinstance(self.num_global_rows, int):
@@ -38,7 +43,17 @@ class Shard(NamedTuple):
 
         A convolution of an empty batch has the wrong shape on CPUs.
         """
-        return max(self.num_rows, 1) if isinstance(self.num_rows, int) else tf.maximum(self.num_rows, 1)
+        if isinstance(self.num_rows, int):
+            return max(self.num_rows, 1)
+        return tf.maximum(self.num_rows, 1)
+
+    def rows(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The rows of a global tensor, shape `(B, …)`, that belong to this replica."""
+        return tensor[self.start : self.start + self.num_rows]
+
+    def without_dummy_row(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Drops the row that only an idle replica computes, from a tensor of this replica."""
+        return tensor[: self.num_rows] if self.may_be_idle else tensor
 
     def weight(self, dtype) -> tf.Tensor:
         """The replica's share of the global batch, n_k / B."""

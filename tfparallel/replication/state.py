@@ -11,7 +11,6 @@ adds) stays apart from the other replicas'. Afterwards
 """
 
 import random
-from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
@@ -21,79 +20,67 @@ from keras.src.random import seed_generator as keras_seeds
 from tfparallel.replication import shard as shards
 from tfparallel.strategies import variables
 
+# What Keras keeps for each thread, and a replica, a thread of its own, must have as its caller.
+_THREAD_STATE = (keras_seeds.GLOBAL_SEED_GENERATOR, "dtype_policy")
 
-class ThreadState:
-    """What Keras keeps a thread and a replica, a thread of its own, must share with its caller."""
 
-    _NAMES = (keras_seeds.GLOBAL_SEED_GENERATOR, "dtype_policy")
+class CallState:
+    """The variables that a replicated call of a layer may write.
 
-    def __init__(self):
-        if global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR) is None:
-            python_state = random.getstate()  # Unseeded Keras draws from Python's generator.
-            keras_seeds.global_seed_generator()
-            random.setstate(python_state)
-        self._values = {name: global_state.get_global_attribute(name) for name in self._NAMES}
+    Args:
+        layer: The layer that is called.
+    """
+
+    def __init__(self, layer: keras.Layer):
+        self._thread_state = _thread_state()
+        generators = [self._thread_state[keras_seeds.GLOBAL_SEED_GENERATOR]]
+        written = [variable for variable in layer.variables if not variable.trainable]
+        equal: list[keras.Variable] = []
+        for part in layer._flatten_layers():
+            generators.extend(part._seed_generators)
+            for metric in part.metrics:
+                written.extend(metric.variables)
+            if getattr(part, "synchronize", False):
+                equal.extend(part.non_trainable_variables)
+        equal.extend(generator.state for generator in generators)
+        self._written = {id(variable): variable for variable in (*written, *equal)}
+        self._equal = {id(variable) for variable in equal}
 
     def inherit(self) -> None:
-        """Takes the caller's state into this thread."""
-        for name, value in self._values.items():
+        """Takes what Keras keeps for the caller's thread into this one."""
+        for name, value in self._thread_state.items():
             global_state.set_global_attribute(name, value)
 
-    @property
-    def seed_generators(self) -> list[keras.random.SeedGenerator]:
-        """The generators that belong to no layer."""
-        return [self._values[keras_seeds.GLOBAL_SEED_GENERATOR]]
-
-
-def variables_of(layer: keras.Layer, thread_state: ThreadState) -> list[keras.Variable]:
-    """Returns the variables that a call of `layer` may write, each once."""
-    found = [variable for variable in layer.variables if not variable.trainable]
-    for part in layer._flatten_layers():
-        for metric in part.metrics:
-            found.extend(metric.variables)
-    found.extend(generator.state for generator in thread_state.seed_generators)
-    return list({id(variable): variable for variable in found}.values())
-
-
-def equal_on_replicas(layer: keras.Layer, thread_state: ThreadState) -> set[int]:
-    """Returns the ids of the variables whose new values are the same on each replica."""
-    equal = {id(generator.state) for generator in thread_state.seed_generators}
-    for part in layer._flatten_layers():
-        equal.update(id(generator.state) for generator in part._seed_generators)
-        if getattr(part, "synchronize", False):
-            equal.update(id(variable) for variable in part.non_trainable_variables)
-    return equal
-
-
-def write_own(
-    scope: keras.StatelessScope, candidates: Iterable[keras.Variable], equal: set[int], replica: int
-) -> dict[int, tf.Tensor]:
-    """Writes a replica's own copies of equal state; returns the other new values, by id."""
-    rest = {}
-    for variable in candidates:
-        value = scope.get_current_value(variable)
-        if value is None:
-            continue
-        if id(variable) in equal:
+    def write_own(self, scope: keras.StatelessScope, replica: int) -> dict[int, tf.Tensor]:
+        """Writes a replica's own copies of what is equal; returns the other new values, by id."""
+        rest = {}
+        for key, variable in self._written.items():
+            value = scope.get_current_value(variable)
+            if value is None:
+                continue
+            if key not in self._equal:
+                rest[key] = value
+                continue
             copies = variables.copies(variable)
-            if len(copies) > 1 or replica == 0:
+            if replica < len(copies):
                 copies[replica].assign(tf.cast(value, copies[replica].dtype))
-        else:
-            rest[id(variable)] = value
-    return rest
+        return rest
+
+    def write_combined(
+        self, values: list[dict[int, tf.Tensor]], all_shards: list[shards.Shard]
+    ) -> None:
+        """Writes to all copies what the replicas' other new values amount to for the batch."""
+        for key, variable in self._written.items():
+            if key in values[0]:
+                variable.assign(_combine(variable, [value[key] for value in values], all_shards))
 
 
-def write_combined(
-    candidates: Iterable[keras.Variable],
-    values: list[dict[int, tf.Tensor]],
-    all_shards: list[shards.Shard],
-) -> None:
-    """Writes to all copies what the replicas' new values amount to for the global batch."""
-    for variable in candidates:
-        if id(variable) not in values[0]:
-            continue
-        parts = [value[id(variable)] for value in values]
-        variable.assign(_combine(variable, parts, all_shards))
+def _thread_state() -> dict:
+    if global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR) is None:
+        python_state = random.getstate()  # An unseeded generator takes its seed from Python's.
+        keras_seeds.global_seed_generator()
+        random.setstate(python_state)
+    return {name: global_state.get_global_attribute(name) for name in _THREAD_STATE}
 
 
 def _combine(variable, parts, all_shards):

@@ -152,4 +152,3 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
 
     def extend_model(self, model) -> None:
         """Called with each Keras model that trains under this strategy, before its steps run."""
-
