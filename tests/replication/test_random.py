@@ -1,0 +1,121 @@
+"""A slice of a random tensor, drawn alone, equals that slice of the whole."""
+
+import hypothesis
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+
+from tfparallel.data.partition import row_ranges
+from tfparallel.replication import shard as shards
+from tfparallel.replication.extend import extend
+from tfparallel.replication.random import IndexedDropout, ReplicaSeedGenerator, uniform_of_rows
+
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+
+
+def shard_of_rows(start, num_rows, num_global_rows, replica=0):
+    return shards.Shard(replica, 4, start, num_rows, num_global_rows)
+
+
+def whole(shape, seed, dtype):
+    return tf.random.stateless_uniform(shape, seed=seed, dtype=dtype).numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(data=st.data())
+def test_rows_equal_the_slice_of_the_whole(dtype, data):
+    num_rows = data.draw(st.integers(1, 9))
+    row_shape = data.draw(st.lists(st.integers(1, 5), max_size=2))
+    start = data.draw(st.integers(0, num_rows - 1))
+    size = data.draw(st.integers(1, num_rows - start))
+    seed = data.draw(st.tuples(st.integers(0, 2**31 - 3), st.integers(0, 2**31 - 3)))
+    expected = whole([num_rows, *row_shape], seed, dtype)[start : start + size]
+    drawn = uniform_of_rows(
+        [size, *row_shape], tf.as_dtype(dtype), tf.constant(seed, tf.int64),
+        shard_of_rows(start, size, num_rows),
+    )
+    np.testing.assert_array_equal(drawn.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_row_far_into_the_counter(dtype):
+    """Rows of 4,099 elements: each starts at another place within a step of the counter."""
+    expected = whole([7, 4099], (3, 5), dtype)
+    for start, size in row_ranges(7, 4):
+        if size:
+            drawn = uniform_of_rows(
+                [size, 4099], tf.as_dtype(dtype), tf.constant([3, 5], tf.int64),
+                shard_of_rows(start, size, 7),
+            )
+            np.testing.assert_array_equal(drawn.numpy(), expected[start : start + size])
+
+
+def test_a_seed_beyond_32_bits_is_narrowed_as_keras_does():
+    seed = keras.random.SeedGenerator(2**31 + 11)
+    expected = keras.random.uniform((6, 3), dtype="float32", seed=seed)
+    drawn = uniform_of_rows(
+        [2, 3], tf.float32, tf.constant([2**31 + 11, 0], tf.int64), shard_of_rows(4, 2, 6)
+    )
+    np.testing.assert_array_equal(drawn, expected[4:])
+
+
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (lambda: keras.layers.Dropout(0.4, seed=3), (7, 5, 3)),
+        (lambda: keras.layers.Dropout(0.4, noise_shape=(None, 1, 3), seed=3), (7, 5, 3)),
+        (lambda: keras.layers.Dropout(0.4, noise_shape=(1, 5, 3), seed=3), (7, 5, 3)),
+        (lambda: keras.layers.SpatialDropout1D(0.4, seed=3), (7, 5, 3)),
+        (lambda: keras.layers.SpatialDropout2D(0.4, seed=3), (7, 3, 2, 5)),
+    ],
+    ids=["all", "per step", "one mask", "spatial 1D", "spatial 2D"],
+)
+def test_dropout_of_the_shards_joins_to_dropout_of_the_batch(layer, shape):
+    inputs = tf.ones(shape)
+    expected = layer()(inputs, training=True).numpy()
+    assert 0 < np.mean(expected == 0) < 1
+    rows = []
+    for start, size in row_ranges(7, 3):
+        dropout = extend(layer(), IndexedDropout)
+        extend(dropout.seed_generator, ReplicaSeedGenerator)
+        with shards.working_on(shard_of_rows(start, size, 7)):
+            rows.append(dropout(inputs[start : start + size], training=True).numpy())
+    np.testing.assert_array_equal(np.concatenate(rows), expected)
+
+
+def test_other_layers_draw_other_numbers_on_each_replica_and_the_same_in_each_run():
+    def draws():
+        drawn = []
+        for replica in range(3):
+            noise = keras.layers.GaussianNoise(1.0, seed=5)
+            extend(noise.seed_generator, ReplicaSeedGenerator)
+            with shards.working_on(shard_of_rows(2 * replica, 2, 6, replica)):
+                drawn.append(noise(tf.zeros((2, 4)), training=True).numpy())
+        return drawn
+
+    first, again = draws(), draws()
+    np.testing.assert_array_equal(first, again)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert np.all(first[one] != first[other])
+    # Replica 0 draws what one device draws.
+    alone = keras.layers.GaussianNoise(1.0, seed=5)(tf.zeros((2, 4)), training=True)
+    np.testing.assert_array_equal(first[0], alone)
+
+
+def test_keras_alone_draws_one_mask_on_every_replica():
+    """The fault that this module answers; it fails on the day that Keras mends it."""
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    with strategy.scope():
+        dropout = keras.layers.Dropout(0.5, seed=3)
+
+    @tf.function
+    def step():
+        return strategy.run(lambda: dropout(tf.ones((4, 8)), training=True))
+
+    first, second = strategy.experimental_local_results(step())
+    np.testing.assert_array_equal(first, second)
