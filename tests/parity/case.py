@@ -208,8 +208,8 @@ def observe(model: keras.Model, history: dict | None = None, **outputs) -> Obser
         if "seed_generator" not in variable.path:
             put("weight", variable.path, variable)
     for optimizer in optimizers_of(model):
-        for variable in optimizer.variables:
-            put("slot", variable.path, variable)
+        for index, (variable, value) in enumerate(slots_of(optimizer)):
+            put("slot", f"{optimizer.name}/{index}/{variable.name}", value)
     for name, values in (history or {}).items():
         put("history", name, values)
     for name, values in outputs.items():
@@ -228,6 +228,19 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
         if isinstance(value, keras.optimizers.Optimizer) and not any(value is u for u in unique):
             unique.append(value)
     return unique
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, Any]]:
+    """Each variable of an optimizer with the value that a file of it would hold.
+
+    An optimizer's path depends on whether `fit` or `build` made it; order and name do not.
+    """
+    store: dict[str, np.ndarray] = {}
+    optimizer.save_own_variables(store)
+    values = [store[key] for key in sorted(store, key=int)]
+    if len(values) != len(optimizer.variables):  # A wrapper saves its inner one apart.
+        values = optimizer.variables
+    return list(zip(optimizer.variables, values, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

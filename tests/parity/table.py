@@ -1,3 +1,215 @@
-SEEN={}
-def record(case, form, replicas, verdict, detail):
-    SEEN[case.name, form, replicas] = (verdict, detail)
+"""docs/parity.md: what the parity tests saw, written by them and held against them.
+
+    python -m tests.parity.table --write      runs every pair and writes the page anew
+    TFPARALLEL_PARITY=all pytest tests/parity runs every pair and compares
+
+`make test` runs a sample of the pairs: each case on 3 replicas, each row also on
+2 and on 4, and under the drop-in strategy. Every pair it runs must be no worse than
+its cell says. The page prints no digits that another machine would not print:
+a difference is rounded up to a power of ten, never below 1e-12, and is stale only
+when it is seen a hundred times larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from . import upstream
+from .case import EXACT, FORMS, REFUSED, REPRODUCIBLE, Case
+
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+RENEW = "Run `python -m tests.parity.table --write` (or `make parity`) and commit docs/parity.md."
+
+# The mode of this session: "" (a sample of the pairs), "all", or "write".
+MODE = os.environ.get("TFPARALLEL_PARITY", "")
+
+SMALLEST = 1e-12  # Differences below are rounding noise of one step.
+SLACK = 100.0  # Between machines, noise differs by less than this.
+SEVERITY = (EXACT, REPRODUCIBLE, REFUSED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What a form did with a feature: the worst over its cases and replica counts."""
+
+    verdict: str
+    largest: float = 0.0
+    message: str = ""
+
+    def __str__(self) -> str:
+        if self.verdict == REFUSED:
+            return f"refused: “{self.message}”"
+        if self.verdict == REPRODUCIBLE:
+            return REPRODUCIBLE
+        return f"exact, ≤ {self.largest:.0e}"
+
+    @classmethod
+    def parse(cls, text: str) -> Cell | None:
+        text = text.strip()
+        if match := re.fullmatch(r"exact, ≤ (\S+)", text):
+            return cls(EXACT, float(match[1]))
+        if match := re.fullmatch(r"refused: “(.*)”", text):
+            return cls(REFUSED, message=match[1])
+        return cls(REPRODUCIBLE) if text == REPRODUCIBLE else None
+
+    def allows(self, seen: Cell) -> bool:
+        """Whether seeing `seen` leaves this cell true."""
+        if seen.verdict == EXACT and self.verdict == EXACT:
+            return seen.largest <= self.largest * SLACK
+        if seen.verdict == REFUSED and self.verdict == REFUSED:
+            return seen.message == self.message
+        return SEVERITY.index(seen.verdict) <= SEVERITY.index(self.verdict)
+
+
+def cell(verdict: str, detail: float | str) -> Cell:
+    """The cell of one run: its difference rounded up, its message cut to a sentence."""
+    if verdict == REFUSED:
+        return Cell(REFUSED, message=first_sentence(str(detail)))
+    return Cell(verdict, 10.0 ** math.ceil(math.log10(max(float(detail), SMALLEST)) - 1e-9))
+
+
+def worst(cells: list[Cell]) -> Cell:
+    return max(cells, key=lambda c: (SEVERITY.index(c.verdict), c.largest))
+
+
+def first_sentence(message: str) -> str:
+    """The first sentence of a message, the same for any number of replicas."""
+    text = re.sub(r"\b[234] replicas", "N replicas", " ".join(message.split()))
+    sentence = re.split(r"(?<=[.:]) (?=[A-Z0-9])", text)[0]
+    return sentence.replace("|", "\\|").strip()
+
+
+SEEN: dict[tuple[str, str, str, int], Cell] = {}
+FEATURES: dict[tuple[str, str], tuple[str, str]] = {}
+
+
+def record(case: Case, form: str, replicas: int, verdict: str, detail: float | str) -> None:
+    """Keeps what a test saw, for the page."""
+    SEEN[case.feature, case.name, form, replicas] = cell(verdict, detail)
+
+
+def stale_rows(page: str) -> list[str]:
+    """Each pair seen in this session that the page's cell does not allow."""
+    cells = parse(page)
+    stale = []
+    for (feature, name, form, replicas), seen in SEEN.items():
+        written = cells.get((feature, form))
+        if written is None:
+            stale.append(f"{feature}, {form}: no cell; '{name}' on {replicas} replicas: {seen}")
+        elif not written.allows(seen):
+            stale.append(
+                f"{feature}, {form}: the page says “{written}”; "
+                f"'{name}' on {replicas} replicas: {seen}"
+            )
+    return stale
+
+
+def parse(page: str) -> dict[tuple[str, str], Cell]:
+    """The cells of the page by feature and form."""
+    cells = {}
+    for line in page.splitlines():
+        parts = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(parts) != 1 + len(FORMS):
+            continue
+        for form, text in zip(FORMS, parts[1:], strict=True):
+            parsed = Cell.parse(text)
+            if parsed is not None:
+                cells[parts[0], form] = parsed
+    return cells
+
+
+INTRODUCTION = """\
+# Parity: every form beside one device
+
+*Written by `python -m tests.parity.table --write` from what the tests in `tests/parity`
+saw. A page that no longer tells what the tests see fails `make test`.*
+
+Each row is trained by plain Keras on one device, and under each form on 2, 3 and 4
+replicas, from the same seed: 24 steps unless the case says otherwise, on batches of 17
+and a last one of 2, so that no number of replicas divides them and some have no example.
+Every variable of the model and of its optimizers, and every loss and metric of every
+epoch, is compared by name. A cell is the worst of all its runs.
+
+- **exact, ≤ d**: no value differs by more than d, relative to the largest element of its
+  variable. Runs are in float64 and must reach 1e-9; those of float32 1e-4 (Keras's image
+  augmentation, top-k metrics, CTC and orthogonal regularizer compute in float32 alone),
+  of mixed precision 1e-2 with the same number of skipped updates.
+- **reproducible**: the layer draws other random numbers than on one device; two runs of
+  one seed are identical.
+- **refused**: an error before or at the first step, quoted.
+
+`data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
+Keras code under `tfparallel.MirroredStrategy(...).scope()`.
+"""
+
+UPSTREAM = """\
+
+## Beside it: TensorFlow's own strategy
+
+The same task files on 3 replicas of the CPU, 20 steps in float64, rows of the text sorted
+by length: plain Keras under `tf.distribute.MirroredStrategy`, against plain Keras on one
+device. The largest relative difference of any weight, rounded to a power of ten.
+
+| task file | plain Keras under `tf.distribute.MirroredStrategy` | `tfparallel.data_parallel` |
+| --- | --- | --- |
+"""
+
+
+def render(cases: list[Case], peers: list[str]) -> str:
+    """The page, from everything seen in this session."""
+    lines = [INTRODUCTION]
+    group = None
+    for case in unique_rows(cases):
+        if case.group != group:
+            group = case.group
+            lines.append(f"\n## {group}\n")
+            lines.append(f"| feature | {' | '.join(f'`{form}`' for form in FORMS)} |")
+            lines.append("| --- |" + " --- |" * len(FORMS))
+        lines.append(f"| {case.feature} | {' | '.join(map(str, row(case.feature)))} |")
+    return "\n".join(lines) + "\n" + UPSTREAM + "\n".join(peers) + "\n"
+
+
+def row(feature: str) -> list[Cell | str]:
+    cells = []
+    for form in FORMS:
+        seen = [c for (f, _, g, _), c in SEEN.items() if (f, g) == (feature, form)]
+        cells.append(worst(seen) if seen else "not applicable")
+    return cells
+
+
+def unique_rows(cases: list[Case]) -> list[Case]:
+    """The first case of each row, rows of a group together."""
+    groups = list(dict.fromkeys(case.group for case in cases))
+    first = {case.feature: case for case in reversed(cases)}
+    rows = list(dict.fromkeys(case.feature for case in cases))
+    return sorted((first[feature] for feature in rows), key=lambda c: groups.index(c.group))
+
+
+def write(cases: list[Case]) -> None:
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(render(cases, [upstream.table_row(name) for name in upstream.TASKS]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="run every pair and write the page")
+    arguments = parser.parse_args()
+    if not arguments.write:
+        parser.print_help()
+        return 2
+    command = [sys.executable, "-m", "pytest", "-q", "tests/parity"]
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        command, cwd=root, env={**os.environ, "TFPARALLEL_PARITY": "write"}, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

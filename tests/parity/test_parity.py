@@ -22,18 +22,34 @@ def on_one_device(name: str):
 
 
 def parameters():
+    """The pairs of this session.
+
+    Every case on 3 replicas under `data_parallel`, which the fast tests run too; of
+    each row the first case also on 2 replicas and under the drop-in strategy, and
+    the last on 4. With TFPARALLEL_PARITY=all (or write): every case in every way.
+    """
+    rows = {}
     for case in ALL:
+        rows.setdefault(case.feature, []).append(case)
+    for case in ALL:
+        first, last = rows[case.feature][0], rows[case.feature][-1]
         for form in FORMS:
-            if form == "MirroredStrategy" and not case.drop_in:
-                continue
             for replicas in (3, 2, 4):
-                slow = case.slow or replicas != 3 or form == "MirroredStrategy"
+                sampled = {
+                    ("data_parallel", 3): True,
+                    ("data_parallel", 2): case is first,
+                    ("data_parallel", 4): case is last,
+                    ("MirroredStrategy", 3): case is first,
+                }.get((form, replicas), False)
+                if not (sampled or table.MODE) or (form == "MirroredStrategy" and not case.drop_in):
+                    continue
+                fast = form == "data_parallel" and replicas == 3 and not case.slow
                 yield pytest.param(
                     case,
                     form,
                     replicas,
                     id=f"{case.name.replace(' ', '-')}-{form}-{replicas}",
-                    marks=[pytest.mark.slow] if slow else [],
+                    marks=[] if fast else [pytest.mark.slow],
                 )
 
 

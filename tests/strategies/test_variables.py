@@ -125,7 +125,8 @@ def test_a_program_holds_a_sum_in_the_first_copy(strategy, change, total):
         getattr(summed, change)(7.0)
         assert float(summed.value()) == total
     assert [float(copy) for copy in summed.values] == [total, 0.0, 0.0]
-    assert float(summed) == total
+    with strategy.scope():
+        assert float(summed.read_value()) == total
 
 
 def test_replicas_add_each_to_their_own_copy_and_a_read_sums_them(strategy):
@@ -142,14 +143,14 @@ def test_replicas_add_each_to_their_own_copy_and_a_read_sums_them(strategy):
     add_index()
     assert [float(copy) for copy in summed.values] == [1.0, 2.0, 3.0]
     with strategy.scope():
-        assert float(summed) == 6.0
+        assert float(summed.read_value()) == 6.0
         # Outside a replica a sum is set, not shared out: 10 + 0 + 0.
         summed.assign(10.0)
-        assert float(summed) == 10.0
+        assert float(summed.read_value()) == 10.0
     assert [float(copy) for copy in summed.values] == [10.0, 0.0, 0.0]
     add_index()
     with strategy.scope():
-        assert float(summed) == 16.0
+        assert float(summed.read_value()) == 16.0
 
 
 def test_a_mean_on_read_keeps_tensorflows_rules(strategy):

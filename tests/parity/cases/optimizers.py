@@ -89,16 +89,34 @@ def image_digits():
 
 
 def _optimizer_case(name, make, feature=None, **fields):
-    return case(
-        GROUP,
-        feature or f"`{name.split(' ')[0]}`",
-        f"optimizer {name}",
-        compile=compiled(make),
-        **fields,
+    fields = {"compile": compiled(make)} | fields
+    return case(GROUP, feature or f"`{name.split(' ')[0]}`", f"optimizer {name}", **fields)
+
+
+def built_before_fit(make):
+    """Compiles, then builds the optimizer.
+
+    Left to `fit`, Keras 3.15 builds ScheduleFreeAdamW inside the traced step, whose
+    graph then sets the momentum back to the weights at every step (losses 2.29,
+    2.29, 2.28 where built first gives 2.07, 1.84, 1.67).
+    """
+    compile_model = compiled(make)
+
+    def compile_and_build(model):
+        compile_model(model)
+        model.optimizer.build(model.trainable_variables)
+
+    return compile_and_build
+
+
+CASES = [
+    _optimizer_case(
+        name,
+        make,
+        **({"compile": built_before_fit(make)} if name == "ScheduleFreeAdamW" else {}),
     )
-
-
-CASES = [_optimizer_case(name, make) for name, make in OPTIMIZERS.items()]
+    for name, make in OPTIMIZERS.items()
+]
 CASES += [_optimizer_case("MultiOptimizer", multi_optimizer)]
 
 CLIPPING = {
@@ -186,7 +204,7 @@ CASES += [
         "`mixed_float16` with loss scaling, and the skipped updates",
         "mixed_float16 that skips updates",
         dtype="mixed_float16",
-        # 2**30 overflows float16 and is halved at every skipped update.
+        # Overflows float16, and is halved at every skipped update.
         compile=compiled(
             lambda: optimizers.LossScaleOptimizer(
                 optimizers.SGD(0.01, momentum=0.9), initial_scale=2.0**24, dynamic_growth_steps=6

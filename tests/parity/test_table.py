@@ -1,0 +1,73 @@
+"""The page docs/parity.md says what the tests of this session saw. Runs after them."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import table, upstream
+from .case import EXACT, REFUSED, REPRODUCIBLE
+from .cases import ALL
+from .table import Cell, cell
+
+
+def test_names_are_unique_and_rows_have_one_group():
+    names = [case.name for case in ALL]
+    assert len(set(names)) == len(names)
+    groups = {}
+    for case in ALL:
+        assert groups.setdefault(case.feature, case.group) == case.group, case.feature
+
+
+@pytest.mark.parametrize(
+    ("verdict", "detail", "text"),
+    [
+        (EXACT, 0.0, "exact, ≤ 1e-12"),
+        (EXACT, 3e-11, "exact, ≤ 1e-10"),
+        (EXACT, 1e-10, "exact, ≤ 1e-10"),
+        (REPRODUCIBLE, 0.0, "reproducible"),
+        (REFUSED, "Not on 3 replicas. Received: x", "refused: “Not on N replicas.”"),
+    ],
+)
+def test_a_cell_prints_what_it_parses(verdict, detail, text):
+    assert str(cell(verdict, detail)) == text
+    assert Cell.parse(text).verdict == verdict
+    assert str(Cell.parse(text)) == text
+
+
+def test_a_cell_allows_noise_and_no_worse_verdict():
+    exact = Cell(EXACT, 1e-12)
+    assert exact.allows(Cell(EXACT, 1e-11))
+    assert not exact.allows(Cell(EXACT, 1e-9))
+    assert not exact.allows(Cell(REPRODUCIBLE))
+    assert Cell(REPRODUCIBLE).allows(exact)
+    assert not Cell(REFUSED, message="a").allows(Cell(REFUSED, message="b"))
+
+
+def test_every_row_stands_on_the_page():
+    if table.MODE == "write":
+        pytest.skip("the page is being written")
+    cells = table.parse(table.PAGE.read_text())
+    rows = {case.feature for case in ALL}
+    missing = rows - {feature for feature, _ in cells}
+    surplus = {feature for feature, _ in cells} - rows
+    assert not missing and not surplus, f"missing {missing}, surplus {surplus}. {table.RENEW}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(upstream.TASKS))
+def test_what_tensorflows_own_strategy_does_with_the_task(name):
+    row = upstream.table_row(name)
+    if table.MODE != "write":
+        assert row in table.PAGE.read_text(), f"The page lacks: {row}\n{table.RENEW}"
+
+
+def test_the_page_is_not_stale():
+    """Last: compares every pair that this session ran with its cell, or writes the page."""
+    if table.MODE == "write":
+        table.write(ALL)
+        return
+    if not table.SEEN:
+        pytest.skip("no parity test ran in this session")
+    stale = table.stale_rows(table.PAGE.read_text())
+    listed = "\n".join(f"  {line}" for line in stale)
+    assert not stale, f"docs/parity.md is stale:\n{listed}\n{table.RENEW}"

@@ -1,0 +1,342 @@
+"""TensorFlow's custom-training tutorial, exact: `reduce_gradients` and `distribute_optimizer`."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+
+THREE = ["CPU:0", "CPU:1", "CPU:2"]
+VOCABULARY, LENGTH, NUM_CLASSES = 11, 5, 3
+BATCH_SIZE = 8
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+@pytest.fixture(name="strategy")
+def make_strategy():
+    return tfparallel.MirroredStrategy(THREE)
+
+
+def tokens_and_labels(num_examples=21):
+    generator = np.random.default_rng(5)
+    tokens = generator.integers(0, VOCABULARY, (num_examples, LENGTH))
+    return tokens, tokens.sum(1) % NUM_CLASSES
+
+
+def batches():
+    """Of 8, 8 and 5 examples: 3 + 3 + 2 and 2 + 2 + 1 on three replicas."""
+    return tf.data.Dataset.from_tensor_slices(tokens_and_labels()).batch(BATCH_SIZE)
+
+
+def build_model():
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int64"),
+            keras.layers.Embedding(VOCABULARY, 4),
+            keras.layers.Flatten(),
+            keras.layers.Dense(6, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1)),
+            keras.layers.Dense(NUM_CLASSES),
+        ]
+    )
+
+
+def mean_loss(model, tokens, labels):
+    """The mean over the examples given, and the regularization losses."""
+    cross_entropy = keras.losses.sparse_categorical_crossentropy(
+        labels, model(tokens, training=True), from_logits=True
+    )
+    return tf.reduce_mean(cross_entropy) + tf.add_n(model.losses)
+
+
+def train_on_one_device(optimizer, num_epochs=4):
+    model = build_model()
+    losses = []
+
+    @tf.function(reduce_retracing=True)
+    def train_step(batch):
+        with tf.GradientTape() as tape:
+            loss = mean_loss(model, *batch)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    for _ in range(num_epochs):
+        for batch in batches():
+            losses.append(float(train_step(batch)))
+    return model, losses
+
+
+def train_on_replicas(strategy, make_optimizer, num_epochs=4, prepare_in_scope=True):
+    """The tutorial's loop; the two lines are marked."""
+    with strategy.scope():
+        model = build_model()
+        optimizer = make_optimizer()
+        if prepare_in_scope:
+            optimizer = tfparallel.distribute_optimizer(optimizer)  # 1
+    if not prepare_in_scope:
+        optimizer = tfparallel.distribute_optimizer(optimizer)  # 1
+
+    def train_step(batch):
+        with tf.GradientTape() as tape:
+            loss = mean_loss(model, *batch)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        gradients = tfparallel.reduce_gradients(gradients, weight=tf.shape(batch[0])[0])  # 2
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    @tf.function(reduce_retracing=True)
+    def distributed_train_step(batch):
+        strategy.run(train_step, args=(batch,))
+
+    for _ in range(num_epochs):
+        for batch in strategy.experimental_distribute_dataset(batches()):
+            distributed_train_step(batch)
+    return model, optimizer
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.01),
+    "adam": lambda: keras.optimizers.Adam(
+        0.01, global_clipnorm=0.2, gradient_accumulation_steps=2
+    ),
+    "averages": lambda: keras.optimizers.AdamW(
+        0.01, weight_decay=0.1, use_ema=True, ema_overwrite_frequency=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_weights_and_slots_are_those_of_one_device(strategy, name):
+    alone = OPTIMIZERS[name]()
+    expected, _ = train_on_one_device(alone)
+    model, optimizer = train_on_replicas(strategy, OPTIMIZERS[name])
+    assert_equal(model.variables, expected.variables)
+    # An accumulator's value is the sum of its copies; the other slots are equal in all.
+    accumulated = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
+    for variable, wanted in zip(optimizer.variables, alone.variables, strict=True):
+        copies = [copy.numpy() for copy in variable.value.values]
+        if id(variable) in accumulated:
+            copies = [np.sum(copies, axis=0)]
+        for copy in copies:
+            np.testing.assert_allclose(copy, wanted.numpy(), rtol=1e-9, atol=1e-12)
+
+
+def assert_equal(variables, expected):
+    """float64, sums in another order, 12 steps: 1e-9 of the value, or 1e-12."""
+    for variable, wanted in zip(variables, expected, strict=True):
+        for copy in getattr(variable.value, "values", [variable]):
+            np.testing.assert_allclose(
+                copy.numpy(), wanted.numpy(), rtol=1e-9, atol=1e-12, err_msg=variable.path
+            )
+
+
+@pytest.mark.parametrize("name", ["clipnorm", "adam"])
+def test_an_optimizer_may_be_prepared_outside_the_scope(strategy, name):
+    expected, _ = train_on_one_device(OPTIMIZERS[name]())
+    model, _ = train_on_replicas(strategy, OPTIMIZERS[name], prepare_in_scope=False)
+    assert_equal(model.variables, expected.variables)
+
+
+def test_the_shards_sizes_matter():
+    """A plain mean of the replicas' gradients differs: the test above could fail."""
+    strategy = tfparallel.MirroredStrategy(THREE)
+    expected, _ = train_on_one_device(OPTIMIZERS["sgd"]())
+    unweighted = tfparallel.reduce_gradients
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tfparallel, "reduce_gradients", lambda gradients, weight: unweighted(gradients))
+        model, _ = train_on_replicas(strategy, OPTIMIZERS["sgd"])
+    with pytest.raises(AssertionError):
+        assert_equal(model.variables, expected.variables)
+
+
+def test_gradients_that_were_not_reduced_are_refused(strategy):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tfparallel, "reduce_gradients", lambda gradients, weight: gradients)
+        with pytest.raises(ValueError, match="5 of 5 gradients that it did not return") as raised:
+            train_on_replicas(strategy, OPTIMIZERS["adam"])
+    assert "Adam was prepared by `distribute_optimizer`" in str(raised.value)
+    assert "Call `reduce_gradients` right before `apply_gradients`" in str(raised.value)
+
+
+def test_one_gradient_changed_after_the_reduction_is_named(strategy):
+    reduce_gradients = tfparallel.reduce_gradients
+
+    def clipped_by_hand(gradients, weight):
+        first, second, *rest = reduce_gradients(gradients, weight)
+        return [first, tf.clip_by_norm(second, 1.0), *rest]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tfparallel, "reduce_gradients", clipped_by_hand)
+        with pytest.raises(ValueError, match=r"1 of 5 gradients .* \(the first has index 1\)"):
+            train_on_replicas(strategy, OPTIMIZERS["sgd"])
+
+
+def test_reducing_outside_a_replica_is_refused(strategy):
+    with strategy.scope(), pytest.raises(RuntimeError, match="a call outside any replica"):
+        tfparallel.reduce_gradients([tf.constant(1.0)])
+
+
+@pytest.mark.parametrize("wrong", ["adam", None, tf.constant(1.0)])
+def test_what_is_no_optimizer_is_refused(wrong):
+    with pytest.raises(ValueError, match="takes a Keras optimizer. Received: "):
+        tfparallel.distribute_optimizer(wrong)
+
+
+# --- reduce_gradients, by numbers -------------------------------------------------------------
+
+
+def on_replicas(strategy, function):
+    """Runs `function(replica)` on each replica in one graph; returns what each gave."""
+
+    @tf.function
+    def step():
+        def on_replica():
+            context = tf.distribute.get_replica_context()
+            return function(int(tf.get_static_value(context.replica_id_in_sync_group)))
+
+        return strategy.run(on_replica)
+
+    return strategy.experimental_local_results(step())
+
+
+def test_the_weighted_mean_of_small_integers(strategy):
+    """G = (3·1 + 0·5 + 1·9) / 4 = 3, and of twice that 6; exact in floating point."""
+    gradients, weights = [1.0, 5.0, 9.0], [3, 0, 1]
+
+    def reduce(k):
+        one = tf.constant([gradients[k]], tf.float64)
+        two = tf.constant([[2 * gradients[k]], [0.0]], tf.float32)
+        return tfparallel.reduce_gradients([one, None, two], weight=weights[k])
+
+    for one, missing, two in on_replicas(strategy, reduce):
+        assert missing is None
+        assert (one.numpy().tolist(), one.dtype) == ([3.0], tf.float64)
+        assert (two.numpy().tolist(), two.dtype) == ([[6.0], [0.0]], tf.float32)
+
+
+def test_a_replica_of_weight_zero_may_hold_nan(strategy):
+    """The mean over no examples is NaN, and must not spread to the others."""
+    gradients, weights = [1.0, float("nan"), 9.0], [3, 0, 1]
+    results = on_replicas(
+        strategy,
+        lambda k: tfparallel.reduce_gradients([tf.constant([gradients[k]])], weight=weights[k]),
+    )
+    assert [float(result[0]) for result in results] == [3.0] * 3
+
+
+def test_sparse_gradients_stay_sparse_and_are_joined(strategy):
+    rows = [[0, 2], [2], [1, 2, 2]]
+
+    def reduce(k):
+        values = tf.fill([len(rows[k]), 1], 10.0 * (k + 1))
+        gradient = tf.IndexedSlices(values, tf.constant(rows[k]), tf.constant([3, 1]))
+        (reduced,) = tfparallel.reduce_gradients([gradient], weight=len(rows[k]))
+        assert isinstance(reduced, tf.IndexedSlices)
+        return reduced.values, reduced.indices, tf.convert_to_tensor(reduced)
+
+    for values, indices, dense in on_replicas(strategy, reduce):
+        assert indices.numpy().tolist() == [0, 2, 2, 1, 2, 2]
+        # Shares of 2/6, 1/6 and 3/6.
+        np.testing.assert_allclose(
+            values[:, 0], [10 / 3, 10 / 3, 20 / 6, 15, 15, 15], rtol=1e-6
+        )
+        np.testing.assert_allclose(dense[:, 0], [10 / 3, 15, 10 / 3 + 20 / 6 + 30], rtol=1e-6)
+
+
+# --- all_gather -------------------------------------------------------------------------------
+
+
+def test_all_gather_joins_uneven_rows_in_the_order_of_the_replicas(strategy):
+    sizes = [2, 0, 3]
+
+    def gather(k):
+        return tfparallel.all_gather(tf.fill([sizes[k], 2], float(k)))
+
+    for joined in on_replicas(strategy, gather):
+        assert joined[:, 0].numpy().tolist() == [0.0, 0.0, 2.0, 2.0, 2.0]
+
+
+def test_the_gradient_of_all_gather_sums_over_the_replicas(strategy):
+    """J_k = (k + 1) Σ_i i·x_i over all 6 rows i: ∂ΣJ/∂x_i = (1 + 2 + 3)·i."""
+    sizes = [1, 2, 3]
+
+    def gradient(k):
+        own = tf.ones([sizes[k], 1])
+        with tf.GradientTape() as tape:
+            tape.watch(own)
+            joined = tfparallel.all_gather(own)
+            loss = (k + 1.0) * tf.reduce_sum(joined[:, 0] * tf.range(6.0))
+        return tape.gradient(loss, own)[:, 0]
+
+    results = [result.numpy().tolist() for result in on_replicas(strategy, gradient)]
+    assert results == [[0.0], [6.0, 12.0], [18.0, 24.0, 30.0]]
+
+
+def test_a_contrastive_loss_of_the_joined_rows_is_that_of_one_device(strategy):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(7, 4))
+    w = generator.normal(size=(4, 3))
+
+    def contrast(rows):
+        normal = tf.math.l2_normalize(rows, axis=1)
+        similar = tf.matmul(normal, normal, transpose_b=True)
+        return tf.reduce_mean(tf.reduce_logsumexp(similar, axis=1))
+
+    alone = tf.Variable(w)
+    with tf.GradientTape() as tape:
+        loss = contrast(x @ alone)
+    expected = tape.gradient(loss, alone)
+
+    with strategy.scope():
+        weight = tf.Variable(w)
+    bounds = [0, 2, 4, 7]
+
+    def step(k):
+        with tf.GradientTape() as tape:
+            loss = contrast(tfparallel.all_gather(x[bounds[k] : bounds[k + 1]] @ weight))
+        # Each replica's loss is the whole loss; the sum of its gradients over replicas, which
+        # all_gather takes, counts it three times, and the mean of the three shares once.
+        return tfparallel.reduce_gradients([tape.gradient(loss, weight)])[0]
+
+    for result in on_replicas(strategy, step):
+        np.testing.assert_allclose(result, expected, rtol=1e-12)
+
+
+def test_outside_a_replica_all_gather_is_the_whole_batch_already(strategy):
+    rows = tf.ones([3, 2])
+    with strategy.scope():
+        assert tfparallel.all_gather(rows) is rows
+
+
+def test_tensorflows_all_reduce_refuses_a_backward_pass_of_its_own():
+    """Why `all_reduce` is written anew; it fails on the day that TensorFlow's allows it."""
+    strategy = tf.distribute.MirroredStrategy(
+        THREE[:2], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    passes = {}
+
+    def forward():
+        context = tf.distribute.get_replica_context()
+        x = tf.constant(1.0)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = context.all_reduce(tf.distribute.ReduceOp.SUM, x)
+        passes[int(context.replica_id_in_sync_group)] = (tape, x, y)
+
+    def backward():
+        context = tf.distribute.get_replica_context()
+        tape, x, y = passes[int(context.replica_id_in_sync_group)]
+        return tape.gradient(y, x)
+
+    strategy.run(forward)
+    with pytest.raises(RuntimeError, match="Mismatching ReplicaContext"):
+        strategy.run(backward)

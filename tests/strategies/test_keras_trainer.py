@@ -1,0 +1,169 @@
+"""Which model's training loop is calling, and which optimizers a custom loop may not have."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.strategies import keras_trainer
+
+DEVICES = ["CPU:0", "CPU:1"]
+
+
+class WatchedStrategy(tfparallel.MirroredStrategy):
+    """Notes which model each call of the strategy was for."""
+
+    def __init__(self, devices):
+        super().__init__(devices)
+        self.models = []
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        # The frame that `calling_model` starts from is its caller's caller.
+        self.models.append((lambda: keras_trainer.calling_model())())
+        return super().run(fn, args, kwargs, options)
+
+
+@pytest.fixture(name="strategy")
+def make_strategy():
+    return WatchedStrategy(DEVICES)
+
+
+def plain_model():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
+X, Y = np.ones((5, 3), "float32"), np.ones((5, 2), "float32")
+
+CALLS = {
+    "fit": lambda model: model.fit(X, Y, batch_size=3, verbose=0),
+    "evaluate": lambda model: model.evaluate(X, Y, batch_size=3, verbose=0),
+    "predict": lambda model: model.predict(X, batch_size=3, verbose=0),
+    "train_on_batch": lambda model: model.train_on_batch(X, Y),
+    "test_on_batch": lambda model: model.test_on_batch(X, Y),
+    "predict_on_batch": lambda model: model.predict_on_batch(X),
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_the_model_is_found(strategy, method):
+    """Fails on the day that Keras moves its trainer, or its loop gets deeper than is looked."""
+    with strategy.scope():
+        model, other = plain_model(), plain_model()
+    CALLS[method](model)
+    outermost = [found for found in strategy.models if found is not None]
+    assert outermost
+    assert all(found is model for found in outermost)
+    CALLS[method](other)
+    assert any(found is other for found in strategy.models)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_the_model_is_found_however_its_step_is_traced(strategy, run_eagerly, steps_per_execution):
+    with strategy.scope():
+        model = plain_model()
+        model.compile(
+            "sgd", "mse", run_eagerly=run_eagerly, steps_per_execution=steps_per_execution
+        )
+    model.fit(X, Y, batch_size=2, verbose=0)
+    assert any(found is model for found in strategy.models)
+
+
+def test_nobody_is_found_for_a_custom_loop(strategy):
+    with strategy.scope():
+        model = plain_model()
+
+    def step():
+        return strategy.run(lambda: model(X, training=True))
+
+    step()
+    tf.function(step)()
+    assert strategy.models
+    assert all(found is None for found in strategy.models)
+
+
+def test_a_custom_loop_in_a_callback_is_the_users(strategy):
+    """Keras is above the callback in the stack, and yet it is not Keras that calls `run`."""
+    with strategy.scope():
+        model = plain_model()
+    seen = []
+
+    class Probe(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            replica = strategy.run(lambda: tf.constant(1))
+            seen.append(len(strategy.experimental_local_results(replica)))
+
+    model.fit(X, Y, batch_size=5, verbose=0, callbacks=[Probe()])
+    assert seen == [2]
+
+
+# --- An unprepared optimizer in a custom loop -------------------------------------------------
+
+
+def custom_step(strategy, optimizer):
+    with strategy.scope():
+        variable = tf.Variable([3.0, 4.0])
+        optimizer.build([variable])
+
+    @tf.function
+    def step():
+        def on_replica():
+            optimizer.apply_gradients([(tf.constant([3.0, 4.0]), variable)])
+
+        strategy.run(on_replica)
+
+    step()
+    return variable
+
+
+@pytest.mark.parametrize(
+    "arguments, received",
+    [
+        ({"clipnorm": 1.0}, "{'clipnorm': 1.0}"),
+        ({"global_clipnorm": 2.0}, "{'global_clipnorm': 2.0}"),
+        ({"clipvalue": 0.5}, "{'clipvalue': 0.5}"),
+    ],
+    ids=["clipnorm", "global_clipnorm", "clipvalue"],
+)
+def test_an_optimizer_that_clips_is_refused(strategy, arguments, received):
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1, **arguments)
+    with pytest.raises(ValueError) as raised:
+        custom_step(strategy, optimizer)
+    message = str(raised.value)
+    assert "SGD clips or accumulates gradients" in message
+    assert f"Received: {received}." in message
+    assert "tfparallel.distribute_optimizer(optimizer)" in message
+
+
+def test_an_optimizer_that_does_neither_is_not_refused(strategy):
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.5)
+    # TensorFlow's own rule stays: the replicas' gradients are summed.
+    variable = custom_step(strategy, optimizer)
+    np.testing.assert_allclose(variable.numpy(), [0.0, 0.0], atol=1e-6)
+
+
+def test_an_optimizer_that_accumulates_is_refused(strategy):
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"Received: \{'gradient_accumulation_steps': 2\}"):
+        custom_step(strategy, optimizer)
+
+
+def test_tensorflows_strategy_clips_before_the_sum():
+    """The fault behind the refusal; it fails on the day that Keras clips after the reduction.
+
+    Two replicas with gradient (3, 4), clipped to norm 1 on each and then summed, step by (1.2,
+    1.6); their sum, clipped, would step by (0.6, 0.8).
+    """
+    strategy = tf.distribute.MirroredStrategy(
+        DEVICES, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(1.0, clipnorm=1.0)
+    variable = custom_step(strategy, optimizer)
+    np.testing.assert_allclose(variable.numpy(), [3.0 - 1.2, 4.0 - 1.6], rtol=1e-6)

@@ -1,0 +1,207 @@
+"""The strategy: programs, and what crashes under TensorFlow's own and runs under this one."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+
+THREE = ["CPU:0", "CPU:1", "CPU:2"]
+
+
+def data(num_examples=20):
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(num_examples, 4)).astype("float32")
+    return x, (x @ generator.normal(size=(4, 2))).astype("float32")
+
+
+def compiled_model(**arguments):
+    keras.utils.set_random_seed(11)
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(2)]
+    )
+    model.compile(**({"optimizer": keras.optimizers.SGD(0.1), "loss": "mse"} | arguments))
+    return model
+
+
+def tensorflows_strategy():
+    return tf.distribute.MirroredStrategy(
+        THREE[:2], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+
+
+def assert_same_weights(model, expected):
+    # float32; sums over replicas are taken in another order.
+    for value, wanted in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+# --- A program --------------------------------------------------------------------------------
+
+
+def test_a_program_is_that_of_one_device():
+    strategy = tfparallel.MirroredStrategy(THREE)
+    assert not strategy.program_is_running
+    assert strategy.num_replicas_in_sync == 3
+    with strategy.program():
+        assert strategy.program_is_running
+        assert strategy.num_replicas_in_sync == 1
+        assert tf.distribute.in_cross_replica_context()
+        assert tf.distribute.get_strategy() is strategy
+        assert tf.add(1, 1).device.endswith("CPU:0")
+        with strategy.program():
+            pass
+        assert strategy.program_is_running
+    assert strategy.num_replicas_in_sync == 3
+
+
+def test_a_program_that_raises_ends():
+    strategy = tfparallel.MirroredStrategy(THREE)
+    with pytest.raises(KeyError), strategy.program():
+        raise KeyError
+    assert strategy.num_replicas_in_sync == 3
+
+
+def test_run_in_a_program_reaches_every_replica():
+    strategy = tfparallel.MirroredStrategy(THREE)
+
+    @tf.function
+    def indices():
+        with strategy.program():
+            return strategy.run(
+                lambda: tf.distribute.get_replica_context().replica_id_in_sync_group + 0
+            )
+
+    assert [int(index) for index in strategy.experimental_local_results(indices())] == [0, 1, 2]
+
+
+def test_an_optimizer_in_a_program_updates_every_copy_on_its_device():
+    strategy = tfparallel.MirroredStrategy(THREE)
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build([variable])
+
+    @tf.function
+    def step():
+        with strategy.program():
+            optimizer.apply([tf.constant([1.0, -1.0])], [variable])
+
+    step()
+    alone = keras.Variable([1.0, 2.0])
+    keras.optimizers.Adam(0.1).apply([tf.constant([1.0, -1.0])], [alone])
+    for copy in variable.value.values:
+        np.testing.assert_array_equal(copy.numpy(), alone.numpy())
+    updates = [
+        operation
+        for operation in step.get_concrete_function().graph.get_operations()
+        if operation.type.startswith("Assign") and operation.inputs[0] is not None
+    ]
+    assert {operation.device[-5:] for operation in updates} == set(THREE)
+
+
+# --- What crashes under TensorFlow's strategy -------------------------------------------------
+
+
+def test_tensorflows_strategy_cannot_accumulate():
+    """keras#20582: fails on the day that it is mended, and `_use_merge_call` may go."""
+    with tensorflows_strategy().scope():
+        model = compiled_model(
+            optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        )
+    with pytest.raises(RuntimeError, match="merge_call"):
+        model.fit(*data(), batch_size=4, verbose=0)
+
+
+def test_accumulation_runs():
+    def make():
+        return compiled_model(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+
+    expected = make()
+    expected.fit(*data(), batch_size=7, epochs=2, shuffle=False, verbose=0)
+    with tfparallel.MirroredStrategy(THREE).scope():
+        model = make()
+    model.fit(*data(), batch_size=7, epochs=2, shuffle=False, verbose=0)
+    assert_same_weights(model, expected)
+
+
+def test_tensorflows_strategy_needs_a_first_batch_that_the_replicas_divide():
+    with tensorflows_strategy().scope():
+        model = compiled_model()
+    with pytest.raises(Exception, match="(?i)shape"):
+        model.fit(*data(9), batch_size=9, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("num_examples, batch_size", [(10, 10), (20, 7), (2, 2), (1, 1)])
+def test_a_first_batch_that_the_replicas_do_not_divide(num_examples, batch_size):
+    arguments = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
+    expected = compiled_model()
+    wanted = expected.fit(*data(num_examples), **arguments).history["loss"]
+    with tfparallel.MirroredStrategy(THREE).scope():
+        model = compiled_model()
+    seen = model.fit(*data(num_examples), **arguments).history["loss"]
+    assert_same_weights(model, expected)
+    np.testing.assert_allclose(seen, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("steps_per_execution", [2, 3])
+def test_several_steps_an_execution(steps_per_execution):
+    """20 examples in batches of 3 are 7 steps: the last execution is short of steps."""
+    arguments = {"batch_size": 3, "epochs": 2, "shuffle": False, "verbose": 0}
+    expected = compiled_model()
+    wanted = expected.fit(*data(), **arguments).history["loss"]
+    with tfparallel.MirroredStrategy(THREE).scope():
+        model = compiled_model(steps_per_execution=steps_per_execution)
+    seen = model.fit(*data(), **arguments).history["loss"]
+    assert_same_weights(model, expected)
+    np.testing.assert_allclose(seen, wanted, rtol=1e-5)
+    assert int(model.optimizer.iterations.numpy()) == 14
+
+
+def test_two_strategies_in_one_process():
+    arguments = {"batch_size": 7, "epochs": 1, "shuffle": False, "verbose": 0}
+    expected = compiled_model()
+    strategies = [tfparallel.MirroredStrategy(THREE), tfparallel.MirroredStrategy(THREE[:2])]
+    models = []
+    for strategy in strategies:
+        with strategy.scope():
+            models.append(compiled_model())
+    for _ in range(2):  # Turn by turn.
+        expected.fit(*data(), **arguments)
+        for model in models:
+            model.fit(*data(), **arguments)
+    for model in models:
+        assert_same_weights(model, expected)
+
+
+def test_a_second_step_adds_no_trace():
+    with tfparallel.MirroredStrategy(THREE).scope():
+        model = compiled_model()
+    arguments = {"batch_size": 5, "epochs": 1, "shuffle": False, "verbose": 0}
+    traces = []
+    loss = model.compute_loss
+
+    def counted(*args, **kwargs):
+        traces.append(1)
+        return loss(*args, **kwargs)
+
+    model.compute_loss = counted
+    model.fit(*data(), **arguments)
+    after_first = len(traces)
+    assert after_first >= 1
+    model.fit(*data(), **(arguments | {"epochs": 3}))
+    assert len(traces) == after_first
+
+
+@pytest.mark.parametrize(
+    "devices, message",
+    [
+        (["CPU:0", "CPU:9"], "CPU:9 does not exist"),
+        (["CPU:1", "CPU:1"], "CPU:1 is named 2 times"),
+        ([], "the list is empty"),
+    ],
+)
+def test_devices_that_cannot_be_used(devices, message):
+    with pytest.raises(ValueError, match=message):
+        tfparallel.MirroredStrategy(devices)
