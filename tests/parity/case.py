@@ -63,7 +63,6 @@ class Case:
         tolerance: Replaces the dtype's, with its reason beside the case.
         drop_in: Whether the case is also run as plain code under the drop-in
             strategy.
-        slow: Whether the case runs only in the complete suite.
     """
 
     group: str
@@ -80,7 +79,6 @@ class Case:
     dtype: str = "float64"
     tolerance: float | None = None
     drop_in: bool = True
-    slow: bool = False
 
     @property
     def limit(self) -> float:
@@ -194,7 +192,11 @@ def fit_arguments(case: Case) -> dict[str, Any]:
 
 
 def observe(model: keras.Model, history: dict | None = None, **outputs) -> Observed:
-    """Every variable by path, every loss and metric by name, and named outputs."""
+    """Every variable by path, every loss and metric by name, and named outputs.
+
+    An optimizer that was not stepped has no slots to compare: whether they were
+    made before they are needed is nobody's result.
+    """
     seen: Observed = {}
 
     def put(kind: str, path: str, value) -> None:
@@ -208,6 +210,8 @@ def observe(model: keras.Model, history: dict | None = None, **outputs) -> Obser
         if "seed_generator" not in variable.path:
             put("weight", variable.path, variable)
     for optimizer in optimizers_of(model):
+        if not int(keras.ops.convert_to_numpy(optimizer.iterations)):
+            continue
         for index, (variable, value) in enumerate(slots_of(optimizer)):
             put("slot", f"{optimizer.name}/{index}/{variable.name}", value)
     for name, values in (history or {}).items():

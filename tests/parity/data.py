@@ -47,7 +47,7 @@ def tokens(
     levels = np.round(pixels * 16).astype("int64")
     lengths = 1 + (np.arange(count) * 7) % length
     padded = np.zeros((count, length), dtype="int64")
-    for row, (image, size) in enumerate(zip(levels, lengths)):
+    for row, (image, size) in enumerate(zip(levels, lengths, strict=True)):
         padded[row, :size] = image[image > 0][:size]
     if by_length:
         order = np.argsort((padded > 0).sum(axis=1), kind="stable")

@@ -3,11 +3,10 @@
     python -m tests.parity.table --write      runs every pair and writes the page anew
     TFPARALLEL_PARITY=all pytest tests/parity runs every pair and compares
 
-`make test` runs a sample of the pairs: each case on 3 replicas, each row also on
-2 and on 4, and under the drop-in strategy. Every pair it runs must be no worse than
-its cell says. The page prints no digits that another machine would not print:
-a difference is rounded up to a power of ten, never below 1e-12, and is stale only
-when it is seen a hundred times larger.
+`make test` runs a sample of the pairs (test_parity.parameters), at least one of each
+row. Every pair that a session runs must be no worse than its cell says. The page
+prints no digits that another machine would not print: a difference is rounded up to a
+power of ten, never below 1e-12, and is stale only when it is seen a hundred times larger.
 """
 
 from __future__ import annotations
@@ -87,7 +86,6 @@ def first_sentence(message: str) -> str:
 
 
 SEEN: dict[tuple[str, str, str, int], Cell] = {}
-FEATURES: dict[tuple[str, str], tuple[str, str]] = {}
 
 
 def record(case: Case, form: str, replicas: int, verdict: str, detail: float | str) -> None:
@@ -131,9 +129,10 @@ INTRODUCTION = """\
 *Written by `python -m tests.parity.table --write` from what the tests in `tests/parity`
 saw. A page that no longer tells what the tests see fails `make test`.*
 
-Each row is trained by plain Keras on one device, and under each form on 2, 3 and 4
-replicas, from the same seed: 24 steps unless the case says otherwise, on batches of 17
-and a last one of 2, so that no number of replicas divides them and some have no example.
+Each row is trained by plain Keras on one device, under `data_parallel` on 2, 3 and 4
+replicas, and under the drop-in `MirroredStrategy` on 3, from the same seed: 24 steps
+unless the case says otherwise, on batches of 17 and a last one of 2, so that no number of
+replicas divides them and some have no example.
 Every variable of the model and of its optimizers, and every loss and metric of every
 epoch, is compared by name. A cell is the worst of all its runs.
 

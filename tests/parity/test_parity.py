@@ -21,36 +21,101 @@ def on_one_device(name: str):
     return run(case, Plain(), baseline=True)
 
 
-def parameters():
-    """The pairs of this session.
+# What `make test-fast` runs, on 3 replicas: where a form is most likely to go wrong.
+FAST = {
+    "optimizer SGD with momentum",
+    "optimizer Nadam",
+    "optimizer MultiOptimizer",
+    "optimizer Adam global_clipnorm",
+    "optimizer Adam accumulating 5 steps",
+    "optimizer Adam use_ema overwriting every 7",
+    "mixed_float16 that skips updates",
+    "gradient None under AdamW",
+    "sparse gradients under Adam",
+    "loss Dice",
+    "loss that compares examples",
+    "reduction sum of SparseCategoricalCrossentropy",
+    "reduction mean_with_sample_weight of SparseCategoricalCrossentropy",
+    "mask and sample weights a token",
+    "ignore_class",
+    "sample weights for each output",
+    "regularizer L2",
+    "activity regularizer of a layer",
+    "add_loss",
+    "model subclassed",
+    "model nested",
+    "structure dict",
+    "structure nested",
+    "metrics of binary labels",
+    "validation_data",
+    "predict sizes",
+    "layer BatchNormalization after a convolution",
+    "layer BatchNormalization of masked input",
+    "layer SpectralNormalization",
+    "layer MultiHeadAttention of masked input",
+    "stateful LSTM",
+    "layer that folds an axis",
+    "random Dropout",
+    "random GaussianNoise",
+    "input arrays",
+    "input tf.data of unknown size",
+    "input finite generator",
+    "unseeded shuffle of tf.data",
+    "fewer examples than replicas",
+    "on_batch methods",
+    "run_eagerly",
+    "steps_per_execution 4 of 6 batches",
+    "jit_compile",
+    "train_step on compute_loss",
+    "train_step with a raw loss",
+    "GAN",
+    "VAE with add_loss",
+    "gradient penalty",
+    "target network",
+    "EarlyStopping",
+    "ModelCheckpoint best.keras",
+    "BackupAndRestore",
+    "freeze and thaw",
+    "load_weights",
+    "built model",
+    "save and load registered subclass",
+}
 
-    Every case on 3 replicas under `data_parallel`, which the fast tests run too; of
-    each row the first case also on 2 replicas and under the drop-in strategy, and
-    the last on 4. With TFPARALLEL_PARITY=all (or write): every case in every way.
+
+def parameters():
+    """The pairs of this session, the fast ones unmarked.
+
+    The sample of `make test`: one case of each row on 3 replicas under
+    `data_parallel`, and those of `FAST` in one more way, on 2 replicas, on 4, or as
+    plain code under the drop-in strategy, in turn. With TFPARALLEL_PARITY=all (or
+    write): every case on 2, 3 and 4 replicas, and on 3 under the drop-in strategy.
     """
-    rows = {}
+    rows, turn = {}, 0
     for case in ALL:
-        rows.setdefault(case.feature, []).append(case)
+        if case.name in FAST or case.feature not in rows:
+            rows[case.feature] = case.name
+    ways = [
+        ("data_parallel", 3),
+        ("data_parallel", 2),
+        ("data_parallel", 4),
+        ("MirroredStrategy", 3),
+    ]
     for case in ALL:
-        first, last = rows[case.feature][0], rows[case.feature][-1]
-        for form in FORMS:
-            for replicas in (3, 2, 4):
-                sampled = {
-                    ("data_parallel", 3): True,
-                    ("data_parallel", 2): case is first,
-                    ("data_parallel", 4): case is last,
-                    ("MirroredStrategy", 3): case is first,
-                }.get((form, replicas), False)
-                if not (sampled or table.MODE) or (form == "MirroredStrategy" and not case.drop_in):
-                    continue
-                fast = form == "data_parallel" and replicas == 3 and not case.slow
-                yield pytest.param(
-                    case,
-                    form,
-                    replicas,
-                    id=f"{case.name.replace(' ', '-')}-{form}-{replicas}",
-                    marks=[] if fast else [pytest.mark.slow],
-                )
+        sample = [ways[0]] if case.name in (rows[case.feature], *FAST) else []
+        if case.name in FAST:
+            sample += [ways[1 + turn % 3]]
+            turn += 1
+        for form, replicas in ways if table.MODE else sample:
+            if form == "MirroredStrategy" and not case.drop_in:
+                continue
+            fast = case.name in FAST and (form, replicas) == ways[0]
+            yield pytest.param(
+                case,
+                form,
+                replicas,
+                id=f"{case.name.replace(' ', '-')}-{form}-{replicas}",
+                marks=[] if fast else [pytest.mark.slow],
+            )
 
 
 @pytest.mark.parametrize(("case", "form", "replicas"), parameters())

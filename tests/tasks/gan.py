@@ -61,13 +61,13 @@ class Gan(keras.Model):
         with tf.GradientTape() as tape:
             d_loss = self.loss_fn(labels, self.discriminator(images, training=True))
         weights = self.discriminator.trainable_weights
-        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights))
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
 
         with tf.GradientTape() as tape:
             judged = self.discriminator(self.generator(noise, training=True), training=True)
             g_loss = self.loss_fn(ops.zeros_like(judged), judged)
         weights = self.generator.trainable_weights
-        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights))
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
 
         self.d_loss.update_state(d_loss)
         self.g_loss.update_state(g_loss)

@@ -35,7 +35,7 @@ def load_data():
     levels = pixels.astype("int32")[: NUM_EXAMPLES + 100]
     lengths = 2 + (np.arange(len(levels)) * 7) % (LENGTH - 2)
     x, y = np.zeros((2, len(levels), LENGTH), dtype="int32")
-    for row, (image, length) in enumerate(zip(levels, lengths)):
+    for row, (image, length) in enumerate(zip(levels, lengths, strict=True)):
         inked = image[image > 0][: length + 1]
         x[row, : len(inked) - 1], y[row, : len(inked) - 1] = inked[:-1], inked[1:]
     return _by_length(x[:NUM_EXAMPLES], y[:NUM_EXAMPLES]), _by_length(

@@ -7,6 +7,8 @@ the moment.
 
 import tensorflow as tf
 
+from tfparallel.collectives.gradient import call_with_gradient
+
 
 def all_reduce(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
     """Sums or averages a tensor over the replicas; every replica receives the result.
@@ -28,7 +30,7 @@ def all_reduce(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
         raise ValueError(f"`op` of an all-reduce must be 'sum' or 'mean'. Received: op={op!r}.")
     if tf.distribute.in_cross_replica_context():
         return tensor
-    total = _all_reduce_sum(tf.convert_to_tensor(tensor))
+    (total,) = call_with_gradient("all_reduce", _all_reduce_sum, [tf.convert_to_tensor(tensor)])
     if op == "sum":
         return total
     num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
@@ -50,16 +52,19 @@ def all_gather(tensor: tf.Tensor) -> tf.Tensor:
     """
     if tf.distribute.in_cross_replica_context():
         return tensor
-    return _all_gather(tf.convert_to_tensor(tensor))
+    (joined,) = call_with_gradient("all_gather", _all_gather, [tf.convert_to_tensor(tensor)])
+    return joined
 
 
-@tf.custom_gradient
 def _all_reduce_sum(tensor):
-    context = tf.distribute.get_replica_context()
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, tensor), _all_reduce_sum
+    # Not `context.all_reduce`, which is a `tf.custom_gradient`.
+    def reduce(strategy, value):
+        return strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, value, destinations=value)
+
+    total = tf.distribute.get_replica_context().merge_call(reduce, args=(tensor,))
+    return [total], lambda upstream: [all_reduce(upstream)]
 
 
-@tf.custom_gradient
 def _all_gather(tensor):
     context = tf.distribute.get_replica_context()
     replica = context.replica_id_in_sync_group
@@ -70,8 +75,8 @@ def _all_gather(tensor):
 
     joined, counts = context.merge_call(join, args=(tensor,))
 
-    def gradient(upstream):
+    def backward(upstream):
         start = tf.reduce_sum(counts[:replica])
-        return _all_reduce_sum(upstream)[start : start + counts[replica]]
+        return [all_reduce(upstream)[start : start + counts[replica]]]
 
-    return joined, gradient
+    return [joined], backward

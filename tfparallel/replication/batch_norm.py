@@ -1,19 +1,25 @@
 """Batch normalization over the global batch, with one reduction a layer.
 
-Each replica takes its own count n_k, mean m_k and sum of squared deviations M_k; all replicas
-exchange these three, and each combines them (Chan, Golub, LeVeque, "Algorithms for computing the
-sample variance", The American Statistician 37(3), 1983):
+Each replica takes its own count n_k, mean m_k and sum of squared deviations M_k, and all are
+combined at once (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", The
+American Statistician 37(3), 1983):
 
     n = Σ n_k,    m = Σ n_k m_k / n,    v = (Σ M_k + Σ n_k (m_k − m)²) / n
 
-No large numbers are subtracted, as they are in E[x²] − E[x]². A replica without examples
-computes one dummy row and counts it 0 times.
+No large numbers are subtracted, as they are in E[x²] − E[x]². A replica without examples computes
+one dummy row and counts it 0 times. The gradients, from the sums over replicas of ∂J/∂m and ∂J/∂v:
+
+    ∂J/∂M_k = ∂J/∂v / n,    ∂J/∂m_k = n_k/n (∂J/∂m + 2 (m_k − m) ∂J/∂v)
+
+A masked input adds Keras's epsilon to n wherever it divides; then Σ n_k (m_k − m) is not 0, and
+∂J/∂m grows by its part of ∂v/∂m.
 """
 
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives import in_replica
+from tfparallel.collectives.gradient import call_with_gradient
+from tfparallel.collectives.in_replica import all_reduce
 from tfparallel.replication import shard as shards
 
 
@@ -26,42 +32,59 @@ class SynchronizedBatchNormalization:
         shard = shards.current()
         if shard is None or not self.synchronize:
             return super()._moments(inputs, mask)
-        axes = self._reduction_axes
-        counted = tf.cast(shard.num_rows > 0, inputs.dtype)
         if mask is None:
-            positions = tf.size(inputs) // inputs.shape[self.axis]
-            count = counted * tf.cast(positions, inputs.dtype)
-            mean, variance = tf.nn.moments(inputs, axes)
-            deviations = variance * count
-            correction = 0.0
-        else:
-            weights = tf.broadcast_to(tf.cast(mask[..., None], inputs.dtype), tf.shape(inputs))
-            channel_counts = tf.reduce_sum(weights, axes)
-            # `where`, not a product: a masked position may hold NaN.
-            kept = tf.where(weights > 0, inputs, 0)
-            mean = tf.math.divide_no_nan(tf.reduce_sum(kept, axes), channel_counts)
-            squares = tf.math.squared_difference(
-                inputs, tf.reshape(mean, self._channel_shape(inputs))
-            )
-            deviations = counted * tf.reduce_sum(tf.where(weights > 0, squares, 0), axes)
-            count = counted * channel_counts[0]
-            correction = keras.config.epsilon()  # Keras adds it to the count of a masked input.
-        return _combine(shard, count, mean, deviations, correction)
+            own = self._own_moments(inputs)
+            return _global_moments(shard, *own, correction=0.0)
+        own = self._own_masked_moments(inputs, mask)
+        # Keras adds its epsilon to the count of a masked input.
+        return _global_moments(shard, *own, correction=keras.config.epsilon())
 
-    def _channel_shape(self, inputs):
-        shape = [1] * inputs.shape.rank
-        shape[self.axis] = inputs.shape[self.axis]
-        return shape
+    def _own_moments(self, inputs):
+        """Returns n_k, m_k and M_k of this replica's rows."""
+        count = tf.cast(tf.size(inputs) // inputs.shape[self.axis], inputs.dtype)
+        mean, variance = tf.nn.moments(inputs, self._reduction_axes)
+        return count, mean, variance * count
+
+    def _own_masked_moments(self, inputs, mask):
+        kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+        axes = self._reduction_axes
+        count = tf.reduce_sum(tf.cast(mask, inputs.dtype))
+        # `where`, not a product: a masked position may hold NaN.
+        total = tf.reduce_sum(tf.where(kept, inputs, 0), axes, keepdims=True)
+        mean = tf.math.divide_no_nan(total, count)
+        squares = tf.where(kept, tf.math.squared_difference(inputs, mean), 0)
+        return count, tf.reshape(mean, [-1]), tf.reduce_sum(squares, axes)
 
 
-def _combine(shard, count, mean, deviations, correction):
-    """Exchanges (n_k, m_k, M_k) between the replicas; returns the global mean and variance."""
-    own = tf.concat([count[None], mean, deviations], axis=0)
-    row = tf.one_hot(shard.replica, shard.num_replicas, dtype=own.dtype)
-    # A sum of rows that are zero but for one's own is an all-gather whose gradient is as simple.
-    table = in_replica.all_reduce(row[:, None] * own[None, :])
-    counts, means, all_deviations = tf.split(table, [1, mean.shape[0], mean.shape[0]], axis=1)
-    total = tf.reduce_sum(counts) + correction
-    global_mean = tf.reduce_sum(counts * means, axis=0) / total
-    spread = counts * tf.math.squared_difference(means, global_mean)
-    return global_mean, tf.reduce_sum(all_deviations + spread, axis=0) / total
+def _global_moments(shard, count, mean, deviations, correction):
+    """Combines (n_k, m_k, M_k) of all replicas; returns the global mean and variance."""
+    if shard.may_be_idle:
+        count = tf.where(shard.num_rows > 0, count, 0)
+        deviations = tf.where(shard.num_rows > 0, deviations, 0)
+    num_channels = mean.shape[0]
+
+    def combine(mean, deviations):
+        def on_all(strategy, count, mean, deviations):
+            local = strategy.experimental_local_results
+            counts = tf.stack(local(count))[:, None]
+            means = tf.stack(local(mean))
+            n = tf.reduce_sum(counts) + correction
+            m = tf.reduce_sum(counts * means, 0) / n
+            spread = counts * tf.math.squared_difference(means, m)
+            v = (tf.add_n(local(deviations)) + tf.reduce_sum(spread, 0)) / n
+            # What is left of Σ n_k (m_k − m) / n; 0 but for the correction.
+            return n, m, v, m * correction / n
+
+        n, m, v, rest = tf.distribute.get_replica_context().merge_call(
+            on_all, args=(count, mean, deviations)
+        )
+
+        def backward(upstream):
+            dm, dv = tf.split(all_reduce(upstream), 2)
+            dm -= 2 * rest * dv
+            return [count / n * (dm + 2 * (mean - m) * dv), dv / n]
+
+        return [tf.concat([m, v], 0)], backward
+
+    (packed,) = call_with_gradient("batch normalization", combine, [mean, deviations])
+    return packed[:num_channels], packed[num_channels:]

@@ -34,8 +34,8 @@ def clone_under(model: keras.Model, strategy) -> keras.Model:
         except (TypeError, NotImplementedError, ValueError) as error:
             raise ValueError(
                 f"Model '{model.name}' of class {type(model).__name__} cannot be rebuilt from its "
-                f"config. `get_config` and `from_config` are required to clone it. Received: {error}. "
-                "Pass the function that builds the model instead."
+                "config. `get_config` and `from_config` are required to clone it. Received: "
+                f"{error}. Pass the function that builds the model instead."
             ) from error
         if len(copy.variables) != len(model.variables):
             raise ValueError(

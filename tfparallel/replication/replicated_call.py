@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import record
 
+from tfparallel.collectives.gradient import call_with_gradient, is_recording
 from tfparallel.data import partition
 from tfparallel.replication import shard as shards
 from tfparallel.replication import state
@@ -96,16 +96,13 @@ class ReplicatedCall:
             sums = [tf.add_n(terms) for terms in _transposed(replicas, "losses")]
             return joined + sums, lambda *upstream: self._backward(replicas, upstream)
 
-        sources = inputs.floats + [variable.value for variable in self._trainable]
-        if sources and record.could_possibly_record():
-            results = tf.custom_gradient(forward)(*sources)
-        else:
-            results = forward()[0]
+        sources = inputs.floats + [tf.convert_to_tensor(v.value) for v in self._trainable]
+        results = call_with_gradient(f"replicated call of {self._layer.name}", forward, sources)
         self._state.write_combined(
             [replica.state for replica in replicas], [replica.shard for replica in replicas]
         )
         num_outputs = len(replicas[0].outputs)
-        outputs, losses = list(results[:num_outputs]), list(results[num_outputs:])
+        outputs, losses = results[:num_outputs], results[num_outputs:]
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
             if masks[0] is not None:
                 output._keras_mask = tf.concat(masks, 0)
@@ -194,7 +191,7 @@ class ReplicatedCall:
                 results.append(terms[0])
             else:
                 results.append(_sum(terms))
-        if record.could_possibly_record():
+        if is_recording():
             results = _differentiable_once(results, upstream, self._layer)
         return results
 
@@ -238,7 +235,6 @@ def _differentiable_once(gradients, upstream, layer):
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     present = [g for g in dense if g is not None]
 
-    @tf.custom_gradient
     def identity(*tensors):
         def refuse(*_):
             raise ValueError(
@@ -248,9 +244,10 @@ def _differentiable_once(gradients, upstream, layer):
                 "needs no second derivative (spectral normalization, weight clipping)."
             )
 
-        return [tf.identity(tensor) for tensor in tensors[: len(present)]], refuse
+        return tensors[: len(present)], refuse
 
-    kept = iter(identity(*present, *[dy for dy in upstream if dy is not None]))
+    watched = present + [dy for dy in upstream if dy is not None]
+    kept = iter(call_with_gradient("gradient of a replicated call", identity, watched))
     results = []
     for original in gradients:
         value = None if original is None else next(kept)

@@ -23,7 +23,7 @@ def batched(count=data.NUM_EXAMPLES):
 
 def unknown_size():
     def examples():
-        yield from zip(*data.flat())
+        yield from zip(*data.flat(), strict=True)
 
     signature = (tf.TensorSpec((64,), "float64"), tf.TensorSpec((), "int64"))
     dataset = tf.data.Dataset.from_generator(examples, output_signature=signature)
@@ -122,9 +122,7 @@ CASES += [
         ("arrays", digits, {"shuffle": True}),
         (
             "tf.data",
-            lambda: {
-                "x": tf.data.Dataset.from_tensor_slices(data.flat()).shuffle(50).batch(17)
-            },
+            lambda: {"x": tf.data.Dataset.from_tensor_slices(data.flat()).shuffle(50).batch(17)},
             {},
         ),
     ]
@@ -135,7 +133,10 @@ def sizes_case(name, sizes, build=None, load=data.flat, **fields):
     def batches():
         x, y = load()
         ends = np.cumsum(sizes)
-        parts = [(x[end - size : end], y[end - size : end]) for size, end in zip(sizes, ends)]
+        parts = [
+            (x[end - size : end], y[end - size : end])
+            for size, end in zip(sizes, ends, strict=True)
+        ]
 
         def generate():
             yield from parts
@@ -173,7 +174,6 @@ CASES += [
         build=stack((8, 8), lambda: layers.LSTM(6), layers.BatchNormalization),
         load=data.rows,
         compile=compiled(lambda: keras.optimizers.SGD(0.01)),
-        slow=True,
     ),
 ]
 
@@ -220,7 +220,6 @@ CASES += [
             lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), run_eagerly=True
         ),
         fit={"epochs": 2},
-        slow=True,
     ),
 ]
 
@@ -258,13 +257,12 @@ CASES += [
         compile=compiled(steps_per_execution=count, metrics=lambda: ["accuracy"]),
         data=load,
         train=with_epochs_seen,
-        slow=slow,
     )
-    for name, count, load, slow in [
-        ("3 of 6 batches", 3, digits, True),
-        ("4 of 6 batches", 4, digits, False),
-        ("8 of 6 batches", 8, digits, True),
-        ("4 of tf.data of unknown size", 4, lambda: {"x": unknown_size()}, False),
+    for name, count, load in [
+        ("3 of 6 batches", 3, digits),
+        ("4 of 6 batches", 4, digits),
+        ("8 of 6 batches", 8, digits),
+        ("4 of tf.data of unknown size", 4, lambda: {"x": unknown_size()}),
     ]
 ]
 CASES += [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import keras
-import numpy as np
 from keras import layers, ops
 
 from .. import data
@@ -114,12 +113,11 @@ def frozen_norm():
 
 CASES += [
     norm_case("BatchNormalization of masked input", masked_norm, text_digits),
-    norm_case("BatchNormalization that is frozen", frozen_norm, image_digits, slow=True),
+    norm_case("BatchNormalization that is frozen", frozen_norm, image_digits),
     norm_case(
         "BatchNormalization twice, one layer called on two inputs",
         lambda: twice_normalized(),
         digits,
-        slow=True,
     ),
     case(
         GROUP,
@@ -131,7 +129,6 @@ CASES += [
         compile=compiled(lambda: keras.optimizers.SGD(0.05)),
         # The convolution's bias has no true gradient: what it holds is noise.
         tolerance=1e-3,
-        slow=True,
     ),
 ]
 
@@ -200,14 +197,16 @@ CASES += [
         f"layer {name}",
         build=build,
         data=cube_digits if name == "ConvLSTM1D" else row_digits,
-        slow=name in ("SimpleRNN", "GroupQueryAttention", "ConvLSTM1D", "SeparableConv1D"),
     )
     for name, build in RECURRENT.items()
 ]
 CASES += [
     case(
-        GROUP, "`MultiHeadAttention`", "layer MultiHeadAttention of masked input",
-        build=masked_attention, data=text_digits,
+        GROUP,
+        "`MultiHeadAttention`",
+        "layer MultiHeadAttention of masked input",
+        build=masked_attention,
+        data=text_digits,
     ),
 ]
 CASES += [
@@ -280,11 +279,25 @@ class Counter(layers.Layer):
 
 
 CASES += [
-    case(GROUP, "a user's layer that reads the batch size", "layer that reads the batch size",
-         build=stack((64,), dense, BatchSized)),
-    case(GROUP, "a user's layer that folds an axis into the batch", "layer that folds an axis",
-         build=stack((8, 8), Unrolled), data=row_digits),
-    case(GROUP, "a user's layer that counts its calls", "layer that counts its calls",
-         build=stack((64,), dense, Counter), verdicts=(EXACT, REFUSED),
-         message="(?i)assign|state|update"),
+    case(
+        GROUP,
+        "a user's layer that reads the batch size",
+        "layer that reads the batch size",
+        build=stack((64,), dense, BatchSized),
+    ),
+    case(
+        GROUP,
+        "a user's layer that folds an axis into the batch",
+        "layer that folds an axis",
+        build=stack((8, 8), Unrolled),
+        data=row_digits,
+    ),
+    case(
+        GROUP,
+        "a user's layer that counts its calls",
+        "layer that counts its calls",
+        build=stack((64,), dense, Counter),
+        verdicts=(EXACT, REFUSED),
+        message="(?i)assign|state|update",
+    ),
 ]

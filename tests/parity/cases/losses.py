@@ -7,7 +7,7 @@ import numpy as np
 from keras import layers, losses, ops
 
 from .. import data
-from ..programs import case, compiled, mlp
+from ..programs import case, compiled
 
 GROUP = "Losses"
 
@@ -220,7 +220,6 @@ CASES += [
         build=net(*head),
         compile=compiled(tiny_steps, lambda m=make, r=reduction: m(reduction=r)),
         data=lambda t=target: labelled(t)() | {"sample_weight": data.weights()},
-        slow=name == "MeanSquaredError",
     )
     for reduction in REDUCTIONS
     for name in ("SparseCategoricalCrossentropy", "MeanSquaredError")
@@ -257,7 +256,9 @@ def tagged_rows():
 
 
 def row_tagger():
-    return keras.Sequential([keras.Input((8, 8)), layers.Dense(8, activation="tanh"), layers.Dense(10)])
+    return keras.Sequential(
+        [keras.Input((8, 8)), layers.Dense(8, activation="tanh"), layers.Dense(10)]
+    )
 
 
 CASES += [
@@ -295,7 +296,6 @@ CASES += [
             )
         ),
         data=next_token,
-        slow=True,
     ),
     case(
         GROUP,
@@ -316,7 +316,9 @@ def two_masks():
     second = keras.Input((12,), dtype="int64", name="second")
     embed = layers.Embedding(20, 5, mask_zero=True, name="embed")
     a = layers.Dense(20, name="a")(layers.GRU(5, return_sequences=True, name="gru_a")(embed(first)))
-    b = layers.Dense(20, name="b")(layers.GRU(5, return_sequences=True, name="gru_b")(embed(second)))
+    b = layers.Dense(20, name="b")(
+        layers.GRU(5, return_sequences=True, name="gru_b")(embed(second))
+    )
     c = layers.Dense(10, name="c")(layers.GRU(5, name="gru_c")(embed(first)))
     return keras.Model([first, second], [a, b, c])
 
@@ -411,8 +413,10 @@ CASES += [
                 "level": losses.MeanSquaredError(),
             },
         ),
-        data=lambda: two_targets()
-        | {"sample_weight": {"digit": data.weights(), "level": data.weights()[::-1].copy()}},
+        data=lambda: (
+            two_targets()
+            | {"sample_weight": {"digit": data.weights(), "level": data.weights()[::-1].copy()}}
+        ),
     ),
 ]
 
@@ -450,7 +454,6 @@ CASES += [
         "L1 and L2 kernel regularizers",
         f"regularizer {name}",
         build=penalized(**fields),
-        slow=name == "L1",
         # OrthogonalRegularizer mixes in a float32 mask whatever the dtype.
         dtype="float32" if name == "orthogonal" else "float64",
     )
@@ -487,7 +490,11 @@ CASES += [
         "`add_loss` of a mean over examples",
         "add_loss and regularizers without a compiled loss",
         build=lambda: keras.Sequential(
-            [keras.Input((64,)), layers.Dense(12, activation="tanh", kernel_regularizer="l2"), Sparsity()]
+            [
+                keras.Input((64,)),
+                layers.Dense(12, activation="tanh", kernel_regularizer="l2"),
+                Sparsity(),
+            ]
         ),
         compile=compiled(loss=None),
         data=lambda: {"x": data.flat()[0]},

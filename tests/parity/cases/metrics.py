@@ -7,7 +7,7 @@ import numpy as np
 from keras import layers
 
 from .. import data
-from ..case import fit_arguments, observe
+from ..case import observe
 from ..programs import case, compiled, digits, mlp
 from .losses import even, labelled, net
 from .structures import fit_evaluate_predict
@@ -157,7 +157,6 @@ CASES += [
         compile=compiled(metrics=lambda: ["accuracy"], weighted_metrics=lambda: ["accuracy"]),
         data=lambda: digits() | {"validation_data": (*data.flat(25, 87), data.weights(25))},
         fit={"validation_freq": 2},
-        slow=True,
     ),
     case(
         GROUP,

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import keras
-import numpy as np
 from keras import layers, optimizers
 
 from .. import data
 from ..case import fit_arguments, observe, optimizers_of
-from ..programs import case, compiled, mlp
+from ..programs import case, compiled
 
 GROUP = "Optimizers"
 
 OPTIMIZERS = {
     "SGD": lambda **k: optimizers.SGD(0.1, **k),
     "SGD with momentum": lambda **k: optimizers.SGD(0.1, momentum=0.9, **k),
-    "SGD with Nesterov momentum": lambda **k: optimizers.SGD(
-        0.1, momentum=0.9, nesterov=True, **k
-    ),
+    "SGD with Nesterov momentum": lambda **k: optimizers.SGD(0.1, momentum=0.9, nesterov=True, **k),
     "Adam": lambda **k: optimizers.Adam(0.01, **k),
     "Adam with amsgrad": lambda **k: optimizers.Adam(0.01, amsgrad=True, **k),
     "AdamW": lambda **k: optimizers.AdamW(0.01, weight_decay=0.01, **k),
@@ -61,7 +58,9 @@ def half_precision(form, case):
     # Compared with the same tolerance as all else, which no count of at most 24
     # can pass without being equal.
     return observe(
-        model, history.history, skipped_updates=steps - int(keras.ops.convert_to_numpy(inner.iterations))
+        model,
+        history.history,
+        skipped_updates=steps - int(keras.ops.convert_to_numpy(inner.iterations)),
     )
 
 
@@ -126,7 +125,9 @@ CLIPPING = {
     "clipvalue": {"clipvalue": 0.005},
 }
 CASES += [
-    _optimizer_case(f"{name} {argument}", lambda m=OPTIMIZERS[name], k=arguments: m(**k), f"`{argument}`")
+    _optimizer_case(
+        f"{name} {argument}", lambda m=OPTIMIZERS[name], k=arguments: m(**k), f"`{argument}`"
+    )
     for argument, arguments in CLIPPING.items()
     for name in ("SGD with momentum", "Adam")
 ]
@@ -156,7 +157,6 @@ CASES += [
         f"schedule {name}",
         lambda s=make: optimizers.SGD(s(), momentum=0.9),
         "learning-rate schedules",
-        slow=index > 1,
     )
     for index, (name, make) in enumerate(SCHEDULES.items())
 ]
@@ -256,7 +256,9 @@ CASES += [
         "variables whose gradient is None",
         f"gradient None under {name}",
         build=frozen_variable_net,
-        compile=compiled(make, lambda: {"used": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}),
+        compile=compiled(
+            make, lambda: {"used": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+        ),
         data=lambda: {"x": data.flat()[0], "y": {"used": data.flat()[1]}},
     )
     for name, make in [("SGD", OPTIMIZERS["SGD"]), ("AdamW", OPTIMIZERS["AdamW"])]

@@ -74,12 +74,11 @@ CASES = [
         build=build,
         data=load,
         verdicts=EITHER,
-        slow=name in ("Dropout with a noise shape", "RandomTranslation", "GRU with dropout"),
         # Keras's random image layers compute in float32.
         dtype="float32" if load is image_digits and name.startswith("Random") else "float64",
     )
     for table, load in [
-        (PIXELS, lambda: dict(zip(("x", "y"), data.flat()))),
+        (PIXELS, lambda: dict(zip(("x", "y"), data.flat(), strict=True))),
         (ROWS, row_digits),
         (IMAGES, image_digits),
     ]

@@ -8,7 +8,7 @@ from keras import layers
 
 from .. import data
 from ..case import fit_arguments, observe
-from ..programs import case, compiled, mlp
+from ..programs import case, compiled
 
 GROUP = "Models"
 
@@ -96,7 +96,11 @@ def halves():
 
 def several_data():
     x, y = halves()
-    return {"x": x, "y": y, "validation_data": ({k: v[:20] for k, v in x.items()}, {k: v[:20] for k, v in y.items()})}
+    return {
+        "x": x,
+        "y": y,
+        "validation_data": ({k: v[:20] for k, v in x.items()}, {k: v[:20] for k, v in y.items()}),
+    }
 
 
 def digit_and_even():
@@ -220,6 +224,5 @@ CASES += [
         # Two steps: 52 batch normalizations one after another on 17 examples of
         # 1x1 pixels each multiply a difference in the last digit.
         fit={"epochs": 1},
-        slow=True,
     )
 ]

@@ -9,8 +9,7 @@ from keras import layers, ops
 
 from .. import data
 from ..case import EXACT, REFUSED, fit_arguments, observe
-from ..programs import case, compiled, digits, mlp
-from .optimizers import image_digits
+from ..programs import case, compiled, mlp
 
 GROUP = "The user's own training step"
 
@@ -62,12 +61,10 @@ class RawLoss(Net):
         with tf.GradientTape() as tape:
             logits = self(x, training=True)
             each = ops.square(logits - ops.one_hot(y, 10, dtype=logits.dtype))
-            loss = ops.mean(ops.sum(each, axis=-1)) + 1e-3 * ops.sum(
-                ops.square(self.hidden.kernel)
-            )
+            loss = ops.mean(ops.sum(each, axis=-1)) + 1e-3 * ops.sum(ops.square(self.hidden.kernel))
         variables = self.trainable_variables
         gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.5)
-        self.optimizer.apply_gradients(zip(gradients, variables))
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
         self.seen.update_state(loss)
         return {"seen": self.seen.result(), "raw": loss}
 
@@ -89,13 +86,30 @@ class Chatty(Net):
 
 
 CASES = [
-    case(GROUP, "on `compute_loss`", "train_step on compute_loss", build=OnComputeLoss,
-         compile=compiled(metrics=lambda: [keras.metrics.SparseCategoricalAccuracy()])),
-    case(GROUP, "with a raw loss", "train_step with a raw loss", build=RawLoss,
-         compile=compiled(lambda: keras.optimizers.SGD(0.02, momentum=0.9), loss=None)),
-    case(GROUP, "an overridden `compute_loss`", "compute_loss overridden", build=OwnComputeLoss,
-         compile=compiled(loss=None)),
-    case(GROUP, "a `train_step` around `super().train_step`", "train_step around super", build=Chatty),
+    case(
+        GROUP,
+        "on `compute_loss`",
+        "train_step on compute_loss",
+        build=OnComputeLoss,
+        compile=compiled(metrics=lambda: [keras.metrics.SparseCategoricalAccuracy()]),
+    ),
+    case(
+        GROUP,
+        "with a raw loss",
+        "train_step with a raw loss",
+        build=RawLoss,
+        compile=compiled(lambda: keras.optimizers.SGD(0.02, momentum=0.9), loss=None),
+    ),
+    case(
+        GROUP,
+        "an overridden `compute_loss`",
+        "compute_loss overridden",
+        build=OwnComputeLoss,
+        compile=compiled(loss=None),
+    ),
+    case(
+        GROUP, "a `train_step` around `super().train_step`", "train_step around super", build=Chatty
+    ),
 ]
 
 
@@ -141,12 +155,16 @@ class Gan(keras.Model):
         with tf.GradientTape() as tape:
             d_loss = self.loss_fn(labels, self.discriminator(both, training=True))
         variables = self.discriminator.trainable_weights
-        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, variables), variables))
+        self.d_optimizer.apply_gradients(
+            zip(tape.gradient(d_loss, variables), variables, strict=True)
+        )
         with tf.GradientTape() as tape:
             judged = self.discriminator(self.generator(noise, training=True))
             g_loss = self.loss_fn(ops.zeros_like(judged), judged)
         variables = self.generator.trainable_weights
-        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, variables), variables))
+        self.g_optimizer.apply_gradients(
+            zip(tape.gradient(g_loss, variables), variables, strict=True)
+        )
         self.d_seen.update_state(d_loss)
         self.g_seen.update_state(g_loss)
         return {"d_loss": self.d_seen.result(), "g_loss": self.g_seen.result()}
@@ -254,7 +272,7 @@ class TargetNet(keras.Model):
             ) + ops.mean(ops.square(out - goal))
         variables = self.online.trainable_weights
         self.optimizer.apply(tape.gradient(loss, variables), variables)
-        for slow, fast in zip(self.target.weights, self.online.weights):
+        for slow, fast in zip(self.target.weights, self.online.weights, strict=True):
             slow.assign(0.9 * slow + 0.1 * fast)
         return {"objective": loss}
 
@@ -293,9 +311,7 @@ class Accumulating(Net):
             first = self(x, training=True)
             second = self(1.0 - x, training=True)
             loss = self.compute_loss(x, y, first) + ops.mean(ops.square(first - second))
-        self.optimizer.apply(
-            tape.gradient(loss, self.trainable_weights), self.trainable_weights
-        )
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
         return {"objective": loss}
 
 
@@ -305,7 +321,10 @@ class OwnTestStep(OnComputeLoss):
     def test_step(self, batch):
         x, y = batch
         y_pred = self(x, training=False)
-        return {"loss": self.compute_loss(y=y, y_pred=y_pred), "peak": ops.mean(ops.max(y_pred, -1))}
+        return {
+            "loss": self.compute_loss(y=y, y_pred=y_pred),
+            "peak": ops.mean(ops.max(y_pred, -1)),
+        }
 
     def predict_step(self, batch):
         x = batch[0] if isinstance(batch, tuple) else batch
@@ -325,24 +344,59 @@ def test_and_predict(form, case):
 
 
 CASES += [
-    case(GROUP, "a GAN: two optimizers as attributes, an overridden `compile`", "GAN",
-         build=Gan, compile=compile_gan, data=real_and_noise),
-    case(GROUP, "a GAN: two optimizers as attributes, an overridden `compile`",
-         "two optimizers, one tape", build=TwoTapes,
-         compile=compiled(head_optimizer=lambda: keras.optimizers.Adam(0.01))),
-    case(GROUP, "a VAE: `add_loss` and several sub-layers", "VAE with add_loss",
-         build=Vae, compile=compiled(lambda: keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError),
-         data=vae_data),
-    case(GROUP, "a VAE: `add_loss` and several sub-layers", "VAE with its own step",
-         build=VaeStep, compile=compiled(lambda: keras.optimizers.Adam(0.01), loss=None),
-         data=vae_data),
-    case(GROUP, "a gradient penalty (a gradient of a gradient)", "gradient penalty",
-         build=GradientPenalty,
-         compile=compiled(lambda: keras.optimizers.SGD(0.01), loss=None),
-         verdicts=(EXACT, REFUSED), message="(?i)second|higher.order|gradient of a gradient|nested"),
-    case(GROUP, "a target network moved by `assign`", "target network", build=TargetNet,
-         compile=compiled(loss=None)),
+    case(
+        GROUP,
+        "a GAN: two optimizers as attributes, an overridden `compile`",
+        "GAN",
+        build=Gan,
+        compile=compile_gan,
+        data=real_and_noise,
+    ),
+    case(
+        GROUP,
+        "a GAN: two optimizers as attributes, an overridden `compile`",
+        "two optimizers, one tape",
+        build=TwoTapes,
+        compile=compiled(head_optimizer=lambda: keras.optimizers.Adam(0.01)),
+    ),
+    case(
+        GROUP,
+        "a VAE: `add_loss` and several sub-layers",
+        "VAE with add_loss",
+        build=Vae,
+        compile=compiled(lambda: keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError),
+        data=vae_data,
+    ),
+    case(
+        GROUP,
+        "a VAE: `add_loss` and several sub-layers",
+        "VAE with its own step",
+        build=VaeStep,
+        compile=compiled(lambda: keras.optimizers.Adam(0.01), loss=None),
+        data=vae_data,
+    ),
+    case(
+        GROUP,
+        "a gradient penalty (a gradient of a gradient)",
+        "gradient penalty",
+        build=GradientPenalty,
+        compile=compiled(lambda: keras.optimizers.SGD(0.01), loss=None),
+        verdicts=(EXACT, REFUSED),
+        message="(?i)second|higher.order|gradient of a gradient|nested",
+    ),
+    case(
+        GROUP,
+        "a target network moved by `assign`",
+        "target network",
+        build=TargetNet,
+        compile=compiled(loss=None),
+    ),
     case(GROUP, "the model called twice in a step", "model called twice", build=Accumulating),
-    case(GROUP, "own `test_step` and `predict_step`", "test_step and predict_step",
-         build=OwnTestStep, train=test_and_predict),
+    case(
+        GROUP,
+        "own `test_step` and `predict_step`",
+        "test_step and predict_step",
+        build=OwnTestStep,
+        train=test_and_predict,
+    ),
 ]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import keras
 import numpy as np
-from keras import layers
 
 from .. import data
 from ..case import Plain, fit_arguments, observe, optimizers_of
@@ -18,7 +17,6 @@ from ..programs import case, compiled, digits, mlp
 from .metrics import conv_norm_net
 from .optimizers import image_digits
 from .structures import Subclassed
-from .training_steps import Gan, compile_gan, real_and_noise
 
 GROUP = "Callbacks, saving and resuming"
 
@@ -87,7 +85,9 @@ CASES = [
         lambda _: keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
         compile=compiled(lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)),
     ),
-    callback_case("`initial_epoch`", "initial_epoch", schedule, fit={"initial_epoch": 2, "epochs": 5}),
+    callback_case(
+        "`initial_epoch`", "initial_epoch", schedule, fit={"initial_epoch": 2, "epochs": 5}
+    ),
 ]
 
 
@@ -109,7 +109,10 @@ def checkpointed(pattern, weights_only):
                 best = keras.models.load_model(path)
             x, _ = data.flat(7)
             return observe(
-                model, history.history, best=best.get_weights(), predictions=best.predict(x, verbose=0)
+                model,
+                history.history,
+                best=best.get_weights(),
+                predictions=best.predict(x, verbose=0),
             )
 
     return train
@@ -210,7 +213,9 @@ def load_then_train(form, case):
 
 def set_then_train(form, case):
     model = form.model(case)
-    model.set_weights([np.cos(np.arange(w.size)).reshape(w.shape) * 0.1 for w in model.get_weights()])
+    model.set_weights(
+        [np.cos(np.arange(w.size)).reshape(w.shape) * 0.1 for w in model.get_weights()]
+    )
     history = model.fit(**fit_arguments(case))
     return observe(model, history.history)
 
@@ -233,22 +238,44 @@ def pretrained():
 def built_model(form, case):
     """A built, trained, partly frozen and compiled model is handed over; no compile."""
     original = pretrained()
-    model = form.make(original) if not type(form) is Plain else original
+    model = form.make(original) if type(form) is not Plain else original
     history = model.fit(**fit_arguments(case))
     trainable = [float(layer.trainable) for layer in model.layers]
     return observe(model, history.history, trainable=trainable)
 
 
 CASES += [
-    case(GROUP, "freeze, compile again, thaw", "freeze and thaw", build=conv_norm_net,
-         compile=compiled(lambda: keras.optimizers.SGD(0.05, momentum=0.9)),
-         data=image_digits, train=freeze_and_thaw, fit={"epochs": 2}),
-    case(GROUP, "`load_weights` and `set_weights` after building", "load_weights",
-         train=load_then_train),
-    case(GROUP, "`load_weights` and `set_weights` after building", "set_weights",
-         train=set_then_train, slow=True),
-    case(GROUP, "a built model, with its weights, frozen layers and compile state", "built model",
-         build=conv_norm_net, data=image_digits, train=built_model, drop_in=False),
+    case(
+        GROUP,
+        "freeze, compile again, thaw",
+        "freeze and thaw",
+        build=conv_norm_net,
+        compile=compiled(lambda: keras.optimizers.SGD(0.05, momentum=0.9)),
+        data=image_digits,
+        train=freeze_and_thaw,
+        fit={"epochs": 2},
+    ),
+    case(
+        GROUP,
+        "`load_weights` and `set_weights` after building",
+        "load_weights",
+        train=load_then_train,
+    ),
+    case(
+        GROUP,
+        "`load_weights` and `set_weights` after building",
+        "set_weights",
+        train=set_then_train,
+    ),
+    case(
+        GROUP,
+        "a built model, with its weights, frozen layers and compile state",
+        "built model",
+        build=conv_norm_net,
+        data=image_digits,
+        train=built_model,
+        drop_in=False,
+    ),
 ]
 
 
@@ -275,7 +302,9 @@ def saved_and_loaded(form, case):
             "predictions": model.predict(x, verbose=0),
         }
         if type(form) is not Plain:
-            for index, (ours, theirs) in enumerate(zip(model.get_weights(), loaded.get_weights())):
+            for index, (ours, theirs) in enumerate(
+                zip(model.get_weights(), loaded.get_weights(), strict=True)
+            ):
                 if not np.array_equal(ours, theirs):
                     raise AssertionError(f"Weight {index} changed on its way through the file")
         again = loaded.fit(**arguments)

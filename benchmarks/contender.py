@@ -1,0 +1,178 @@
+"""One contender of a benchmark of `fit`: a process that trains some steps whenever it is told to.
+
+`contender_process.py` starts it and speaks to it in lines of JSON, one reply to each request; it
+ends when its standard input does. A contender has a process of its own because thread pools and
+logical devices are a process's, and because stock Keras breaks with two strategies in one.
+
+    {"workload": "dispatch_bound", "kind": "ours", …}  ->  {"num_parameters": 7722, …}
+    {"steps": 20, "skip": 5}                            ->  {"step_seconds": [0.002, …], …}
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+
+SEED = 7
+PR_SET_PDEATHSIG = 1
+
+
+def build_contender(kind, num_replicas, build_model):
+    """Returns the compiled model of a contender, on `num_replicas` logical CPU devices.
+
+    Args:
+        kind: `"plain"` for Keras without a strategy, `"stock"` for the same code under
+            `tf.distribute.MirroredStrategy`, `"ours"` for `tfparallel.data_parallel`.
+        num_replicas: Logical devices to split the CPU into, one replica each.
+        build_model: Function that returns a Keras model.
+    """
+    import keras
+
+    if kind == "ours":
+        import tfparallel
+
+        names = tfparallel.devices.split_cpu(num_replicas)
+        keras.utils.set_random_seed(SEED)
+        model = tfparallel.data_parallel(build_model, devices=names)
+        compile_model(model)
+    elif kind == "stock":
+        with stock_strategy(num_replicas).scope():
+            keras.utils.set_random_seed(SEED)
+            model = build_model()
+            compile_model(model)
+    else:
+        keras.utils.set_random_seed(SEED)
+        model = build_model()
+        compile_model(model)
+    return model
+
+
+def stock_strategy(num_replicas):
+    import tensorflow as tf
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(num_replicas)]
+    )
+    return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(num_replicas)])
+
+
+def compile_model(model):
+    """Compiles as a user would: Adam, cross-entropy on logits, accuracy.
+
+    The learning rate is low, so that the losses of thousands of steps can still be compared.
+    """
+    import keras
+
+    model.compile(
+        optimizer=keras.optimizers.Adam(1e-4),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+
+
+def make_clock():
+    """Returns a Keras callback that reads the clock at the end of each step, and no more."""
+    import keras
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.readings = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.readings.append(time.perf_counter())
+
+    return Clock()
+
+
+def num_traces(train_function):
+    """Returns how often the programs behind Keras's `train_function` were traced, summed.
+
+    Keras keeps them in closures: the step, within a function of the iterator.
+    """
+    seen, waiting, total = set(), [train_function], 0
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if hasattr(found, "experimental_get_tracing_count"):
+            total += found.experimental_get_tracing_count()
+            waiting.append(found.python_function)
+        waiting.append(getattr(found, "__wrapped__", None))
+        waiting.extend(cell.cell_contents for cell in getattr(found, "__closure__", None) or ())
+    if not total:
+        raise RuntimeError(
+            "No traced program was found behind Keras's `train_function`, so traces cannot be "
+            f"counted. Received: {train_function!r}. Has Keras's trainer changed?"
+        )
+    return total
+
+
+def serve(requests, reply, model, dataset):
+    """Answers each request by a `fit` of so many steps."""
+    import psutil
+
+    process = psutil.Process()
+    clock = make_clock()
+    for line in requests:
+        request = json.loads(line)
+        cpu_before = time.process_time()
+        history = model.fit(
+            dataset, steps_per_epoch=request["steps"], verbose=0, callbacks=[clock]
+        ).history
+        cpu_seconds = time.process_time() - cpu_before
+        # From the end of a step to the end of the next: all that a step costs its user, Keras's
+        # loop and the batch included. What a `fit` costs once falls to the steps that are skipped.
+        ends = clock.readings[request["skip"] :]
+        reply(
+            step_seconds=[after - before for before, after in zip(ends, ends[1:], strict=False)],
+            # Of all threads, and of all steps.
+            cpu_seconds_a_step=cpu_seconds / request["steps"],
+            loss=history["loss"][-1],
+            num_traces=num_traces(model.train_function),
+            rss_mib=process.memory_info().rss / 2**20,
+        )
+
+
+def end_with_parent(parent):
+    """Ends this process when its parent ends, even one that was killed (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("The parent has ended already.")
+
+
+def main():
+    end_with_parent(int(sys.argv[1]))
+    # Replies have standard output to themselves; what anybody prints goes to the log.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(**fields):
+        print(json.dumps(fields), file=channel, flush=True)
+
+    order = json.loads(sys.stdin.readline())
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])  # Before TensorFlow makes its threads.
+    # So late, for the pinning; and quietly where it is ours.
+    import keras
+    import tensorflow as tf
+    import workloads
+
+    workload = workloads.WORKLOADS[order["workload"]]
+    model = build_contender(order["kind"], order["num_replicas"], workload.build_model)
+    # Ready-made batches, in memory, without end.
+    dataset = tf.data.Dataset.from_tensor_slices(workload.batches()).repeat().prefetch(2)
+    reply(
+        num_parameters=model.count_params(),
+        tensorflow=tf.__version__,
+        keras=keras.__version__,
+    )
+    serve(sys.stdin, reply, model, dataset)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Times a step of `model.fit`: plain Keras, TensorFlow's MirroredStrategy, and ours.
+
+    .venv/bin/python benchmarks/data_parallel.py                 # all of it; writes RESULTS.md
+    .venv/bin/python benchmarks/data_parallel.py --workload=dispatch_bound --num_rounds=5 --write=
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import sys
+from typing import NamedTuple
+
+import environment
+import results
+from contender_process import ContenderProcess
+
+NUM_CORES = 2
+NUM_WARM_UP_ROUNDS = 2
+CONTENDERS = [("plain", 1), ("stock", 1), ("ours", 1), ("stock", 2), ("ours", 2)]
+PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
+
+
+class Plan(NamedTuple):
+    """How a workload is measured; the names are those of `workloads.py`."""
+
+    description: str
+    global_batch_size: int
+    num_steps: int
+    num_skipped: int
+
+
+# The rounds of one workload take about two minutes on two cores.
+PLANS = {
+    "dispatch_bound": Plan("MLP of 8 thin dense layers", 64, num_steps=200, num_skipped=5),
+    "compute_bound": Plan("CNN of 2 convolutions", 256, num_steps=12, num_skipped=2),
+}
+
+
+def main(arguments):
+    options = parse(arguments)
+    cores = environment.cores_to_pin(NUM_CORES)
+    num_threads = len(cores) or NUM_CORES
+    described = environment.describe()  # Before the contenders raise the load.
+    measured, versions = {}, {}
+    for workload in options.workload or PLANS:
+        measured[workload], versions = measure(workload, options, cores, num_threads)
+    described |= {
+        "TensorFlow": versions["tensorflow"],
+        "Keras": versions["keras"],
+        "Threads": f"intra-op {num_threads}, inter-op {num_threads}, in each process",
+        "Pinned to cores": ", ".join(map(str, cores)) or "none: this system cannot pin",
+    }
+    found = {"environment": described, "command": command(options), "workloads": measured}
+    print(results.tables(found))
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
+    if options.write:
+        pathlib.Path(options.write).write_text(results.page(found))
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workload", action="append", choices=PLANS, help="measure this one alone; repeatable"
+    )
+    parser.add_argument("--num_rounds", type=positive, default=15, help="timed rounds (15)")
+    parser.add_argument(
+        "--num_steps", type=positive, help="timed steps a round (195 small, 10 large)"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write every figure here")
+    parser.add_argument(
+        "--write", metavar="PATH", default=PAGE, help="write the page here; empty for nowhere"
+    )
+    return parser.parse_args(arguments)
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
+    return number
+
+
+def command(options):
+    """Returns the line that measures the same again; paths are left out."""
+    words = [".venv/bin/python benchmarks/data_parallel.py"]
+    words += [f"--workload={name}" for name in options.workload or ()]
+    words += [f"--num_rounds={options.num_rounds}"] if options.num_rounds != 15 else []
+    words += [f"--num_steps={options.num_steps}"] if options.num_steps else []
+    return " ".join(words)
+
+
+def measure(workload, options, cores, num_threads):
+    """Returns a workload's results, and the versions that the contenders run."""
+    plan = PLANS[workload]
+    num_steps = plan.num_steps if not options.num_steps else options.num_steps + plan.num_skipped
+    with contextlib.ExitStack() as stack:
+        contenders = []
+        for kind, num_replicas in CONTENDERS:
+            contender = ContenderProcess(
+                workload, kind, num_replicas, cores=cores, num_threads=num_threads
+            )
+            stack.callback(contender.close)
+            contenders.append(contender)
+        progress(f"{workload}: starting {len(contenders)} processes")
+        descriptions = [contender.wait_until_ready() for contender in contenders]
+        first = {contender.name: contender.train(1) for contender in contenders}
+        rounds = []
+        for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
+            # Now forwards, now backwards, so that no contender always follows the same one.
+            turn = contenders if index % 2 else contenders[::-1]
+            replies = {
+                contender.name: contender.train(num_steps, plan.num_skipped) for contender in turn
+            }
+            rounds.append({contender.name: replies[contender.name] for contender in contenders})
+            progress(f"{workload}: {round_title(index, options.num_rounds)}")
+    warm_up, timed = rounds[:NUM_WARM_UP_ROUNDS], rounds[NUM_WARM_UP_ROUNDS:]
+    result = {
+        "description": plan.description,
+        "num_parameters": descriptions[0]["num_parameters"],
+        "global_batch_size": plan.global_batch_size,
+        "num_rounds": options.num_rounds,
+        "num_steps_a_round": num_steps,
+        "num_skipped": plan.num_skipped,
+        "num_steps_of_growth": options.num_rounds * num_steps,
+        **results.summarize(workload, timed, first, warm_up[-1]),
+    }
+    return result, descriptions[0]
+
+
+def round_title(index, num_rounds):
+    if index < 0:
+        return f"warm-up {index + NUM_WARM_UP_ROUNDS + 1} of {NUM_WARM_UP_ROUNDS}"
+    return f"round {index + 1} of {num_rounds}"
+
+
+def progress(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except RuntimeError as error:
+        sys.exit(f"data_parallel.py: {error}")

@@ -1,0 +1,73 @@
+"""The models that `data_parallel.py` trains, and their data.
+
+The data are prototypes of the classes under noise, so that there is something to learn and
+nothing to download. How long a step takes does not depend on them.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+SEED = 7
+NUM_CLASSES = 10
+NUM_BATCHES = 16
+NOISE = 3.0
+
+
+class Workload(NamedTuple):
+    """A model and the data it is trained on.
+
+    Attributes:
+        build_model: Function that returns the Keras model; it puts out logits.
+        input_shape: The shape of one example.
+        global_batch_size: Examples of a step, over all replicas.
+    """
+
+    build_model: Callable[[], keras.Model]
+    input_shape: tuple[int, ...]
+    global_batch_size: int
+
+    def batches(self):
+        """Returns inputs `(batches, global batch, …)` in float32 and labels in int32."""
+        generator = np.random.default_rng(SEED)
+        prototypes = generator.standard_normal((NUM_CLASSES, *self.input_shape))
+        labels = generator.integers(NUM_CLASSES, size=(NUM_BATCHES, self.global_batch_size))
+        noise = generator.standard_normal((*labels.shape, *self.input_shape))
+        return (prototypes[labels] + NOISE * noise).astype("float32"), labels.astype("int32")
+
+
+def build_mlp():
+    """Returns eight thin dense layers: next to no arithmetic, in hundreds of ops."""
+    return keras.Sequential(
+        [
+            keras.Input((32,)),
+            *[keras.layers.Dense(32, activation="relu") for _ in range(7)],
+            keras.layers.Dense(NUM_CLASSES),
+        ],
+        name="mlp",
+    )
+
+
+def build_cnn():
+    """Returns the net of `models/digits_cnn.py` for 28 x 28 pixels, without padding."""
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Conv2D(64, 3, activation="relu"),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, activation="relu"),
+            keras.layers.Dense(NUM_CLASSES),
+        ],
+        name="cnn",
+    )
+
+
+WORKLOADS = {
+    "dispatch_bound": Workload(build_mlp, input_shape=(32,), global_batch_size=64),
+    # 128 examples a replica of two; a step takes over 0.1 s of two cores.
+    "compute_bound": Workload(build_cnn, input_shape=(28, 28, 1), global_batch_size=256),
+}

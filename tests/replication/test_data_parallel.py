@@ -1,0 +1,569 @@
+"""The builder: what it returns, what it copies, what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.replication.model import DataParallelModel
+from tfparallel.strategies import variables
+
+TWO, THREE = ["CPU:0", "CPU:1"], ["CPU:0", "CPU:1", "CPU:2"]
+DEADLINE_SECONDS = 120
+
+
+def mlp():
+    return keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(2)]
+    )
+
+
+def compiled(model, **arguments):
+    model.compile(**({"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"} | arguments))
+    return model
+
+
+def data(num_examples=10):
+    generator = np.random.default_rng(8)
+    return generator.normal(size=(num_examples, 3)), generator.normal(size=(num_examples, 2))
+
+
+def assert_weights(model, expected, **tolerance):
+    for value, wanted in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(value, wanted, **tolerance)
+
+
+# --- What it returns --------------------------------------------------------------------------
+
+
+class OwnModel(keras.Model):
+    """A model of the user's own class."""
+
+    def __init__(self, units=2, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def get_config(self):
+        return super().get_config() | {"units": self.units}
+
+
+def test_the_users_class_is_extended():
+    model = tfparallel.data_parallel(OwnModel, devices=TWO)
+    assert isinstance(model, OwnModel)
+    assert isinstance(model, DataParallelModel)
+    assert type(model).__name__ == "OwnModel"
+    assert type(model).__module__ == __name__
+    assert [name[-5:] for name in model.strategy.devices] == TWO
+    assert type(OwnModel()) is OwnModel  # The class itself is as it was.
+
+
+def test_each_variable_has_a_copy_on_each_device():
+    model = tfparallel.data_parallel(mlp, devices=THREE)
+    model.compile("adam", "mse", metrics=["mae"])
+    model.fit(*data(), verbose=0)
+    for variable in [*model.variables, *model.optimizer.variables, *model.metrics_variables]:
+        assert [copy.device[-5:] for copy in variable.value.values] == THREE, variable.path
+
+
+def test_all_devices_by_default():
+    model = tfparallel.data_parallel(mlp)
+    assert [name[-5:] for name in model.strategy.devices] == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+
+
+def test_a_given_strategy_is_used():
+    strategy = tfparallel.MirroredStrategy(TWO)
+    assert tfparallel.data_parallel(mlp, strategy).strategy is strategy
+
+
+def test_one_replica_costs_nothing():
+    """No strategy, plain variables, and Keras's own step: the trace has plain Keras's ops."""
+    model = compiled(tfparallel.data_parallel(mlp, devices=["CPU:0"]))
+    plain = compiled(mlp())
+    assert model.strategy is None
+    assert model.distribute_strategy is plain.distribute_strategy
+    assert all(isinstance(v.value, type(plain.variables[0].value)) for v in model.variables)
+    x, y = data()
+    counts = []
+    for each in (model, plain):
+        each.fit(x, y, verbose=0)
+        step = tf.function(lambda model=each: model.train_step((tf.ones((4, 3)), tf.ones((4, 2)))))
+        counts.append(len(step.get_concrete_function().graph.get_operations()))
+    # Some identities under a control dependency on the data.
+    assert counts[0] == pytest.approx(counts[1], rel=0.05)
+
+
+def test_one_device_that_is_not_the_default_holds_all():
+    model = compiled(tfparallel.data_parallel(mlp, devices=["CPU:2"]))
+    model.fit(*data(), verbose=0)
+    for variable in model.variables:
+        assert [copy.device[-5:] for copy in variables.copies(variable)] == ["CPU:2"]
+
+
+@pytest.mark.parametrize("method", ["predict", "evaluate", "train_on_batch"])
+def test_methods_without_a_fit_before(method):
+    x, y = data()
+    model, plain = compiled(tfparallel.data_parallel(mlp, devices=THREE)), compiled(mlp())
+    plain.set_weights(model.get_weights())
+    arguments = {"predict": (x,), "evaluate": (x, y), "train_on_batch": (x, y)}[method]
+    options = {} if method == "train_on_batch" else {"batch_size": 4, "verbose": 0}
+    seen = getattr(model, method)(*arguments, **options)
+    expected = getattr(plain, method)(*arguments, **options)
+    np.testing.assert_allclose(seen, expected, rtol=1e-5, atol=1e-6)
+    assert_weights(model, plain.get_weights(), rtol=1e-5, atol=1e-6)
+
+
+# --- A clone ----------------------------------------------------------------------------------
+
+
+def test_a_clone_keeps_weights_frozen_layers_and_compile_state():
+    x, y = data()
+    model = mlp()
+    model.layers[0].trainable = False
+    compiled(model, metrics=["mae"])
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    copy = tfparallel.data_parallel(model, devices=THREE)
+    assert copy is not model
+    assert_weights(copy, model.get_weights(), rtol=0, atol=0)
+    assert [layer.trainable for layer in copy.layers] == [False, True]
+    assert type(copy.optimizer).__name__ == "Adam"
+    for ours, theirs in zip(copy.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), err_msg=theirs.path)
+    before = [value.copy() for value in model.get_weights()]
+    # Both train on, alike; the original is not touched by its copy's training.
+    copy.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    assert_weights(model, before, rtol=0, atol=0)
+    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    assert_weights(copy, model.get_weights(), rtol=1e-5, atol=1e-6)
+    seen, expected = (
+        each.evaluate(x, y, verbose=0, return_dict=True) for each in (copy, model)
+    )
+    assert seen.keys() == expected.keys() == {"loss", "mae"}
+    np.testing.assert_allclose(list(seen.values()), list(expected.values()), rtol=1e-5)
+
+
+@pytest.mark.xfail(strict=True, reason="an unbuilt model is called: AttributeError")
+def test_a_clone_of_the_users_own_class():
+    model = OwnModel(units=3)
+    model(tf.ones((1, 4)))
+    copy = tfparallel.data_parallel(model, devices=TWO)
+    assert isinstance(copy, OwnModel)
+    assert_weights(copy, model.get_weights(), rtol=0, atol=0)
+    x = np.ones((5, 4))
+    np.testing.assert_allclose(
+        copy.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-6
+    )
+
+
+def test_a_clone_continues_the_draws_of_random_layers():
+    def build():
+        return compiled(
+            keras.Sequential(
+                [keras.Input((3,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(2)]
+            )
+        )
+
+    x, y = data()
+    model = build()
+    model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+    copy = tfparallel.data_parallel(model, devices=THREE)
+    for each in (model, copy):
+        each.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+    assert_weights(copy, model.get_weights(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_is_not_built_cannot_be_cloned():
+    with pytest.raises(ValueError, match="is not built, so it has no weights to clone"):
+        tfparallel.data_parallel(OwnModel(), devices=TWO)
+
+
+def test_a_model_whose_config_cannot_rebuild_it_cannot_be_cloned():
+    class WithoutConfig(keras.Model):
+        def __init__(self, dense):
+            super().__init__()
+            self.dense = dense
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    model = WithoutConfig(keras.layers.Dense(2))
+    model(tf.ones((1, 3)))
+    with pytest.raises(ValueError, match="WithoutConfig cannot be rebuilt from its config"):
+        tfparallel.data_parallel(model, devices=TWO)
+
+
+# --- What is saved ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_plain_keras_loads_what_is_saved(tmp_path):
+    """In a process that has no tfparallel, with the optimizer's state, and it trains on."""
+    x, y = data()
+
+    def build():
+        inputs = keras.Input((3,))
+        # No bias: its gradient before batch normalization is rounding noise.
+        hidden = keras.layers.Dense(4, use_bias=False)(inputs)
+        return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.BatchNormalization()(hidden)))
+
+    keras.utils.set_random_seed(4)
+    model = tfparallel.data_parallel(build, devices=THREE)
+    compiled(model, metrics=["mae"])
+    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    program = """
+import sys
+sys.modules["tfparallel"] = None  # An import of it would raise.
+import json, pathlib, keras, numpy as np
+folder = pathlib.Path(sys.argv[1])
+model = keras.models.load_model(folder / "model.keras")
+data = np.load(folder / "data.npz")
+result = {
+    "class": f"{type(model).__module__}.{type(model).__name__}",
+    "iterations": int(model.optimizer.iterations.numpy()),
+    "weights": [w.tolist() for w in model.get_weights()],
+    "predictions": model.predict(data["x"], verbose=0).tolist(),
+}
+model.fit(data["x"], data["y"], batch_size=4, shuffle=False, verbose=0)
+result["trained"] = [w.tolist() for w in model.get_weights()]
+print(json.dumps(result))
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True, text=True, timeout=DEADLINE_SECONDS, cwd=tmp_path,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    loaded = json.loads(finished.stdout.splitlines()[-1])
+    assert loaded["class"].startswith("keras.")
+    assert loaded["iterations"] == 6
+    for value, wanted in zip(loaded["weights"], model.get_weights(), strict=True):
+        np.testing.assert_array_equal(np.asarray(value, wanted.dtype), wanted)
+    np.testing.assert_allclose(
+        loaded["predictions"], model.predict(x, verbose=0), rtol=1e-5, atol=1e-6
+    )
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    assert_weights(model, [np.asarray(value) for value in loaded["trained"]], rtol=1e-4, atol=1e-5)
+
+
+def test_the_saved_file_does_not_name_the_package(tmp_path):
+    import zipfile
+
+    model = compiled(tfparallel.data_parallel(mlp, devices=TWO))
+    model.fit(*data(), verbose=0)
+    model.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as archive:
+        assert b"tfparallel" not in archive.read("config.json")
+        assert b"Sequential" in archive.read("config.json")
+
+
+def test_weights_load_after_building(tmp_path):
+    plain = mlp()
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    model = tfparallel.data_parallel(mlp, devices=THREE)
+    model.load_weights(tmp_path / "plain.weights.h5")
+    for variable, wanted in zip(model.variables, plain.variables, strict=True):
+        for copy in variable.value.values:
+            np.testing.assert_array_equal(copy.numpy(), wanted.numpy())
+
+
+# --- Bad input, on the text -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "devices, message",
+    [
+        (["CPU:0", "CPU:7"], r"CPU:7 does not exist.*Received: devices=\['CPU:0', 'CPU:7'\]"),
+        (["GPU:x"], "'GPU:x' is no device name"),
+        (["CPU:0", "cpu:0"], "CPU:0 is named 2 times"),
+        ([], "the list is empty"),
+        ("CPU:0,CPU:1", "must be a list of names"),
+    ],
+)
+def test_devices_that_cannot_be_used(devices, message):
+    with pytest.raises(ValueError, match=message):
+        tfparallel.data_parallel(mlp, devices=devices)
+
+
+def returns_nothing():
+    mlp()
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("mlp", r"needs a function .* Received: 'mlp' \(of type str\)"),
+        (None, r"needs a function .* Received: None \(of type NoneType\)"),
+        (returns_nothing, "must return .* Received: None .* from returns_nothing.*`return model`"),
+        (lambda: "model", r"must return a Keras model. Received: 'model' \(of type str\)"),
+        (lambda: keras.layers.Dense(1), "must return a Keras model. Received: <Dense"),
+    ],
+    ids=["a name", "nothing", "no return", "a string", "a layer"],
+)
+def test_what_builds_no_model(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        tfparallel.data_parallel(wrong, devices=TWO)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", None, 2])
+def test_what_is_no_strategy(strategy):
+    with pytest.raises(ValueError, match=f"must be 'auto' or .* Received: strategy={strategy!r}"):
+        tfparallel.data_parallel(mlp, strategy)
+
+
+def test_tensorflows_strategy_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="replace `tf.distribute.` by `tfparallel.`"):
+        tfparallel.data_parallel(mlp, tf.distribute.MirroredStrategy(TWO))
+
+
+def test_a_strategy_and_devices_contradict_each_other():
+    with pytest.raises(ValueError, match="A strategy already has its devices"):
+        tfparallel.data_parallel(mlp, tfparallel.MirroredStrategy(TWO), devices=THREE)
+
+
+@pytest.mark.parametrize("scope_of", [tf.distribute.MirroredStrategy, tfparallel.MirroredStrategy])
+def test_a_model_of_another_scope(scope_of):
+    with scope_of(TWO).scope():
+        model = mlp()
+    message = "was built in the scope of another strategy.*Received: variable '.*kernel' of a Mirr"
+    with pytest.raises(ValueError, match=message):
+        tfparallel.data_parallel(model, devices=THREE)
+
+
+def test_several_workers_are_refused(monkeypatch):
+    cluster = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    with pytest.raises(RuntimeError, match="TF_CONFIG names 2 workers.*allow_independent_workers"):
+        tfparallel.data_parallel(mlp, devices=TWO)
+    model = tfparallel.data_parallel(mlp, devices=TWO, allow_independent_workers=True)
+    assert len(model.strategy.devices) == 2
+
+
+@pytest.mark.parametrize(
+    "cluster", ["{}", json.dumps({"cluster": {"worker": ["localhost:1"]}})]
+)
+def test_one_worker_is_no_cluster(monkeypatch, cluster):
+    monkeypatch.setenv("TF_CONFIG", cluster)
+    assert tfparallel.data_parallel(mlp, devices=TWO).strategy is not None
+
+
+@pytest.fixture(name="model", params=["one device", "three devices"])
+def make_model(request):
+    devices = THREE if request.param == "three devices" else THREE[:1]
+    return compiled(tfparallel.data_parallel(mlp, devices=devices))
+
+
+@pytest.mark.parametrize("batch_size", [0, -3, 2.5, "8"])
+def test_a_global_batch_size_below_one(model, batch_size):
+    message = f"of `fit` must be an integer of at least 1.* Received: batch_size={batch_size!r}"
+    with pytest.raises(ValueError, match=message):
+        model.fit(*data(), batch_size=batch_size, verbose=0)
+
+
+@pytest.mark.xfail(strict=True, reason="only Python integers are taken")
+def test_a_numpy_integer_is_an_integer(model):
+    model.fit(*data(), batch_size=np.int64(4), verbose=0)
+
+
+def test_empty_arrays(model):
+    with pytest.raises(ValueError, match=r"data given to `fit` is empty.*arrays of \[0\] examples"):
+        model.fit(np.zeros((0, 3)), np.zeros((0, 2)), verbose=0)
+
+
+def test_an_empty_data_set(model):
+    dataset = tf.data.Dataset.from_tensor_slices(data(3)).batch(4, drop_remainder=True)
+    with pytest.raises(ValueError, match="data set given to `fit` is empty.*drop_remainder"):
+        model.fit(dataset, verbose=0)
+
+
+def test_an_infinite_data_set(model):
+    dataset = tf.data.Dataset.from_tensor_slices(data()).batch(4).repeat()
+    with pytest.raises(ValueError, match="infinite.*`steps_per_epoch` is required"):
+        model.fit(dataset, verbose=0)
+    history = model.fit(dataset, steps_per_epoch=2, verbose=0)
+    assert len(history.history["loss"]) == 1
+    assert int(model.optimizer.iterations.numpy()) == 2
+
+
+@pytest.mark.xfail(strict=True, reason="keywords only, after y")
+def test_fit_takes_its_arguments_by_position_as_keras_does(model):
+    x, y = data()
+    model.fit(x, y, 5, 2, 0)
+    assert int(model.optimizer.iterations.numpy()) == 4
+
+
+def test_a_model_that_is_not_compiled():
+    model = tfparallel.data_parallel(mlp, devices=TWO)
+    with pytest.raises(ValueError, match="(?i)compile"):
+        model.fit(*data(), verbose=0)
+
+
+def test_jit_compile_on_several_replicas():
+    model = tfparallel.data_parallel(mlp, devices=TWO)
+    with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
+        model.compile("sgd", "mse", jit_compile=True)
+    model.compile("sgd", "mse", jit_compile=False)
+
+
+@pytest.mark.xfail(strict=True, reason="only the keyword is looked at")
+def test_jit_compile_by_position_on_several_replicas():
+    model = tfparallel.data_parallel(mlp, devices=TWO)
+    with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
+        model.compile("sgd", "mse", None, None, None, False, 1, True)
+
+
+def test_jit_compile_on_one_replica_passes_through():
+    model = tfparallel.data_parallel(mlp, devices=TWO[:1])
+    model.compile("sgd", "mse", jit_compile=True)
+    assert model.jit_compile is True
+
+
+@pytest.mark.xfail(strict=True, reason="XLA fails, instead of a refusal")
+def test_jit_compile_under_the_drop_in_strategy():
+    with tfparallel.MirroredStrategy(TWO).scope():
+        model = mlp()
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
+        model.fit(*data(), verbose=0)
+
+
+def stateful():
+    return keras.Sequential(
+        [keras.Input(batch_shape=(4, 5, 2)), keras.layers.LSTM(3, stateful=True, name="memory")]
+    )
+
+
+def test_a_stateful_recurrent_layer():
+    with pytest.raises(ValueError, match=r"Stateful recurrent layers.*3 replicas.*\['memory'\]"):
+        tfparallel.data_parallel(stateful, devices=THREE)
+    assert tfparallel.data_parallel(stateful, devices=THREE[:1]).layers[0].stateful
+
+
+def test_an_output_without_a_batch_axis():
+    class Mean(keras.layers.Layer):
+        def call(self, inputs):
+            return keras.ops.mean(inputs)
+
+    model = compiled(
+        tfparallel.data_parallel(lambda: keras.Sequential([keras.Input((3,)), Mean()]), devices=TWO)
+    )
+    with pytest.raises(ValueError, match="one of them is a scalar"):
+        model.fit(data()[0], np.ones(10), verbose=0)
+
+
+def test_a_second_derivative():
+    class Penalized(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            return self.dense(inputs) ** 2
+
+        def train_step(self, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+                loss += tf.reduce_sum(inner.gradient(loss, x) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    model = compiled(tfparallel.data_parallel(Penalized, devices=TWO))
+    with pytest.raises(ValueError, match="Cannot differentiate twice"):
+        model.fit(data()[0], np.ones((10, 1)), verbose=0)
+
+
+# --- Faults of Keras that the model answers ---------------------------------------------------
+
+
+def generator_batches(num_batches=10):
+    x, y = data(4 * num_batches)
+    for start in range(0, len(x), 4):
+        yield x[start : start + 4], y[start : start + 4]
+
+
+def test_a_generator_loses_no_batch():
+    model = compiled(tfparallel.data_parallel(mlp, devices=THREE))
+    model.fit(generator_batches(), verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 10
+
+
+def test_keras_under_tensorflows_strategy_loses_batches_of_a_generator():
+    """It fails on the day that Keras looks at the spec instead of a batch."""
+    strategy = tf.distribute.MirroredStrategy(
+        TWO, cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    with strategy.scope():
+        model = compiled(mlp())
+    model.fit(generator_batches(), verbose=0)
+    assert int(model.optimizer.iterations.numpy()) < 10
+
+
+def accumulating():
+    keras.utils.set_random_seed(6)
+    return mlp()
+
+
+def trained_on(model, batches):
+    compiled(model, optimizer=keras.optimizers.SGD(0.5, gradient_accumulation_steps=4))
+    model.fit(batches, verbose=0)
+    model.fit(*data(8), batch_size=4, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def known_length():
+    dataset = tf.data.Dataset.from_tensor_slices(data(24))
+    return dataset.batch(4)
+
+
+def test_keras_loses_the_pending_gradient_when_a_generator_ends():
+    """Six steps, one update, two pending: the seventh, without data, resets the accumulators.
+
+    It fails on the day that Keras keeps them, and the control dependency may go.
+    """
+    expected = trained_on(accumulating(), known_length())
+    lost = trained_on(accumulating(), generator_batches(6))
+    apart = max(np.abs(a - b).max() for a, b in zip(lost, expected, strict=True))
+    assert apart > 1e-3
+
+
+def test_the_pending_gradient_outlives_the_end_of_a_generator():
+    expected = trained_on(accumulating(), known_length())
+    model = tfparallel.data_parallel(accumulating, devices=THREE)
+    seen = trained_on(model, generator_batches(6))
+    for value, wanted in zip(seen, expected, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_convolution_of_no_images_has_the_wrong_shape_on_the_cpu():
+    """Why a replica without examples computes a dummy row; it fails once TensorFlow mends it."""
+    empty = tf.nn.conv2d(tf.zeros((0, 8, 8, 1)), tf.zeros((3, 3, 1, 6)), 1, "VALID")
+    assert empty.shape != (0, 6, 6, 6)
+
+
+@pytest.mark.xfail(strict=True, reason="the seeds are made in the trace")
+def test_the_first_draw_may_be_inside_a_trace():
+    """A program that is traced before Keras has made its global seeds."""
+    model = tfparallel.data_parallel(mlp, devices=THREE)
+    keras.utils.set_random_seed(1)  # Drops the global seeds, to be made anew.
+
+    @tf.function
+    def forward(x):
+        with model.strategy.program():
+            return model(x, training=True)
+
+    assert forward.get_concrete_function(tf.TensorSpec((6, 3))).structured_outputs.shape == (6, 2)

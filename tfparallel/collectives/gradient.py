@@ -1,0 +1,43 @@
+"""Gives a call a gradient of its own, without walking the graph.
+
+`tf.custom_gradient` searches, in a `tf.function`, the whole graph behind each call for variables:
+with a call in each batch normalization, tracing MobileNetV2 on 3 replicas took over 15 minutes.
+A tape needs to be told only what went in, what came out and how to go back. Rests on TensorFlow's
+internal `record`, which `tf.custom_gradient` itself uses.
+"""
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+Backward = Callable[..., Sequence[tf.Tensor | None]]
+
+
+def call_with_gradient(
+    name: str,
+    function: Callable[..., tuple[Sequence[tf.Tensor], Backward]],
+    inputs: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """Calls `function` such that active tapes differentiate it by the backward that it returns.
+
+    Args:
+        name: Names the call in error messages.
+        function: Takes `inputs`, returns the outputs and a function from the outputs' gradients
+            to the inputs' gradients (None where there is none).
+        inputs: Tensors; what else the function uses is a constant to the tapes.
+
+    Returns:
+        The outputs.
+    """
+    with record.stop_recording():
+        outputs, backward = function(*inputs)
+        # A tape knows a tensor by its identity: what is passed on must be a tensor of its own.
+        outputs = [tf.identity(output) for output in outputs]
+    record.record_operation(name, outputs, list(inputs), backward)
+    return outputs
+
+
+def is_recording() -> bool:
+    """Whether a tape of this thread may be recording."""
+    return record.could_possibly_record()
