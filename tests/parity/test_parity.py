@@ -118,6 +118,8 @@ def parameters():
             )
 
 
+# Keras warns of what the cases are about: shuffling left to the data set, data that ends.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("case", "form", "replicas"), parameters())
 def test_trains_as_one_device_does(case: Case, form: str, replicas: int):
     verdict, detail = judge(case, FORMS[form](DEVICES[:replicas]))

@@ -223,7 +223,6 @@ def test_the_weighted_mean_of_small_integers(strategy):
         assert (two.numpy().tolist(), two.dtype) == ([[6.0], [0.0]], tf.float32)
 
 
-@pytest.mark.xfail(strict=True, reason="0 times NaN is NaN")
 def test_a_replica_of_weight_zero_may_hold_nan(strategy):
     """The mean over no examples is NaN, and must not spread to the others."""
     gradients, weights = [1.0, float("nan"), 9.0], [3, 0, 1]
@@ -326,9 +325,7 @@ class Spread(keras.layers.Layer):
     [
         6,
         7,
-        pytest.param(
-            9, marks=pytest.mark.xfail(strict=True, reason="an idle replica's dummy row is joined")
-        ),
+        9,
     ],
 )
 def test_a_layer_that_gathers_sees_the_batch(batch_size):

@@ -151,7 +151,6 @@ def test_a_clone_keeps_weights_frozen_layers_and_compile_state():
     np.testing.assert_allclose(list(seen.values()), list(expected.values()), rtol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="an unbuilt model is called: AttributeError")
 def test_a_clone_of_the_users_own_class():
     model = OwnModel(units=3)
     model(tf.ones((1, 4)))
@@ -371,7 +370,6 @@ def test_a_global_batch_size_below_one(model, batch_size):
         model.fit(*data(), batch_size=batch_size, verbose=0)
 
 
-@pytest.mark.xfail(strict=True, reason="only Python integers are taken")
 def test_a_numpy_integer_is_an_integer(model):
     model.fit(*data(), batch_size=np.int64(4), verbose=0)
 
@@ -396,7 +394,6 @@ def test_an_infinite_data_set(model):
     assert int(model.optimizer.iterations.numpy()) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="keywords only, after y")
 def test_fit_takes_its_arguments_by_position_as_keras_does(model):
     x, y = data()
     model.fit(x, y, 5, 2, 0)
@@ -416,7 +413,6 @@ def test_jit_compile_on_several_replicas():
     model.compile("sgd", "mse", jit_compile=False)
 
 
-@pytest.mark.xfail(strict=True, reason="only the keyword is looked at")
 def test_jit_compile_by_position_on_several_replicas():
     model = tfparallel.data_parallel(mlp, devices=TWO)
     with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
@@ -429,7 +425,6 @@ def test_jit_compile_on_one_replica_passes_through():
     assert model.jit_compile is True
 
 
-@pytest.mark.xfail(strict=True, reason="XLA fails, instead of a refusal")
 def test_jit_compile_under_the_drop_in_strategy():
     with tfparallel.MirroredStrategy(TWO).scope():
         model = mlp()
@@ -555,7 +550,6 @@ def test_a_convolution_of_no_images_has_the_wrong_shape_on_the_cpu():
     assert empty.shape != (0, 6, 6, 6)
 
 
-@pytest.mark.xfail(strict=True, reason="the seeds are made in the trace")
 def test_the_first_draw_may_be_inside_a_trace():
     """A program that is traced before Keras has made its global seeds."""
     model = tfparallel.data_parallel(mlp, devices=THREE)

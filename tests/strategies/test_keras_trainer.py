@@ -85,7 +85,6 @@ def test_nobody_is_found_for_a_custom_loop(strategy):
     assert all(found is None for found in strategy.models)
 
 
-@pytest.mark.xfail(strict=True, reason="fit is found above the callback")
 def test_a_custom_loop_in_a_callback_is_the_users(strategy):
     """Keras is above the callback in the stack, and yet it is not Keras that calls `run`."""
     with strategy.scope():
@@ -148,7 +147,6 @@ def test_an_optimizer_that_does_neither_is_not_refused(strategy):
     np.testing.assert_allclose(variable.numpy(), [0.0, 0.0], atol=1e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="TensorFlow's error comes first")
 def test_an_optimizer_that_accumulates_is_refused(strategy):
     with strategy.scope():
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)

@@ -8,6 +8,7 @@ the moment.
 import tensorflow as tf
 
 from tfparallel.collectives.gradient import call_with_gradient
+from tfparallel.data import shard as shards
 
 
 def all_reduce(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
@@ -52,6 +53,9 @@ def all_gather(tensor: tf.Tensor) -> tf.Tensor:
     """
     if tf.distribute.in_cross_replica_context():
         return tensor
+    shard = shards.current()
+    if shard is not None:
+        tensor = shard.without_dummy_row(tensor)
     (joined,) = call_with_gradient("all_gather", _all_gather, [tf.convert_to_tensor(tensor)])
     return joined
 

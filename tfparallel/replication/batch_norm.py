@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.gradient import call_with_gradient
 from tfparallel.collectives.in_replica import all_reduce
-from tfparallel.replication import shard as shards
+from tfparallel.data import shard as shards
 
 
 class SynchronizedBatchNormalization:

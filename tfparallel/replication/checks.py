@@ -1,5 +1,7 @@
 """What data parallelism cannot do exactly, and input that no training can use: said at once."""
 
+import numbers
+
 import keras
 import tensorflow as tf
 
@@ -22,13 +24,13 @@ def check_model(model: keras.Model, strategy) -> None:
         )
 
 
-def check_compile(model: keras.Model, strategy, args: tuple, kwargs: dict) -> None:
-    """Raises on options of `compile` that several replicas cannot honour.
+def check_compile(model: keras.Model, strategy) -> None:
+    """Raises on options of a compiled model that several replicas cannot honour.
 
     Raises:
         ValueError: For `jit_compile=True`.
     """
-    if kwargs.get("jit_compile") is True:
+    if model.compiled and model.jit_compile:
         raise ValueError(
             f"`jit_compile=True` compiles the step for one device. {len(strategy.devices)} "
             "replicas require `jit_compile=False` or 'auto'. Received: jit_compile=True on "
@@ -49,7 +51,7 @@ def check_data(x, batch_size, steps_per_epoch, method: str) -> None:
         ValueError: If the global batch size is below 1, the data is empty, or it is infinite and
             `steps_per_epoch` is missing.
     """
-    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+    if batch_size is not None and (not isinstance(batch_size, numbers.Integral) or batch_size < 1):
         raise ValueError(
             f"The global batch size of `{method}` must be an integer of at least 1: the examples "
             f"of one step, over all replicas. Received: batch_size={batch_size!r}. Pass, for "

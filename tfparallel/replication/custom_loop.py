@@ -21,19 +21,25 @@ from tfparallel.replication.extend import extend
 
 
 def reduce_gradients(
-    gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], weight: tf.Tensor | float = 1.0
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    weight: tf.Tensor | float | None = None,
 ) -> list[tf.Tensor | tf.IndexedSlices | None]:
-    """Returns the weighted mean of the replicas' gradients, on each replica.
+    """Returns the gradients of the global loss, on each replica.
 
-        g = Σ_k w_k g_k / Σ_k w_k
+    With a weight, the weighted mean of the replicas' gradients; without, their sum:
+
+        g = Σ_k w_k g_k / Σ_k w_k        or        g = Σ_k g_k
 
     With g_k the gradient of the mean loss of a replica's w_k examples (or tokens, or whatever the
-    loss divides by), g is the gradient of the mean loss of the global batch, for any shard sizes.
-    One all-reduce carries all dense gradients of a dtype and the weight.
+    loss divides by), the first is the gradient of the mean loss of the global batch, for shards of
+    any size. The second is for losses that are shares of the global one already, as
+    `tf.nn.compute_average_loss` gives them; it is exact for shards of equal size. One all-reduce
+    carries all dense gradients of a dtype.
 
     Args:
         gradients: This replica's gradients; None where there is none.
-        weight: w_k, a scalar: what this replica's loss was divided by.
+        weight: w_k, a scalar: what this replica's mean loss was divided by; 0 for a replica
+            without examples. None for the sum.
 
     Returns:
         The gradients of the global mean. Sparse ones stay sparse, joined over the replicas.
@@ -48,24 +54,19 @@ def reduce_gradients(
             "after `tape.gradient`."
         )
     gradients = list(gradients)
-    weight = tf.convert_to_tensor(weight)
-    weight = weight if weight.dtype.is_floating else tf.cast(weight, keras.config.floatx())
-    total = tf.convert_to_tensor(all_reduce(weight))
+    gradients = _weighted(gradients, weight)
     results: list = [None] * len(gradients)
     by_dtype: dict = {}
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
-            share = tf.cast(weight / total, gradient.values.dtype)
             results[index] = tf.IndexedSlices(
-                all_gather(gradient.values * share),
-                all_gather(gradient.indices),
-                gradient.dense_shape,
+                all_gather(gradient.values), all_gather(gradient.indices), gradient.dense_shape
             )
         elif gradient is not None:
             by_dtype.setdefault(gradient.dtype, []).append(index)
-    for dtype, indices in by_dtype.items():
+    for indices in by_dtype.values():
         flat = tf.concat([tf.reshape(gradients[index], [-1]) for index in indices], 0)
-        flat = all_reduce(flat * tf.cast(weight, dtype)) / tf.cast(total, dtype)
+        flat = all_reduce(flat)
         sizes = [tf.size(gradients[index]) for index in indices]
         for index, part in zip(indices, tf.split(flat, sizes, num=len(sizes)), strict=True):
             results[index] = tf.reshape(part, tf.shape(gradients[index]))
@@ -74,6 +75,27 @@ def reduce_gradients(
         if result is not None:
             result._is_reduced = True
     return results
+
+
+def _weighted(gradients, weight):
+    """Multiplies by w_k / Σ w_k; a weight of 0 makes zeros of whatever an empty mean gave."""
+    if weight is None:
+        return gradients
+    weight = tf.convert_to_tensor(weight)
+    weight = weight if weight.dtype.is_floating else tf.cast(weight, keras.config.floatx())
+    share = weight / all_reduce(weight)
+
+    def weigh(tensor):
+        return tf.where(weight > 0, tensor * tf.cast(share, tensor.dtype), tf.zeros_like(tensor))
+
+    return [
+        tf.IndexedSlices(weigh(g.values), g.indices, g.dense_shape)
+        if isinstance(g, tf.IndexedSlices)
+        else None
+        if g is None
+        else weigh(g)
+        for g in gradients
+    ]
 
 
 def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:

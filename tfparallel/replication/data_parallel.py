@@ -50,8 +50,9 @@ def data_parallel(
         costs nothing.
 
     Raises:
-        ValueError: If a device is unknown or named twice, the function returns no model, or the
-            model was built in another strategy's scope or cannot be cloned.
+        ValueError: If TF_CONFIG is no JSON, a device is unknown or named twice, the function
+            returns no model, or the model was built in another strategy's scope or cannot be
+            cloned.
         RuntimeError: In a job of several workers, unless `allow_independent_workers`.
 
     Example:
@@ -136,10 +137,14 @@ def _refuse_foreign_scope(model, strategy) -> None:
 
 
 def _refuse_independent_workers() -> None:
+    text = os.environ.get("TF_CONFIG", "{}")
     try:
-        cluster = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster", {})
-    except (ValueError, AttributeError):
-        return
+        cluster = json.loads(text).get("cluster", {})
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            "The environment variable TF_CONFIG must hold a JSON object, or not be set. Received: "
+            f"TF_CONFIG={text!r} ({error}). Unset it to train on one machine."
+        ) from error
     num_workers = sum(len(cluster.get(role, [])) for role in ("chief", "worker"))
     if num_workers > 1:
         raise RuntimeError(

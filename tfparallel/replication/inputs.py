@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.replication import shard as shards
+from tfparallel.data import shard as shards
 
 
 class BatchInputs:

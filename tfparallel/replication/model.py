@@ -1,7 +1,10 @@
 """The Keras model whose steps run as one program over the replicas."""
 
+import inspect
+
 import keras
 import tensorflow as tf
+from keras.src import backend
 
 from tfparallel.replication import batch_norm, checks, optimizer, random
 from tfparallel.replication.extend import extend, original_class
@@ -41,7 +44,7 @@ class ReplicatedLayer:
         # Inside the trace of a step a variable would be created outside the strategy.
         args, kwargs = keras.tree.map_structure(_symbolic, (args, kwargs))
         with tf.init_scope(), self._strategy.scope():
-            keras.backend.compute_output_spec(super().__call__, *args, **kwargs)
+            backend.compute_output_spec(super().__call__, *args, **kwargs)
 
     def _partial_gradients(self) -> dict | None:
         return None
@@ -74,16 +77,19 @@ class DataParallelModel(ReplicatedLayer):
         strategy = self.strategy
         if strategy is None:
             return super().compile(*args, **kwargs)
-        checks.check_compile(self, strategy, args, kwargs)
         with strategy.scope():
             super().compile(*args, **kwargs)
+        checks.check_compile(self, strategy)
         extend_parts(self)
         return None
 
-    def fit(self, x=None, y=None, **kwargs):
+    def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`; batch sizes are global."""
-        checks.check_data(x, kwargs.get("batch_size"), kwargs.get("steps_per_epoch"), "fit")
-        return super().fit(x, y, **kwargs)
+        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
+        checks.check_data(
+            asked.get("x"), asked.get("batch_size"), asked.get("steps_per_epoch"), "fit"
+        )
+        return super().fit(*args, **kwargs)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Keras looks at a first batch here, under a strategy only: a generator loses the batches
@@ -154,6 +160,7 @@ def extend_model(
     if strategy is not None:
         object.__setattr__(model, "_distribute_strategy", strategy)
         checks.check_model(model, strategy)
+        checks.check_compile(model, strategy)
         extend_parts(model)
     return model
 

@@ -11,7 +11,7 @@ Keras counts its draws in a variable that every replica holds a copy of, so unde
 import keras
 import tensorflow as tf
 
-from tfparallel.replication import shard as shards
+from tfparallel.data import shard as shards
 
 _PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.
 _FOLD = 0x9E3779B1  # Odd, so that r ↦ r·_FOLD is one-to-one modulo 2³².

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
 from tfparallel.data import partition
-from tfparallel.replication import shard as shards
+from tfparallel.data import shard as shards
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.strategies import variables

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator as keras_seeds
 
-from tfparallel.replication import shard as shards
+from tfparallel.data import shard as shards
 from tfparallel.strategies import variables
 
 # What Keras keeps for each thread, and a replica, a thread of its own, must have as its caller.
@@ -78,7 +78,8 @@ class CallState:
 def _thread_state() -> dict:
     if global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR) is None:
         python_state = random.getstate()  # An unseeded generator takes its seed from Python's.
-        keras_seeds.global_seed_generator()
+        with tf.init_scope():  # Its variable outlives the step that is being traced.
+            keras_seeds.global_seed_generator()
         random.setstate(python_state)
     return {name: global_state.get_global_attribute(name) for name in _THREAD_STATE}
 

@@ -13,7 +13,10 @@ import sys
 import keras
 
 _TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
-_NUM_FRAMES = 16  # From the strategy up to `fit`; tracing puts some 10 frames in between.
+_OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
+
+# What may stand between the strategy and Keras; anything else is the user's own code.
+_PASSED = ("keras", "tensorflow", "tfparallel", "contextlib", "functools")
 
 # What an optimizer does to a gradient before the update, and must do after the reduction.
 _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
@@ -21,33 +24,16 @@ _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumula
 
 def calling_model() -> keras.Model | None:
     """Returns the model whose Keras training loop is calling, or None for anyone else."""
-    frame = sys._getframe(2)
-    for _ in range(_NUM_FRAMES):
-        if frame is None:
-            return None
-        if frame.f_globals.get("__name__") == _TRAINER_MODULE:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, keras.Model):
-                return owner
-        frame = frame.f_back
-    return None
+    return _caller(_TRAINER_MODULE, keras.Model)
 
 
-def refuse_unprepared_optimizer(update, strategy) -> None:
-    """Raises if a Keras optimizer clips or accumulates each replica's own gradient.
-
-    Args:
-        update: The function that the optimizer gave to `strategy.extended.update`; its closure
-            holds the optimizer.
-        strategy: The strategy; in a program gradients are global, and nothing is refused.
+def refuse_unprepared_optimizer() -> None:
+    """Raises if a Keras optimizer is calling that clips or accumulates a replica's own gradient.
 
     Raises:
-        ValueError: In a custom loop, for an optimizer that clips or accumulates and was not
-            prepared by `tfparallel.distribute_optimizer`.
+        ValueError: For an optimizer that was not prepared by `tfparallel.distribute_optimizer`.
     """
-    if strategy.program_is_running:
-        return
-    optimizer = _optimizer_of(update)
+    optimizer = _caller(_OPTIMIZER_MODULE, keras.Optimizer)
     if optimizer is None or getattr(optimizer, "is_distributed", False):
         return
     received = {
@@ -63,9 +49,14 @@ def refuse_unprepared_optimizer(update, strategy) -> None:
         )
 
 
-def _optimizer_of(update):
-    names = getattr(getattr(update, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(update, "__closure__", None) or (), strict=False):
-        if name == "self" and isinstance(cell.cell_contents, keras.Optimizer):
-            return cell.cell_contents
+def _caller(module: str, owner_type: type):
+    """Returns the object of `owner_type` whose method, in `module`, is calling."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == module and isinstance(frame.f_locals.get("self"), owner_type):
+            return frame.f_locals["self"]
+        if name.partition(".")[0] not in _PASSED:
+            return None
+        frame = frame.f_back
     return None

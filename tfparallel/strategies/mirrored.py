@@ -32,6 +32,8 @@ class _MirroredExtended(mirrored_strategy.MirroredExtended):
             self._container_strategy().program_is_running
             and tf.distribute.in_cross_replica_context()
         )
+        if not in_program:
+            keras_trainer.refuse_unprepared_optimizer()
         return not in_program and super()._use_merge_call()
 
     def _get_cross_device_ops(self, value):
@@ -62,10 +64,6 @@ class _MirroredExtended(mirrored_strategy.MirroredExtended):
             return made
 
         return variables.create(self._container_strategy(), create_copies, **kwargs)
-
-    def update(self, var, fn, args=(), kwargs=None, group=True):
-        keras_trainer.refuse_unprepared_optimizer(fn, self._container_strategy())
-        return super().update(var, fn, args, kwargs, group)
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):
