@@ -154,8 +154,8 @@ def test_one_reduction_a_layer(num_layers):
         assert [operation.outputs[0].shape.rank for operation in sums] == [1, 1]
         return
     sums = sums_over_replicas(forward_graph(num_layers))
-    # (n_k, m_k, M_k) of three channels in a table of three rows.
-    assert [operation.outputs[0].shape.as_list() for operation in sums] == [[3, 7]] * num_layers
+    # The sum of M_k, three channels each; n_k and m_k are taken along.
+    assert [operation.outputs[0].shape.as_list() for operation in sums] == [[3]] * num_layers
 
 
 def sums_over_replicas(graph):

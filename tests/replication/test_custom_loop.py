@@ -230,7 +230,7 @@ def test_a_replica_of_weight_zero_may_hold_nan(strategy):
         strategy,
         lambda k: tfparallel.reduce_gradients([tf.constant([gradients[k]])], weight=weights[k]),
     )
-    assert [float(result[0]) for result in results] == [3.0] * 3
+    assert [float(result[0][0]) for result in results] == [3.0] * 3
 
 
 def test_sparse_gradients_stay_sparse_and_are_joined(strategy):
@@ -305,7 +305,7 @@ def test_a_contrastive_loss_of_the_joined_rows_is_that_of_one_device(strategy):
             loss = contrast(tfparallel.all_gather(x[bounds[k] : bounds[k + 1]] @ weight))
         # Each replica's loss is the whole loss; the sum of its gradients over replicas, which
         # all_gather takes, counts it three times, and the mean of the three shares once.
-        return tfparallel.reduce_gradients([tape.gradient(loss, weight)])[0]
+        return tfparallel.reduce_gradients([tape.gradient(loss, weight)], weight=1.0)[0]
 
     for result in on_replicas(strategy, step):
         np.testing.assert_allclose(result, expected, rtol=1e-12)

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from tfparallel.data.partition import row_ranges
 from tfparallel.data import shard as shards
+from tfparallel.data.partition import row_ranges
 from tfparallel.replication.extend import extend
 from tfparallel.replication.random import IndexedDropout, ReplicaSeedGenerator, uniform_of_rows
 

@@ -19,8 +19,7 @@ class WatchedStrategy(tfparallel.MirroredStrategy):
         self.models = []
 
     def run(self, fn, args=(), kwargs=None, options=None):
-        # The frame that `calling_model` starts from is its caller's caller.
-        self.models.append((lambda: keras_trainer.calling_model())())
+        self.models.append(keras_trainer.calling_model())
         return super().run(fn, args, kwargs, options)
 
 

@@ -81,8 +81,7 @@ def _weighted(gradients, weight):
     """Multiplies by w_k / Σ w_k; a weight of 0 makes zeros of whatever an empty mean gave."""
     if weight is None:
         return gradients
-    weight = tf.convert_to_tensor(weight)
-    weight = weight if weight.dtype.is_floating else tf.cast(weight, keras.config.floatx())
+    weight = tf.cast(weight, tf.float64)  # A share of 1/3 must not limit float64 gradients.
     share = weight / all_reduce(weight)
 
     def weigh(tensor):

@@ -11,6 +11,7 @@ day that it moves.
 import sys
 
 import keras
+import tensorflow as tf
 
 _TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
 _OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
@@ -53,10 +54,11 @@ def _caller(module: str, owner_type: type):
     """Returns the object of `owner_type` whose method, in `module`, is calling."""
     frame = sys._getframe(2)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name == module and isinstance(frame.f_locals.get("self"), owner_type):
-            return frame.f_locals["self"]
-        if name.partition(".")[0] not in _PASSED:
+        name, owner = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
+        if name == module and isinstance(owner, owner_type):
+            return owner
+        is_strategy = isinstance(owner, tf.distribute.Strategy)  # A subclass of the user's own.
+        if name.partition(".")[0] not in _PASSED and not is_strategy:
             return None
         frame = frame.f_back
     return None
