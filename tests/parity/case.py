@@ -194,7 +194,7 @@ def fit_arguments(case: Case) -> dict[str, Any]:
 def observe(model: keras.Model, history: dict | None = None, **outputs) -> Observed:
     """Every variable by path, every loss and metric by name, and named outputs.
 
-    An optimizer that was not stepped has no slots to compare: whether they were
+    Outputs named "weights …" or "slots …" are measured as such. An optimizer that was not stepped has no slots to compare: whether they were
     made before they are needed is nobody's result.
     """
     seen: Observed = {}
@@ -218,8 +218,9 @@ def observe(model: keras.Model, history: dict | None = None, **outputs) -> Obser
         put("history", name, values)
     for name, values in outputs.items():
         leaves = keras.tree.flatten(values)
+        kind = {"weights": "weight", "slots": "slot"}.get(name.split(" ")[0], "output")
         for index, leaf in enumerate(leaves):
-            put("output", name if len(leaves) == 1 else f"{name}[{index}]", leaf)
+            put(kind, name if len(leaves) == 1 else f"{name}[{index}]", leaf)
     return seen
 
 

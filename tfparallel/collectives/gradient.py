@@ -21,10 +21,14 @@ def call_with_gradient(
 ) -> list[tf.Tensor]:
     """Calls `function` such that active tapes differentiate it by the backward that it returns.
 
+    A tape hands zeros to a backward for an output that the loss does not depend on, and a variable
+    behind it would then have a gradient of 0 where on one device it has None, and be decayed by
+    the optimizer. So each output passes a gate that notes whether a gradient came back through it.
+
     Args:
         name: Names the call in error messages.
         function: Takes `inputs`, returns the outputs and a function from the outputs' gradients
-            to the inputs' gradients (None where there is none).
+            to the inputs' gradients; None on either side where there is none.
         inputs: Tensors; what else the function uses is a constant to the tapes.
 
     Returns:
@@ -34,8 +38,26 @@ def call_with_gradient(
         outputs, backward = function(*inputs)
         # A tape knows a tensor by its identity: what is passed on must be a tensor of its own.
         outputs = [tf.identity(output) for output in outputs]
-    record.record_operation(name, outputs, list(inputs), backward)
-    return outputs
+    connected: set[int] = set()
+
+    def backward_of_connected(*upstream):
+        own = [dy if index in connected else None for index, dy in enumerate(upstream)]
+        connected.clear()
+        return backward(*own)
+
+    record.record_operation(name, outputs, list(inputs), backward_of_connected)
+    return [_gate(output, index, connected) for index, output in enumerate(outputs)]
+
+
+def _gate(output: tf.Tensor, index: int, connected: set[int]) -> tf.Tensor:
+    def backward(upstream):
+        connected.add(index)
+        return [upstream]
+
+    with record.stop_recording():
+        passed = tf.identity(output)
+    record.record_operation("gate", [passed], [output], backward)
+    return passed
 
 
 def is_recording() -> bool:

@@ -113,12 +113,22 @@ def prepare(optimizer: keras.Optimizer, strategy, pending_terms: dict | None = N
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         extend(optimizer, ScaledProgramOptimizer)
-        prepare(optimizer.inner_optimizer, strategy)
     elif optimizer.gradient_accumulation_steps:
         extend(optimizer, AccumulatingOptimizer, _pending_terms=pending_terms)
     else:
         extend(optimizer, ProgramOptimizer)
     object.__setattr__(optimizer, "_distribution_strategy", strategy)
+    for inner in _wrapped_by(optimizer):
+        prepare(inner, strategy)
+
+
+def _wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """The optimizers that do the work of a loss-scaling one, or of one that shares it out."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return [optimizer.inner_optimizer]
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return list(optimizer.optimizers)
+    return []
 
 
 def accumulates(optimizer) -> bool:

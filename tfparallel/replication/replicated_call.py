@@ -156,7 +156,8 @@ class ReplicatedCall:
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
         num_outputs = len(replicas[0].outputs)
         own_upstream = [
-            [replica.shard.rows(dy) for dy in upstream[:num_outputs]] + list(upstream[num_outputs:])
+            [None if dy is None else replica.shard.rows(dy) for dy in upstream[:num_outputs]]
+            + list(upstream[num_outputs:])
             for replica in replicas
         ]
         gradients = {}
@@ -169,7 +170,7 @@ class ReplicatedCall:
                 for target, dy in zip(
                     replica.outputs + replica.losses, own_upstream[k], strict=True
                 )
-                if target.dtype.is_floating
+                if target.dtype.is_floating and dy is not None
             ]
             copies = [variables.copies(variable)[k] for variable in self._trainable]
             with shards.working_on(replica.shard):
