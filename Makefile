@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast lint bench
+.PHONY: setup demo test test-fast parity lint bench
 
 setup: $(READY)
 
@@ -27,11 +27,15 @@ demo: $(READY)
 	$(BIN)/tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 $(DEMO_DEVICES) --epochs=6 --seed=7
 	$(BIN)/tfparallel check models/digits_cnn.py --parallel=data --num_devices=2 $(DEMO_DEVICES) --steps=10
 
+# Two processes: what takes long is tracing, which is one thread's work.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+parity: $(READY)
+	$(BIN)/python -m tests.parity.table --write
 
 lint: $(READY)
 	$(BIN)/ruff check --config .ci/ruff.toml .

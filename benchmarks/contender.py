@@ -126,7 +126,7 @@ def serve(requests, reply, model, dataset):
         cpu_seconds = time.process_time() - cpu_before
         # From the end of a step to the end of the next: all that a step costs its user, Keras's
         # loop and the batch included. What a `fit` costs once falls to the steps that are skipped.
-        ends = clock.readings[request["skip"] :]
+        ends = clock.readings[max(request["skip"] - 1, 0) :]
         reply(
             step_seconds=[after - before for before, after in zip(ends, ends[1:], strict=False)],
             # Of all threads, and of all steps.
@@ -157,7 +157,6 @@ def main():
     order = json.loads(sys.stdin.readline())
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])  # Before TensorFlow makes its threads.
-    # So late, for the pinning; and quietly where it is ours.
     import keras
     import tensorflow as tf
     import workloads
@@ -167,7 +166,9 @@ def main():
     # Ready-made batches, in memory, without end.
     dataset = tf.data.Dataset.from_tensor_slices(workload.batches()).repeat().prefetch(2)
     reply(
+        description=workload.description,
         num_parameters=model.count_params(),
+        global_batch_size=workload.global_batch_size,
         tensorflow=tf.__version__,
         keras=keras.__version__,
     )

@@ -68,7 +68,7 @@ class ContenderProcess:
         return self._receive(START_DEADLINE_SECONDS)
 
     def train(self, num_steps, skip=0):
-        """Trains, and returns what was measured; the clock starts after `skip` steps."""
+        """Trains, and returns what was measured; the first `skip` steps are not timed."""
         self._send({"steps": num_steps, "skip": skip})
         return self._receive(START_DEADLINE_SECONDS + num_steps * STEP_DEADLINE_SECONDS)
 

@@ -1,7 +1,10 @@
 """Times a step of `model.fit`: plain Keras, TensorFlow's MirroredStrategy, and ours.
 
-    .venv/bin/python benchmarks/data_parallel.py                 # all of it; writes RESULTS.md
+    .venv/bin/python benchmarks/data_parallel.py
     .venv/bin/python benchmarks/data_parallel.py --workload=dispatch_bound --num_rounds=5 --write=
+
+The first measures all and writes RESULTS.md beside this file, in four minutes of two idle cores;
+the second takes a look at one workload.
 """
 
 import argparse
@@ -22,18 +25,16 @@ PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 
 
 class Plan(NamedTuple):
-    """How a workload is measured; the names are those of `workloads.py`."""
+    """The steps of a round; the first are not timed."""
 
-    description: str
-    global_batch_size: int
     num_steps: int
     num_skipped: int
 
 
-# The rounds of one workload take about two minutes on two cores.
+# By the names of `workloads.py`. Rounds are short, so that those of a pair lie close together.
 PLANS = {
-    "dispatch_bound": Plan("MLP of 8 thin dense layers", 64, num_steps=200, num_skipped=5),
-    "compute_bound": Plan("CNN of 2 convolutions", 256, num_steps=12, num_skipped=2),
+    "dispatch_bound": Plan(num_steps=200, num_skipped=5),
+    "compute_bound": Plan(num_steps=12, num_skipped=2),
 }
 
 
@@ -74,7 +75,12 @@ def parse(arguments):
     parser.add_argument(
         "--write", metavar="PATH", default=PAGE, help="write the page here; empty for nowhere"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for path in filter(None, [options.json, options.write]):
+        # Now, and not when all has been measured.
+        if not pathlib.Path(path).resolve().parent.is_dir():
+            parser.error(f"the folder of a file to write must exist. Received: {path}")
+    return options
 
 
 def positive(text):
@@ -119,9 +125,10 @@ def measure(workload, options, cores, num_threads):
             progress(f"{workload}: {round_title(index, options.num_rounds)}")
     warm_up, timed = rounds[:NUM_WARM_UP_ROUNDS], rounds[NUM_WARM_UP_ROUNDS:]
     result = {
-        "description": plan.description,
-        "num_parameters": descriptions[0]["num_parameters"],
-        "global_batch_size": plan.global_batch_size,
+        **{
+            key: descriptions[0][key]
+            for key in ("description", "num_parameters", "global_batch_size")
+        },
         "num_rounds": options.num_rounds,
         "num_steps_a_round": num_steps,
         "num_skipped": plan.num_skipped,
@@ -146,3 +153,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except RuntimeError as error:
         sys.exit(f"data_parallel.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

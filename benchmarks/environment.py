@@ -15,7 +15,7 @@ def describe():
         "System": f"{platform.system()} {platform.release()} on {platform.machine()}",
         "Python": platform.python_version(),
         "Date": datetime.date.today().isoformat(),
-        # Above about a tenth of the cores somebody else was at work.
+        # Near 0 on an idle machine.
         "Load average before the start": f"{os.getloadavg()[0]:.2f}",
     }
 

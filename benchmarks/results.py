@@ -224,8 +224,10 @@ How to read it:
 - Each contender is a process that stays alive; they take turns, round by round, forwards and then
   backwards, so that a slow spell of the machine hits them alike. A ratio pairs the medians of one
   round; median, p10 and p90 are over the rounds. Step times are over all steps.
-- The replicas are logical devices of one CPU, which share its cores and its thread pools: two of
-  them do not train faster than one on arithmetic. What is measured is what replication costs.
+- The replicas are logical devices of one CPU and share its cores and its thread pools: a second
+  one brings no core with it. What is measured is what replication costs, not what it gains.
+- Processor time disturbs itself little over what else runs on a machine. Where it and the clock
+  disagree about two contenders, look at the load average below.
 - Losses stand beside each other to show that the same training was timed. In float32 the order
   of a sum differs between one replica and two, and thousands of steps enlarge the difference.
 

@@ -20,11 +20,13 @@ class Workload(NamedTuple):
     """A model and the data it is trained on.
 
     Attributes:
+        description: What it is, for tables.
         build_model: Function that returns the Keras model; it puts out logits.
         input_shape: The shape of one example.
         global_batch_size: Examples of a step, over all replicas.
     """
 
+    description: str
     build_model: Callable[[], keras.Model]
     input_shape: tuple[int, ...]
     global_batch_size: int
@@ -67,7 +69,11 @@ def build_cnn():
 
 
 WORKLOADS = {
-    "dispatch_bound": Workload(build_mlp, input_shape=(32,), global_batch_size=64),
-    # 128 examples a replica of two; a step takes over 0.1 s of two cores.
-    "compute_bound": Workload(build_cnn, input_shape=(28, 28, 1), global_batch_size=256),
+    "dispatch_bound": Workload(
+        "MLP of 8 thin dense layers", build_mlp, input_shape=(32,), global_batch_size=64
+    ),
+    # 128 examples for each of two replicas, so that two cores need over 100 ms a step.
+    "compute_bound": Workload(
+        "CNN of 2 convolutions", build_cnn, input_shape=(28, 28, 1), global_batch_size=256
+    ),
 }

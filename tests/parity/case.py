@@ -194,8 +194,9 @@ def fit_arguments(case: Case) -> dict[str, Any]:
 def observe(model: keras.Model, history: dict | None = None, **outputs) -> Observed:
     """Every variable by path, every loss and metric by name, and named outputs.
 
-    Outputs named "weights …" or "slots …" are measured as such. An optimizer that was not stepped has no slots to compare: whether they were
-    made before they are needed is nobody's result.
+    Outputs named "weights …" or "slots …" are measured as such. An optimizer that was
+    not stepped has no slots to compare: whether they were made before they are needed is
+    nobody's result.
     """
     seen: Observed = {}
 

@@ -93,20 +93,15 @@ def record(case: Case, form: str, replicas: int, verdict: str, detail: float | s
     SEEN[case.feature, case.name, form, replicas] = cell(verdict, detail)
 
 
-def stale_rows(page: str) -> list[str]:
-    """Each pair seen in this session that the page's cell does not allow."""
-    cells = parse(page)
-    stale = []
-    for (feature, name, form, replicas), seen in SEEN.items():
-        written = cells.get((feature, form))
-        if written is None:
-            stale.append(f"{feature}, {form}: no cell; '{name}' on {replicas} replicas: {seen}")
-        elif not written.allows(seen):
-            stale.append(
-                f"{feature}, {form}: the page says “{written}”; "
-                f"'{name}' on {replicas} replicas: {seen}"
-            )
-    return stale
+def refuse_stale(case: Case, form: str, replicas: int) -> None:
+    """Fails if the page's cell does not allow what this session saw of a pair."""
+    seen = SEEN[case.feature, case.name, form, replicas]
+    written = parse(PAGE.read_text()).get((case.feature, form))
+    if written is None or not written.allows(seen):
+        raise AssertionError(
+            f"docs/parity.md is stale. {case.feature}, {form}: the page says “{written}”; "
+            f"'{case.name}' on {replicas} replicas: {seen}. {RENEW}"
+        )
 
 
 def parse(page: str) -> dict[tuple[str, str], Cell]:

@@ -61,13 +61,24 @@ def test_what_tensorflows_own_strategy_does_with_the_task(name):
         assert row in table.PAGE.read_text(), f"The page lacks: {row}\n{table.RENEW}"
 
 
-def test_the_page_is_not_stale():
-    """Last: compares every pair that this session ran with its cell, or writes the page."""
-    if table.MODE == "write":
-        table.write(ALL)
-        return
-    if not table.SEEN:
-        pytest.skip("no parity test ran in this session")
-    stale = table.stale_rows(table.PAGE.read_text())
-    listed = "\n".join(f"  {line}" for line in stale)
-    assert not stale, f"docs/parity.md is stale:\n{listed}\n{table.RENEW}"
+def test_a_stale_cell_is_refused(monkeypatch, tmp_path):
+    case = ALL[0]
+    page = tmp_path / "parity.md"
+    monkeypatch.setattr(table, "PAGE", page)
+    monkeypatch.setattr(table, "SEEN", {})
+    table.record(case, "data_parallel", 3, EXACT, 1e-10)
+    page.write_text(f"| {case.feature} | exact, ≤ 1e-12 | exact, ≤ 1e-12 |")
+    table.refuse_stale(case, "data_parallel", 3)
+    table.record(case, "data_parallel", 3, EXACT, 1e-8)
+    with pytest.raises(AssertionError, match=r"is stale.*the page says “exact, ≤ 1e-12”"):
+        table.refuse_stale(case, "data_parallel", 3)
+    page.write_text("")
+    with pytest.raises(AssertionError, match="says “None”"):
+        table.refuse_stale(case, "data_parallel", 3)
+
+
+def test_the_page_is_written():
+    """Last, and in one process: writes the page from every pair of this session."""
+    if table.MODE != "write":
+        pytest.skip("`python -m tests.parity.table --write` writes the page")
+    table.write(ALL)

@@ -114,6 +114,29 @@ OPTIMIZERS = {
 }
 
 
+def test_the_tutorial_with_its_own_loss(strategy):
+    """`tf.nn.compute_average_loss` gives shares of the global loss: their sum is its gradient."""
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(6, 4)), rng.normal(size=(6, 2))
+    w = rng.normal(size=(4, 2))
+    alone = tf.Variable(w)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(keras.losses.mean_squared_error(y, x @ alone))
+    expected = tape.gradient(loss, alone)
+    with strategy.scope():
+        weight = tf.Variable(w)
+
+    def step(k):
+        rows = slice(2 * k, 2 * k + 2)
+        with tf.GradientTape() as tape:
+            per_example = keras.losses.mean_squared_error(y[rows], x[rows] @ weight)
+            loss = tf.nn.compute_average_loss(per_example)
+        return tfparallel.reduce_gradients([tape.gradient(loss, weight)])[0]
+
+    for result in on_replicas(strategy, step):
+        np.testing.assert_allclose(result, expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_weights_and_slots_are_those_of_one_device(strategy, name):
     alone = OPTIMIZERS[name]()
