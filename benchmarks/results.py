@@ -247,6 +247,4 @@ On an idle machine, from the top of the repository:
 def page(results):
     """Returns the whole of RESULTS.md."""
     environment = "\n".join(f"- {key}: {value}" for key, value in results["environment"].items())
-    return _PAGE.format(
-        tables=tables(results), environment=environment, command=results["command"]
-    )
+    return _PAGE.format(tables=tables(results), environment=environment, command=results["command"])

@@ -80,9 +80,7 @@ def test_a_ratio_pairs_the_medians_of_each_round(module):
     ],
 )
 def test_a_promise_can_be_missed(module, slower, num_traces, rss_mib, missed):
-    rounds = [
-        {"plain_1": reply([1.0, 1.0]), "ours_1": reply([slower] * 2, rss_mib, num_traces)}
-    ]
+    rounds = [{"plain_1": reply([1.0, 1.0]), "ours_1": reply([slower] * 2, rss_mib, num_traces)}]
     verdicts = module("results").verdicts(summarized(module, rounds))
     assert len(verdicts) == 3
     assert [what for what, *_, reached in verdicts if not reached] == [

@@ -7,13 +7,15 @@ saved names the user's class, and plain Keras can load it.
 import functools
 from typing import Any, TypeVar
 
+import keras
+
 Extended = TypeVar("Extended")
 
 
 @functools.cache
 def extended_class(mixin: type, original: type) -> type:
     """Returns the class that puts `mixin` before `original`; one class for each pair."""
-    return type(
+    extended = type(
         original.__name__,
         (mixin, original),
         {
@@ -23,6 +25,12 @@ def extended_class(mixin: type, original: type) -> type:
             "_extended_from": original,
         },
     )
+    package, _, name = keras.saving.get_registered_name(original).rpartition(">")
+    if package:
+        # A registered class is saved under its registered name; loading still finds the user's.
+        keras.saving.register_keras_serializable(package, name)(extended)
+        keras.saving.register_keras_serializable(package, name)(original)
+    return extended
 
 
 def extend(instance: Extended, mixin: type, **attributes: Any) -> Extended:

@@ -96,15 +96,12 @@ class DataParallelModel(ReplicatedLayer):
         # that were prefetched, and an unseeded shuffle moves on. The data set's spec says as much.
         if self.strategy is None:
             return super()._maybe_symbolic_build(iterator, data_batch)
+        if original_class(self).train_step is not keras.Model.train_step:
+            return None  # Only the user's step knows what it calls, and what it updates.
         if iterator is not None:
             data_batch = _spec_of(iterator._get_iterator())
         with self.strategy.scope():
-            try:
-                self._symbolic_build(data_batch=data_batch)
-            except RuntimeError:
-                # A model without a `call` of its own is built by its step.
-                if original_class(self).train_step is keras.Model.train_step:
-                    raise
+            self._symbolic_build(data_batch=data_batch)
         return None
 
     def train_step(self, data):
@@ -114,9 +111,12 @@ class DataParallelModel(ReplicatedLayer):
         extend_parts(self)
         object.__setattr__(self, "_in_train_step", True)
         try:
-            # Of a step whose data has run out, ops that need no data (the reset of an accumulator)
-            # must not run either.
-            with tf.control_dependencies([t for t in keras.tree.flatten(data) if _is_symbolic(t)]):
+            # Of a step whose data has run out, ops that need no data (the count of the steps, the
+            # reset of an accumulator) must not run either. A dependency on an argument, or on its
+            # identity, is lost when the step is inlined; on this op it is not.
+            tensors = [leaf for leaf in keras.tree.flatten(data) if _is_symbolic(leaf)]
+            arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
+            with tf.control_dependencies(arrived):
                 return super().train_step(data)
         finally:
             object.__setattr__(self, "_in_train_step", False)

@@ -42,7 +42,7 @@ class _Replica(NamedTuple):
     outputs: list[tf.Tensor]
     losses: list[tf.Tensor]
     masks: list[tf.Tensor | None]
-    state: dict[int, tf.Tensor]
+    scope: state.ReplicaScope
     structure: Any
 
 
@@ -71,7 +71,6 @@ class ReplicatedCall:
         self._strategy = strategy
         self._partial_gradients = partial_gradients
         self._trainable = [variable for variable in layer.variables if variable.trainable]
-        self._state = state.CallState(layer)
 
     def __call__(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
         """Runs the call.
@@ -88,18 +87,19 @@ class ReplicatedCall:
             ValueError: If the inputs disagree on the batch size, or an output has no batch axis.
         """
         inputs = BatchInputs(args, kwargs)
+        call_state = state.CallState(self._layer)
         replicas: list[_Replica] = []
 
         def forward(*_):
-            replicas.extend(self._forward(inputs))
+            replicas.extend(self._forward(inputs, call_state))
             joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "outputs")]
             sums = [tf.add_n(terms) for terms in _transposed(replicas, "losses")]
-            return joined + sums, lambda *upstream: self._backward(replicas, upstream)
+            return joined + sums, lambda *upstream: self._backward(replicas, upstream, sources)
 
         sources = inputs.floats + [tf.convert_to_tensor(v.value) for v in self._trainable]
         results = call_with_gradient(f"replicated call of {self._layer.name}", forward, sources)
-        self._state.write_combined(
-            [replica.state for replica in replicas], [replica.shard for replica in replicas]
+        call_state.combine(
+            [replica.scope for replica in replicas], [replica.shard for replica in replicas]
         )
         num_outputs = len(replicas[0].outputs)
         outputs, losses = results[:num_outputs], results[num_outputs:]
@@ -108,7 +108,7 @@ class ReplicatedCall:
                 output._keras_mask = tf.concat(masks, 0)
         return keras.tree.pack_sequence_as(replicas[0].structure, outputs), losses
 
-    def _forward(self, inputs: BatchInputs) -> list[_Replica]:
+    def _forward(self, inputs: BatchInputs, call_state: state.CallState) -> list[_Replica]:
         """Calls the layer on each replica, with its rows of the inputs."""
         all_shards = self._shards(inputs.num_rows)
         parts = inputs.split(all_shards)
@@ -117,20 +117,19 @@ class ReplicatedCall:
         def on_replica():
             k = _replica_index()
             shard = all_shards[k]
-            self._state.inherit()
+            call_state.inherit()
             own = inputs.floats_of(parts[k])
             with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
                 tape.watch(own)
                 replica_args, replica_kwargs = inputs.pack(parts[k])
-                with keras.StatelessScope(collect_losses=True) as scope:
+                with state.ReplicaScope(k) as scope:
                     structure = self._call(*replica_args, **replica_kwargs)
                 outputs = [self._checked(output) for output in keras.tree.flatten(structure)]
                 masks = [getattr(output, "_keras_mask", None) for output in outputs]
                 outputs = [shard.without_dummy_row(output) for output in outputs]
                 masks = [None if mask is None else shard.without_dummy_row(mask) for mask in masks]
                 losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
-            written = self._state.write_own(scope, k)
-            replicas[k] = _Replica(shard, tape, own, outputs, losses, masks, written, structure)
+            replicas[k] = _Replica(shard, tape, own, outputs, losses, masks, scope, structure)
 
         self._strategy.run(on_replica)
         return [replicas[k] for k in range(len(all_shards))]
@@ -152,7 +151,7 @@ class ReplicatedCall:
             )
         return output
 
-    def _backward(self, replicas, upstream):
+    def _backward(self, replicas, upstream, sources):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
         num_outputs = len(replicas[0].outputs)
         own_upstream = [
@@ -193,7 +192,9 @@ class ReplicatedCall:
             else:
                 results.append(_sum(terms))
         if is_recording():
-            results = _differentiable_once(results, upstream, self._layer)
+            # The sources, too: what a tape does not see used it takes for a constant.
+            used = [dy for dy in upstream if dy is not None] + sources
+            results = _differentiable_once(results, used, self._layer)
         return results
 
 
@@ -228,7 +229,7 @@ def _transposed(replicas, field):
     return list(zip(*[getattr(replica, field) for replica in replicas], strict=True))
 
 
-def _differentiable_once(gradients, upstream, layer):
+def _differentiable_once(gradients, used, layer):
     """Returns the gradients, such that differentiating them again raises instead of giving None.
 
     The ops of a replica run in a thread of its own, where the caller's tape does not see them.
@@ -247,8 +248,7 @@ def _differentiable_once(gradients, upstream, layer):
 
         return tensors[: len(present)], refuse
 
-    watched = present + [dy for dy in upstream if dy is not None]
-    kept = iter(call_with_gradient("gradient of a replicated call", identity, watched))
+    kept = iter(call_with_gradient("gradient of a replicated call", identity, present + used))
     results = []
     for original in gradients:
         value = None if original is None else next(kept)

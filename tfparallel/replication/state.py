@@ -1,10 +1,9 @@
 """State that a replicated call writes: batch norm's averages, seeds, metrics inside layers.
 
-In a replica a call runs under `keras.StatelessScope`, so that what it writes (and the losses it
-adds) stays apart from the other replicas'. Afterwards
+In a replica a variable is written to the replica's own copy (`ReplicaScope`). Afterwards
 
-* state that is equal on all replicas (seeds, synchronized batch norm's averages) goes into each
-  replica's own copy, at no cost;
+* state that is equal on all replicas (seeds, synchronized batch norm's averages) is left as it is,
+  at no cost;
 * a metric's sum grows by what all replicas added to it;
 * any other floating-point state (a running mean of the batch, say) becomes the replicas' average,
   weighted with their shares n_k / B of the batch; integers are replica 0's.
@@ -24,8 +23,31 @@ from tfparallel.strategies import variables
 _THREAD_STATE = (keras_seeds.GLOBAL_SEED_GENERATOR, "dtype_policy")
 
 
+class ReplicaScope(keras.StatelessScope):
+    """Keeps the losses that a replica's call adds apart, and writes the replica's own copies.
+
+    Args:
+        replica: Index of the replica.
+    """
+
+    def __init__(self, replica: int):
+        super().__init__(collect_losses=True)
+        self.replica = replica
+        self.written: dict[int, keras.Variable] = {}
+
+    def add_update(self, update) -> None:
+        """Writes at once, where Keras would keep the value for later."""
+        variable, value = update
+        copies = variables.copies(variable)
+        self.written[id(variable)] = variable
+        if self.replica < len(copies):
+            copies[self.replica].assign(tf.cast(value, copies[self.replica].dtype))
+
+
 class CallState:
-    """The variables that a replicated call of a layer may write.
+    """What a replicated call of a layer reads from its thread, and writes.
+
+    Made before the call: it notes the sums of the layer's metrics.
 
     Args:
         layer: The layer that is called.
@@ -34,16 +56,17 @@ class CallState:
     def __init__(self, layer: keras.Layer):
         self._thread_state = _thread_state()
         generators = [self._thread_state[keras_seeds.GLOBAL_SEED_GENERATOR]]
-        written = [variable for variable in layer.variables if not variable.trainable]
         equal: list[keras.Variable] = []
+        self._sums: dict[int, list[tf.Tensor]] = {}
         for part in layer._flatten_layers():
             generators.extend(part._seed_generators)
-            for metric in part.metrics:
-                written.extend(metric.variables)
             if getattr(part, "synchronize", False):
                 equal.extend(part.non_trainable_variables)
+            for metric in part.metrics:
+                for variable in metric.variables:
+                    copies = variables.copies(variable)
+                    self._sums[id(variable)] = [tf.identity(copy) for copy in copies]
         equal.extend(generator.state for generator in generators)
-        self._written = {id(variable): variable for variable in (*written, *equal)}
         self._equal = {id(variable) for variable in equal}
 
     def inherit(self) -> None:
@@ -51,28 +74,34 @@ class CallState:
         for name, value in self._thread_state.items():
             global_state.set_global_attribute(name, value)
 
-    def write_own(self, scope: keras.StatelessScope, replica: int) -> dict[int, tf.Tensor]:
-        """Writes a replica's own copies of what is equal; returns the other new values, by id."""
-        rest = {}
-        for key, variable in self._written.items():
-            value = scope.get_current_value(variable)
-            if value is None:
-                continue
-            if key not in self._equal:
-                rest[key] = value
-                continue
+    def combine(self, scopes: list[ReplicaScope], all_shards: list[shards.Shard]) -> None:
+        """Writes to all copies what the replicas' own copies amount to for the batch."""
+        for key, variable in scopes[0].written.items():
             copies = variables.copies(variable)
-            if replica < len(copies):
-                copies[replica].assign(tf.cast(value, copies[replica].dtype))
-        return rest
+            if key in self._equal or len(copies) == 1:
+                continue
+            new = [tf.identity(copy) for copy in copies]
+            if key in self._sums:
+                variable.assign(_sum_of(self._sums[key], new, all_shards))
+            else:
+                variable.assign(_average(new, all_shards))
 
-    def write_combined(
-        self, values: list[dict[int, tf.Tensor]], all_shards: list[shards.Shard]
-    ) -> None:
-        """Writes to all copies what the replicas' other new values amount to for the batch."""
-        for key, variable in self._written.items():
-            if key in values[0]:
-                variable.assign(_combine(variable, [value[key] for value in values], all_shards))
+
+def _sum_of(old, new, all_shards):
+    """A metric's sum: what the first copy held, and what each replica with examples added."""
+    added = [
+        tf.cast(shard.num_rows > 0, after.dtype) * (after - before)
+        for shard, before, after in zip(all_shards, old, new, strict=True)
+    ]
+    return tf.add_n([old[0], *added])
+
+
+def _average(new, all_shards):
+    if not new[0].dtype.is_floating:
+        return new[0]
+    return tf.add_n(
+        [shard.weight(part.dtype) * part for shard, part in zip(all_shards, new, strict=True)]
+    )
 
 
 def _thread_state() -> dict:
@@ -82,18 +111,3 @@ def _thread_state() -> dict:
             keras_seeds.global_seed_generator()
         random.setstate(python_state)
     return {name: global_state.get_global_attribute(name) for name in _THREAD_STATE}
-
-
-def _combine(variable, parts, all_shards):
-    copies = variables.copies(variable)
-    if variable.synchronization == "on_read" and variable.aggregation == "sum":
-        old = [copies[k] if len(copies) > 1 else copies[0] for k in range(len(parts))]
-        counted = [tf.cast(shard.num_rows > 0, parts[0].dtype) for shard in all_shards]
-        return copies[0] + tf.add_n(
-            [c * (part - before) for c, part, before in zip(counted, parts, old, strict=True)]
-        )
-    if not parts[0].dtype.is_floating:
-        return parts[0]
-    return tf.add_n(
-        [shard.weight(part.dtype) * part for shard, part in zip(all_shards, parts, strict=True)]
-    )
