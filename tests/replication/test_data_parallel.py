@@ -544,6 +544,15 @@ def test_the_pending_gradient_outlives_the_end_of_a_generator():
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("devices", [None, THREE], ids=["keras", "three devices"])
+def test_keras_counts_the_end_of_a_generator_as_a_step(devices):
+    """Six batches, and plain Keras counts a seventh; it fails on the day that it counts six."""
+    model = accumulating() if devices is None else tfparallel.data_parallel(mlp, devices=devices)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(generator_batches(6), verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == (7 if devices is None else 6)
+
+
 def test_a_convolution_of_no_images_has_the_wrong_shape_on_the_cpu():
     """Why a replica without examples computes a dummy row; it fails once TensorFlow mends it."""
     empty = tf.nn.conv2d(tf.zeros((0, 8, 8, 1)), tf.zeros((3, 3, 1, 6)), 1, "VALID")

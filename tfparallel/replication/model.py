@@ -35,6 +35,7 @@ class ReplicatedLayer:
             strategy is not None
             and strategy.program_is_running
             and tf.distribute.in_cross_replica_context()
+            and not backend.in_stateless_scope()  # Keras works out shapes, or builds.
             and not any(
                 isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))
             )

@@ -60,7 +60,7 @@ def updates(model):
 
 def counted(form, case):
     model = form.model(case)
-    history = model.fit(**fit_arguments(case))
+    history = model.fit(**fit_arguments(case, form))
     return observe(model, history.history, updates=updates(model))
 
 
