@@ -12,6 +12,7 @@ power of ten, never below 1e-12, and is stale only when it is seen a hundred tim
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import math
 import os
@@ -124,9 +125,8 @@ INTRODUCTION = """\
 *Written by `python -m tests.parity.table --write` from what the tests in `tests/parity`
 saw. A page that no longer tells what the tests see fails `make test`.*
 
-Each row is trained by plain Keras on one device, under `data_parallel` on 2, 3 and 4
-replicas, and under the drop-in `MirroredStrategy` on 3, from the same seed: 24 steps
-unless the case says otherwise, on batches of 17 and a last one of 2, so that no number of
+Each row is trained by plain Keras on one device and under each form, from the same seed:
+24 steps unless the case says otherwise, on batches of 17 and a last one of 2, so that no number of
 replicas divides them and some have no example.
 Every variable of the model and of its optimizers, and every loss and metric of every
 epoch, is compared by name. A cell is the worst of all its runs.
@@ -156,9 +156,18 @@ device. The largest relative difference of any weight, rounded to a power of ten
 """
 
 
+def runs() -> list[str]:
+    """How many cases each form and number of replicas ran."""
+    counts = collections.Counter((form, replicas) for _, _, form, replicas in SEEN)
+    return ["What ran:", ""] + [
+        f"- `{form}` on {replicas} replicas: {number} cases"
+        for (form, replicas), number in sorted(counts.items(), reverse=True)
+    ]
+
+
 def render(cases: list[Case], peers: list[str]) -> str:
     """The page, from everything seen in this session."""
-    lines = [INTRODUCTION]
+    lines = [INTRODUCTION, *runs()]
     group = None
     for case in unique_rows(cases):
         if case.group != group:
@@ -174,7 +183,7 @@ def row(feature: str) -> list[Cell | str]:
     cells = []
     for form in FORMS:
         seen = [c for (f, _, g, _), c in SEEN.items() if (f, g) == (feature, form)]
-        cells.append(worst(seen) if seen else "not applicable")
+        cells.append(worst(seen) if seen else "not run")
     return cells
 
 
