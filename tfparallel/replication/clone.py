@@ -28,7 +28,7 @@ def clone_under(model: keras.Model, strategy) -> keras.Model:
         )
     with strategy.scope(), keras.saving.custom_object_scope(_classes(model)):
         try:
-            copy = original_class(model).from_config(model.get_config())
+            copy = original_class(model).from_config(_unbuilt(model.get_config()))
             if not copy.built and (config := model.get_build_config()):
                 copy.build_from_config(config)
         except (TypeError, NotImplementedError, ValueError) as error:
@@ -65,6 +65,13 @@ def _compile_alike(model: keras.Model, copy: keras.Model) -> None:
         for source, target in zip(model.optimizer.variables, copy.optimizer.variables, strict=True):
             target.assign(source)
         hold_in_first_copy(copy.optimizer)
+
+
+def _unbuilt(config):
+    """A config whose layers the model builds: built alone, their weights lack its name."""
+    if isinstance(config, dict):
+        return {key: _unbuilt(value) for key, value in config.items() if key != "build_config"}
+    return [_unbuilt(part) for part in config] if isinstance(config, list) else config
 
 
 def _classes(model: keras.Model) -> dict[str, type]:
