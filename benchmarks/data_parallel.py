@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/data_parallel.py
     .venv/bin/python benchmarks/data_parallel.py --workload=dispatch_bound --num_rounds=5 --write=
 
-The first measures all and writes RESULTS.md beside this file, in four minutes of two idle cores;
+The first measures all and writes RESULTS.md beside this file, in three minutes of two idle cores;
 the second takes a look at one workload.
 """
 
@@ -67,7 +67,7 @@ def parse(arguments):
     parser.add_argument(
         "--workload", action="append", choices=PLANS, help="measure this one alone; repeatable"
     )
-    parser.add_argument("--num_rounds", type=positive, default=15, help="timed rounds (15)")
+    parser.add_argument("--num_rounds", type=positive, default=9, help="timed rounds (9)")
     parser.add_argument(
         "--num_steps", type=positive, help="timed steps a round (195 small, 10 large)"
     )
