@@ -49,7 +49,8 @@ def test_every_row_stands_on_the_page():
     cells = table.parse(table.PAGE.read_text())
     rows = {case.feature for case in ALL}
     missing = rows - {feature for feature, _ in cells}
-    surplus = {feature for feature, _ in cells} - rows
+    # The last table is of task files, beside TensorFlow's own strategy.
+    surplus = {feature for feature, _ in cells if "tests/tasks/" not in feature} - rows
     assert not missing and not surplus, f"missing {missing}, surplus {surplus}. {table.RENEW}"
 
 
