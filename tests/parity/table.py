@@ -138,8 +138,8 @@ epoch, is compared by name. A cell is the worst of all its runs.
 - **reproducible**: the layer draws other random numbers than on one device; two runs of
   one seed are identical.
 - **refused**: an error before or at the first step, quoted.
-- Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more for
-  its end, so there the one device gets the same batches in a data set that says how many they are.
+- Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
+  for its end, so there one device gets the same batches in a data set that says how many they are.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`.
