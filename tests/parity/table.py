@@ -3,6 +3,8 @@
     python -m tests.parity.table --write      runs every pair and writes the page anew
     TFPARALLEL_PARITY=all pytest tests/parity runs every pair and compares
 
+The first runs the pairs in two processes, which leave what they saw in one file of JSON lines.
+
 `make test` runs a sample of the pairs (test_parity.parameters), at least one of each
 row. Every pair that a session runs must be no worse than its cell says. The page
 prints no digits that another machine would not print: a difference is rounded up to a
@@ -14,11 +16,13 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import json
 import math
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from . import upstream
@@ -29,6 +33,9 @@ RENEW = "Run `python -m tests.parity.table --write` (or `make parity`) and commi
 
 # The mode of this session: "" (a sample of the pairs), "all", or "write".
 MODE = os.environ.get("TFPARALLEL_PARITY", "")
+
+# Where every process of a session that writes appends what it saw.
+SEEN_FILE = "TFPARALLEL_PARITY_SEEN"
 
 SMALLEST = 1e-12  # Differences below are rounding noise of one step.
 SLACK = 100.0  # Between machines, noise differs by less than this.
@@ -91,7 +98,20 @@ SEEN: dict[tuple[str, str, str, int], Cell] = {}
 
 def record(case: Case, form: str, replicas: int, verdict: str, detail: float | str) -> None:
     """Keeps what a test saw, for the page."""
-    SEEN[case.feature, case.name, form, replicas] = cell(verdict, detail)
+    seen = cell(verdict, detail)
+    SEEN[case.feature, case.name, form, replicas] = seen
+    if SEEN_FILE in os.environ:
+        line = json.dumps([case.feature, case.name, form, replicas, dataclasses.astuple(seen)])
+        with open(os.environ[SEEN_FILE], "a") as file:
+            file.write(line + "\n")
+
+
+def read_seen(path: str) -> None:
+    """Takes what other processes saw from their file."""
+    with open(path) as file:
+        for line in file:
+            feature, name, form, replicas, seen = json.loads(line)
+            SEEN[feature, name, form, replicas] = Cell(*seen)
 
 
 def refuse_stale(case: Case, form: str, replicas: int) -> None:
@@ -219,11 +239,22 @@ def main() -> int:
     if not arguments.write:
         parser.print_help()
         return 2
-    command = [sys.executable, "-m", "pytest", "-q", "tests/parity"]
-    root = Path(__file__).parents[2]
-    return subprocess.run(
-        command, cwd=root, env={**os.environ, "TFPARALLEL_PARITY": "write"}, check=False
-    ).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "seen.jsonl")
+        result = subprocess.run(
+            # A case's pairs share its training on one device: one process runs them all.
+            [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist=loadgroup", "tests/parity"],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "TFPARALLEL_PARITY": "write", SEEN_FILE: path},
+            check=False,
+        )
+        if os.path.exists(path):
+            read_seen(path)
+    if result.returncode == 0:
+        from .cases import ALL  # TensorFlow, which the processes above do not inherit.
+
+        write(ALL)
+    return result.returncode
 
 
 if __name__ == "__main__":

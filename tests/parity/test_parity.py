@@ -114,7 +114,7 @@ def parameters():
                 form,
                 replicas,
                 id=f"{case.name.replace(' ', '-')}-{form}-{replicas}",
-                marks=[] if fast else [pytest.mark.slow],
+                marks=[pytest.mark.xdist_group(case.name)] + [pytest.mark.slow] * (not fast),
             )
 
 

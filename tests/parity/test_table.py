@@ -67,6 +67,7 @@ def test_a_stale_cell_is_refused(monkeypatch, tmp_path):
     page = tmp_path / "parity.md"
     monkeypatch.setattr(table, "PAGE", page)
     monkeypatch.setattr(table, "SEEN", {})
+    monkeypatch.delenv(table.SEEN_FILE, raising=False)
     table.record(case, "data_parallel", 3, EXACT, 1e-10)
     page.write_text(f"| {case.feature} | exact, ≤ 1e-12 | exact, ≤ 1e-12 |")
     table.refuse_stale(case, "data_parallel", 3)
@@ -76,10 +77,3 @@ def test_a_stale_cell_is_refused(monkeypatch, tmp_path):
     page.write_text("")
     with pytest.raises(AssertionError, match="says “None”"):
         table.refuse_stale(case, "data_parallel", 3)
-
-
-def test_the_page_is_written():
-    """Last, and in one process: writes the page from every pair of this session."""
-    if table.MODE != "write":
-        pytest.skip("`python -m tests.parity.table --write` writes the page")
-    table.write(ALL)

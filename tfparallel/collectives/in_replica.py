@@ -63,7 +63,12 @@ def all_gather(tensor: tf.Tensor) -> tf.Tensor:
 def _all_reduce_sum(tensor):
     # Not `context.all_reduce`, which is a `tf.custom_gradient`.
     def reduce(strategy, value):
-        return strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, value, destinations=value)
+        workers = _workers_of_program(strategy)
+        if workers is None:
+            return strategy.extended.reduce_to(
+                tf.distribute.ReduceOp.SUM, value, destinations=value
+            )
+        return workers.all_reduce([tf.add_n(strategy.experimental_local_results(value))])[0]
 
     total = tf.distribute.get_replica_context().merge_call(reduce, args=(tensor,))
     return [total], lambda upstream: [all_reduce(upstream)]
@@ -74,8 +79,7 @@ def _all_gather(tensor):
     replica = context.replica_id_in_sync_group
 
     def join(strategy, value):
-        rows = strategy.experimental_local_results(value)
-        return tf.concat(rows, 0), tf.stack([tf.shape(part)[0] for part in rows])
+        return join_rows(strategy, strategy.experimental_local_results(value))
 
     joined, counts = context.merge_call(join, args=(tensor,))
 
@@ -84,3 +88,28 @@ def _all_gather(tensor):
         return [all_reduce(upstream)[start : start + counts[replica]]]
 
     return [joined], backward
+
+
+def join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
+    """Joins the rows of all replicas, of all workers, outside a replica.
+
+    Args:
+        strategy: The strategy that is running.
+        rows: One tensor of shape `(n_k, …)` for each replica of this worker.
+
+    Returns:
+        The joined rows, shape `(Σ n_k, …)`, and the numbers n_k, shape `(num_replicas,)`.
+    """
+    joined, counts = tf.concat(rows, 0), tf.stack([tf.shape(part)[0] for part in rows])
+    workers = getattr(strategy, "workers", None)
+    if workers is None:
+        return joined, counts
+    all_counts = workers.all_gather([counts], [len(rows)] * workers.num_workers)[0]
+    by_worker = tf.reduce_sum(tf.reshape(all_counts, [workers.num_workers, -1]), 1)
+    joined = workers.all_gather([joined], tf.unstack(by_worker, num=workers.num_workers))[0]
+    return joined, all_counts
+
+
+def _workers_of_program(strategy):
+    """What joins the workers, in a program; a custom loop has TensorFlow's own collectives."""
+    return strategy.workers if getattr(strategy, "program_is_running", False) else None

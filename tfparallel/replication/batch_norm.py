@@ -67,11 +67,17 @@ def _global_moments(shard, count, mean, deviations, correction):
         def on_all(strategy, count, mean, deviations):
             local = strategy.experimental_local_results
             counts = tf.stack(local(count))[:, None]
-            means = tf.stack(local(mean))
+            means, squares = tf.stack(local(mean)), local(deviations)
+            if strategy.workers is not None:
+                num_workers = strategy.workers.num_workers
+                counts, means, squares = strategy.workers.all_gather(
+                    [counts, means, tf.stack(squares)], [len(squares)] * num_workers
+                )
+                squares = tf.unstack(squares)
             n = tf.reduce_sum(counts) + correction
             m = tf.reduce_sum(counts * means, 0) / n
             spread = counts * tf.math.squared_difference(means, m)
-            v = (tf.add_n(local(deviations)) + tf.reduce_sum(spread, 0)) / n
+            v = (tf.add_n(squares) + tf.reduce_sum(spread, 0)) / n
             # What is left of Σ n_k (m_k − m) / n; 0 but for the correction.
             return n, m, v, m * correction / n
 

@@ -1,15 +1,11 @@
-"""`tfparallel.MirroredStrategy`: plain Keras code under its scope trains exactly."""
+"""The drop-in strategies: plain Keras code under their scope trains exactly."""
 
 from tfparallel.replication import model as models
-from tfparallel.strategies import mirrored
+from tfparallel.strategies import mirrored, multi_worker
 
 
-class MirroredStrategy(mirrored.MirroredStrategy):
-    """See `tfparallel.strategies.mirrored.MirroredStrategy`, which says what its arguments are.
-
-    To that this one adds what happens to a Keras model that trains under it: the model's class is
-    extended in place when `fit`, `evaluate`, `predict` or `train_on_batch` is first called.
-    """
+class _ExtendsModels:
+    """Extends a Keras model in place when it is first trained, evaluated or asked to predict."""
 
     def extend_model(self, model) -> None:
         """Makes a model that Keras trains under this strategy data parallel."""
@@ -17,3 +13,11 @@ class MirroredStrategy(mirrored.MirroredStrategy):
             models.extend_model(model, self)
         else:
             models.extend_parts(model)
+
+
+class MirroredStrategy(_ExtendsModels, mirrored.MirroredStrategy):
+    """See `tfparallel.strategies.mirrored.MirroredStrategy`, which says what its arguments are."""
+
+
+class MultiWorkerMirroredStrategy(_ExtendsModels, multi_worker.MultiWorkerMirroredStrategy):
+    """See `tfparallel.strategies.multi_worker.MultiWorkerMirroredStrategy`."""

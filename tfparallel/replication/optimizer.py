@@ -23,15 +23,53 @@ class PartialSums(values.PerReplica):
     """A gradient that is not yet summed over the replicas, one term each.
 
     `extended.update` hands each replica its own term. Adding an accumulator, which is what Keras
-    does with the last gradient before an update, sums all terms and all copies of it.
+    does with the last gradient before an update, sums all terms and all copies of it, over the
+    workers too: with the first gradient's sum come those of all others, in one collective.
     """
 
+    update: "_Update | None" = None
+
     def __add__(self, accumulator):
-        copies = variables.copies(accumulator)
-        return tf.add_n([*self.values, *[tf.convert_to_tensor(copy) for copy in copies]])
+        return self.update.total(self)
 
     def __truediv__(self, divisor):
-        return PartialSums([term / divisor for term in self.values])
+        quotient = PartialSums([term / divisor for term in self.values])
+        quotient.update = self.update
+        return quotient
+
+
+class _Update:
+    """The gradients of one call of an optimizer, with their accumulators.
+
+    Args:
+        partials: One `PartialSums` or None for each variable.
+        accumulators: The Keras variables that accumulate them.
+        workers: The strategy's `WorkerGroup`, or None.
+    """
+
+    def __init__(self, partials, accumulators, workers):
+        self._workers = workers
+        self._pairs = [
+            (partial, accumulator)
+            for partial, accumulator in zip(partials, accumulators, strict=True)
+            if partial is not None
+        ]
+        self._totals: dict = {}
+        for partial, _ in self._pairs:
+            partial.update = self
+
+    def total(self, partial: PartialSums) -> tf.Tensor:
+        """Returns Σ over replicas and workers of the terms and the accumulator's copies."""
+        # Keras adds in one branch of a `tf.cond`, a graph of its own.
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if graph not in self._totals:
+            sums = [
+                tf.add_n([*pair.values, *map(tf.convert_to_tensor, variables.copies(accumulator))])
+                for pair, accumulator in self._pairs
+            ]
+            self._totals[graph] = self._workers.all_reduce(sums) if self._workers else sums
+        index = next(i for i, (pair, _) in enumerate(self._pairs) if pair is partial)
+        return self._totals[graph][index]
 
 
 class ProgramOptimizer:
@@ -56,24 +94,38 @@ class AccumulatingOptimizer(ProgramOptimizer):
                 self._partial(gradient, variable)
                 for gradient, variable in zip(grads, trainable_variables, strict=True)
             ]
+            if not self.built:
+                self.build(trainable_variables)
+            own = [
+                self._accumulated_gradients[self._get_variable_index(variable)]
+                for variable in trainable_variables
+            ]
+            _Update(grads, own, self._distribution_strategy.workers)
         return super().apply(grads, trainable_variables)
 
     def _partial(self, gradient, variable):
         if gradient is None:
             return None
-        first = tf.convert_to_tensor(gradient)
-        others = (self._pending_terms or {}).pop(id(variable), None)
-        if others is None:
-            others = [tf.zeros_like(first)] * (len(variables.copies(variable)) - 1)
-        return PartialSums([first, *[tf.convert_to_tensor(term) for term in others]])
+        # What the program itself differentiated, a regularizer say, is whole on every worker.
+        whole = tf.convert_to_tensor(gradient)
+        num_copies = len(variables.copies(variable))
+        terms = (self._pending_terms or {}).pop(id(variable), [tf.zeros_like(whole)] * num_copies)
+        terms = [tf.convert_to_tensor(term) for term in terms]
+        if _is_first_worker(self._distribution_strategy):
+            terms[0] += whole
+        return PartialSums(terms)
 
     def save_own_variables(self, store):
-        """Saves the optimizer; an accumulator as the sum of its copies."""
-        for accumulator in accumulators(self):
-            copies = variables.copies(accumulator)
-            copies[0].assign(tf.add_n([tf.convert_to_tensor(copy) for copy in copies]))
-        hold_in_first_copy(self)
+        """Saves the optimizer; an accumulator as the sum of its copies, on all workers."""
+        found = accumulators(self)
+        sums = [tf.add_n([*map(tf.convert_to_tensor, variables.copies(a))]) for a in found]
+        workers = self._distribution_strategy.workers
+        if workers is not None:
+            sums = workers.all_reduce(sums)
+        for accumulator, total in zip(found, sums, strict=True):
+            variables.copies(accumulator)[0].assign(total)
         super().save_own_variables(store)
+        hold_in_first_copy(self)
 
     def load_own_variables(self, store):
         """Loads the optimizer; an accumulator's value goes into its first copy."""
@@ -89,9 +141,14 @@ def accumulators(optimizer: keras.Optimizer) -> list[keras.Variable]:
 
 def hold_in_first_copy(optimizer: keras.Optimizer) -> None:
     """Clears all copies of the accumulators but the first, after a value went into each."""
+    is_first_worker = _is_first_worker(optimizer._distribution_strategy)
     for accumulator in accumulators(optimizer):
-        for other in variables.copies(accumulator)[1:]:
+        for other in variables.copies(accumulator)[1 if is_first_worker else 0 :]:
             other.assign(tf.zeros_like(other))
+
+
+def _is_first_worker(strategy) -> bool:
+    return strategy.workers is None or strategy.workers.worker_index == 0
 
 
 class ScaledProgramOptimizer(ProgramOptimizer):
@@ -109,7 +166,7 @@ def prepare(optimizer: keras.Optimizer, strategy, pending_terms: dict | None = N
     Args:
         optimizer: Any Keras optimizer, unbuilt or built under the strategy's scope.
         strategy: The `tfparallel.MirroredStrategy`.
-        pending_terms: Where the step leaves gradients unsummed, `{id(variable): [g_1, …]}`.
+        pending_terms: Where the step leaves gradients unsummed, `{id(variable): [g_0, …]}`.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         extend(optimizer, ScaledProgramOptimizer)

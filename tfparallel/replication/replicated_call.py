@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import record
 
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
 from tfparallel.data import partition
@@ -56,7 +57,7 @@ class ReplicatedCall:
         call: The layer's own `__call__`, unreplicated.
         strategy: The `tfparallel.MirroredStrategy` that the variables belong to.
         partial_gradients: If given, variable gradients are left unsummed: the tape receives
-            replica 0's, and the others' go into this dictionary, `{id(variable): [g_1, …]}`.
+            zeros, and this worker's terms go into this dictionary, `{id(variable): [g_0, …]}`.
     """
 
     def __init__(
@@ -94,29 +95,35 @@ class ReplicatedCall:
             replicas.extend(self._forward(inputs, call_state))
             joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "outputs")]
             sums = [tf.add_n(terms) for terms in _transposed(replicas, "losses")]
-            return joined + sums, lambda *upstream: self._backward(replicas, upstream, sources)
+            results = self._gathered(joined, inputs.num_rows) + self._summed(sums)
+            return results, lambda *upstream: self._backward(
+                replicas, upstream, sources, needed, inputs.num_rows
+            )
 
+        needed = [record.should_record_backprop([tensor]) for tensor in inputs.floats]
         sources = inputs.floats + [tf.convert_to_tensor(v.value) for v in self._trainable]
         results = call_with_gradient(f"replicated call of {self._layer.name}", forward, sources)
         call_state.combine(
-            [replica.scope for replica in replicas], [replica.shard for replica in replicas]
+            [replica.scope for replica in replicas],
+            [replica.shard for replica in replicas],
+            self._summed,
         )
         num_outputs = len(replicas[0].outputs)
         outputs, losses = results[:num_outputs], results[num_outputs:]
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
             if masks[0] is not None:
-                output._keras_mask = tf.concat(masks, 0)
+                (output._keras_mask,) = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
         return keras.tree.pack_sequence_as(replicas[0].structure, outputs), losses
 
     def _forward(self, inputs: BatchInputs, call_state: state.CallState) -> list[_Replica]:
         """Calls the layer on each replica, with its rows of the inputs."""
-        all_shards = self._shards(inputs.num_rows)
-        parts = inputs.split(all_shards)
+        own_shards = self._own_shards(inputs.num_rows)
+        parts = inputs.split(own_shards)
         replicas = {}
 
         def on_replica():
-            k = _replica_index()
-            shard = all_shards[k]
+            k = self._local_index()
+            shard = own_shards[k]
             call_state.inherit()
             own = inputs.floats_of(parts[k])
             with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
@@ -132,14 +139,36 @@ class ReplicatedCall:
             replicas[k] = _Replica(shard, tape, own, outputs, losses, masks, scope, structure)
 
         self._strategy.run(on_replica)
-        return [replicas[k] for k in range(len(all_shards))]
+        return [replicas[k] for k in range(len(own_shards))]
 
-    def _shards(self, num_rows) -> list[shards.Shard]:
-        num_replicas = len(self._strategy.devices)
-        return [
+    def _own_shards(self, num_rows) -> list[shards.Shard]:
+        """The shards of this worker's replicas."""
+        num_replicas, first = self._strategy.num_replicas, self._strategy.first_replica
+        all_shards = [
             shards.Shard(k, num_replicas, start, size, num_rows)
             for k, (start, size) in enumerate(partition.row_ranges(num_rows, num_replicas))
         ]
+        return all_shards[first : first + len(self._strategy.devices)]
+
+    def _local_index(self) -> int:
+        """Which of this worker's replicas is running."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return int(tf.get_static_value(replica)) - self._strategy.first_replica
+
+    def _gathered(self, tensors, num_rows):
+        """Joins this worker's rows with those of the other workers."""
+        workers = self._strategy.workers
+        if workers is None or not tensors:
+            return tensors
+        num_replicas, per_worker = self._strategy.num_replicas, len(self._strategy.devices)
+        sizes = [size for _, size in partition.row_ranges(num_rows, num_replicas)]
+        counts = [sum(sizes[k : k + per_worker]) for k in range(0, num_replicas, per_worker)]
+        return workers.all_gather(tensors, counts)
+
+    def _summed(self, tensors):
+        """Sums over the workers."""
+        workers = self._strategy.workers
+        return workers.all_reduce(tensors) if workers is not None and tensors else list(tensors)
 
     def _checked(self, output):
         if output.shape.rank == 0:
@@ -151,7 +180,7 @@ class ReplicatedCall:
             )
         return output
 
-    def _backward(self, replicas, upstream, sources):
+    def _backward(self, replicas, upstream, sources, needed, num_rows):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
         num_outputs = len(replicas[0].outputs)
         own_upstream = [
@@ -162,7 +191,7 @@ class ReplicatedCall:
         gradients = {}
 
         def on_replica():
-            k = _replica_index()
+            k = self._local_index()
             replica = replicas[k]
             targets = [
                 (target, dy)
@@ -182,24 +211,43 @@ class ReplicatedCall:
         self._strategy.run(on_replica)
         by_source = list(zip(*[gradients[k] for k in range(len(replicas))], strict=True))
         num_inputs = len(replicas[0].inputs)
+        own_shards = [replica.shard for replica in replicas]
         results = [
-            _join(rows, [replica.shard for replica in replicas]) for rows in by_source[:num_inputs]
+            self._input_gradient(rows, own_shards, num_rows) if is_needed else None
+            for rows, is_needed in zip(by_source[:num_inputs], needed, strict=True)
         ]
-        for variable, terms in zip(self._trainable, by_source[num_inputs:], strict=True):
-            if self._partial_gradients is not None and terms[0] is not None:
-                self._partial_gradients[id(variable)] = list(terms[1:])
-                results.append(terms[0])
-            else:
-                results.append(_sum(terms))
+        results += self._variable_gradients(by_source[num_inputs:])
         if is_recording():
             # The sources, too: what a tape does not see used it takes for a constant.
             used = [dy for dy in upstream if dy is not None] + sources
             results = _differentiable_once(results, used, self._layer)
         return results
 
+    def _input_gradient(self, rows, own_shards, num_rows):
+        joined = _join(rows, own_shards)
+        return None if joined is None else self._gathered([joined], num_rows)[0]
 
-def _replica_index() -> int:
-    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+    def _variable_gradients(self, by_variable):
+        """Σ_k g_k for each trainable variable: over the replicas here, then over the workers."""
+        if self._partial_gradients is not None:
+            found = zip(self._trainable, by_variable, strict=True)
+            present = {id(v): (v, list(terms)) for v, terms in found if terms[0] is not None}
+            self._partial_gradients.update({key: terms for key, (_, terms) in present.items()})
+            return [
+                tf.zeros_like(variable.value) if id(variable) in present else None
+                for variable in self._trainable
+            ]
+        totals = [_sum(terms) for terms in by_variable]
+        workers = self._strategy.workers
+        if workers is None:
+            return totals
+        dense = [i for i, total in enumerate(totals) if isinstance(total, tf.Tensor)]
+        for i, total in zip(dense, self._summed([totals[i] for i in dense]), strict=True):
+            totals[i] = total
+        return [
+            _gather_slices(workers, total) if isinstance(total, tf.IndexedSlices) else total
+            for total in totals
+        ]
 
 
 def _sum(terms):
@@ -214,6 +262,11 @@ def _sum(terms):
             terms[0].dense_shape,
         )
     return tf.add_n([tf.convert_to_tensor(term) for term in terms])
+
+
+def _gather_slices(workers, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    values, indices = workers.all_gather_uneven([slices.values, slices.indices])
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def _join(rows, all_shards):

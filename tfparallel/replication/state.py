@@ -10,6 +10,7 @@ In a replica a variable is written to the replica's own copy (`ReplicaScope`). A
 """
 
 import random
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -74,33 +75,47 @@ class CallState:
         for name, value in self._thread_state.items():
             global_state.set_global_attribute(name, value)
 
-    def combine(self, scopes: list[ReplicaScope], all_shards: list[shards.Shard]) -> None:
-        """Writes to all copies what the replicas' own copies amount to for the batch."""
+    def combine(
+        self,
+        scopes: list[ReplicaScope],
+        own_shards: list[shards.Shard],
+        sum_over_workers: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    ) -> None:
+        """Writes to all copies what the replicas' own copies amount to for the batch.
+
+        Args:
+            scopes: What this worker's replicas wrote, in order.
+            own_shards: Their shards.
+            sum_over_workers: Sums tensors over the workers.
+        """
         for key, variable in scopes[0].written.items():
-            copies = variables.copies(variable)
-            if key in self._equal or len(copies) == 1:
+            if key in self._equal or not variables.is_distributed(variable):
                 continue
-            new = [tf.identity(copy) for copy in copies]
+            new = [tf.identity(copy) for copy in variables.copies(variable)]
             if key in self._sums:
-                variable.assign(_sum_of(self._sums[key], new, all_shards))
+                (added,) = sum_over_workers([_added(self._sums[key], new, own_shards)])
+                variable.assign(self._sums[key][0] + added)
             else:
-                variable.assign(_average(new, all_shards))
+                (average,) = sum_over_workers([_share_of_average(new, own_shards)])
+                variable.assign(average)
 
 
-def _sum_of(old, new, all_shards):
-    """A metric's sum: what the first copy held, and what each replica with examples added."""
-    added = [
-        tf.cast(shard.num_rows > 0, after.dtype) * (after - before)
-        for shard, before, after in zip(all_shards, old, new, strict=True)
-    ]
-    return tf.add_n([old[0], *added])
-
-
-def _average(new, all_shards):
-    if not new[0].dtype.is_floating:
-        return new[0]
+def _added(old, new, own_shards):
+    """What the replicas with examples added to a metric's sum."""
     return tf.add_n(
-        [shard.weight(part.dtype) * part for shard, part in zip(all_shards, new, strict=True)]
+        [
+            tf.cast(shard.num_rows > 0, after.dtype) * (after - before)
+            for shard, before, after in zip(own_shards, old, new, strict=True)
+        ]
+    )
+
+
+def _share_of_average(new, own_shards):
+    """This worker's terms of Σ_k n_k/B x_k; of integers, replica 0's value and nothing else."""
+    if not new[0].dtype.is_floating:
+        return new[0] if own_shards[0].replica == 0 else tf.zeros_like(new[0])
+    return tf.add_n(
+        [shard.weight(part.dtype) * part for shard, part in zip(own_shards, new, strict=True)]
     )
 
 

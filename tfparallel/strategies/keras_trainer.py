@@ -17,7 +17,7 @@ _TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
 _OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
 
 # What may stand between the strategy and Keras; anything else is the user's own code.
-_PASSED = ("keras", "tensorflow", "tfparallel", "contextlib", "functools")
+_PASSED = ("keras", "tensorflow", "tfparallel", "contextlib", "functools", "optree", "tree")
 
 # What an optimizer does to a gradient before the update, and must do after the reduction.
 _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")

@@ -42,8 +42,11 @@ class MetricVariable(values.SyncOnReadVariable):
     """A variable whose value is the sum of its copies.
 
     Replicas write their own copies, as in TensorFlow. A program writes the first copy and,
-    when it assigns, clears the others, so that the sum is what was assigned.
+    when it assigns, clears the others, so that the sum is what was assigned. What a program wrote
+    is whole on every worker; what replicas wrote is summed over the workers, too.
     """
+
+    _is_whole = False  # Whether a program wrote it last.
 
     def _is_sum(self) -> bool:
         return self._aggregation == tf.VariableAggregation.SUM
@@ -51,9 +54,16 @@ class MetricVariable(values.SyncOnReadVariable):
     def _in_program(self) -> bool:
         return _outside_replicas() and self._is_sum()
 
+    def _writes_whole(self) -> bool:
+        """Whether what is written now is the whole, not a replica's part; remembers it."""
+        self._is_whole = self._in_program()
+        return self._is_whole
+
     def _get_cross_replica(self):
         if self._is_sum() and self._distribute_strategy.program_is_running:
             return self._primary
+        if self._is_sum() and self._is_whole:
+            return tf.add_n([tf.convert_to_tensor(copy) for copy in self._values])
         return super()._get_cross_replica()
 
     def value(self):
@@ -62,7 +72,7 @@ class MetricVariable(values.SyncOnReadVariable):
         return super().value()
 
     def assign(self, value, *args, **kwargs):
-        if not self._in_program():
+        if not self._writes_whole():
             return super().assign(value, *args, **kwargs)
         if not self._distribute_strategy.program_is_running:
             for copy in self._values[1:]:
@@ -70,12 +80,12 @@ class MetricVariable(values.SyncOnReadVariable):
         return self._primary.assign(value, *args, **kwargs)
 
     def assign_add(self, value, *args, **kwargs):
-        if not self._in_program():
+        if not self._writes_whole():
             return super().assign_add(value, *args, **kwargs)
         return self._primary.assign_add(value, *args, **kwargs)
 
     def assign_sub(self, value, *args, **kwargs):
-        if not self._in_program():
+        if not self._writes_whole():
             return super().assign_sub(value, *args, **kwargs)
         return self._primary.assign_sub(value, *args, **kwargs)
 
@@ -120,3 +130,8 @@ def copies(variable) -> tuple:
     if isinstance(variable, values.DistributedVariable):
         return tuple(variable.values)
     return (variable,)
+
+
+def is_distributed(variable) -> bool:
+    """Whether a Keras or TensorFlow variable was made under a strategy."""
+    return isinstance(getattr(variable, "_value", variable), values.DistributedVariable)

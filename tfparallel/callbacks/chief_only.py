@@ -1,0 +1,88 @@
+"""Keras's own callbacks in a job of several workers: one worker writes, all resume.
+
+Keras knows no chief: every worker would write the same files. Saving is every worker's work all
+the same, since parts of the state may be spread over them; so each worker's callbacks run, and all
+but the chief's write into a folder that is thrown away (as TensorFlow's own guide to multi-worker
+training does by hand). The directory of the chief need not be shared: what `BackupAndRestore`
+finds there is sent to the others.
+"""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+
+import keras
+import tensorflow as tf
+
+_PATH_OF = {
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.TensorBoard: "log_dir",
+    keras.callbacks.CSVLogger: "filename",
+    keras.callbacks.BackupAndRestore: "backup_dir",
+}
+
+
+def flatten(callbacks) -> list[keras.callbacks.Callback]:
+    """The callbacks that a user gave to `fit`: none, one, a list or a `CallbackList`."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    return keras.tree.flatten(callbacks) if callbacks is not None else []
+
+
+@contextlib.contextmanager
+def writing_by_chief(
+    callbacks: Iterable[keras.callbacks.Callback], is_chief: bool
+) -> Iterator[None]:
+    """On every worker but the chief, turns what the callbacks write into a temporary folder.
+
+    Args:
+        callbacks: Those of `fit`; their paths are as before when the block ends.
+        is_chief: Whether this worker is the chief.
+    """
+    if is_chief:
+        yield
+        return
+    changed = []
+    with tempfile.TemporaryDirectory(prefix="tfparallel_") as folder:
+        for index, callback in enumerate(callbacks):
+            name = next((n for cls, n in _PATH_OF.items() if isinstance(callback, cls)), None)
+            if name is None:
+                continue
+            old = getattr(callback, name)
+            new = os.path.join(folder, str(index), os.path.basename(os.path.normpath(old)))
+            os.makedirs(os.path.dirname(new))
+            # Callbacks keep further paths that begin with this one.
+            for key, value in list(vars(callback).items()):
+                if isinstance(value, str) and value.startswith(old):
+                    changed.append((callback, key, value))
+                    setattr(callback, key, new + value[len(old) :])
+        try:
+            yield
+        finally:
+            for callback, key, value in changed:
+                setattr(callback, key, value)
+
+
+class RestoredByChief(keras.callbacks.Callback):
+    """Gives all workers what the chief's `BackupAndRestore` found when training began.
+
+    Args:
+        workers: The strategy's `WorkerGroup`.
+    """
+
+    def __init__(self, workers):
+        super().__init__()
+        self._workers = workers
+
+    def on_train_begin(self, logs=None):
+        """Sends the weights, the optimizer's state and where to go on."""
+        found = [*self.model.variables]
+        if self.model.optimizer is not None:
+            found += [v for v in self.model.optimizer.variables if v not in found]
+        where = tf.constant([self.model._initial_epoch or 0], tf.int64)
+        values = [tf.convert_to_tensor(variable.value) for variable in found]
+        *values, where = self._workers.broadcast([*values, where])
+        for variable, value in zip(found, values, strict=True):
+            variable.assign(value)
+        self.model._initial_epoch = int(where[0]) or None

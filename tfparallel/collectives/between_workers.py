@@ -1,0 +1,214 @@
+"""Collectives between the workers of a job, called by the program that each of them runs.
+
+TensorFlow tells collectives apart by an instance key, and binds a key to the shape that it first
+sees. Its own strategies take a new key for each call, fed from Python, which a loop inside a
+`tf.function` cannot do (keras#19246) and which costs an exchange with the leader. All workers run
+the same program here, so a key is a function of what is sent: the collective, its type and its
+shape. One ordering token makes the collectives of a worker run one after the other, in the order
+of the program, and so a key is free again when it comes back.
+
+A number of rows that is known only when the step runs is rounded up to one of four sizes an
+octave: few keys, and at most a quarter of the bytes is padding.
+
+Rests on `tensorflow.python.ops.collective_ops`; there is no public way to a collective outside a
+replica.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import collective_ops
+
+_FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
+_STEPS_PER_OCTAVE = 4
+_MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
+
+
+class WorkerGroup:
+    """The workers of a job, one device each, that sum and join tensors.
+
+    Every worker must make the same calls in the same order.
+
+    Args:
+        num_workers: W, at least 2.
+        worker_index: The index of this worker.
+        device: Full name of the device of this worker that takes part.
+        timeout_seconds: How long a collective waits for the others; 0 for ever.
+    """
+
+    _num_groups = 0
+
+    def __init__(
+        self, num_workers: int, worker_index: int, device: str, timeout_seconds: float = 0.0
+    ):
+        self.num_workers = num_workers
+        self.worker_index = worker_index
+        self._device = device
+        self._timeout_seconds = timeout_seconds
+        self._group_key = _FIRST_GROUP_KEY + WorkerGroup._num_groups
+        WorkerGroup._num_groups += 1
+        self._signatures: dict[tuple, int] = {}
+        with tf.init_scope(), tf.device(device):
+            self._ordering_token = tf.Variable(0.0, trainable=False)
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums each tensor over the workers: y = Σ_w x_w. One collective for each dtype.
+
+        Args:
+            tensors: Of the same shapes and dtypes on all workers.
+
+        Returns:
+            The sums, in the same order, equal to the last bit on all workers.
+        """
+        results: list = [None] * len(tensors)
+        for indices in _by_dtype(tensors).values():
+            flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], 0)
+            total = self._collective("all_reduce", flat)
+            sizes = [tf.size(tensors[i]) for i in indices]
+            for i, part in zip(indices, tf.split(total, sizes, num=len(sizes)), strict=True):
+                results[i] = tf.ensure_shape(
+                    tf.reshape(part, tf.shape(tensors[i])), tensors[i].shape
+                )
+        return results
+
+    def all_gather(self, tensors: Sequence[tf.Tensor], counts: Sequence) -> list[tf.Tensor]:
+        """Joins the workers' rows, in the order of the workers. One collective for each dtype.
+
+        Args:
+            tensors: Shape `(counts[worker_index], …)` each, the same behind axis 0 on all workers.
+            counts: How many rows each worker has: integers, or scalar tensors equal on all.
+
+        Returns:
+            For each, shape `(Σ counts, …)`, equal on all workers.
+
+        Raises:
+            ValueError: For a type that cannot be sent, such as a string.
+        """
+        results: list = [None] * len(tensors)
+        sendable = [_sendable(tensor) for tensor in tensors]
+        for indices in _by_dtype(sendable).values():
+            flats = [tf.reshape(sendable[i], [tf.shape(sendable[i])[0], -1]) for i in indices]
+            rows = self._gather_rows(tf.concat(flats, 1), counts)
+            widths = [tf.shape(flat)[1] for flat in flats]
+            parts = tf.split(rows, widths, axis=1, num=len(widths))
+            for i, part in zip(indices, parts, strict=True):
+                shape = tf.concat([[-1], tf.shape(tensors[i])[1:]], 0)
+                joined = tf.cast(tf.reshape(part, shape), tensors[i].dtype)
+                total = sum(counts) if all(isinstance(n, int) for n in counts) else None
+                results[i] = tf.ensure_shape(joined, [total, *tensors[i].shape[1:]])
+        return results
+
+    def all_gather_uneven(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Joins rows whose numbers the other workers do not know; one more collective, for them.
+
+        Args:
+            tensors: Shape `(rows, …)`, with the same number of rows in each.
+
+        Returns:
+            For each, shape `(Σ rows, …)`, equal on all workers.
+        """
+        own = tf.reshape(tf.shape(tensors[0])[0], [1])
+        counts = self._collective("all_gather", own)
+        return self.all_gather(tensors, tf.unstack(counts, num=self.num_workers))
+
+    def broadcast(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns worker 0's tensors on all workers, as sums of which all other terms are zero."""
+        if self.worker_index:
+            tensors = [tf.zeros_like(tensor) for tensor in tensors]
+        sendable = [_sendable(tensor) for tensor in tensors]
+        sent = self.all_reduce(sendable)
+        return [tf.cast(s, tensor.dtype) for s, tensor in zip(sent, tensors, strict=True)]
+
+    def exchange(self, content: Any) -> list[Any]:
+        """Sends what JSON can hold to all workers, outside a `tf.function`.
+
+        Returns:
+            Every worker's content, by worker.
+        """
+        text = json.dumps(content, sort_keys=True).encode()
+        codes, lengths = self.all_gather_uneven(
+            [tf.constant(list(text), tf.int32)]
+        ), self.all_gather([tf.constant([len(text)])], [1] * self.num_workers)
+        parts = tf.split(codes[0], lengths[0])
+        return [json.loads(bytes(part.numpy().tolist())) for part in parts]
+
+    def _gather_rows(self, rows, counts):
+        """Joins matrices of `counts[w]` rows, of one width."""
+        width = tf.shape(rows)[1]
+        if all(isinstance(count, int) for count in counts):
+            longest = max(counts)
+        else:
+            longest = tf.reduce_max(tf.stack(counts))
+        padding = longest - counts[self.worker_index]
+        padded = tf.pad(rows, [[0, padding], [0, 0]])
+        gathered = self._collective("all_gather", tf.reshape(padded, [-1]))
+        by_worker = tf.split(gathered, self.num_workers)
+        kept = [
+            tf.reshape(part[: longest * width], [longest, width])[:count]
+            for part, count in zip(by_worker, counts, strict=True)
+        ]
+        return tf.concat(kept, 0)
+
+    def _collective(self, name: str, flat: tf.Tensor) -> tf.Tensor:
+        """Runs one collective on a vector; an unknown length is rounded up."""
+        signature = self._signatures.setdefault(
+            (name, flat.dtype, flat.shape[0]), len(self._signatures)
+        )
+        if flat.shape[0] is not None:
+            return self._run(name, flat, signature)
+        size = tf.size(flat)
+        step, padded_size = _size_step(size)
+        flat = tf.pad(flat, [[0, padded_size - size]])
+        result = self._run(name, flat, signature + _MAX_SIGNATURES * step)
+        return result if name == "all_gather" else result[:size]
+
+    def _run(self, name, flat, key):
+        operation = {
+            "all_reduce": collective_ops.all_reduce_v2,
+            "all_gather": collective_ops.all_gather_v2,
+        }[name]
+        with tf.device(self._device):
+            return operation(
+                flat,
+                self.num_workers,
+                self._group_key,
+                key,
+                timeout=self._timeout_seconds,
+                ordering_token=self._ordering_token.handle,
+            )
+
+
+def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the index of the smallest step that holds `size` elements, and its elements.
+
+    The steps are 5·2ᵒ, 6·2ᵒ, 7·2ᵒ and 8·2ᵒ for the octaves o = 0, 1, …; up to 4, all sizes are 4.
+    """
+    size = tf.maximum(size, _STEPS_PER_OCTAVE)
+    # A hair less than the logarithm, so that 8·2ᵒ, rounded or not, is the end of its octave.
+    octave = tf.math.log(tf.cast(size, tf.float64)) / math.log(2) - 2 - 1e-9
+    octave = tf.maximum(tf.cast(tf.floor(octave), size.dtype), 0)
+    unit = tf.bitwise.left_shift(tf.ones_like(size), octave)
+    quarters = -(-size // unit)
+    return (octave - 1) * _STEPS_PER_OCTAVE + quarters, quarters * unit
+
+
+def _by_dtype(tensors) -> dict:
+    found: dict = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(index)
+    return found
+
+
+def _sendable(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype.is_floating or tensor.dtype in (tf.int32, tf.int64):
+        return tensor
+    if tensor.dtype.is_bool or tensor.dtype.is_integer:
+        return tf.cast(tensor, tf.int64 if tensor.dtype.size > 4 else tf.int32)
+    raise ValueError(
+        "Workers can exchange tensors of numbers and of truth values. Received: a tensor of type "
+        f"{tensor.dtype.name} and shape {tuple(tensor.shape)}. Let the model return numbers (an "
+        "index into a vocabulary, for strings)."
+    )

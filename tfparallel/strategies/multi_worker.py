@@ -1,0 +1,183 @@
+"""Copies of the model on all devices of several workers, updated in step.
+
+Rests on internals of TensorFlow (`CollectiveAllReduceExtended`), as `program.py` does, and for two
+things more: several CPU devices a worker, where TensorFlow takes one; and Keras's trainer, which
+asks the strategy whether it has several workers and then reduces what a program returns, which is
+global already (keras#20585).
+"""
+
+import json
+import os
+import random
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
+from tensorflow.python.eager import context
+
+from tfparallel import devices as device_lib
+from tfparallel.cluster.rendezvous import meet
+from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.strategies import keras_trainer
+from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
+
+
+class _MultiWorkerExtended(
+    ProgramExtended, collective_all_reduce_strategy.CollectiveAllReduceExtended
+):
+    """This worker's devices and its peers, as a program sees them."""
+
+    def __init__(self, strategy, devices, **kwargs):
+        self._device_names = devices
+        super().__init__(strategy, **kwargs)
+
+    def _initialize_local_devices(self, cluster_resolver, worker_device):
+        # Looked up here, after the environment has told which GPUs are this worker's.
+        names = device_lib.choose_devices(devices=self._device_names)
+        return (
+            tuple(f"{worker_device}{device_lib.to_tensorflow_name(name)}" for name in names),
+            names[0].partition(":")[0],
+        )
+
+    def _in_multi_worker_mode(self):
+        return super()._in_multi_worker_mode() and keras_trainer.calling_model() is None
+
+
+class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirroredStrategy):
+    """Replicates the model on all devices of all workers and trains it as one device would.
+
+    A drop-in for `tf.distribute.MultiWorkerMirroredStrategy`. Plain Keras code under its scope
+    keeps the promise of `tfparallel.data_parallel`: the weights, losses and metrics that one
+    device gives. Every worker is given the same data, in global batches, and computes the rows
+    that are its own; predictions are returned whole, on every worker.
+
+    Create it before anything else that starts TensorFlow's runtime.
+
+    Args:
+        cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. Default: what
+            `tfparallel.Cluster.from_env()` finds (TF_CONFIG, Slurm, MPI, Kubernetes, torchrun).
+        communication_options: A `tf.distribute.experimental.CommunicationOptions`; its
+            `timeout_seconds` is how long a collective waits for the others (default: for ever; a
+            worker that died is noticed without it).
+        devices: Names of this worker's devices, one replica each, as many on every worker.
+            Default: all GPUs, or all logical CPUs where there is no GPU.
+        start_timeout: How many seconds to wait for the other workers.
+        facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
+            it: a seed, a batch size.
+
+    Raises:
+        ValueError: If the environment does not describe a cluster, or a device is unknown.
+        RuntimeError: If TensorFlow's runtime has started already, a worker is missing at the
+            deadline, a port is taken, or the workers disagree.
+
+    Example:
+        >>> strategy = tfparallel.MultiWorkerMirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = build_model()
+        ...     model.compile(optimizer="adam", loss="mse")
+        >>> model.fit(x, y, batch_size=64)
+    """
+
+    _of_process = None  # The strategy of this process, which can start one only.
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        *,
+        devices: Sequence[str] | None = None,
+        start_timeout: float = 120.0,
+        facts: Mapping[str, Any] | None = None,
+    ):
+        _refuse_late_start()
+        if cluster_resolver is None:
+            cluster_resolver = _resolver_of(Cluster.from_env())
+        num_devices = len(device_lib.choose_devices(devices=devices))
+        facts = {"devices a worker": num_devices, **(facts or {})}
+        _meet(cluster_resolver, facts, start_timeout)
+        options = communication_options or tf.distribute.experimental.CommunicationOptions()
+        extended = _MultiWorkerExtended(
+            self,
+            devices=devices,
+            cluster_resolver=cluster_resolver,
+            communication_options=options,
+        )
+        tf.distribute.Strategy.__init__(self, extended)
+        if extended._num_workers > 1:
+            self.workers = WorkerGroup(
+                extended._num_workers,
+                extended._id_in_cluster,
+                self.devices[0],
+                timeout_seconds=options.timeout_seconds or 0.0,
+            )
+            _agree_on_seed(self.workers)
+        MultiWorkerMirroredStrategy._of_process = self
+
+    @classmethod
+    def of_process(cls, **kwargs) -> "MultiWorkerMirroredStrategy":
+        """Returns the strategy that this process started, or starts one."""
+        return MultiWorkerMirroredStrategy._of_process or cls(**kwargs)
+
+
+def _resolver_of(cluster: Cluster):
+    """TensorFlow's form of a cluster."""
+    if cluster.num_workers == 1:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    jobs = json.loads(cluster.to_tf_config())["cluster"]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        rpc_layer="grpc",
+    )
+
+
+def _meet(resolver, facts, start_timeout) -> None:
+    """Waits for the other workers, which TensorFlow's own start would do for ever."""
+    jobs = resolver.cluster_spec().as_dict()
+    chiefs = list(jobs.get("chief", []))
+    workers = chiefs + list(jobs.get("worker", []))
+    if len(workers) < 2 or resolver.task_type not in ("chief", "worker"):
+        return
+    index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
+    versions = {
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+    }
+    meet(
+        workers,
+        index,
+        {"versions": versions, **facts},
+        timeout_seconds=start_timeout,
+        token=os.environ.get("TFPARALLEL_JOB_TOKEN", ""),
+    )
+
+
+def _refuse_late_start() -> None:
+    if context.context()._context_handle is not None:
+        raise RuntimeError(
+            "A MultiWorkerMirroredStrategy must be created before TensorFlow's runtime starts, and "
+            "it has started: an operation has run, a layer was built or devices were listed. Move "
+            "the strategy to the top of the program, right after the imports (in a notebook, "
+            "restart the kernel first)."
+        )
+
+
+def _agree_on_seed(workers: WorkerGroup) -> None:
+    """Gives all workers one state of Python's, NumPy's and TensorFlow's random numbers.
+
+    Workers that agree already, because each of them called `keras.utils.set_random_seed`, are
+    left as they are, and train to the weights that one device trains to from that seed.
+    """
+    state = (random.getstate(), np.random.get_state(), context.global_seed())
+    own = zlib.crc32(repr(state).encode()) >> 1
+    states = workers.all_gather([tf.constant([own], tf.int32)], [1] * workers.num_workers)[0]
+    if len(set(states.numpy().tolist())) > 1:
+        keras.utils.set_random_seed(int(states[0]))

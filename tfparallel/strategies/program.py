@@ -1,0 +1,125 @@
+"""A step that is written once, for the global batch, under a strategy of many replicas.
+
+A *program* is code that is written, and traced, once for the global batch, as if there were one
+device. Inside `with strategy.program():` TensorFlow is outside any replica,
+`num_replicas_in_sync` is 1 (Keras scales its losses by it), a variable is read from its first
+copy and written to all, and a Keras optimizer updates each copy on its own device. Only what is
+handed to `strategy.run` is spread over the devices.
+
+With several workers each of them runs the program, on the same global batch, and computes its own
+rows in `strategy.run`; what the replicas make of their rows is then exchanged
+(`ProgramStrategy.workers`), so that the program goes on with the same tensors on every worker.
+
+Rests on internals of TensorFlow (`MirroredExtended`): the extended object of a strategy is where
+variables are made and where `merge_call` is chosen, and there is no public way to give a strategy
+of TensorFlow's another one.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.strategies import keras_trainer, variables
+
+
+class ProgramExtended:
+    """Mixed into a `MirroredExtended`: this package's variables, and optimizers in a program."""
+
+    def _use_merge_call(self):
+        # Keras's optimizers reach the copies of a variable through `merge_call`, which exists in
+        # a replica alone (keras#20582), or directly, where a strategy says that it needs none.
+        in_program = (
+            self._container_strategy().program_is_running
+            and tf.distribute.in_cross_replica_context()
+        )
+        if not in_program:
+            keras_trainer.refuse_unprepared_optimizer()
+        return not in_program and super()._use_merge_call()
+
+    def _create_variable(self, next_creator, **kwargs):
+        like = kwargs.pop("colocate_with", None)
+        if like is not None and not hasattr(like, "_devices"):
+            # The host of an input pipeline, which keeps one copy.
+            return super()._create_variable(next_creator, colocate_with=like, **kwargs)
+        copy_devices = self._devices if like is None else like._devices
+
+        def create_copies(**kwargs):
+            made = []
+            for index, device in enumerate(copy_devices):
+                with tf.device(device):
+                    kwargs["initial_value"] = self._get_variable_creator_initial_value(
+                        replica_id=index,
+                        device=device,
+                        primary_var=made[0] if made else None,
+                        **kwargs,
+                    )
+                    if made:
+                        kwargs["name"] = f"{made[0].name.split(':')[0]}/replica_{index}/"
+                    made.append(next_creator(**kwargs))
+            return made
+
+        return variables.create(self._container_strategy(), create_copies, **kwargs)
+
+
+class ProgramStrategy:
+    """Mixed into a strategy of TensorFlow's whose extended object is a `ProgramExtended`."""
+
+    workers: WorkerGroup | None = None  # What joins the workers of the job; None for one.
+    _program_depth = 0
+
+    @property
+    def num_replicas(self) -> int:
+        """N, the replicas of all workers, inside a program too."""
+        return len(self.devices) * (self.workers.num_workers if self.workers else 1)
+
+    @property
+    def first_replica(self) -> int:
+        """The index, among the N, of this worker's first replica."""
+        return len(self.devices) * (self.workers.worker_index if self.workers else 0)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Full names of this worker's devices, in the order of its replicas."""
+        return tuple(self.extended.worker_devices)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas; 1 inside a program, which is one device's."""
+        return 1 if self.program_is_running else super().num_replicas_in_sync
+
+    @property
+    def program_is_running(self) -> bool:
+        """Whether a program is being traced or run."""
+        return self._program_depth > 0
+
+    @contextlib.contextmanager
+    def program(self) -> Iterator[None]:
+        """Within it, code acts for the global batch, as on one device, outside any replica."""
+        with self.scope(), tf.device(self.devices[0]):
+            self._program_depth += 1
+            try:
+                yield
+            finally:
+                self._program_depth -= 1
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """Runs `fn` on each replica; a Keras model's own step runs as one program instead."""
+        model = None if self.program_is_running else keras_trainer.calling_model()
+        if model is not None:
+            self.extend_model(model)
+            with self.program():
+                return fn(*args, **(kwargs or {}))
+        return super().run(fn, args, kwargs, options)
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        """Distributes a data set; Keras, whose steps run as programs, gets global batches."""
+        model = keras_trainer.calling_model()
+        if model is not None:
+            self.extend_model(model)
+            return dataset
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def extend_model(self, model) -> None:
+        """Called with each Keras model that trains under this strategy, before its steps run."""
