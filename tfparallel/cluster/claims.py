@@ -21,6 +21,7 @@ References:
 """
 
 import dataclasses
+import re
 import zlib
 from collections.abc import Callable, Mapping
 
@@ -46,6 +47,7 @@ _POD_PORT = 13_000
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # Steps that Slurm starts for itself: interactive, batch, extern and the like.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_STEP = re.compile("[0-9]{1,10}")
 
 _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
@@ -105,7 +107,7 @@ def of_torchrun(environ: Mapping[str, str]) -> Claim | None:
     local_rank, num_local = variables.place("LOCAL_RANK", "LOCAL_WORLD_SIZE", size)
     launchers = variables.number("GROUP_WORLD_SIZE", least=1)
     variables.check("Start the workers by torchrun or `tfparallel launch`, or unset WORLD_SIZE.")
-    if launchers is None and num_local:
+    if launchers is None and num_local and size % num_local == 0:
         launchers = size // num_local
 
     def addresses():
@@ -167,7 +169,7 @@ def of_slurm(environ: Mapping[str, str]) -> Claim | None:
         environ: Environment variables.
 
     Returns:
-        The claim, or None where this process is no such task.
+        The claim, or None where this process is no such task, or the only one.
 
     Raises:
         ValueError: If the variables are malformed or incomplete.
@@ -175,11 +177,13 @@ def of_slurm(environ: Mapping[str, str]) -> Claim | None:
     if not any(name in environ for name in _STEP_VARIABLES):
         return None
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
-    if not step.isdecimal() or int(step) >= _FIRST_SPECIAL_STEP:
+    if not _STEP.fullmatch(step) or int(step) >= _FIRST_SPECIAL_STEP:
         return None
     variables = Variables(environ, "Slurm")
     # The step's own numbers first: an interactive step inherits those of its job.
     size = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1, required=True)
+    if size == 1:
+        return None
     index = variables.number("SLURM_PROCID", below=size, required=True)
     local_rank = variables.number("SLURM_LOCALID")
     node = variables.number("SLURM_NODEID")

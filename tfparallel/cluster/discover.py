@@ -19,6 +19,7 @@ from tfparallel.cluster.problems import refusal, shown
 __all__ = ["Found", "find"]
 
 _WORKERS = "TFPARALLEL_WORKERS"
+_NUM_WORKERS = "TFPARALLEL_NUM_WORKERS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +91,12 @@ def _agreeing(claims):
 
 
 def _check_alone(environ):
-    named = environ.get(_WORKERS, "")
-    if "," in named:
+    named = {name: environ[name] for name in (_WORKERS, _NUM_WORKERS) if name in environ}
+    if "," in named.get(_WORKERS, "") or named.get(_NUM_WORKERS, "1") != "1":
         raise refusal(
-            f"{_WORKERS} names {named.count(',') + 1} workers, but nothing says which of them "
-            "this process is",
+            f"{' and '.join(named)} tell of other workers, but nothing says which this process is",
             ["the rank that torchrun, MPI, Slurm or Kubernetes sets is required"],
-            shown({_WORKERS: named}),
+            shown(named),
             "Start the workers by one of them or by `tfparallel launch`, or set TF_CONFIG.",
         )
 
