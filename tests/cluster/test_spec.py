@@ -183,10 +183,20 @@ def test_all_problems_come_in_one_error():
         assert words in message
 
 
-def test_a_long_text_is_cut():
-    message = refusal("x" * 100_000)
-    assert "(100000 characters)" in message
-    assert len(message) < 1500
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 100_000,
+        tf_config({"worker": ["a" * 100_000]}, TASK),
+        tf_config({"worker": ["a"] * 10_000}, TASK),
+        tf_config(TWO, TASK, **{f"key{index}": index for index in range(10_000)}),
+    ],
+    ids=["no JSON", "long address", "many addresses", "many keys"],
+)
+def test_a_long_text_is_cut(text):
+    message = refusal(text)
+    assert f"({len(text)} characters)" in message
+    assert len(message) < 5000
 
 
 @pytest.mark.parametrize("text", [None, b"{}", {"cluster": {}}])
@@ -266,7 +276,26 @@ def mostly(good):
 
 
 jobs = mostly(st.lists(mostly(addresses), max_size=4))
+
+
+def spoiled(config, path, value):
+    """A good TF_CONFIG with one thing in it replaced."""
+    config = json.loads(config)
+    part = config
+    for step in path[:-1]:
+        part = part.setdefault(step, {})
+    part[path[-1]] = value
+    return json.dumps(config)
+
+
+paths = st.sampled_from(
+    [("cluster",), ("task",), ("cluster", "worker"), ("cluster", "chief"), ("cluster", "ps"),
+     ("task", "type"), ("task", "index"), ("rpc_layer",), ("other",)]
+)  # fmt: skip
+good = clusters().map(Cluster.to_tf_config)
 texts = st.one_of(
+    good,
+    st.builds(spoiled, good, paths, junk),
     st.text(max_size=40),
     st.dictionaries(
         st.sampled_from(["cluster", "task", "rpc_layer", "environment", "foo"]), junk

@@ -6,6 +6,8 @@ __all__ = ["refusal", "shown"]
 
 # A broken variable may hold a whole file; its start is enough to recognize it.
 _SHOWN_CHARACTERS = 600
+# So may a list of thousands of workers, each wrong in the same way.
+_MAX_PROBLEMS = 30
 
 
 def refusal(head: str, problems: Sequence[str], received: str, fix: str = "") -> ValueError:
@@ -23,7 +25,9 @@ def refusal(head: str, problems: Sequence[str], received: str, fix: str = "") ->
     end = f"Received: {received}." + (f" {fix}" if fix else "")
     if len(problems) == 1:
         return ValueError(f"{head}: {problems[0]}. {end}")
-    listed = "".join(f"\n  - {problem}." for problem in problems)
+    listed = "".join(f"\n  - {problem}." for problem in problems[:_MAX_PROBLEMS])
+    if len(problems) > _MAX_PROBLEMS:
+        listed += f"\n  - and {len(problems) - _MAX_PROBLEMS} more."
     return ValueError(f"{head}:{listed}\n{end}")
 
 

@@ -205,6 +205,6 @@ def _check_keys(name, section, known, ignored, problems):
     unknown = sorted(set(section) - set(known) - set(ignored))
     if unknown:
         problems.append(
-            f"{name} has unknown keys: {', '.join(map(shown, unknown))}; "
+            f"{name} has unknown keys: {shown(unknown)[1:-1]}; "
             f"known ones are {', '.join(known)}, and {', '.join(ignored)} are ignored"
         )
