@@ -20,7 +20,10 @@ def refusal(text):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "  \n", "{}", '{"cluster": {}}', '{"cluster": null}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "  \n", "{}", '{"cluster": {}}', '{"cluster": null}', '{"cluster": {}, "task": {}}'],
+)
 def test_no_workers_is_a_single_process(text):
     cluster = Cluster.from_tf_config(text)
     assert cluster == Cluster()
@@ -28,7 +31,7 @@ def test_no_workers_is_a_single_process(text):
     assert cluster.to_tf_config() == "{}"
 
 
-@pytest.mark.parametrize("task", [None, {"type": "worker", "index": 0}])
+@pytest.mark.parametrize("task", [None, {}, {"type": "worker", "index": 0}])
 def test_one_worker_is_valid(task):
     cluster = Cluster.from_tf_config(tf_config({"worker": ["host:2222"]}, task))
     assert cluster.workers == ("host:2222",)
@@ -103,7 +106,7 @@ TWO = {"worker": ["a:1", "b:1"]}
         (tf_config(["a:1"], TASK), "cluster must be an object in braces, not ['a:1']"),
         (tf_config(TWO, TASK, rpc_layer="verbs"), "rpc_layer must be 'grpc', not 'verbs'"),
         (tf_config(TWO, {"type": "ps", "index": 0}), "not 'ps': parameter servers are not supp"),
-        (tf_config(TWO, {"type": "master", "index": 0}), "the master is called chief since"),
+        (tf_config(TWO, {"type": "master", "index": 0}), "'master': TensorFlow's word for it is"),
         (tf_config(TWO, {"type": ["worker"], "index": 0}), "task's type must be one of chief"),
         (tf_config({**TWO, "ps": ["p:1"]}, TASK), "cluster has 'ps': parameter servers"),
         (tf_config({**TWO, "tpu": ["p:1"]}, TASK), "cluster has 'tpu': an unknown job; known"),

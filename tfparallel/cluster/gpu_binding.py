@@ -17,9 +17,10 @@ def visible_gpus(
 ) -> dict[str, str]:
     """Deals a host's GPUs out to the workers on it, in equal shares by local rank.
 
-    Slurm starts one task a node, which is to see every GPU, or one task a GPU,
-    where each task still sees every GPU of the node unless `--gpus-per-task`
-    or `--gpu-bind` bound them. Only the last but one needs something done.
+    A worker that has its host to itself keeps every GPU. With one worker a GPU,
+    each still sees all of them (Slurm, torchrun and MPI alike), and would take
+    their memory from its neighbours, unless `--gpus-per-task` or `--gpu-bind`
+    has made Slurm bind them.
 
     Args:
         environ: Environment variables: CUDA_VISIBLE_DEVICES, and from `srun`

@@ -36,7 +36,7 @@ _EXTRA_TASK_KEYS = ("cloud", "trial")
 _UNSUPPORTED = {
     "ps": "parameter servers are not supported, since every worker takes part in every step; "
     "name the workers alone",
-    "master": "the master is called chief since TensorFlow 1.4; write 'chief'",
+    "master": "TensorFlow's word for it is 'chief' now; write that",
 }
 
 
@@ -111,7 +111,7 @@ def _arguments(text, problems):
         "evaluators": tuple(jobs["evaluator"]),
         "names_chief": bool(jobs["chief"]),
     }
-    if "task" not in config and len(workers) + len(jobs["evaluator"]) <= 1:
+    if not task and len(workers) + len(jobs["evaluator"]) <= 1:
         # Nobody else: who this process is need not be said.
         return arguments
     return {**arguments, **_task_arguments(task, cluster, jobs, problems)}
