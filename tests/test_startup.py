@@ -38,6 +38,17 @@ def test_importing_the_package_loads_no_tensorflow():
     assert finished.stdout == "[]\n", finished.stderr
 
 
+def test_a_plain_name_of_the_face_loads_no_tensorflow():
+    finished = run_python(
+        "import sys\n"
+        "from tfparallel import Cluster\n"
+        "cluster = Cluster.from_env({'TF_CONFIG': '{}'})\n"
+        "print(cluster.num_workers, cluster.to_tf_config())\n"
+        "print([name for name in ('tensorflow', 'keras', 'numpy') if name in sys.modules])"
+    )
+    assert finished.stdout == "1 {}\n[]\n", finished.stderr
+
+
 def test_the_face_lists_what_it_offers():
     finished = run_python(
         "import tfparallel\n"
@@ -45,7 +56,7 @@ def test_the_face_lists_what_it_offers():
         "assert set(tfparallel.__all__) <= set(dir(tfparallel))\n"
         "tfparallel.dataparallel"
     )
-    assert "has no attribute 'dataparallel'. It offers: MirroredStrategy, " in finished.stderr
+    assert "no attribute 'dataparallel'. It offers: Cluster, MirroredStrategy, " in finished.stderr
 
 
 @pytest.mark.slow

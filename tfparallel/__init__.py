@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 # Public name -> (module, attribute); None stands for the module itself.
 _FACE = {
+    "Cluster": ("tfparallel.cluster.spec", "Cluster"),
     "MirroredStrategy": ("tfparallel.replication.drop_in", "MirroredStrategy"),
     "all_gather": ("tfparallel.collectives.in_replica", "all_gather"),
     "all_reduce": ("tfparallel.collectives.in_replica", "all_reduce"),
@@ -20,8 +21,12 @@ _FACE = {
     "reduce_gradients": ("tfparallel.replication.custom_loop", "reduce_gradients"),
 }
 
+# What decides in plain Python, and must not make a launcher wait for TensorFlow.
+_PLAIN = {"Cluster"}
+
 # Spelled out once more, because editors and linters read only literals.
 __all__ = [
+    "Cluster",
     "MirroredStrategy",
     "__version__",
     "all_gather",
@@ -38,8 +43,8 @@ def __getattr__(name):
         raise AttributeError(
             f"Module 'tfparallel' has no attribute {name!r}. It offers: {', '.join(sorted(_FACE))}."
         )
-    startup = importlib.import_module("tfparallel.startup")
-    startup.prepare()
+    if name not in _PLAIN:
+        importlib.import_module("tfparallel.startup").prepare()
     module_name, attribute = _FACE[name]
     module = importlib.import_module(module_name)
     value = module if attribute is None else getattr(module, attribute)

@@ -1,0 +1,134 @@
+"""Addresses of workers, `"host:port"`, checked before anything waits for one."""
+
+import ipaddress
+import re
+from collections.abc import Iterable, Sequence
+
+from tfparallel.cluster.problems import shown
+
+__all__ = ["address_problems", "join_address", "local_place", "split_address"]
+
+# Underscores are against the standard, and common in cluster and container names.
+_LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?")
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+_DOTTED_NUMBERS = re.compile(r"[0-9.]+")
+_MAX_PORT = 65535
+_MAX_HOST = 253
+_MAX_LABEL = 63
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Takes an address apart.
+
+    Args:
+        address: `"host:port"`; an IPv6 host stands in brackets, `"[::1]:2222"`.
+
+    Returns:
+        The host without brackets, and the port.
+
+    Raises:
+        ValueError: If the address is malformed; the text says where.
+    """
+    host, port = _parts(address)
+    bracketed = host.startswith("[") and host.endswith("]")
+    if "://" in address:
+        raise ValueError("it must be host:port alone, without a protocol before it")
+    if ":" in host and not bracketed:
+        raise ValueError(
+            f"its host has colons; an IPv6 address stands in brackets, as in '[{host}]:{port}'"
+        )
+    host = host[1:-1] if bracketed else host
+    if not (_is_ipv6(host) if bracketed else _is_host(host)):
+        kind = "IPv6 address" if bracketed else "host name or IPv4 address"
+        raise ValueError(f"{shown(host)} is no {kind}")
+    if not _PORT.fullmatch(port) or int(port) > _MAX_PORT:
+        raise ValueError(f"its port must be a number from 1 to {_MAX_PORT}, not {shown(port)}")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Puts a host and a port together; an IPv6 host is given its brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def local_place(addresses: Sequence[str], index: int) -> tuple[int, int]:
+    """Finds a worker among those on its host, as far as hosts have one name each.
+
+    Args:
+        addresses: Every worker's address.
+        index: The worker.
+
+    Returns:
+        Its local rank, and how many workers its host has.
+    """
+    hosts = [_canonical(split_address(address)[0]) for address in addresses]
+    here = [other for other, host in enumerate(hosts) if host == hosts[index]]
+    return here.index(index), len(here)
+
+
+def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
+    """Checks addresses one by one, and against each other.
+
+    Args:
+        named: Pairs of what to call an address in an error, and the address.
+
+    Returns:
+        What is wrong, a sentence each; empty if all is well.
+    """
+    problems, taken = [], {}
+    for name, address in named:
+        if not isinstance(address, str):
+            problems.append(f"{name} must be a text 'host:port', not {shown(address)}")
+            continue
+        try:
+            host, port = split_address(address)
+        except ValueError as error:
+            problems.append(f"{name}, {shown(address)}, is no address: {error}")
+            continue
+        place = (_canonical(host), port)
+        if place in taken:
+            problems.append(
+                f"{name} and {taken[place]} have the same address, {shown(address)}; "
+                "each worker needs its own host or port"
+            )
+        taken.setdefault(place, name)
+    return problems
+
+
+def _parts(address):
+    host, colon, port = address.rpartition(":")
+    if not colon or address.endswith("]"):
+        raise ValueError("it has no port; it must be host:port")
+    if not host:
+        raise ValueError("it has no host; it must be host:port")
+    return host, port
+
+
+def _canonical(host):
+    """Gives a host one spelling, so that two names of the loopback are one."""
+    host = host.lower().removesuffix(".")
+    if host in ("localhost", "localhost.localdomain"):
+        return "127.0.0.1"
+    return str(ipaddress.IPv6Address(host)) if ":" in host else host
+
+
+def _is_ipv6(host):
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_host(host):
+    if _DOTTED_NUMBERS.fullmatch(host):
+        # All digits and dots: what is no IPv4 address is a mistyped one, no name.
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            return False
+        return True
+    if len(host) > _MAX_HOST:
+        return False
+    labels = host.removesuffix(".").split(".")
+    return all(len(label) <= _MAX_LABEL and _LABEL.fullmatch(label) for label in labels)

@@ -1,0 +1,143 @@
+"""Finds the workers of a job in the variables that its launchers have set.
+
+Launchers nest: `srun` may start one torchrun a node, or MPI its daemons. The
+innermost one counts the workers, and the others must count the same, or count
+what started them. A launcher of one process says nothing about others.
+
+TFPARALLEL_WORKERS, `"host1:port,host2:port"`, an address for each worker in the
+order of their ranks, goes before every address that is worked out from the
+launchers' variables; `tfparallel.cluster.claims` says what those are.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from tfparallel.cluster.address import address_problems, local_place
+from tfparallel.cluster.claims import Claim, of_kubernetes, of_mpi, of_slurm, of_torchrun
+from tfparallel.cluster.problems import refusal, shown
+
+__all__ = ["Found", "find"]
+
+_WORKERS = "TFPARALLEL_WORKERS"
+_NUM_WORKERS = "TFPARALLEL_NUM_WORKERS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What all sources together say: the arguments of a `Cluster`."""
+
+    source: str
+    workers: tuple[str, ...]
+    worker_index: int
+    local_rank: int
+    num_local_workers: int
+
+
+def find(environ: Mapping[str, str], configured: Claim | None = None) -> Found | None:
+    """Finds this process's job.
+
+    Args:
+        environ: Environment variables.
+        configured: What TF_CONFIG says, which goes before the others where
+            they agree.
+
+    Returns:
+        The job, or None if this process is alone.
+
+    Raises:
+        ValueError: If a source is malformed or incomplete, or if two contradict
+            each other.
+    """
+    environ = {name: value.strip() for name, value in environ.items() if value.strip()}
+    claims = [of_torchrun(environ), of_mpi(environ), of_slurm(environ)]
+    claims = [claim for claim in claims if claim and claim.num_workers > 1]
+    claims = [configured, *claims] if configured else claims
+    pod = of_kubernetes(environ, counted=bool(claims))
+    claims += [pod] if pod else []
+    if not claims:
+        _check_alone(environ)
+        return None
+    agreeing = _agreeing(claims)
+    workers = _addresses(environ, agreeing)
+    first = agreeing[0]
+    local_rank, num_local_workers = _place(agreeing, workers)
+    return Found(first.source, workers, first.worker_index, local_rank, num_local_workers)
+
+
+def _agreeing(claims):
+    """Drops what counts launchers instead of workers; raises at a contradiction."""
+    inner = claims[0]
+    agreeing, against = [inner], []
+    for place, claim in enumerate(claims[1:], 1):
+        if _same(inner, claim):
+            agreeing.append(claim)
+        elif not any(_started(claim, other) for other in claims[:place]):
+            against.append(claim)
+    if not against:
+        return agreeing
+    said = [
+        f"{claim.source} says worker {claim.worker_index} of {claim.num_workers}"
+        for claim in [inner, *against]
+    ]
+    received = {}
+    for claim in [inner, *against]:
+        received.update(claim.received)
+    raise refusal(
+        "The sources contradict each other about this process",
+        [", ".join(said) + "; all must agree, or workers wait for others that never come"],
+        shown(received),
+        "Unset the variables of the one that is stale, or start as many workers as it says.",
+    )
+
+
+def _check_alone(environ):
+    named = {name: environ[name] for name in (_WORKERS, _NUM_WORKERS) if name in environ}
+    if "," in named.get(_WORKERS, "") or named.get(_NUM_WORKERS, "1") != "1":
+        raise refusal(
+            f"{' and '.join(named)} tell of other workers, but nothing says which this process is",
+            ["the rank that torchrun, MPI, Slurm or Kubernetes sets is required"],
+            shown(named),
+            "Start the workers by one of them or by `tfparallel launch`, or set TF_CONFIG.",
+        )
+
+
+def _same(inner, outer):
+    counts = (inner.num_workers, inner.num_workers + inner.num_evaluators)
+    return outer.num_workers in counts and outer.worker_index == inner.worker_index
+
+
+def _started(outer, inner):
+    """Tells whether `outer` counts the processes that started the workers of `inner`."""
+    if outer.num_workers == inner.num_launchers:
+        return True
+    return inner.source == "MPI" and outer.one_a_host and outer.num_workers < inner.num_workers
+
+
+def _addresses(environ, agreeing):
+    named = environ.get(_WORKERS)
+    first = agreeing[0]
+    if named is not None:
+        addresses = tuple(part.strip() for part in named.split(","))
+        problems = address_problems(
+            (f"{_WORKERS}[{index}]", address) for index, address in enumerate(addresses)
+        )
+        if len(addresses) != first.num_workers:
+            problems.append(
+                f"it names {len(addresses)} workers, and {first.source} says {first.num_workers}"
+            )
+        if first.source == "TF_CONFIG" and not problems and addresses != first.addresses():
+            problems.append("it names other addresses than TF_CONFIG; one of them must go")
+        if problems:
+            received = shown({_WORKERS: named, **first.received})
+            raise refusal(f"{_WORKERS} cannot be used", problems, received)
+        return addresses
+    # TF_CONFIG and Slurm know every host; the launchers below them only their own.
+    order = ("TF_CONFIG", "Slurm", "Kubernetes", "torchrun", "MPI")
+    return min(agreeing, key=lambda claim: order.index(claim.source)).addresses()
+
+
+def _place(agreeing, workers):
+    for claim in agreeing:
+        if claim.local_rank is not None and claim.num_local_workers is not None:
+            return claim.local_rank, claim.num_local_workers
+    return local_place(workers, agreeing[0].worker_index)

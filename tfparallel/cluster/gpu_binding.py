@@ -1,0 +1,87 @@
+"""Which GPUs each of several workers on a host should see."""
+
+import glob
+import re
+from collections.abc import Mapping
+
+from tfparallel.cluster.problems import refusal, shown
+
+__all__ = ["visible_gpus"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ON_NODE = "SLURM_GPUS_ON_NODE"
+
+
+def visible_gpus(
+    environ: Mapping[str, str], local_rank: int, num_local_workers: int
+) -> dict[str, str]:
+    """Deals a host's GPUs out to the workers on it, in equal shares by local rank.
+
+    A worker that has its host to itself keeps every GPU. With one worker a GPU,
+    each still sees all of them (Slurm, torchrun and MPI alike), and would take
+    their memory from its neighbours, unless `--gpus-per-task` or `--gpu-bind`
+    has made Slurm bind them.
+
+    Args:
+        environ: Environment variables: CUDA_VISIBLE_DEVICES, and from `srun`
+            SLURM_GPUS_ON_NODE, SLURM_GPU_BIND, SLURM_GPUS_PER_TASK and
+            SLURM_TRES_PER_TASK.
+        local_rank: This worker among those on its host.
+        num_local_workers: How many workers the host has.
+
+    Returns:
+        CUDA_VISIBLE_DEVICES and its value, or nothing if all is well as it is.
+
+    Raises:
+        ValueError: If the GPUs cannot be shared out equally.
+    """
+    if num_local_workers == 1 or _bound_by_slurm(environ):
+        return {}
+    visible = environ.get(_VISIBLE)
+    gpus = _listed(visible) if visible is not None else _counted(environ)
+    # A single one in the list is what a worker that was bound already sees.
+    if not gpus or (visible is not None and len(gpus) == 1):
+        return {}
+    share, left_over = divmod(len(gpus), num_local_workers)
+    if left_over or not share:
+        received = {
+            name: environ[name] for name in (_VISIBLE, _ON_NODE) if name in environ
+        } or f"{len(gpus)} GPUs in /dev"
+        raise refusal(
+            f"{num_local_workers} workers on one host cannot share {len(gpus)} GPUs equally",
+            ["the number of GPUs must be a multiple of the number of workers"],
+            received if isinstance(received, str) else shown(received),
+            f"Start {len(gpus)} workers a host or fewer, or set {_VISIBLE} for each worker "
+            f"({_VISIBLE}=-1 trains on the CPU).",
+        )
+    first = local_rank * share
+    return {_VISIBLE: ",".join(gpus[first : first + share])}
+
+
+def _bound_by_slurm(environ):
+    bind = environ.get("SLURM_GPU_BIND", "")
+    if bind:
+        # Such as "single:1" or "verbose,closest"; "none" lets every task see all.
+        return "none" not in re.split("[,:]", bind.lower())
+    return bool(environ.get("SLURM_GPUS_PER_TASK")) or "gpu" in environ.get(
+        "SLURM_TRES_PER_TASK", ""
+    )
+
+
+def _listed(visible):
+    names = []
+    for name in visible.split(","):
+        name = name.strip()
+        # CUDA stops at the first name that it does not know; Slurm writes
+        # NoDevFiles for a job without GPUs.
+        if name in ("", "-1", "NoDevFiles"):
+            break
+        names.append(name)
+    return names
+
+
+def _counted(environ):
+    on_node = environ.get(_ON_NODE, "")
+    if re.fullmatch("[0-9]{1,4}", on_node):
+        return [str(index) for index in range(int(on_node))]
+    return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]

@@ -1,0 +1,157 @@
+"""Slurm's shorthand: lists of nodes, tasks on each of them, and who sits where.
+
+```
+SLURM_STEP_NODELIST        node[01-02],gpu-a1     node01, node02, gpu-a1
+SLURM_STEP_TASKS_PER_NODE  2(x2),1                2, 2, 1
+```
+"""
+
+import itertools
+import math
+import re
+
+from tfparallel.cluster.problems import shown
+
+__all__ = ["base_port", "expand_node_list", "expand_tasks_per_node", "place_tasks"]
+
+# Below Kubernetes' node ports (30000) and the ports that Linux gives to outgoing
+# connections (32768), above those that sites often reserve for MPI (12000 to 12999).
+_FIRST_PORT = 13_000
+_NUM_PORTS = 16_000
+
+# A typing error such as node[1-99999999] is to end in an error, not in memory.
+_MAX_NODES = 100_000
+
+_RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
+_COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+
+
+def expand_node_list(text: str) -> list[str]:
+    """Writes out a list of nodes.
+
+    Args:
+        text: Names, separated by commas; each may have several ranges in
+            brackets, whose zeros are kept: `"rack[0-1]n[08-10],login"`.
+
+    Returns:
+        The names in the order given.
+
+    Raises:
+        ValueError: If the text is no such list, or names too many nodes.
+    """
+    nodes = []
+    for name in _split_names(text):
+        # Odd places hold what stood in brackets.
+        parts = re.split(r"\[([^\[\]]*)\]", name)
+        if any("[" in part or "]" in part for part in parts):
+            raise ValueError(f"its brackets do not match in {shown(name)}")
+        choices = [
+            _expand_ranges(part) if place % 2 else [part] for place, part in enumerate(parts)
+        ]
+        if len(nodes) + math.prod(map(len, choices)) > _MAX_NODES:
+            raise ValueError(f"it names more than {_MAX_NODES} nodes")
+        nodes.extend("".join(pieces) for pieces in itertools.product(*choices))
+    return nodes
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Writes out the number of tasks on each node.
+
+    Args:
+        text: Such as `"2(x3),1"`: two tasks on each of three nodes, one on a fourth.
+
+    Returns:
+        The numbers, a node each.
+
+    Raises:
+        ValueError: If the text is no such list.
+    """
+    counts = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        if not match:
+            raise ValueError(f"{shown(part)} is no count such as '2' or '2(x3)'")
+        repeats = int(match[2] or 1)
+        if len(counts) + repeats > _MAX_NODES:
+            raise ValueError(f"it counts more than {_MAX_NODES} nodes")
+        counts += [int(match[1])] * repeats
+    return counts
+
+
+def place_tasks(counts: list[int], distribution: str) -> list[tuple[int, int]]:
+    """Tells on which node each task runs, as `srun --distribution` deals them out.
+
+    ```
+    counts (2, 1, 2)     block           cyclic
+    node 0               0 1             0 3
+    node 1               2               1
+    node 2               3 4             2 4
+    ```
+
+    Args:
+        counts: The number of tasks on each node.
+        distribution: SLURM_DISTRIBUTION, `"block"` if empty. What follows a
+            colon or comma deals out cores, not nodes.
+
+    Returns:
+        For each task its node's index and its own index on that node.
+
+    Raises:
+        ValueError: If the distribution cannot be followed.
+    """
+    method = re.split("[:,]", distribution.strip().lower())[0]
+    block = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    if method in ("", "*", "block"):
+        return block
+    if method == "cyclic":
+        # A round deals one task to each node that still has room.
+        return sorted(block, key=lambda place: (place[1], place[0]))
+    raise ValueError(
+        f"tasks were dealt out by --distribution={distribution}, which does not tell every "
+        "task where the others are; srun's --distribution must be block or cyclic"
+    )
+
+
+def base_port(job_id: int, step_id: int, num_local_tasks: int) -> int:
+    """Chooses the port of the first task on each node.
+
+    Jobs that share a node have job ids close to each other, so that each is
+    given a block of its own; a step is moved far away from the next one.
+
+    Args:
+        job_id: The job's number.
+        step_id: The step's number in its job.
+        num_local_tasks: The size of the block, the most tasks on one node.
+
+    Returns:
+        The port; the same in every task.
+    """
+    num_blocks = max(1, _NUM_PORTS // num_local_tasks)
+    return _FIRST_PORT + (job_id + 251 * step_id) % num_blocks * num_local_tasks
+
+
+def _split_names(text):
+    names = [""]
+    # Odd places hold a bracket, whose commas separate no names.
+    for place, piece in enumerate(re.split(r"(\[[^\[\]]*\])", text.strip())):
+        first, *others = [piece] if place % 2 else piece.split(",")
+        names[-1] += first
+        names += others
+    if not all(names):
+        raise ValueError("a name between its commas is empty")
+    return names
+
+
+def _expand_ranges(text):
+    numbers = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if not match:
+            raise ValueError(f"{shown(part)} in its brackets is no range such as '01-04'")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise ValueError(f"the range {part} in its brackets runs backwards")
+        if len(numbers) + int(last) - int(first) >= _MAX_NODES:
+            raise ValueError(f"it names more than {_MAX_NODES} nodes")
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
+    return numbers

@@ -1,0 +1,210 @@
+"""The text of the environment variable TF_CONFIG: parse, check, write.
+
+```
+{"cluster": {"chief": ["host0:port"], "worker": ["host1:port"], "evaluator": ["host2:port"]},
+ "task": {"type": "worker", "index": 0}}
+```
+
+References:
+    https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
+    https://www.tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG
+        environment variable"
+"""
+
+import collections
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfparallel.cluster.address import address_problems, local_place
+from tfparallel.cluster.problems import refusal, shown
+
+__all__ = ["parse", "write"]
+
+_FORM = (
+    'TF_CONFIG must be JSON such as {"cluster": {"worker": ["host1:port", "host2:port"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
+_JOBS = ("chief", "worker", "evaluator")
+# What TensorFlow, Estimators and cloud services write beside the two that count.
+# None of it changes who takes part; rpc_layer is looked at.
+_EXTRA_KEYS = (
+    "environment", "eval_session_master", "job", "model_dir", "rpc_layer", "service",
+    "session_master",
+)
+_EXTRA_TASK_KEYS = ("cloud", "trial")
+_UNSUPPORTED = {
+    "ps": "parameter servers are not supported, since every worker takes part in every step; "
+    "name the workers alone",
+    "master": "TensorFlow's word for it is 'chief' now; write that",
+}
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Reads TF_CONFIG.
+
+    Args:
+        text: JSON; without a cluster, or empty, it means a single process.
+
+    Returns:
+        The arguments of a `Cluster`, all but its source.
+
+    Raises:
+        ValueError: If the text breaks the form; all problems in one message.
+    """
+    problems = []
+    arguments = _arguments(text, problems)
+    if problems:
+        received = f"TF_CONFIG={shown(text)}"
+        raise refusal("TF_CONFIG cannot be used", problems, received, f"{_FORM}.")
+    return arguments
+
+
+def write(jobs: Mapping[str, Sequence[str]], task_type: str, task_index: int) -> str:
+    """Writes TF_CONFIG.
+
+    Args:
+        jobs: The addresses of each job; a job without any is left out.
+        task_type: This process's job.
+        task_index: This process among those of its job.
+
+    Returns:
+        JSON; `"{}"` for a worker that is alone.
+    """
+    cluster = {job: list(addresses) for job, addresses in jobs.items() if addresses}
+    if not cluster and task_type != "evaluator":
+        return "{}"
+    config = {"cluster": cluster} if cluster else {}
+    return json.dumps({**config, "task": {"type": task_type, "index": task_index}})
+
+
+def _arguments(text, problems):
+    if not isinstance(text, str):
+        problems.append(f"it must be text, not {type(text).__name__}; json.dumps() makes it text")
+        return {}
+    config = _json_object(text, problems)
+    _check_keys("the text", config, ("cluster", "task"), _EXTRA_KEYS, problems)
+    if config.get("rpc_layer") not in (None, "", "grpc"):
+        problems.append(f"rpc_layer must be 'grpc', not {shown(config['rpc_layer'])}")
+    cluster = _object(config, "cluster", problems)
+    jobs = {job: _addresses(cluster, job, problems) for job in _JOBS}
+    for job in cluster:
+        if job not in _JOBS:
+            problems.append(
+                f"cluster has {shown(job)}: "
+                + _UNSUPPORTED.get(job, f"an unknown job; known ones are {', '.join(_JOBS)}")
+            )
+    for job in ("chief", "evaluator"):
+        if len(jobs[job]) > 1:
+            problems.append(f"cluster has {len(jobs[job])} {job}s; there can be only one")
+    if cluster and not set(cluster) & {"chief", "worker"}:
+        problems.append("cluster names no worker; 'worker' must list at least one")
+    problems += address_problems(
+        (f"cluster[{job!r}][{index}]", address)
+        for job in _JOBS
+        for index, address in enumerate(jobs[job])
+    )
+    workers = (*jobs["chief"], *jobs["worker"])
+    task = _object(config, "task", problems)
+    arguments = {
+        "workers": workers,
+        "evaluators": tuple(jobs["evaluator"]),
+        "names_chief": bool(jobs["chief"]),
+    }
+    if not task and len(workers) + len(jobs["evaluator"]) <= 1:
+        # Nobody else: who this process is need not be said.
+        return arguments
+    return {**arguments, **_task_arguments(task, cluster, jobs, problems)}
+
+
+def _task_arguments(task, cluster, jobs, problems):
+    _check_keys("task", task, ("type", "index"), _EXTRA_TASK_KEYS, problems)
+    for key in ("type", "index"):
+        if key not in task:
+            problems.append(f"task has no {key!r}")
+    kind, index = task.get("type"), task.get("index")
+    if "index" in task and (not isinstance(index, int) or isinstance(index, bool)):
+        problems.append(f"task's index must be a whole number without quotes, not {shown(index)}")
+        index = None
+    if "type" not in task:
+        return {}
+    if not isinstance(kind, str) or kind not in _JOBS:
+        reason = _UNSUPPORTED.get(kind) if isinstance(kind, str) else None
+        problems.append(
+            f"task's type must be one of {', '.join(_JOBS)}, not {shown(kind)}"
+            + (f": {reason}" if reason else "")
+        )
+        return {}
+    if kind != "evaluator" and cluster and kind not in cluster:
+        problems.append(f"task is a {kind}, and cluster names none")
+        return {}
+    # An evaluator may be left out of the cluster that it watches.
+    size = max(1, len(jobs[kind]))
+    if index is not None and not 0 <= index < size:
+        problems.append(f"task's index must be from 0 to {size - 1} for a {kind}, not {index}")
+        index = None
+    if index is None or problems:
+        return {}
+    if kind == "evaluator":
+        return {"is_evaluator": True}
+    rank = index + (len(jobs["chief"]) if kind == "worker" else 0)
+    workers = [*jobs["chief"], *jobs["worker"]]
+    local_rank, num_local_workers = local_place(workers, rank) if workers else (0, 1)
+    return {
+        "worker_index": rank,
+        "local_rank": local_rank,
+        "num_local_workers": num_local_workers,
+    }
+
+
+def _json_object(text, problems):
+    if not text.strip():
+        return {}
+    try:
+        config = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, problems))
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        problems.append(f"it is no JSON: {reason}")
+        return {}
+    if not isinstance(config, dict):
+        problems.append(f"it must be an object in braces, not {shown(config)}")
+        return {}
+    return config
+
+
+def _unique(pairs, problems):
+    for key, count in collections.Counter(key for key, _ in pairs).items():
+        if count > 1:
+            problems.append(f"the key {shown(key)} is given {count} times")
+    return dict(pairs)
+
+
+def _object(config, key, problems):
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{key} must be an object in braces, not {shown(value)}")
+        return {}
+    return value
+
+
+def _addresses(cluster, job, problems):
+    if job not in cluster:
+        return []
+    value = cluster[job]
+    if not isinstance(value, list):
+        problems.append(f"cluster[{job!r}] must be a list of 'host:port', not {shown(value)}")
+        return []
+    if not value:
+        problems.append(f"cluster[{job!r}] is empty; name at least one, or leave it out")
+    return value
+
+
+def _check_keys(name, section, known, ignored, problems):
+    unknown = sorted(set(section) - set(known) - set(ignored))
+    if unknown:
+        problems.append(
+            f"{name} has unknown keys: {shown(unknown)[1:-1]}; "
+            f"known ones are {', '.join(known)}, and {', '.join(ignored)} are ignored"
+        )
