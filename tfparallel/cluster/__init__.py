@@ -1,1 +1,1 @@
-"""Who takes part in a job; plain Python, so that a launcher is up in no time."""
+"""Who takes part in a job, and the processes that do; imports no TensorFlow."""

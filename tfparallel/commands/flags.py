@@ -1,4 +1,4 @@
-"""The flags that `train` and `check` share, and what they may say together."""
+"""What the programs share: help, usage errors, and the flags of those that take a task file."""
 
 import dataclasses
 import os
@@ -10,9 +10,11 @@ from typing import Any
 from absl import flags
 
 __all__ = [
+    "Command",
     "UsageError",
     "common_flags",
     "common_problems",
+    "help_text",
     "parse",
     "path_problems",
     "resolved",
@@ -34,11 +36,13 @@ class Command:
         name: The sub-command.
         summary: What it does, one sentence.
         example: A command line that can be pasted.
+        arguments: What stands behind the name.
     """
 
     name: str
     summary: str
     example: str
+    arguments: str = "TASK.py [--flags]"
 
 
 def common_flags() -> flags.FlagValues:
@@ -79,7 +83,7 @@ def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) 
             exactly one task file.
     """
     if any(argument in ("-h", "-help", "--help") for argument in arguments):
-        print(_help(command, values))
+        print(help_text(command, values))
         return None
     try:
         positional = values([command.name, *arguments])[1:]
@@ -182,9 +186,10 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         return 2
 
 
-def _help(command: Command, values: flags.FlagValues) -> str:
+def help_text(command: Command, values: flags.FlagValues) -> str:
+    """Returns what `--help` shows."""
     lines = [
-        f"usage: tfparallel {command.name} TASK.py [--flags]",
+        f"usage: tfparallel {command.name} {command.arguments}",
         "",
         command.summary,
         "",
@@ -197,6 +202,8 @@ def _help(command: Command, values: flags.FlagValues) -> str:
         flag = values[name]
         choices = getattr(flag.parser, "enum_values", None)
         head = f"--{name}" + (f"={'|'.join(choices)}" if choices else "")
-        default = "" if flag.default in (None, False) else f" (default: {flag.default})"
+        # A default of 0 is worth telling, and equals False.
+        has_default = flag.default is not None and flag.default is not False
+        default = f" (default: {flag.default})" if has_default else ""
         lines += [f"  {head}", f"      {flag.help}{default}"]
     return "\n".join(lines)

@@ -12,10 +12,12 @@ __all__ = ["main"]
 _COMMANDS = {
     "train": "trains a task file under the form that --parallel names",
     "check": "proves that a form trains to the same weights as one device",
+    "launch": "starts, watches, restarts and stops the workers of a job",
 }
 
 _USAGE = """\
 usage: tfparallel COMMAND TASK.py [--flags]
+       tfparallel launch [--flags] -- PROGRAM [ARGUMENTS]
 
 commands:
 {commands}

@@ -1,0 +1,69 @@
+"""What a worker is told."""
+
+import json
+
+import pytest
+
+from tfparallel.cluster.environment import (
+    Place,
+    available_cores,
+    core_shares,
+    worker_environment,
+)
+
+PLACE = Place(
+    addresses=["a:1", "a:2", "[::1]:3"],
+    worker=2,
+    local_rank=0,
+    num_local_workers=1,
+    node_rank=1,
+    master="[::1]:4",
+    token="secret",
+    restart_count=1,
+)
+
+
+def test_a_worker_knows_its_place():
+    environment = worker_environment({"PATH": "/bin", "RANK": "7", "TF_CONFIG": "{}"}, PLACE)
+    assert json.loads(environment["TF_CONFIG"]) == {
+        "cluster": {"worker": ["a:1", "a:2", "[::1]:3"]},
+        "task": {"type": "worker", "index": 2},
+    }
+    assert {
+        "PATH": "/bin",
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "::1",
+        "MASTER_PORT": "4",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TFPARALLEL_RESTART_COUNT": "1",
+        "TFPARALLEL_JOB_TOKEN": "secret",
+        "OMP_NUM_THREADS": str(len(available_cores())),
+        "MALLOC_TOP_PAD_": "268435456",
+        "PYTHONUNBUFFERED": "1",
+    }.items() <= environment.items()
+
+
+def test_the_users_own_values_are_kept():
+    own = {"OMP_NUM_THREADS": "5", "MALLOC_MMAP_MAX_": "9", "PYTHONUNBUFFERED": ""}
+    assert own.items() <= worker_environment(own, PLACE).items()
+
+
+@pytest.mark.parametrize(
+    "cores, num_workers, shares",
+    [
+        ([0, 1, 2, 3], 2, [[0, 1], [2, 3]]),
+        ([0, 2, 3], 2, [[0], [2]]),
+        ([5], 1, [[5]]),
+    ],
+)
+def test_core_shares(cores, num_workers, shares):
+    assert core_shares(cores, num_workers) == shares
+
+
+def test_too_few_cores():
+    with pytest.raises(ValueError, match=r"bind 3 workers to 2 cores.*cores \[0, 1\]"):
+        core_shares([0, 1], 3)

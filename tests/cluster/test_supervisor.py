@@ -1,0 +1,259 @@
+"""Workers start, fail, are named, and leave nothing behind."""
+
+import collections
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
+from tfparallel.cluster.supervisor import Job, Program, StopRequest, WorkerExit, run
+
+
+def python(worker, code, *arguments, cores=()):
+    return Program(worker, [sys.executable, "-c", code, *map(str, arguments)], os.environ, cores)
+
+
+class Output:
+    def __init__(self):
+        self.pieces = collections.defaultdict(list)
+
+    def __call__(self, worker, stream, text):
+        self.pieces[worker, stream].append(text)
+
+    def __getitem__(self, source):
+        return b"".join(self.pieces[source])
+
+
+def summary(outcome):
+    return [exit_.returncode for exit_ in outcome.exits]
+
+
+def test_all_succeed_though_not_together():
+    outcome = run([python(0, "import time; time.sleep(0.5)"), python(1, "")])
+    assert outcome.culprit is None and summary(outcome) == [0, 0]
+    assert outcome.exits[1].time_seconds < outcome.exits[0].time_seconds
+    assert [exit_.stopped for exit_ in outcome.exits] == [False, False]
+
+
+def test_output_is_whole_and_binary():
+    code = (
+        "import os, sys\n"
+        "os.write(1, bytes(range(256)) * 2000)\n"
+        "os.write(2, b'to stderr')"
+    )
+    output = Output()
+    run([python(4, code), python(7, "print(1)")], on_output=output)
+    assert output[4, "stdout"] == bytes(range(256)) * 2000
+    assert output[4, "stderr"] == b"to stderr"
+    assert output[7, "stdout"] == b"1\n"
+
+
+def test_a_line_without_end_is_seen_while_the_worker_waits():
+    output = Output()
+    code = "import time; print('name? ', end='', flush=True); time.sleep(600)"
+    with Job([python(0, code)], on_output=output) as job:
+        wait_for(lambda: output[0, "stdout"] == b"name? ", "the partial line")
+        job.stop()
+
+
+def test_a_piece_ends_with_a_line_whatever_the_writes_were():
+    code = (
+        "import os, time\n"
+        "for part in (b'a', b'b\\nc', b'd\\r', b'e\\n'):\n"
+        "    os.write(1, part); time.sleep(0.05)"
+    )
+    output = Output()
+    run([python(0, code)], on_output=output)
+    assert output.pieces[0, "stdout"] == [b"ab\n", b"cd\r", b"e\n"]
+
+
+# Runs what the second argument says once the process that wrote its id into the file of the
+# first argument has ended.
+AFTER = """
+import os, pathlib, signal, sys, time
+file = pathlib.Path(sys.argv[1])
+while not (file.exists() and file.read_text()): time.sleep(0.01)
+try:
+    while True: os.kill(int(file.read_text()), 0); time.sleep(0.001)
+except ProcessLookupError:
+    exec(sys.argv[2])
+"""
+FAIL = """
+import os, pathlib, sys
+print("cause"); sys.stderr.write("last words")
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+sys.exit(3)
+"""
+
+
+def test_the_first_failure_is_the_culprit(tmp_path):
+    file = tmp_path / "pid"
+    outcome = run(
+        [
+            python(0, AFTER, file, "sys.exit(1)"),
+            python(1, FAIL, file),
+            python(2, "import time; time.sleep(600)"),
+        ]
+    )
+    culprit = outcome.culprit
+    assert (culprit.worker, culprit.returncode, culprit.exit_code) == (1, 3, 3)
+    assert set(culprit.tail) == {"cause", "last words"}
+    assert culprit.describe().startswith("worker 1 exited with code 3 after ")
+    assert [exit_.stopped for exit_ in outcome.exits] == [False, False, True]
+    assert outcome.exits[0].returncode == 1
+    assert outcome.exits[2].returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("name, culprit", [("SIGKILL", 0), ("SIGSEGV", 0), ("SIGABRT", 1)])
+def test_among_near_failures_a_signal_is_the_cause(tmp_path, name, culprit):
+    """Worker 0 dies after worker 1 has failed, but so soon that the order says nothing.
+
+    SIGABRT is how TensorFlow itself ends a worker that has lost a peer.
+    """
+    file = tmp_path / "pid"
+    death = f"os.kill(os.getpid(), signal.{name})"
+    outcome = run([python(0, AFTER, file, death), python(1, FAIL, file)])
+    assert summary(outcome) == [-signal.Signals[name], 3]
+    assert outcome.culprit.worker == culprit
+
+
+def test_death_by_signal_is_named():
+    outcome = run([python(0, "import os; os.kill(os.getpid(), 9)")])
+    assert outcome.culprit.exit_code == 137
+    assert "worker 0 was killed by SIGKILL" in outcome.culprit.describe()
+    unnamed = WorkerExit(0, -40, 1.0, False)
+    assert unnamed.describe() == "worker 0 was killed by signal 40 after 1.0 s"
+
+
+def test_survivors_of_sigterm_are_killed_after_the_grace_period(tmp_path):
+    fails = "import os, sys, time\nwhile len(os.listdir(sys.argv[1])) < 3: time.sleep(0.01)\n1/0"
+    started = time.monotonic()
+    outcome = run(
+        [python(0, STUBBORN_FAMILY, tmp_path), python(1, fails, tmp_path)], grace_seconds=0.5
+    )
+    assert time.monotonic() - started < 10
+    assert outcome.culprit.worker == 1 and outcome.culprit.tail[-1].startswith("ZeroDivisionError")
+    assert outcome.exits[0].returncode == -signal.SIGKILL and outcome.exits[0].stopped
+    assert not any(psutil.pid_exists(int(path.name)) for path in tmp_path.iterdir())
+
+
+def test_workers_may_use_the_grace_period():
+    code = (
+        "import signal, time\n"
+        "def stop(*_): time.sleep(0.3); print('saved'); raise SystemExit(0)\n"
+        "signal.signal(signal.SIGTERM, stop); print('ready', flush=True); time.sleep(600)"
+    )
+    output = Output()
+    with Job([python(0, code)], on_output=output, grace_seconds=10) as job:
+        wait_for(lambda: output[0, "stdout"] == b"ready\n", "the worker")
+        job.stop()
+    assert output[0, "stdout"] == b"ready\nsaved\n"
+
+
+def test_what_a_worker_leaves_behind_ends_with_it(tmp_path):
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "pathlib.Path(sys.argv[1], str(child.pid)).touch()"
+    )
+    outcome = run([python(0, code, tmp_path)])
+    assert summary(outcome) == [0]
+    (path,) = tmp_path.iterdir()
+    assert not psutil.pid_exists(int(path.name))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StopRequest(signal.SIGHUP), ValueError])
+def test_an_exception_in_the_caller_stops_all(tmp_path, error):
+    with pytest.raises(error if isinstance(error, type) else StopRequest):
+        with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=0.1):
+            processes = family(tmp_path)
+            raise error
+    assert left(processes) == []
+
+
+def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
+    job = Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=600)
+    processes = family(tmp_path)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        job.stop()
+    assert left(processes) == []
+
+
+def test_what_the_callback_raises_stops_the_job(tmp_path):
+    def full_disk(worker, stream, text):
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        run([python(0, STUBBORN_FAMILY, tmp_path)], on_output=full_disk, grace_seconds=0.1)
+    assert not any(psutil.pid_exists(int(path.name)) for path in tmp_path.iterdir())
+
+
+def test_a_screen_that_stands_still_hides_no_failure():
+    """The reader waits for ever in the callback, as for a terminal after Ctrl-S."""
+    stands_still = threading.Event()
+    try:
+        outcome = run(
+            [python(0, "print('x' * 300_000); import time; time.sleep(600)"), python(1, "1/0")],
+            on_output=lambda *_: stands_still.wait(60),
+            grace_seconds=0.1,
+        )
+    finally:
+        stands_still.set()
+    assert outcome.culprit.worker == 1
+
+
+def test_a_killed_guardian_takes_its_worker_along(tmp_path):
+    code = STUBBORN_FAMILY.replace("(False, True)", "(False,)")
+    with Job([python(0, code, tmp_path)], grace_seconds=600) as job:
+        processes = family(tmp_path, 2)
+        job._workers[0].guardian.kill()
+        outcome = job.wait()
+    assert outcome.culprit.returncode == -signal.SIGKILL
+    wait_for(lambda: left(processes) == [], "the worker and its child to end")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no cores")
+def test_cores():
+    core = min(os.sched_getaffinity(0))
+    output = Output()
+    code = "import os; print(sorted(os.sched_getaffinity(0)))"
+    run([python(0, code, cores=[core]), python(1, code)], on_output=output)
+    assert output[0, "stdout"].decode() == f"[{core}]\n"
+    assert output[1, "stdout"].decode() == f"{sorted(os.sched_getaffinity(0))}\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_starts_as_from_a_shell():
+    code = (
+        "import os, signal, sys\n"
+        "print(sys.stdin.read() == '', os.getpgrp() == os.getpid(),\n"
+        "      signal.getsignal(signal.SIGINT) is signal.default_int_handler,\n"
+        # The last is that of the listing itself: no descriptor of the launcher leaks.
+        "      sorted(os.listdir('/proc/self/fd')))\n"
+    )
+    output = Output()
+    run([python(0, code)], on_output=output)
+    assert output[0, "stdout"] == b"True True True ['0', '1', '2', '3']\n"
+
+
+def test_a_closed_pipe_ends_its_writer_quietly():
+    """Python ignores SIGPIPE; handed down, that would have `yes` complain."""
+    output = Output()
+    run([Program(0, ["sh", "-c", "yes | head -n 1"], os.environ)], on_output=output)
+    assert (output[0, "stdout"], output[0, "stderr"]) == (b"y\n", b"")
+
+
+def test_a_command_that_is_not_there():
+    outcome = run([Program(0, ["/no/such/program"], os.environ)])
+    assert outcome.culprit.returncode == 127
+    assert outcome.culprit.tail == (
+        "Cannot run '/no/such/program': No such file or directory.",
+    )

@@ -1,0 +1,378 @@
+"""`tfparallel launch`, run as users run it, with small programs as workers."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
+from tests.commands.command_line import ROOT
+from tfparallel.cluster.ports import free_ports
+from tfparallel.commands.main import main
+
+DEADLINE_SECONDS = 60
+
+
+def command(flags, code, *arguments):
+    launch = [sys.executable, "-m", "tfparallel", "launch", *flags]
+    return [*launch, "--", sys.executable, "-c", code, *map(str, arguments)]
+
+
+def start(flags, code, *arguments, **options):
+    return subprocess.Popen(
+        command(flags, code, *arguments),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def launch(flags, code, *arguments, **environment):
+    done = subprocess.run(
+        command(flags, code, *arguments),
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+TELL = (
+    "import json, os; names = ('TF_CONFIG', 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'GROUP_RANK',"
+    " 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', 'TFPARALLEL_JOB_TOKEN',"
+    " 'TFPARALLEL_RESTART_COUNT'); print(json.dumps({name: os.environ[name] for name in names}))"
+)
+
+
+def told(shown):
+    """What the workers that ran TELL printed, by index."""
+    lines = [line.partition("] ") for line in shown.splitlines()]
+    return {int(name[1:]): json.loads(text) for name, _, text in lines if text.startswith("{")}
+
+
+def test_workers_know_their_places():
+    code, shown, errors = launch(["--nproc_per_node=3"], TELL)
+    assert (code, errors) == (0, "")
+    workers = told(shown)
+    assert sorted(workers) == [0, 1, 2]
+    configs = [json.loads(workers[index]["TF_CONFIG"]) for index in range(3)]
+    assert [config["task"] for config in configs] == [
+        {"type": "worker", "index": index} for index in range(3)
+    ]
+    assert configs[0]["cluster"] == configs[1]["cluster"] == configs[2]["cluster"]
+    addresses = configs[0]["cluster"]["worker"]
+    assert len(set(addresses)) == 3
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+    for index, worker in workers.items():
+        assert worker["RANK"] == worker["LOCAL_RANK"] == str(index)
+        assert worker["WORLD_SIZE"] == worker["LOCAL_WORLD_SIZE"] == "3"
+        assert (worker["GROUP_RANK"], worker["TFPARALLEL_RESTART_COUNT"]) == ("0", "0")
+    assert len({worker["TFPARALLEL_JOB_TOKEN"] for worker in workers.values()}) == 1
+    master = f"{workers[0]['MASTER_ADDR']}:{workers[0]['MASTER_PORT']}"
+    assert master not in addresses
+
+
+def test_streams_stay_apart():
+    code, shown, errors = launch([], "import sys; print('out'); print('err', file=sys.stderr)")
+    assert (code, shown, errors) == (0, "[0] out\n", "[0] err\n")
+
+
+FAIL = (
+    "import os, sys, time\n"
+    "if os.environ['RANK'] == '1': print('cause'); sys.exit(3)\n"
+    "time.sleep(600)"
+)
+
+
+def test_the_culprit_is_named_and_its_exit_code_kept():
+    code, shown, errors = launch(["--nproc_per_node=3"], FAIL)
+    assert code == 3 and shown == "[1] cause\n"
+    assert "tfparallel launch: worker 1 exited with code 3 after 0." in errors
+    assert errors.endswith(
+        " s; its last lines:\n    cause\ntfparallel launch: stopped workers 0, 2\n"
+    )
+
+
+def test_death_by_signal_is_128_and_its_number():
+    kill = "import os, signal, time; os.kill(os.getpid(), signal.SIGKILL)"
+    code, _, errors = launch(["--nproc_per_node=2"], kill)
+    assert code == 137 and "was killed by SIGKILL" in errors and "for want of memory" in errors
+
+
+FAIL_ONCE = (
+    "import os, sys, time; again = os.environ['TFPARALLEL_RESTART_COUNT'] != '0'\n"
+    "print('attempt', os.environ['TFPARALLEL_RESTART_COUNT'], os.environ['TF_CONFIG'])\n"
+    "if not again: sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)"
+)
+
+
+def test_a_restart_that_succeeds(tmp_path):
+    code, shown, errors = launch(
+        ["--nproc_per_node=2", "--max_restarts=2", f"--log_dir={tmp_path}/logs"], FAIL_ONCE
+    )
+    assert code == 0
+    assert "tfparallel launch: restarting all workers (1 of 2)\n" in errors
+    assert "(2 of 2)" not in errors
+    assert shown.count("attempt 0") == shown.count("attempt 1") == 2
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert set(logs) == {
+        f"worker_{worker}{suffix}.log" for worker in (0, 1) for suffix in ("", ".restart_1")
+    }
+    assert logs["worker_1.log"].startswith("attempt 0 ")
+    assert logs["worker_1.restart_1.log"].startswith("attempt 1 ")
+    # New ports: the old ones may still be held by what is dying.
+    clusters = {log.partition('"task"')[0].partition("{")[2] for log in logs.values()}
+    assert len(clusters) == 2
+
+
+def test_restarts_end():
+    code, _, errors = launch(["--max_restarts=2"], "raise SystemExit(7)")
+    assert code == 7 and errors.count("exited with code 7") == 3
+    assert "(2 of 2)" in errors
+
+
+def test_a_log_is_what_the_worker_wrote(tmp_path):
+    code = "import os; os.write(1, bytes(range(256)) * 100); os.write(2, b'no end')"
+    done = subprocess.run(
+        command([f"--log_dir={tmp_path}"], code),
+        cwd=ROOT, capture_output=True, timeout=DEADLINE_SECONDS,
+    )  # fmt: skip
+    # What follows on a terminal starts in a line of its own.
+    assert (done.returncode, done.stderr) == (0, b"[0] no end\n")
+    log = (tmp_path / "worker_0.log").read_bytes()
+    assert log.replace(b"no end", b"") == bytes(range(256)) * 100 and b"no end" in log
+
+
+@pytest.mark.parametrize(
+    "name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)]
+)
+def test_a_signal_stops_all(tmp_path, name, code):
+    """The workers are told by the same signal, and killed when they ignore it."""
+    flags = ["--nproc_per_node=2", "--grace_seconds=0.3"]
+    process = start(flags, STUBBORN_FAMILY, tmp_path)
+    processes = family(tmp_path, 6)
+    process.send_signal(getattr(signal, name))
+    _, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == code
+    assert errors.endswith(f"tfparallel launch: stopped by {name}\n")
+    assert left(processes) == []
+
+
+def test_workers_see_the_signal_and_may_finish():
+    """Ctrl-C reaches the terminal's whole process group; what the workers get is up to us."""
+    polite = (
+        "import time\n"
+        "print('ready')\n"
+        "try: time.sleep(600)\n"
+        "except KeyboardInterrupt: time.sleep(0.2); print('saved')"
+    )
+    process = start(["--grace_seconds=30"], polite, process_group=0)
+    assert process.stdout.readline() == "[0] ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    shown, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 130 and shown == "[0] saved\n"
+
+
+def test_a_killed_launcher_leaves_nothing(tmp_path):
+    process = start(["--nproc_per_node=2"], STUBBORN_FAMILY, tmp_path)
+    processes = family(tmp_path, 6) + psutil.Process(process.pid).children(recursive=True)
+    assert len(set(processes)) == 8  # With the two guardians.
+    process.kill()
+    process.communicate(timeout=DEADLINE_SECONDS)
+    wait_for(lambda: left(processes) == [], "all processes to end")
+
+
+@pytest.mark.parametrize("after_seconds", [0.05, 0.1, 0.15, 0.2, 0.3])
+def test_a_launcher_killed_while_it_starts_leaves_nothing(tmp_path, after_seconds):
+    mark = str(tmp_path)
+    process = start(["--nproc_per_node=4"], "import time; time.sleep(600)", mark)
+    time.sleep(after_seconds)
+    process.kill()
+    process.communicate(timeout=DEADLINE_SECONDS)
+
+    def marked():
+        return [found for found in psutil.process_iter(["cmdline"])
+                if mark in (found.info["cmdline"] or ())]  # fmt: skip
+
+    wait_for(lambda: left(marked()) == [], "all processes to end")
+
+
+def test_nobody_reads_on():
+    """As in `tfparallel launch ... | head -1`."""
+    process = start([], "while True: print('line')")
+    assert process.stdout.readline() == "[0] line\n"
+    process.stdout.close()
+    assert process.wait(DEADLINE_SECONDS) == 141
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_a_full_disk_is_an_error():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("the system has no /dev/full")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command(["--grace_seconds=0.1"], "print('x'); import time; time.sleep(600)"),
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_SECONDS,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+
+
+def nodes(endpoint, rank, *more):
+    return ["--nnodes=2", f"--node_rank={rank}", f"--rdzv_endpoint={endpoint}", *more]
+
+
+@pytest.fixture
+def endpoint():
+    (port,) = free_ports(1)
+    return f"127.0.0.1:{port}"
+
+
+def test_two_nodes_make_one_job(endpoint):
+    """The second has two workers, and starts first."""
+    second = start(nodes(endpoint, 1, "--nproc_per_node=2"), TELL)
+    first = start(nodes(endpoint, 0), TELL)
+    shown = {}
+    for process in (first, second):
+        out, errors = process.communicate(timeout=DEADLINE_SECONDS)
+        assert (process.returncode, errors) == (0, "")
+        shown |= told(out)
+    assert sorted(shown) == [0, 1, 2]
+    clusters = [json.loads(worker["TF_CONFIG"])["cluster"] for worker in shown.values()]
+    assert clusters[0] == clusters[1] == clusters[2] and len(set(clusters[0]["worker"])) == 3
+    assert [shown[index]["GROUP_RANK"] for index in range(3)] == ["0", "1", "1"]
+    assert [shown[index]["LOCAL_RANK"] for index in range(3)] == ["0", "0", "1"]
+    assert {worker["WORLD_SIZE"] for worker in shown.values()} == {"3"}
+    for name in ("TFPARALLEL_JOB_TOKEN", "MASTER_ADDR", "MASTER_PORT"):
+        assert len({worker[name] for worker in shown.values()}) == 1
+
+
+def test_two_nodes_restart(endpoint):
+    """Each launcher restarts for its own worker's failure, and they meet again."""
+    code = (
+        "import os, time\n"
+        "if os.environ['TFPARALLEL_RESTART_COUNT'] == '0':\n"
+        "    time.sleep(0.3 * (os.environ['RANK'] == '0')); raise SystemExit(4)\n" + TELL
+    )
+    processes = [start(nodes(endpoint, rank, "--max_restarts=1"), code) for rank in (0, 1)]
+    shown = {}
+    for process in processes:
+        out, errors = process.communicate(timeout=DEADLINE_SECONDS)
+        assert process.returncode == 0 and "restarting all workers (1 of 1)" in errors
+        shown |= told(out)
+    clusters = [json.loads(shown[rank]["TF_CONFIG"])["cluster"] for rank in (0, 1)]
+    assert clusters[0] == clusters[1]
+    assert [shown[rank]["TFPARALLEL_RESTART_COUNT"] for rank in (0, 1)] == ["1", "1"]
+
+
+def test_a_missing_node_is_named(endpoint):
+    code, _, errors = launch(nodes(endpoint, 0, "--start_timeout=0.5"), TELL)
+    assert code == 1
+    assert errors.startswith(
+        f"tfparallel launch: node 1 did not come to {endpoint} within 0.5 s; all 2 nodes"
+    )
+    code, _, errors = launch(nodes(endpoint, 1, "--start_timeout=0.5"), TELL)
+    assert code == 1 and "Node 1 waited 0.5 s for node 0's launcher" in errors
+
+
+def test_a_signal_while_nodes_are_missing(endpoint):
+    process = start(nodes(endpoint, 0), TELL)
+    host, _, port = endpoint.rpartition(":")
+
+    def listens():
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
+
+    wait_for(listens, "node 0 to listen")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--nproc_per_node=0", "--", "true"], "must be at least 1. Received: --nproc_per_node=0"),
+        (["--nproc_per_node=2"], "A command is required behind `--`. Received: none. Example: "),
+        (["--"], "A command is required"),
+        (["true"], "must stand behind `--`. Received: ['true'] before it"),
+        (["--", "no-such-program"], "does not exist. Received: 'no-such-program'"),
+        (["--", __file__], f"must be executable. Received: {__file__!r}. Use `-- python "),
+        (["--nproc=2", "--", "true"], "nproc"),
+        (["--nnodes=0", "--", "true"], "Received: --nnodes=0"),
+        (["--nnodes=2", "--", "true"], "need --node_rank and --rdzv_endpoint"),
+        (["--nnodes=2", "--node_rank=1", "--", "true"], "--rdzv_endpoint=None"),
+        (["--node_rank=0", "--", "true"], "needs --nnodes and --rdzv_endpoint"),
+        (["--node_rank=1", "--", "true"], "less than --nnodes"),
+        (nodes("h:1", 2) + ["--", "true"], "0 to 1. Received: --node_rank=2, --nnodes=2"),
+        (nodes("h:1", -1) + ["--", "true"], "Received: --node_rank=-1"),
+        (nodes("h", 1) + ["--", "true"], "must be host:port"),
+        (["--max_restarts=-1", "--", "true"], "Received: --max_restarts=-1"),
+        (["--grace_seconds=nan", "--", "true"], "Received: --grace_seconds=nan"),
+        (["--start_timeout=0", "--", "true"], "Received: --start_timeout=0"),
+        ([f"--log_dir={__file__}/a", "--", "true"], "Not a directory"),
+        (["--bind_cores", "--nproc_per_node=5000", "--", "true"], "bind 5000 workers to"),
+    ],
+)
+def test_mistakes(capsys, arguments, message):
+    assert main(["launch", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("tfparallel launch: ") and message in shown
+
+
+def test_all_mistakes_are_told_at_once(capsys):
+    assert main(["launch", "--nproc_per_node=0", "--max_restarts=-1", "--", "nothing-here"]) == 2
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in ("nproc_per_node=0", "max_restarts=-1", "nothing-here"))
+
+
+def test_a_file_that_lacks_the_permission_to_run(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/sh\n")
+    assert main(["launch", "--", str(script)]) == 2
+    assert "Use `chmod +x`" in capsys.readouterr().err
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    code = subprocess.run(
+        [sys.executable, "-m", "tfparallel", "launch", "--", str(script)], cwd=ROOT, timeout=60
+    ).returncode
+    assert code == 0
+
+
+def test_help(capsys):
+    assert main(["launch", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "  tfparallel launch --nproc_per_node=2 -- " in shown and "--rdzv_endpoint" in shown
+
+
+def test_flags_behind_the_separator_are_the_commands():
+    show = [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--help", "--", "--nnodes=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tfparallel", "launch", "--", *show],
+        cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS,
+    )  # fmt: skip
+    assert done.stdout == "[0] ['--help', '--', '--nnodes=0']\n"
+
+
+def test_it_loads_nothing_heavy():
+    program = (
+        "import sys; from tfparallel.commands.main import main\n"
+        f"main(['launch', '--', {sys.executable!r}, '-c', ''])\n"
+        "print([name for name in ('tensorflow', 'keras', 'numpy', 'packaging')"
+        " if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[]\n", done.stderr

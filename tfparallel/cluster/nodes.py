@@ -1,0 +1,288 @@
+"""The launchers of several hosts meet, once for each attempt, and learn each other's addresses.
+
+    node 1 ──{node_rank, ports, ...}──> node 0, which listens at the endpoint
+    node 1 <──{nodes, token, ...}────── node 0, once all have come, or {error}
+
+Node 0 listens on the address of the endpoint alone, and only until all are
+there or the time is up. Every message is one line of JSON of bounded size;
+whatever else connects is hung up on. Where TFPARALLEL_JOB_TOKEN is set on all
+hosts, only who knows it may join.
+"""
+
+import contextlib
+import dataclasses
+import json
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+
+__all__ = ["Meeting", "join_address", "meet", "split_address"]
+
+_MESSAGE_BYTES = 1 << 16
+_RETRY_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """What all launchers know after they have met.
+
+    Attributes:
+        addresses: For each node its workers' "host:port".
+        master: "host:port" on node 0 that is free for programs of torchrun.
+        token: The job's secret.
+    """
+
+    addresses: Sequence[Sequence[str]]
+    master: str
+    token: str
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits "host:port" or "[::1]:port".
+
+    Args:
+        address: The address.
+
+    Returns:
+        The host, without brackets, and the port.
+
+    Raises:
+        ValueError: If it has another form or the port is not in 1 to 65535.
+    """
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    # An IPv6 address without brackets cannot be told from one with a port.
+    valid_host = bare and (":" not in bare or bare != host) and not set(bare) & set(" /[]@")
+    if not (colon and valid_host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(
+            f"The address must be host:port, with a port from 1 to 65535. Received: {address!r}. "
+            "An example: node0.example.com:29400"
+        )
+    return bare, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def meet(
+    endpoint: str,
+    *,
+    nnodes: int,
+    node_rank: int,
+    ports: Sequence[int],
+    master_port: int,
+    attempt: int,
+    token: str,
+    timeout_seconds: float,
+) -> Meeting:
+    """Waits for all nodes' launchers at the endpoint.
+
+    Args:
+        endpoint: "host:port" of node 0's launcher, the same on every node.
+        nnodes: How many nodes the job has.
+        node_rank: This node's index.
+        ports: This node's free ports, one for each of its workers.
+        master_port: One more; node 0's is used.
+        attempt: How often the job has been restarted; nodes of other attempts are refused.
+        token: A secret that all nodes know beforehand, or "".
+        timeout_seconds: The deadline.
+
+    Returns:
+        What all nodes know now.
+
+    Raises:
+        RuntimeError: If nodes are missing at the deadline, contradict each other, or node 0
+            cannot listen.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    hello = {
+        "node_rank": node_rank,
+        "nnodes": nnodes,
+        "attempt": attempt,
+        "token": token,
+        "ports": list(ports),
+        "master_port": master_port,
+    }
+    if node_rank == 0:
+        answer = _host(endpoint, hello, deadline, timeout_seconds)
+    else:
+        answer = _join(endpoint, hello, deadline, timeout_seconds)
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return Meeting(
+        addresses=tuple(
+            tuple(join_address(host, port) for port in ports) for host, ports in answer["nodes"]
+        ),
+        master=answer["master"],
+        token=answer["token"],
+    )
+
+
+def _host(endpoint, hello, deadline, timeout_seconds):
+    """Node 0: collects the others, then answers them all."""
+    host, port = split_address(endpoint)
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        listener = stack.enter_context(_listener(host, port))
+        selector.register(listener, selectors.EVENT_READ)
+        present = {0: (None, host, hello)}
+        problems = []
+        while len(present) < hello["nnodes"] and not problems:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                missing = sorted(set(range(hello["nnodes"])) - set(present))
+                problems = [
+                    f"{_nodes(missing)} did not come to {endpoint} within {timeout_seconds:g} s; "
+                    f"all {hello['nnodes']} nodes are required. "
+                    f"Received: {_nodes(sorted(present))}. "
+                    "Start `tfparallel launch` there with the same --nnodes and --rdzv_endpoint."
+                ]
+                break
+            for key, _ in selector.select(remaining):
+                if key.fileobj is listener:
+                    with contextlib.suppress(OSError):
+                        caller = stack.enter_context(listener.accept()[0])
+                        caller.setblocking(False)
+                        selector.register(caller, selectors.EVENT_READ, bytearray())
+                    continue
+                message = _receive(key.fileobj, key.data)
+                if message is None:
+                    continue
+                selector.unregister(key.fileobj)
+                if not _is_hello(message) or not _same_token(message, hello):
+                    # No launcher, or one of another job.
+                    key.fileobj.close()
+                    continue
+                problem = _disagreement(message, hello, present)
+                if problem:
+                    problems.append(problem)
+                else:
+                    address = key.fileobj.getpeername()[0]
+                    present[message["node_rank"]] = (key.fileobj, address, message)
+                    continue
+                _send(key.fileobj, {"error": problem})
+        if problems:
+            answer = {"error": "\n".join(problems)}
+        else:
+            nodes = [present[node] for node in range(hello["nnodes"])]
+            answer = {
+                "nodes": [[address, message["ports"]] for _, address, message in nodes],
+                "master": join_address(host, hello["master_port"]),
+                "token": hello["token"] or secrets.token_hex(16),
+            }
+        for caller, _, _ in present.values():
+            if caller is not None:
+                _send(caller, answer)
+        return answer
+
+
+def _join(endpoint, hello, deadline, timeout_seconds):
+    """Every other node: calls until node 0 listens, then waits for its answer."""
+    address = split_address(endpoint)
+    problem = "no answer"
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(address, timeout=remaining) as caller:
+                _send(caller, hello)
+                received = bytearray()
+                while (remaining := deadline - time.monotonic()) > 0:
+                    caller.settimeout(remaining)
+                    answer = _receive(caller, received)
+                    if answer is not None:
+                        break
+                else:
+                    break
+            if isinstance(answer, dict) and ("error" in answer or "nodes" in answer):
+                return answer
+            problem = "it hung up (another TFPARALLEL_JOB_TOKEN, or no launcher)"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+    raise RuntimeError(
+        f"Node {hello['node_rank']} waited {timeout_seconds:g} s for node 0's launcher at "
+        f"{endpoint}, which must listen there and have all nodes. Received: {problem}. "
+        "Start the launcher with --node_rank=0 on the host of --rdzv_endpoint, and see that its "
+        "port can be reached from here."
+    )
+
+
+def _listener(host, port):
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise RuntimeError(
+            "Node 0 cannot listen at the rendezvous endpoint, which must be an address of this "
+            f"host with a free port. Received: {join_address(host, port)} ({error.strerror}). "
+            "Choose another port, or start node 0 on that host."
+        ) from error
+
+
+def _receive(caller, received):
+    """Returns a whole message, False for what is none, None while more must come."""
+    try:
+        chunk = caller.recv(_MESSAGE_BYTES)
+    except BlockingIOError:
+        return None
+    except TimeoutError:
+        return None
+    except OSError:
+        return False
+    received += chunk
+    if not received.endswith(b"\n"):
+        return None if chunk and len(received) < _MESSAGE_BYTES else False
+    try:
+        return json.loads(received)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _send(caller, message):
+    # Who has hung up meanwhile is missed by its own workers' peers.
+    with contextlib.suppress(OSError):
+        caller.settimeout(_RETRY_SECONDS * 10)
+        caller.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _is_hello(message):
+    def is_port(value):
+        return type(value) is int and 0 < value < 65536
+
+    return (
+        isinstance(message, dict)
+        and all(type(message.get(name)) is int for name in ("node_rank", "nnodes", "attempt"))
+        and isinstance(message.get("token"), str)
+        and isinstance(message.get("ports"), list)
+        and all(is_port(port) for port in message["ports"])
+        and is_port(message.get("master_port"))
+    )
+
+
+def _same_token(message, hello):
+    return secrets.compare_digest(message["token"].encode(), hello["token"].encode())
+
+
+def _disagreement(message, hello, present):
+    """Returns why a launcher cannot join, or None."""
+    node = message["node_rank"]
+    for name, flag in (("nnodes", "--nnodes"), ("attempt", "the number of restarts")):
+        if message[name] != hello[name]:
+            return (
+                f"All nodes must agree on {flag}. Received: {hello[name]} on node 0, "
+                f"{message[name]} on node {node}."
+            )
+    if not 0 <= node < hello["nnodes"] or node in present:
+        taken = ", which another launcher has" if node in present else ""
+        return (
+            f"Every node needs a --node_rank of its own from 0 to {hello['nnodes'] - 1}. "
+            f"Received: --node_rank={node}{taken}."
+        )
+    return None
+
+
+def _nodes(ranks):
+    return ("node " if len(ranks) == 1 else "nodes ") + ", ".join(map(str, ranks))

@@ -1,0 +1,188 @@
+"""The workers' output: read without loss, shown line by line with the worker's name.
+
+A reader hands on what a worker wrote in pieces that end with a line, where a
+carriage return ends a line too, as progress bars have it. What has no end yet
+is handed on after a moment, so that a question or a row of dots is seen.
+"""
+
+import collections
+import os
+import re
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+__all__ = ["Prefixer", "Reader", "last_lines"]
+
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_CHUNK_BYTES = 1 << 16
+_PARTIAL_SECONDS = 0.2
+# More than the lines that a report shows, whatever their length.
+_TAIL_BYTES = 1 << 14
+# Cyan, yellow, green, magenta, blue; red is for errors.
+_COLOURS = (36, 33, 32, 35, 34)
+
+
+class Reader(threading.Thread):
+    """Reads the workers' pipes in a thread of its own.
+
+    A terminal that stands still (or `less`) blocks who writes to it; that must
+    not keep the launcher from seeing that a worker has died.
+
+    Attributes:
+        error: What `on_output` raised, or None. From then on output is read and dropped, so
+            that no worker waits for a reader.
+    """
+
+    def __init__(
+        self,
+        on_output: Callable[[int, str, bytes], None],
+        on_error: Callable[[], None],
+    ):
+        """Makes the reader; `start()` it once all pipes are known.
+
+        Args:
+            on_output: Called with the worker, "stdout" or "stderr", and bytes that end with a
+                line or, after a pause, in the middle of one. Joined they are what was written.
+            on_error: Called in the reader's thread once `error` is set.
+        """
+        super().__init__(name="output of the workers", daemon=True)
+        self.error = None
+        self._on_output = on_output
+        self._on_error = on_error
+        self._selector = selectors.DefaultSelector()
+        self._partial = {}
+        self._tails = collections.defaultdict(bytes)
+
+    def add(self, worker: int, stream: str, pipe: BinaryIO) -> None:
+        """Adds a pipe; it is closed at its end."""
+        self._selector.register(pipe, selectors.EVENT_READ, (worker, stream))
+
+    def tail(self, worker: int) -> bytes:
+        """Returns the end of what the worker has written to either stream."""
+        return self._tails[worker]
+
+    def run(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select(_PARTIAL_SECONDS if self._partial else None):
+                self._read(key.fileobj, key.data)
+            overdue = time.monotonic() - _PARTIAL_SECONDS
+            for source, (text, since) in list(self._partial.items()):
+                if since <= overdue:
+                    del self._partial[source]
+                    self._hand_on(source, text)
+        self._selector.close()
+
+    def _read(self, pipe, source):
+        chunk = os.read(pipe.fileno(), _CHUNK_BYTES)
+        if not chunk:
+            self._selector.unregister(pipe)
+            pipe.close()
+        text, since = self._partial.pop(source, (b"", time.monotonic()))
+        text += chunk
+        # A line without end must not fill the memory.
+        whole = bool(chunk) and len(text) < _CHUNK_BYTES
+        cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 if whole else len(text)
+        if cut < len(text):
+            self._partial[source] = (text[cut:], time.monotonic() if cut else since)
+        if cut:
+            self._hand_on(source, text[:cut])
+
+    def _hand_on(self, source, text):
+        worker, stream = source
+        self._tails[worker] = (self._tails[worker] + text)[-_TAIL_BYTES:]
+        if self.error is not None:
+            return
+        try:
+            self._on_output(worker, stream, text)
+        except Exception as error:
+            self.error = error
+            self._on_error()
+
+
+def last_lines(tail: bytes, num_lines: int) -> list[str]:
+    """Returns the last lines of a tail; of a progress bar, what it showed last."""
+    lines = []
+    for line in tail.decode(errors="replace").split("\n"):
+        shown = [part for part in line.split("\r") if part.strip()]
+        lines += shown[-1:]
+    return lines[-num_lines:]
+
+
+class Prefixer:
+    """Writes each line behind `[worker] `; never two workers' halves in one line.
+
+    Where another worker's line stands unfinished (a progress bar, a question),
+    the line is ended first.
+    """
+
+    def __init__(self, stdout: BinaryIO, stderr: BinaryIO):
+        """Takes the two binary streams to write to; they may be the same file."""
+        self._streams = {"stdout": stdout, "stderr": stderr}
+        # What stands in the last line: one state for a terminal that both streams lead to.
+        self._states = {}
+        self._keys = {name: _file_of(stream) for name, stream in self._streams.items()}
+        self._colours = {
+            name: stream.isatty() and not os.environ.get("NO_COLOR")
+            for name, stream in self._streams.items()
+        }
+
+    def write(self, worker: int, stream: str, text: bytes) -> None:
+        """Writes what a `Reader` hands on.
+
+        Args:
+            worker: Who wrote it.
+            stream: "stdout" or "stderr".
+            text: Any bytes.
+
+        Raises:
+            OSError: If the stream cannot be written to, as when its reader has gone.
+        """
+        author, last = self._states.get(self._keys[stream], (None, b"\n"))
+        out = []
+        for segment in _LINE.findall(text):
+            content = segment.rstrip(b"\r\n")
+            end = segment[len(content) :]
+            if author != (worker, stream) and last != b"\n":
+                out.append(b"\n")
+                last = b"\n"
+            if last == b"\n" and content + end == b"\r":
+                # A progress bar that starts with its carriage return.
+                continue
+            starts = last == b"\n" or (last == b"\r" and content)
+            if starts:
+                out.append(self._prefix(worker, stream, last, content))
+            out.append(segment)
+            author = (worker, stream)
+            last = end[-1:]
+        self._states[self._keys[stream]] = (author, last)
+        self._streams[stream].write(b"".join(out))
+        self._streams[stream].flush()
+
+    def finish(self) -> None:
+        """Ends a line that stands unfinished, so that what follows starts in its own."""
+        for name, stream in self._streams.items():
+            author, last = self._states.get(self._keys[name], (None, b"\n"))
+            if last != b"\n" and author[1] == name:
+                stream.write(b"\n")
+                stream.flush()
+
+    def _prefix(self, worker, stream, last, content):
+        name = b"[%d]" % worker
+        if self._colours[stream]:
+            name = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[worker % len(_COLOURS)], name)
+            if last == b"\r":
+                # The line before may have been longer.
+                name = b"\x1b[K" + name
+        return name + b" " if content else name
+
+
+def _file_of(stream):
+    try:
+        status = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return id(stream)
+    return status.st_dev, status.st_ino
+

@@ -1,0 +1,357 @@
+"""Spawns, watches, stops and restarts the processes of a job on this host.
+
+```python
+programs = [Program(worker=0, command=["python", "train.py"], environment={...}), ...]
+outcome = run(programs, on_output=lambda worker, stream, text: ...)
+if outcome.culprit is not None:
+    print(outcome.culprit.describe())
+```
+
+The first worker to fail is the root cause, and ends the job: TensorFlow's
+survivors of a lost peer fail as well, seconds later. Nothing outlives a job:
+between this process and each worker stands a guardian (guardian.py).
+"""
+
+import contextlib
+import dataclasses
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from tfparallel.cluster.output import Reader, last_lines
+
+__all__ = ["GRACE_SECONDS", "Job", "Outcome", "Program", "StopRequest", "WorkerExit", "run"]
+
+# TensorFlow catches SIGTERM and survives it, so this is what each stop costs.
+GRACE_SECONDS = 3.0
+
+_GUARDIAN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian.py")
+# What fails this soon after the first failure may have failed before it.
+_SETTLE_SECONDS = 0.25
+# A guardian kills within 5 s, once told to; past that nobody can.
+_GUARDIAN_SECONDS = 10.0
+_LAST_OUTPUT_SECONDS = 2.0
+_TAIL_LINES = 20
+
+
+class StopRequest(BaseException):
+    """Raised by a signal handler to stop a job; like `KeyboardInterrupt`, no error.
+
+    Attributes:
+        signum: The signal, which the workers receive too.
+    """
+
+    def __init__(self, signum: int):
+        super().__init__(signum)
+        self.signum = signum
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What one worker runs.
+
+    Attributes:
+        worker: The worker's index in the whole job.
+        command: The program and its arguments.
+        environment: Its whole environment.
+        cores: The CPU cores it may use; all that this process may use if empty.
+    """
+
+    worker: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    cores: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerExit:
+    """How a worker ended.
+
+    Attributes:
+        worker: The worker's index.
+        returncode: Its exit code, or minus the number of the signal that killed it.
+        time_seconds: When, counted from the start of the job.
+        stopped: Whether the job was being stopped by then.
+        tail: The last lines of its output.
+    """
+
+    worker: int
+    returncode: int
+    time_seconds: float
+    stopped: bool
+    tail: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code as a shell has it: 128 + n after signal n."""
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+    def describe(self) -> str:
+        """Returns one line such as "worker 1 was killed by SIGKILL after 2.0 s"."""
+        if self.returncode >= 0:
+            how = f"exited with code {self.returncode}"
+        else:
+            how = f"was killed by {_signal_name(-self.returncode)}"
+        return f"worker {self.worker} {how} after {self.time_seconds:.1f} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        exits: Every worker's end, in the order of the programs.
+        culprit: The worker whose failure ended the job; None if all succeeded.
+    """
+
+    exits: tuple[WorkerExit, ...]
+    culprit: WorkerExit | None
+
+
+class Job:
+    """The running workers. A context manager: leaving it stops what still runs."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        *,
+        on_output: Callable[[int, str, bytes], None] | None = None,
+        grace_seconds: float = GRACE_SECONDS,
+    ):
+        """Starts all programs.
+
+        Args:
+            programs: One for each worker.
+            on_output: Called from another thread with the worker, "stdout" or "stderr", and
+                what it wrote; see `tfparallel.cluster.output.Reader`. What it raises ends
+                the job.
+            grace_seconds: How long a worker that is to stop has until it is killed.
+        """
+        self._grace_seconds = grace_seconds
+        self._started_at = time.monotonic()
+        self._stopping_at = None
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._reader = Reader(on_output or (lambda *_: None), lambda: self._wake.send(b"!"))
+        self._workers = []
+        try:
+            for program in programs:
+                worker = _Worker(program)
+                self._workers.append(worker)
+                self._selector.register(worker.control, selectors.EVENT_READ, worker)
+                self._reader.add(program.worker, "stdout", worker.guardian.stdout)
+                self._reader.add(program.worker, "stderr", worker.guardian.stderr)
+            self._reader.start()
+        except BaseException:
+            self._close()
+            raise
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self.stop(signal.SIGINT)
+        else:
+            self.stop(getattr(error, "signum", signal.SIGTERM))
+
+    def wait(self) -> Outcome:
+        """Waits until all workers succeeded or one failed, then stops the others.
+
+        Returns:
+            The outcome, with no process left.
+
+        Raises:
+            Exception: What `on_output` raised.
+        """
+        with self:
+            self._wait_until(lambda: self._all_ended() or self._failures())
+            culprit = None
+            if self._failures():
+                self._wait_until(self._all_ended, _SETTLE_SECONDS)
+                culprit = min(self._failures(), key=_root_cause_first).program.worker
+        exits = tuple(self._exit_of(worker) for worker in self._workers)
+        return Outcome(
+            exits=exits,
+            culprit=next((exit_ for exit_ in exits if exit_.worker == culprit), None),
+        )
+
+    def stop(self, signum: int = signal.SIGTERM) -> None:
+        """Stops what still runs: `signum` first, SIGKILL after the grace period.
+
+        An exception that arrives meanwhile (a second Ctrl-C) cuts the grace short.
+
+        Args:
+            signum: The signal that workers may react to.
+        """
+        if self._stopping_at is None:
+            self._stopping_at = time.monotonic()
+        try:
+            for worker in self._workers:
+                worker.send(signum)
+            self._wait_until(self._all_ended, self._grace_seconds, check_output=False)
+        finally:
+            self._close()
+
+    def _wait_until(self, condition, seconds=None, check_output=True):
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not condition():
+            if check_output and self._reader.error is not None:
+                raise self._reader.error
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                return
+            for key, _ in self._selector.select(remaining):
+                if key.data is None:
+                    self._woken.recv(64)
+                elif not key.data.listen():
+                    self._selector.unregister(key.fileobj)
+
+    def _all_ended(self):
+        return all(worker.returncode is not None for worker in self._workers)
+
+    def _failures(self):
+        return [worker for worker in self._workers if worker.returncode]
+
+    def _close(self):
+        """Has the guardians kill what is left, and waits for them."""
+        with contextlib.suppress(OSError):
+            for worker in self._workers:
+                worker.order_death()
+        self._wait_until(
+            lambda: all(worker.gone for worker in self._workers),
+            _GUARDIAN_SECONDS,
+            check_output=False,
+        )
+        for worker in self._workers:
+            worker.close()
+        if self._reader.ident is not None:
+            self._reader.join(_LAST_OUTPUT_SECONDS)
+
+    def _exit_of(self, worker):
+        return WorkerExit(
+            worker=worker.program.worker,
+            returncode=worker.returncode,
+            time_seconds=worker.ended_at - self._started_at,
+            stopped=worker.ended_at > self._stopping_at,
+            tail=tuple(last_lines(self._reader.tail(worker.program.worker), _TAIL_LINES)),
+        )
+
+
+def run(
+    programs: Sequence[Program],
+    *,
+    on_output: Callable[[int, str, bytes], None] | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+) -> Outcome:
+    """Runs a job to its end.
+
+    Args:
+        programs: One for each worker.
+        on_output: As for `Job`.
+        grace_seconds: As for `Job`.
+
+    Returns:
+        The outcome, with no process left, however the function is left.
+
+    Raises:
+        Exception: What `on_output` raised.
+    """
+    return Job(programs, on_output=on_output, grace_seconds=grace_seconds).wait()
+
+
+class _Worker:
+    """A guardian, and what it says of its worker."""
+
+    def __init__(self, program):
+        self.program = program
+        self.pid = None
+        self.returncode = None
+        self.ended_at = None
+        self.gone = False
+        self._heard = b""
+        self.control, theirs = socket.socketpair()
+        cores = ",".join(map(str, program.cores))
+        try:
+            # -I -S: it needs none of the user's packages, and starts in a third of the time.
+            self.guardian = subprocess.Popen(
+                [sys.executable, "-I", "-S", _GUARDIAN, cores, *program.command],
+                env=dict(program.environment),
+                stdin=theirs,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                # Else Ctrl-C at the terminal would reach it before this process decides.
+                start_new_session=True,
+            )
+        except BaseException:
+            self.control.close()
+            raise
+        finally:
+            theirs.close()
+        self.control.setblocking(False)
+
+    def listen(self):
+        """Takes in what the guardian says; False once it has gone."""
+        try:
+            heard = self.control.recv(4096)
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            heard = b""
+        *lines, self._heard = (self._heard + heard).split(b"\n")
+        for line in lines:
+            kind, *values = line.split()
+            if kind == b"started":
+                self.pid = int(values[0])
+            elif values[0] != b"None":
+                self.returncode, self.ended_at = int(values[0]), float(values[1])
+        if not heard:
+            self._guardian_is_gone()
+        return bool(heard)
+
+    def send(self, signum):
+        if self.returncode is None:
+            with contextlib.suppress(OSError):
+                self.control.send(bytes([signum]))
+
+    def order_death(self):
+        # A shut direction reads as the end of the file there; the answer still comes back.
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        if not self.gone:
+            self.guardian.kill()
+            self._guardian_is_gone()
+        self.control.close()
+
+    def _guardian_is_gone(self):
+        self.gone = True
+        returncode = self.guardian.wait()
+        if self.returncode is None:
+            # Somebody killed the guardian, and the kernel its worker; the rest is left to do.
+            self.returncode, self.ended_at = returncode or -signal.SIGKILL, time.monotonic()
+            if self.pid is not None:
+                with contextlib.suppress(OSError):
+                    os.killpg(self.pid, signal.SIGKILL)
+
+
+def _root_cause_first(worker):
+    # TensorFlow ends a process that has lost its peers by SIGABRT: that is no better a sign
+    # than an exit code. Any other signal comes from outside, or from the worker's own fault.
+    by_signal = worker.returncode < 0 and worker.returncode != -signal.SIGABRT
+    return not by_signal, worker.ended_at
+
+
+def _signal_name(signum):
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

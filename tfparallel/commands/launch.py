@@ -1,0 +1,338 @@
+"""`tfparallel launch [--flags] -- COMMAND`: runs the workers of a job on this host."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import flags
+
+from tfparallel.cluster.environment import (
+    Place,
+    available_cores,
+    core_shares,
+    worker_environment,
+)
+from tfparallel.cluster.nodes import Meeting, meet, split_address
+from tfparallel.cluster.output import Prefixer
+from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.supervisor import (
+    GRACE_SECONDS,
+    Outcome,
+    Program,
+    StopRequest,
+    run,
+)
+from tfparallel.commands.flags import Command, UsageError, help_text, run_command
+
+__all__ = ["main"]
+
+_COMMAND = Command(
+    name="launch",
+    summary="Starts the workers of a job on this host, shows their output line by line, and stops "
+    "all when one fails. Each worker finds its place in TF_CONFIG and in torchrun's variables.",
+    example="tfparallel launch --nproc_per_node=2 -- "
+    "tfparallel train models/digits_cnn.py --parallel=data --epochs=3",
+    arguments="[--flags] -- PROGRAM [ARGUMENTS]",
+)
+_TOKEN = "TFPARALLEL_JOB_TOKEN"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code: the culprit's, or 128 + n after signal n."""
+    return run_command("launch", lambda: _main(arguments), ())
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_integer("nproc_per_node", 1, "Workers on this host.", flag_values=values)
+    flags.DEFINE_integer("nnodes", 1, "Hosts of the job.", flag_values=values)
+    flags.DEFINE_integer(
+        "node_rank", None, "This host's index, from 0; with --nnodes.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "rdzv_endpoint",
+        None,
+        "host:port on node 0, the same on every host; with --nnodes.",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "start_timeout", 120.0, "Seconds to wait for the other hosts.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "max_restarts", 0, "How often to restart all workers when one fails.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "grace_seconds",
+        GRACE_SECONDS,
+        "Seconds that workers have between a signal to stop and SIGKILL.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "log_dir", None, "Keep each worker's whole output in this folder.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "bind_cores",
+        False,
+        "Bind each worker to its share of the CPU cores (Linux); for a host that runs this job "
+        "alone.",
+        flag_values=values,
+    )
+    return values
+
+
+def _parse(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
+    """Fills the flags and returns the command behind "--"."""
+    try:
+        positional = values([_COMMAND.name, *arguments[: _separator(arguments)]])[1:]
+    except flags.Error as error:
+        raise UsageError(str(error)) from error
+    if positional:
+        raise UsageError(
+            "The workers' command must stand behind `--`. "
+            f"Received: {positional} before it. Example: {_COMMAND.example}"
+        )
+    return list(arguments[_separator(arguments) + 1 :])
+
+
+def _separator(arguments):
+    return arguments.index("--") if "--" in arguments else len(arguments)
+
+
+def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
+    problems = []
+    for name in ("nproc_per_node", "nnodes"):
+        value = values[name].value
+        if value < 1:
+            problems.append(f"--{name} must be at least 1. Received: --{name}={value}.")
+    for name in ("max_restarts", "grace_seconds"):
+        value = values[name].value
+        if not 0 <= value < float("inf"):
+            problems.append(f"--{name} must not be negative. Received: --{name}={value}.")
+    if not 0 < values.start_timeout < float("inf"):
+        problems.append(
+            f"--start_timeout must be positive. Received: --start_timeout={values.start_timeout}."
+        )
+    problems += _node_problems(values)
+    if values.bind_cores and values.nproc_per_node >= 1:
+        if not hasattr(os, "sched_setaffinity"):
+            problems.append("--bind_cores needs Linux. Received: another system. Drop the flag.")
+        else:
+            with _collecting(problems):
+                core_shares(available_cores(), values.nproc_per_node)
+    if values.log_dir is not None:
+        try:
+            os.makedirs(values.log_dir, exist_ok=True)
+        except OSError as error:
+            problems.append(
+                "The folder for the workers' output cannot be made. "
+                f"Received: --log_dir={values.log_dir} ({error.strerror})."
+            )
+        else:
+            if not os.access(values.log_dir, os.W_OK | os.X_OK):
+                problems.append(
+                    "The folder for the workers' output must be writable. "
+                    f"Received: --log_dir={values.log_dir}."
+                )
+    problems += _command_problems(command)
+    return problems
+
+
+def _node_problems(values):
+    problems = []
+    if values.nnodes == 1:
+        if values.node_rank not in (None, 0):
+            problems.append(
+                "--node_rank must be less than --nnodes. "
+                f"Received: --node_rank={values.node_rank}, --nnodes=1."
+            )
+        elif values.node_rank is not None and values.rdzv_endpoint is None:
+            problems.append(
+                "--node_rank is for a job on several hosts and needs --nnodes and "
+                f"--rdzv_endpoint=HOST:PORT. Received: --node_rank={values.node_rank} alone."
+            )
+    elif values.nnodes > 1:
+        if values.node_rank is None or values.rdzv_endpoint is None:
+            problems.append(
+                "Several hosts need --node_rank and --rdzv_endpoint=HOST:PORT. Received: "
+                f"--nnodes={values.nnodes}, --node_rank={values.node_rank}, "
+                f"--rdzv_endpoint={values.rdzv_endpoint}."
+            )
+        if values.node_rank is not None and not 0 <= values.node_rank < values.nnodes:
+            problems.append(
+                f"--node_rank must lie in 0 to {values.nnodes - 1}. Received: "
+                f"--node_rank={values.node_rank}, --nnodes={values.nnodes}."
+            )
+    if values.rdzv_endpoint is not None:
+        with _collecting(problems):
+            split_address(values.rdzv_endpoint)
+    return problems
+
+
+def _command_problems(command):
+    if not command:
+        return [f"A command is required behind `--`. Received: none. Example: {_COMMAND.example}"]
+    if shutil.which(command[0]) is not None:
+        return []
+    if os.path.isfile(command[0]):
+        hint = (
+            f"Use `-- python {command[0]}`." if command[0].endswith(".py") else "Use `chmod +x`."
+        )
+        return [f"The command must be executable. Received: {command[0]!r}. {hint}"]
+    return [f"The command does not exist. Received: {command[0]!r}. Check its path or PATH."]
+
+
+@contextlib.contextmanager
+def _collecting(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        problems.append(str(error))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    values = _flags()
+    if any(flag in ("-h", "-help", "--help") for flag in arguments[: _separator(arguments)]):
+        print(help_text(_COMMAND, values))
+        return 0
+    command = _parse(values, arguments)
+    problems = _problems(values, command)
+    if problems:
+        raise UsageError("\n".join(problems))
+    try:
+        with _signals_raise():
+            return _run_with_restarts(values, command)
+    except StopRequest as request:
+        _say(f"stopped by {signal.Signals(request.signum).name}")
+        return 128 + request.signum
+    except BrokenPipeError:
+        # Whoever read the output has gone (`| head`); a write at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (OSError, RuntimeError) as error:
+        _say(str(error))
+        return 1
+
+
+def _run_with_restarts(values, command):
+    for attempt in range(values.max_restarts + 1):
+        outcome = _run_once(values, command, attempt)
+        if outcome.culprit is None:
+            return 0
+        _report(outcome)
+        if attempt < values.max_restarts:
+            _say(f"restarting all workers ({attempt + 1} of {values.max_restarts})")
+    return outcome.culprit.exit_code
+
+
+def _run_once(values: flags.FlagValues, command: Sequence[str], attempt: int) -> Outcome:
+    meeting = _meet(values, attempt)
+    node_rank = values.node_rank or 0
+    first = sum(len(node) for node in meeting.addresses[:node_rank])
+    cores = [()] * values.nproc_per_node
+    if values.bind_cores:
+        cores = core_shares(available_cores(), values.nproc_per_node)
+    programs = []
+    for local_rank in range(values.nproc_per_node):
+        place = Place(
+            addresses=[address for node in meeting.addresses for address in node],
+            worker=first + local_rank,
+            local_rank=local_rank,
+            num_local_workers=values.nproc_per_node,
+            node_rank=node_rank,
+            master=meeting.master,
+            token=meeting.token,
+            restart_count=attempt,
+        )
+        environment = worker_environment(os.environ, place)
+        programs.append(Program(place.worker, command, environment, cores[local_rank]))
+    with contextlib.ExitStack() as stack:
+        screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer)
+        on_output = _keeping(values, programs, attempt, screen.write, stack)
+        outcome = run(programs, on_output=on_output, grace_seconds=values.grace_seconds)
+        screen.finish()
+        return outcome
+
+
+def _meet(values, attempt):
+    *ports, master_port = free_ports(values.nproc_per_node + 1)
+    if values.nnodes == 1:
+        return Meeting(
+            addresses=[[f"127.0.0.1:{port}" for port in ports]],
+            master=f"127.0.0.1:{master_port}",
+            token=secrets.token_hex(16),
+        )
+    return meet(
+        values.rdzv_endpoint,
+        nnodes=values.nnodes,
+        node_rank=values.node_rank,
+        ports=ports,
+        master_port=master_port,
+        attempt=attempt,
+        token=os.environ.get(_TOKEN, ""),
+        timeout_seconds=values.start_timeout,
+    )
+
+
+def _keeping(
+    values: flags.FlagValues,
+    programs: Sequence[Program],
+    attempt: int,
+    show: Callable[[int, str, bytes], None],
+    stack: contextlib.ExitStack,
+) -> Callable[[int, str, bytes], None]:
+    """Returns `show`, which keeps each worker's output in its file too if that is wanted."""
+    if values.log_dir is None:
+        return show
+    suffix = f".restart_{attempt}" if attempt else ""
+    logs = {}
+    for program in programs:
+        path = os.path.join(values.log_dir, f"worker_{program.worker}{suffix}.log")
+        logs[program.worker] = stack.enter_context(open(path, "wb", buffering=0))
+
+    def keep_and_show(worker, stream, text):
+        logs[worker].write(text)
+        show(worker, stream, text)
+
+    return keep_and_show
+
+
+def _report(outcome: Outcome) -> None:
+    culprit = outcome.culprit
+    text = culprit.describe()
+    if culprit.returncode == -signal.SIGKILL:
+        text += " (by hand, or by the system for want of memory: see `dmesg`)"
+    if culprit.tail:
+        text += "; its last lines:\n" + "\n".join(f"    {line}" for line in culprit.tail)
+    _say(text)
+    stopped = [str(exit_.worker) for exit_ in outcome.exits if exit_.stopped]
+    if stopped:
+        _say(f"stopped worker{'s' * (len(stopped) > 1)} {', '.join(stopped)}")
+
+
+def _say(text):
+    with contextlib.suppress(BrokenPipeError):
+        print(f"tfparallel launch: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turns the signals that end a program into `StopRequest`; one that is ignored stays so."""
+
+    def stop(signum, frame):
+        raise StopRequest(signum)
+
+    names = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {name: signal.getsignal(name) for name in names}
+    for name, handler in before.items():
+        # `nohup`, or `&` in a script.
+        if handler is not signal.SIG_IGN:
+            signal.signal(name, stop)
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
