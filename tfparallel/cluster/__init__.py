@@ -1,0 +1,1 @@
+"""Who takes part in a job, and the processes that do; imports no TensorFlow."""
