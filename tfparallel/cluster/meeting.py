@@ -111,11 +111,13 @@ class Meeting:
         own_port = await listener.listen(
             self.workers, self.index, timeout_seconds=self.remaining(), listen_host=listen_host
         )
+        loop = asyncio.get_running_loop()
         with own_port:
             try:
-                self.spawn(self._serve(own_port))
+                loop.add_reader(own_port, self._accept, own_port)
                 return tuple(await self.take_part())
             finally:
+                loop.remove_reader(own_port)
                 tasks = list(self._tasks)
                 for task in tasks:
                     task.cancel()
@@ -149,24 +151,32 @@ class Meeting:
         # Bytes: hmac refuses text beyond ASCII.
         return hmac.compare_digest(str(candidate).encode(errors="replace"), self.token.encode())
 
-    async def _serve(self, own_port):
+    def _accept(self, own_port):
+        """Takes a caller in; `loop.sock_accept` loses the one that comes as it is cancelled."""
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                caller, _ = await loop.sock_accept(own_port)
-            except OSError:
-                # Out of descriptors, or the caller has gone already.
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            if len(self._strangers) >= _MAX_STRANGERS + len(self.workers):
-                next(iter(self._strangers)).cancel()
-            task = self.spawn(self._pick_up(messages.Connection(caller)))
-            self._strangers[task] = None
-            task.add_done_callback(lambda done: self._strangers.pop(done, None))
+        try:
+            caller, _ = own_port.accept()
+        except OSError:
+            # The caller has gone; or this process is out of descriptors, and must not spin.
+            loop.remove_reader(own_port)
+            self.spawn(self._listen_on(own_port))
+            return
+        if len(self._strangers) >= _MAX_STRANGERS + len(self.workers):
+            next(iter(self._strangers)).cancel()
+        connection = messages.Connection(caller)
+        task = self.spawn(self._pick_up(connection))
+        self._strangers[task] = None
+        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+        # Also of a task that is cancelled before it begins.
+        task.add_done_callback(lambda done: connection.close())
+
+    async def _listen_on(self, own_port):
+        await asyncio.sleep(RETRY_SECONDS)
+        asyncio.get_running_loop().add_reader(own_port, self._accept, own_port)
 
     async def _pick_up(self, connection):
         """Answers a caller of this job, and hangs up on any other."""
-        with connection, contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             async with asyncio.timeout(GREETING_SECONDS):
                 call = await connection.receive()
             if call.get("protocol") != _PROTOCOL:

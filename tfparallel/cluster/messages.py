@@ -39,6 +39,10 @@ class Connection:
         return self
 
     def __exit__(self, *unused):
+        self.close()
+
+    def close(self) -> None:
+        """Hangs up; a second time does nothing."""
         self._socket.close()
 
     async def send(self, message: dict[str, Any]) -> None:

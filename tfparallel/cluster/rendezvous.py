@@ -329,11 +329,11 @@ class _Chief(meeting.Meeting):
     async def _tell_all(self, verdict):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VERDICT_SECONDS):
-                connected = list(self._connected.values())
+                staying, connected = list(self._connected), list(self._connected.values())
                 await asyncio.gather(*(self._order(one, verdict) for one in connected))
                 # They hang up when they have read it; hanging up first could cut it off.
-                while self._connected:
-                    await asyncio.wait(self._connected, return_when=asyncio.FIRST_COMPLETED)
+                if staying:
+                    await asyncio.wait(staying)
 
     def _absent(self):
         return [index for index in range(len(self.workers)) if index not in self._came]
