@@ -1,0 +1,80 @@
+"""Whose port it is, with real sockets of real processes."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tfparallel.cluster import port_owner
+
+HOLDER = """
+import socket, sys
+held = socket.create_server((sys.argv[1], 0))
+print(held.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the owner is read from /proc")
+
+
+@pytest.fixture
+def holder(request):
+    """Another process that listens; gives its pid and port."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, getattr(request, "param", "127.0.0.1"), "a mark"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process.pid, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@on_linux
+@pytest.mark.parametrize("holder", ["127.0.0.1", "127.0.0.2", "0.0.0.0"], indirect=True)
+def test_names_the_process(holder):
+    pid, port = holder
+    assert not port_owner.is_free(port)
+    told = port_owner.owner(port)
+    assert told.startswith(f"process {pid} (")
+    assert "\n" not in told and len(told) < 140
+
+
+@on_linux
+def test_names_the_process_of_an_ipv6_socket():
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as held:
+        told = port_owner.owner(held.getsockname()[1])
+        assert told.startswith(f"process {os.getpid()} (")
+
+
+def test_a_free_port_has_no_owner(holder):
+    _, port = holder
+    assert port_owner.owner(port) is not None
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        free = chosen.getsockname()[1]
+    assert port_owner.is_free(free)
+    assert port_owner.owner(free) is None
+
+
+def test_a_closing_connection_leaves_the_port_free():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as near:
+            far, _ = listener.accept()
+            # Whoever hangs up first stays behind in TIME_WAIT, here on the server's port.
+            far.close()
+            assert near.recv(1) == b""
+    assert port_owner.is_free(port)
+    assert port_owner.owner(port) is None
+    socket.create_server(("", port)).close()
+
+
+def test_degrades_without_proc(holder, monkeypatch):
+    _, port = holder
+    monkeypatch.setattr(port_owner, "_TABLES", ("/nowhere/tcp",))
+    assert port_owner.owner(port) == "another process"

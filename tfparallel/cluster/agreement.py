@@ -1,0 +1,108 @@
+"""Do all workers of a job say the same: what differs, and on which workers.
+
+Facts are nested dicts and lists of plain values; they are compared leaf by
+leaf, so that a difference is shown where it lies:
+
+```
+seed: 7 on workers 0 and 2; 8 on worker 1
+versions.tensorflow: '2.21.0' on workers 0 and 1; '2.20.0' on worker 2
+workers[1]: '10.0.0.2:2222' on worker 0; '10.0.0.3:2222' on workers 1 and 2
+```
+"""
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["differences", "name_worker", "name_workers"]
+
+_MAX_VALUE = 60
+_MAX_DIFFERENCES = 8
+
+
+def differences(
+    facts: Mapping[int, Mapping[str, Any]], may_differ: Collection[str] = ()
+) -> list[str]:
+    """Compares the facts of several workers.
+
+    Args:
+        facts: For each worker's index its facts, as JSON gives them back.
+        may_differ: Top-level keys that are not compared.
+
+    Returns:
+        A line for each leaf that is not the same on all workers; none if all
+        agree. A long value is cut to the part that differs.
+    """
+    leaves = {
+        index: dict(_leaves({key: own[key] for key in own if key not in may_differ}))
+        for index, own in facts.items()
+    }
+    # dict.fromkeys: each path once, in the order in which the workers name them.
+    paths = dict.fromkeys(path for own in leaves.values() for path in own)
+    lines = []
+    for path in paths:
+        workers_with = {}
+        for index in sorted(leaves):
+            workers_with.setdefault(leaves[index].get(path, "nothing"), []).append(index)
+        if len(workers_with) > 1:
+            values = zip(_excerpts(list(workers_with)), workers_with.values(), strict=True)
+            told = "; ".join(f"{value} on {name_workers(group)}" for value, group in values)
+            lines.append(f"{path}: {told}")
+    if len(lines) > _MAX_DIFFERENCES:
+        left_out = len(lines) - _MAX_DIFFERENCES
+        lines[_MAX_DIFFERENCES:] = [f"and {left_out} more differences"]
+    return lines
+
+
+def name_workers(indices: Iterable[int]) -> str:
+    """Writes worker indices as a reader says them.
+
+    Args:
+        indices: The workers' indices, in any order.
+
+    Returns:
+        `"worker 1"`, `"workers 0 and 2"`, or `"workers 0, 1, 2 and 5"`.
+    """
+    *most, last = sorted(indices)
+    if not most:
+        return f"worker {last}"
+    return f"workers {', '.join(map(str, most))} and {last}"
+
+
+def name_worker(workers: Sequence[str], index: int) -> str:
+    """Writes a worker's index with its address.
+
+    Args:
+        workers: The workers' addresses.
+        index: One worker's index.
+
+    Returns:
+        `"worker 1 (10.0.0.2:2222)"`, or `"worker 7"` where the list is shorter.
+    """
+    return f"worker {index} ({workers[index]})" if index < len(workers) else f"worker {index}"
+
+
+def _leaves(value, path=""):
+    """Yields each leaf of nested facts with its path; what is empty is a leaf itself."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and value:
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}[{index}]")
+    else:
+        # repr tells 1 from 1.0 and from True, and holds one NaN equal to another.
+        yield path, repr(value)
+
+
+def _excerpts(texts):
+    """Cuts texts that differ to a few words around the place where they do."""
+    if max(map(len, texts)) <= _MAX_VALUE:
+        return texts
+    start = max(0, len(os.path.commonprefix(texts)) - _MAX_VALUE // 2)
+    return [
+        ("..." if start else "")
+        + text[start : start + _MAX_VALUE]
+        + ("..." if len(text) > start + _MAX_VALUE else "")
+        for text in texts
+    ]

@@ -1,0 +1,119 @@
+"""The socket on which a worker listens before TensorFlow takes its port over."""
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+from tfparallel.cluster import agreement, messages, port_owner
+
+__all__ = ["listen"]
+
+# A process that is ending, or another's connection of a moment, may hold the port yet.
+_PATIENCE_SECONDS = 1.0
+_RETRY_SECONDS = 0.1
+
+
+async def listen(
+    workers: Sequence[str],
+    worker_index: int,
+    *,
+    timeout_seconds: float,
+    listen_host: str | None = None,
+) -> socket.socket:
+    """Listens at a worker's own address, and there alone.
+
+    A loopback address is not reached from outside. One exception: a host that
+    knows its own name as a loopback (Debian writes `127.0.1.1 name` into
+    /etc/hosts) while its peers are on other hosts listens on every address, as
+    TensorFlow itself does.
+
+    Args:
+        workers: The workers' addresses.
+        worker_index: Which of them is to listen.
+        timeout_seconds: How long looking up the host name may take.
+        listen_host: The local address to listen on instead of the worker's.
+
+    Returns:
+        The listening socket, which does not block.
+
+    Raises:
+        RuntimeError: If the port is taken, or the address is not this host's.
+    """
+    address = workers[worker_index]
+    host, port = messages.split_address(address)
+    try:
+        if listen_host is not None:
+            address = f"[{listen_host}]:{port}" if ":" in listen_host else f"{listen_host}:{port}"
+        async with asyncio.timeout(timeout_seconds):
+            places = await messages.resolve(address)
+        if listen_host is None and _is_loopback_to_itself_only(host, places, workers):
+            places = [(socket.AF_INET, ("0.0.0.0", port))]
+        return await _bind(places, port)
+    except OSError as error:
+        worker = agreement.name_worker(workers, worker_index).capitalize()
+        if error.errno == errno.EADDRINUSE:
+            raise RuntimeError(
+                f"{worker} finds its port {port} taken: it is held by "
+                f"{port_owner.owner(port) or 'another process'}. TensorFlow needs the port for "
+                f"itself, on all addresses of host {socket.gethostname()}. Received: "
+                f"workers={list(workers)}. Stop that process, or give the job another port."
+            ) from None
+        raise RuntimeError(
+            f"{worker} cannot listen on {address} on host {socket.gethostname()}: "
+            f"{messages.reason(error)}. A worker's address must be one of its own host's. "
+            f"Received: workers={list(workers)}, worker_index={worker_index}. Correct the task "
+            "index or the address in TF_CONFIG; behind a gateway or a published container port, "
+            "pass listen_host."
+        ) from None
+
+
+def _is_loopback_to_itself_only(host, places, workers):
+    """Whether a host name leads to the loopback here, and peers bear other names."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return False
+    hosts = {messages.split_address(address)[0] for address in workers}
+    return (
+        host != "localhost"
+        and len(hosts) > 1
+        and all(ipaddress.ip_address(location[0]).is_loopback for _, location in places)
+    )
+
+
+async def _bind(places, port):
+    """Listens at the first place that is this host's."""
+    give_up = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        trouble = OSError("the host name has no address")
+        for family, location in places:
+            try:
+                # TensorFlow will listen on every address, not on this one alone.
+                if not port_owner.is_free(port):
+                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+                return _open(family, location)
+            except OSError as error:
+                trouble = error
+                if error.errno == errno.EADDRINUSE:
+                    break
+        if trouble.errno != errno.EADDRINUSE or time.monotonic() > give_up:
+            raise trouble
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _open(family, location):
+    """A listening socket; the caller closes it."""
+    with contextlib.ExitStack() as unless_open:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        unless_open.callback(listener.close)
+        # Over connections of an earlier job that are still closing.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        listener.bind(location)
+        listener.listen()
+        unless_open.pop_all()
+        return listener

@@ -1,0 +1,251 @@
+"""What every worker does at a rendezvous, the chief or not.
+
+It listens at its own address, says who it is when one of the job asks, hangs
+up on everybody else, and looks for the other workers at theirs. What the chief
+and the others say to each other stands in `rendezvous`.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tfparallel.cluster import agreement, listener, messages
+
+__all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "Meeting", "Participant", "why"]
+
+# A caller has this long to say who it is, and a listener to answer.
+GREETING_SECONDS = 5.0
+RETRY_SECONDS = 0.2
+_SURVEY_SECONDS = 0.5
+# Callers that have not said who they are; beyond it the oldest is hung up on.
+_MAX_STRANGERS = 256
+_PROTOCOL = "tfparallel rendezvous 1"
+_NOBODY = "nothing listens there"
+_STRANGER = "what listens there is no tfparallel worker"
+
+
+@dataclasses.dataclass(frozen=True)
+class Participant:
+    """A worker as it describes itself.
+
+    Attributes:
+        index: Its worker index.
+        workers: Its list of workers' addresses.
+        facts: What it goes by.
+        host: The name of its host.
+        pid: Its process.
+        seconds: How long it is ready to wait.
+        connection: How to reach it; None for the chief itself.
+    """
+
+    index: int
+    workers: list[str]
+    facts: dict[str, Any]
+    host: str
+    pid: int
+    seconds: float
+    connection: messages.Connection | None = None
+
+    @classmethod
+    def from_hello(
+        cls, hello: dict[str, Any], connection: messages.Connection
+    ) -> "Participant":
+        """Reads a hello, which may hold anything; `ValueError` unless it is whole."""
+        kinds = dict(index=int, workers=list, facts=dict, host=str, pid=int, seconds=float)
+        fields = {name: hello.get(name) for name in kinds}
+        whole = all(type(fields[name]) is kind for name, kind in kinds.items())
+        # The name of the host is printed.
+        if not (whole and fields["index"] >= 0 and fields["host"].isprintable()):
+            raise ValueError("a hello that is not whole")
+        return cls(**fields, connection=connection)
+
+    @property
+    def whereabouts(self) -> str:
+        """Where to look for it: `"process 4711 on host a"`."""
+        return f"process {self.pid} on host {self.host[:64]}"
+
+
+class Meeting:
+    """One worker's side of a rendezvous; its part in it is the subclass's.
+
+    Args:
+        workers: The workers' addresses.
+        index: This worker's index.
+        facts: What this worker goes by.
+        timeout_seconds: How long the meeting may last, from now.
+        token: The job's own word.
+        may_differ: Keys of the facts that are not compared.
+    """
+
+    def __init__(
+        self,
+        workers: list[str],
+        index: int,
+        facts: dict[str, Any],
+        timeout_seconds: float,
+        token: str,
+        may_differ: frozenset[str],
+    ):
+        self.workers = workers
+        self.index = index
+        self.facts = facts
+        self.token = token
+        self.may_differ = may_differ
+        self.started = time.monotonic()
+        self.deadline = self.started + timeout_seconds
+        # What looking for a worker at its address last gave: "" if it is there.
+        self.found: dict[int, str] = {}
+        # Participants of other jobs that came to this worker.
+        self.intruders: list[Participant] = []
+        self._ports = {messages.split_address(address)[1] for address in workers}
+        self._tasks: set[asyncio.Task] = set()
+        # In the order in which they came.
+        self._strangers: dict[asyncio.Task, None] = {}
+
+    async def hold(self, listen_host: str | None) -> tuple[dict[str, Any], ...]:
+        """Listens, takes part, and leaves nothing behind; returns the facts of all workers."""
+        own_port = await listener.listen(
+            self.workers, self.index, timeout_seconds=self.remaining(), listen_host=listen_host
+        )
+        loop = asyncio.get_running_loop()
+        with own_port:
+            try:
+                loop.add_reader(own_port, self._accept, own_port)
+                return tuple(await self.take_part())
+            finally:
+                loop.remove_reader(own_port)
+                tasks = list(self._tasks)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def take_part(self) -> list[dict[str, Any]]:
+        """Does this worker's part; returns the facts of all workers."""
+        raise NotImplementedError
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
+        """Starts a task that ends with the meeting at the latest."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def remaining(self) -> float:
+        """Seconds until the time limit."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def name(self, index: int) -> str:
+        """A worker with its address, for an error."""
+        return agreement.name_worker(self.workers, index)
+
+    def call(self, kind: str, **content: Any) -> dict[str, Any]:
+        """What this worker says first to one that listens."""
+        return {"protocol": _PROTOCOL, "call": kind, "token": self.token, **content}
+
+    def is_token(self, candidate: Any) -> bool:
+        """Whether what came is the job's own word."""
+        # Bytes: hmac refuses text beyond ASCII.
+        return hmac.compare_digest(str(candidate).encode(errors="replace"), self.token.encode())
+
+    def _accept(self, own_port):
+        """Takes a caller in; `loop.sock_accept` loses the one that comes as it is cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            caller, _ = own_port.accept()
+        except OSError:
+            # The caller has gone; or this process is out of descriptors, and must not spin.
+            loop.remove_reader(own_port)
+            self.spawn(self._listen_on(own_port))
+            return
+        if len(self._strangers) >= _MAX_STRANGERS + len(self.workers):
+            next(iter(self._strangers)).cancel()
+        connection = messages.Connection(caller)
+        task = self.spawn(self._pick_up(connection))
+        self._strangers[task] = None
+        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+        # Also of a task that is cancelled before it begins.
+        task.add_done_callback(lambda done: connection.close())
+
+    async def _listen_on(self, own_port):
+        await asyncio.sleep(RETRY_SECONDS)
+        asyncio.get_running_loop().add_reader(own_port, self._accept, own_port)
+
+    async def _pick_up(self, connection):
+        """Answers a caller of this job, and hangs up on any other."""
+        with contextlib.suppress(OSError, ValueError):
+            async with asyncio.timeout(GREETING_SECONDS):
+                call = await connection.receive()
+            if call.get("protocol") != _PROTOCOL:
+                return
+            kind = call.get("call")
+            if not self.is_token(call.get("token")):
+                if kind == "hello":
+                    self.intruders.append(Participant.from_hello(call, connection))
+                await connection.send({"refused": "another job"})
+            elif kind == "probe":
+                await connection.send({"index": self.index, "token": self.token})
+            elif kind == "hello":
+                self._strangers.pop(asyncio.current_task(), None)
+                await self.greet(Participant.from_hello(call, connection))
+
+    async def greet(self, participant: Participant) -> None:
+        """Answers a hello; to any but the chief it comes from another list of workers."""
+        self.intruders.append(participant)
+        await participant.connection.send({"refused": "not the chief", "workers": self.workers})
+
+    async def probe(self, index: int, timeout_seconds: float) -> str:
+        """Asks who is at a worker's address; "" if that worker, else what is found there."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                with await messages.connect(self.workers[index], self._ports) as connection:
+                    await connection.send(self.call("probe"))
+                    answer = await connection.receive()
+        except (OSError, ValueError) as error:
+            return why(error)
+        if answer.get("refused") == "another job":
+            return "its port is used by another tfparallel job"
+        if not self.is_token(answer.get("token")):
+            return _STRANGER
+        if answer.get("index") != index:
+            return f"the process there says that it is worker {answer.get('index')}"
+        return ""
+
+    async def survey(self, absent: Callable[[], list[int]]) -> None:
+        """Keeps looking for the workers that `absent()` lists, so that an error can say why."""
+        while True:
+            await asyncio.sleep(_SURVEY_SECONDS)
+            indices = absent()
+            results = await asyncio.gather(*(self.probe(i, GREETING_SECONDS) for i in indices))
+            self.found.update(zip(indices, results, strict=True))
+
+    def error(self, what: str, how_to_fix: str) -> RuntimeError:
+        """The one form of all that goes wrong here."""
+        return RuntimeError(
+            f"The job cannot start: {what}. All {len(self.workers)} workers must start within the "
+            "time limit, agree, reach each other, and stay. "
+            f"Received: workers={self.workers}. {how_to_fix}"
+        )
+
+    def missing(self, reasons: dict[int, str]) -> RuntimeError:
+        """The error for workers that did not come: for each index, what is at its address."""
+        seconds = time.monotonic() - self.started
+        named = "; ".join(f"{self.name(i)} did not come ({reasons[i]})" for i in sorted(reasons))
+        uninvited = "".join(
+            f"; {visitor.whereabouts} came as worker {visitor.index} of another job"
+            for visitor in self.intruders[:3]
+        )
+        return self.error(
+            f"after {seconds:.3g} s {named}{uninvited}",
+            "Look at the output of what is missing, or allow more time (--start_timeout).",
+        )
+
+
+def why(error: Exception) -> str:
+    """What a failed connection tells about the worker that should be at the other end."""
+    if isinstance(error, ConnectionRefusedError):
+        return _NOBODY
+    return _STRANGER if isinstance(error, ValueError) else messages.reason(error)
