@@ -13,6 +13,10 @@ __version__ = "0.1.0"
 _FACE = {
     "Cluster": ("tfparallel.cluster.spec", "Cluster"),
     "MirroredStrategy": ("tfparallel.replication.drop_in", "MirroredStrategy"),
+    "MultiWorkerMirroredStrategy": (
+        "tfparallel.replication.drop_in",
+        "MultiWorkerMirroredStrategy",
+    ),
     "all_gather": ("tfparallel.collectives.in_replica", "all_gather"),
     "all_reduce": ("tfparallel.collectives.in_replica", "all_reduce"),
     "data_parallel": ("tfparallel.replication.data_parallel", "data_parallel"),
@@ -28,6 +32,7 @@ _PLAIN = {"Cluster"}
 __all__ = [
     "Cluster",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "__version__",
     "all_gather",
     "all_reduce",

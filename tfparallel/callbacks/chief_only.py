@@ -64,6 +64,32 @@ def writing_by_chief(
                 setattr(callback, key, value)
 
 
+@contextlib.contextmanager
+def path_of_chief(path: str, is_chief: bool) -> Iterator[str]:
+    """Yields `path` on the chief, and on the others a path of that name that is thrown away."""
+    if is_chief:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="tfparallel_") as folder:
+        yield os.path.join(folder, os.path.basename(path))
+
+
+def send_state(model: keras.Model, workers) -> None:
+    """Gives all workers the chief's weights and optimizer state.
+
+    Args:
+        model: A built model, its optimizer built or not, alike on all workers.
+        workers: The strategy's `WorkerGroup`.
+    """
+    found = list(model.variables)
+    if model.optimizer is not None:
+        known = {id(variable) for variable in found}
+        found += [v for v in model.optimizer.variables if id(v) not in known]
+    sent = workers.broadcast([tf.convert_to_tensor(variable.value) for variable in found])
+    for variable, value in zip(found, sent, strict=True):
+        variable.assign(value)
+
+
 class RestoredByChief(keras.callbacks.Callback):
     """Gives all workers what the chief's `BackupAndRestore` found when training began.
 
@@ -77,12 +103,10 @@ class RestoredByChief(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Sends the weights, the optimizer's state and where to go on."""
-        found = [*self.model.variables]
-        if self.model.optimizer is not None:
-            found += [v for v in self.model.optimizer.variables if v not in found]
-        where = tf.constant([self.model._initial_epoch or 0], tf.int64)
-        values = [tf.convert_to_tensor(variable.value) for variable in found]
-        *values, where = self._workers.broadcast([*values, where])
-        for variable, value in zip(found, values, strict=True):
-            variable.assign(value)
-        self.model._initial_epoch = int(where[0]) or None
+        optimizer = self.model.optimizer
+        mine = [self.model._initial_epoch, bool(optimizer is not None and optimizer.built)]
+        initial_epoch, has_slots = self._workers.exchange(mine)[0]
+        if has_slots and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        send_state(self.model, self._workers)
+        self.model._initial_epoch = initial_epoch

@@ -15,6 +15,7 @@ from tfparallel.commands.flags import (
     path_problems,
     run_command,
 )
+from tfparallel.commands.own_workers import run_as_workers
 from tfparallel.task import TaskError, load_task
 
 __all__ = ["main"]
@@ -67,6 +68,9 @@ def _main(arguments: Sequence[str]) -> int:
         raise UsageError("\n".join(problems))
     if not os.path.exists(path):
         load_task(path)  # Says so now, not after the seconds that TensorFlow takes to load.
+    exit_code = run_as_workers("check", arguments, values)
+    if exit_code is not None:
+        return exit_code
     # Only now, so that help and mistakes cost no start of TensorFlow.
     importlib.import_module("tfparallel.startup").prepare()
     return importlib.import_module("tfparallel.commands.checking").check(path, values)

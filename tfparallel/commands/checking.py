@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 from absl import flags
 
-from tfparallel.commands.flags import UsageError, resolved
-from tfparallel.commands.forms import build_under, devices_of, form_line
+from tfparallel.commands.flags import resolved
+from tfparallel.commands.forms import start_form
 from tfparallel.data.batches import first_batches
 from tfparallel.diagnostics.check import CheckReport, check_parity
 from tfparallel.diagnostics.determinism import make_deterministic
@@ -30,11 +30,8 @@ def check(path: str, values: flags.FlagValues) -> int:
     started = time.perf_counter()
     # All three before the task file is imported: it may start TensorFlow's
     # runtime, and make layers, which take their type when they are made.
-    try:
-        devices = devices_of(values)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    on_gpu = any(device.startswith("GPU") for device in devices)
+    form = start_form(values, {"command": "check"})
+    on_gpu = any(device.startswith("GPU") for device in form.devices)
     if on_gpu:
         make_deterministic()
     if values.dtype is not None:
@@ -49,27 +46,27 @@ def check(path: str, values: flags.FlagValues) -> int:
         seed=values.seed,
         num_batches=values.steps,
     )
-    print(
-        f"{task.name}: one device against {form_line(values.parallel, devices)}; "
+    form.say(
+        f"{task.name}: one device against {form}; "
         f"{values.steps} steps, global batch {values.global_batch_size}, seed {values.seed}, "
-        f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
-        flush=True,
+        f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     )
     if on_gpu:
-        print("on a GPU: deterministic operations are on, TF32 is off")
+        form.say("on a GPU: deterministic operations are on, TF32 is off")
     report = check_parity(
         task.build_model,
         task.compile_model,
         batches,
-        make_parallel_model=lambda build: build_under(values.parallel, devices, build),
+        make_parallel_model=form.build,
         seed=values.seed,
     )
-    print(to_text(report))
-    if values.report is not None:
+    form.say(to_text(report))
+    if values.report is not None and form.is_chief:
         content = {
             "command": "check",
             "configuration": {"task": path, **resolved(values)},
-            "devices": devices,
+            "devices": form.devices,
+            "num_workers": form.num_workers,
             "versions": versions(),
             **report.to_json(),
             "peak_memory_bytes": peak_memory_bytes(),

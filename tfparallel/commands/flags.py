@@ -28,6 +28,10 @@ class UsageError(Exception):
     """A mistake on the command line; its text is shown and the exit code is 2."""
 
 
+class StartError(Exception):
+    """The workers of a job could not start together; its text is shown and the exit code is 1."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     """What `--help` says about one program.
@@ -56,6 +60,25 @@ def common_flags() -> flags.FlagValues:
     )
     flags.DEFINE_enum(
         "device_type", "auto", ("auto", "cpu", "gpu"), "Which devices to count.", values
+    )
+    flags.DEFINE_enum(
+        "strategy",
+        "auto",
+        ("auto", "mirrored", "multi_worker"),
+        "For data: this process's devices, or all workers of the job that it is part of.",
+        values,
+    )
+    flags.DEFINE_integer(
+        "num_workers", None, "Start this many workers on this host.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "start_timeout", 120.0, "Seconds to wait for the other workers.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "allow_independent_workers",
+        False,
+        "Let each worker of a job train a model of its own.",
+        flag_values=values,
     )
     flags.DEFINE_list("devices", None, "Devices by name, such as GPU:0,GPU:2.", flag_values=values)
     flags.DEFINE_integer(
@@ -124,6 +147,26 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             f"--devices={','.join(values.devices)}, --device_type={values.device_type}. "
             "Drop --device_type."
         )
+    if values.num_workers is not None and values.num_workers < 1:
+        problems.append(
+            "The number of workers must be at least 1. "
+            f"Received: --num_workers={values.num_workers}."
+        )
+    if values.num_workers is not None and values.parallel != "data":
+        problems.append(
+            f"--parallel={values.parallel} has no workers. "
+            f"Received: --num_workers={values.num_workers}. Use --parallel=data."
+        )
+    if values.start_timeout <= 0:
+        problems.append(
+            "The time to wait for other workers must be positive. "
+            f"Received: --start_timeout={values.start_timeout}."
+        )
+    if values.parallel != "data" and values.strategy != "auto":
+        problems.append(
+            "--strategy chooses among the forms of --parallel=data. Received: "
+            f"--strategy={values.strategy} with --parallel={values.parallel}. Drop --strategy."
+        )
     count = len(values.devices) if values.devices is not None else values.num_devices
     if values.parallel == "none" and count is not None and count > 1:
         given = (
@@ -184,6 +227,9 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
             traceback.print_exception(cause)
         print(f"tfparallel {name}: {error}", file=sys.stderr)
         return 2
+    except StartError as error:
+        print(f"tfparallel {name}: {error}", file=sys.stderr)
+        return 1
 
 
 def help_text(command: Command, values: flags.FlagValues) -> str:

@@ -10,7 +10,7 @@ from absl import flags
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
-from tfparallel.commands.flags import UsageError
+from tfparallel.commands.flags import StartError, UsageError
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
@@ -42,6 +42,16 @@ class Form:
         """Whether this process speaks and writes for all workers."""
         return self.workers is None or self.workers.worker_index == 0
 
+    @property
+    def num_workers(self) -> int:
+        """How many processes train the model."""
+        return self.workers.num_workers if self.workers is not None else 1
+
+    def say(self, text: str) -> None:
+        """Prints, on the chief alone."""
+        if self.is_chief:
+            print(text, flush=True)
+
     def build(self, build_model: Callable[[], keras.Model]) -> keras.Model:
         """Returns the model, built under the form."""
         if self.name == "none":
@@ -69,43 +79,36 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
 
     Raises:
         UsageError: If the flags do not fit this machine, or the job that the process is part of.
-        RuntimeError: If the other workers are missing or do not agree.
+        StartError: If the other workers are missing or do not agree.
     """
     try:
         cluster = Cluster.from_env()
-        if cluster.num_workers > 1 and values.parallel == "data" and values.strategy != "mirrored":
-            return _start_worker(values, cluster, facts)
-        _check_independent(values, cluster)
-        if values.devices is not None:
-            return Form(values.parallel, device_lib.choose_devices(devices=values.devices))
-        num_devices = 1 if values.parallel == "none" else values.num_devices
-        return Form(
-            values.parallel,
-            device_lib.choose_devices(num_devices=num_devices, device_type=values.device_type),
+        is_worker = (
+            cluster.num_workers > 1 and values.parallel == "data" and values.strategy != "mirrored"
         )
+        if is_worker and values.device_type != "cpu" and has_nvidia_gpu():
+            os.environ.update(cluster.device_environment())
+        if not is_worker:
+            _check_independent(values, cluster)
+        if values.devices is not None:
+            devices = device_lib.choose_devices(devices=values.devices)
+        else:
+            devices = device_lib.choose_devices(
+                num_devices=1 if values.parallel == "none" else values.num_devices,
+                device_type=values.device_type,
+            )
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _start_worker(values, cluster: Cluster, facts) -> Form:
-    if values.devices is not None:
-        raise UsageError(
-            "A worker of a job takes its devices by number, the same on all workers. Received: "
-            f"--devices={','.join(values.devices)} in a job of {cluster.num_workers} workers "
-            f"({cluster.source}). Use --num_devices, with --device_type."
-        )
-    if values.device_type == "cpu":
-        device_lib.hide_gpus()
-    elif has_nvidia_gpu():
-        os.environ.update(cluster.device_environment())
-    if values.num_devices is not None and (values.device_type == "cpu" or not has_nvidia_gpu()):
-        device_lib.split_cpu(values.num_devices)
-    with quiet_stderr():
-        strategy = MultiWorkerMirroredStrategy.of_process(
-            start_timeout=values.start_timeout,
-            facts={"devices a worker": values.num_devices, **facts},
-        )
-    return Form(values.parallel, [device_lib.canonical(d) for d in strategy.devices], strategy)
+    if not is_worker:
+        return Form(values.parallel, devices)
+    try:
+        with quiet_stderr():
+            strategy = MultiWorkerMirroredStrategy.of_process(
+                devices=devices, start_timeout=values.start_timeout, facts=facts
+            )
+    except RuntimeError as error:
+        raise StartError(str(error)) from error
+    return Form(values.parallel, devices, strategy)
 
 
 def _check_independent(values, cluster: Cluster) -> None:

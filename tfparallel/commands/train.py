@@ -19,6 +19,7 @@ from tfparallel.commands.flags import (
     resolved,
     run_command,
 )
+from tfparallel.commands.own_workers import run_as_workers
 from tfparallel.task import TaskError, load_task
 
 __all__ = ["main"]
@@ -88,12 +89,15 @@ def _main(arguments: Sequence[str]) -> int:
         raise UsageError("\n".join(problems))
     if not os.path.exists(path):
         load_task(path)  # Says so now, not after the seconds that TensorFlow takes to load.
+    exit_code = run_as_workers("train", arguments, values)
+    if exit_code is not None:
+        return exit_code
     # Only now, so that help and mistakes cost no start of TensorFlow.
     importlib.import_module("tfparallel.startup").prepare()
     training = importlib.import_module("tfparallel.commands.training")
     started = time.perf_counter()
     result = training.train(path, values)
-    if values.report is not None:
+    if values.report is not None and result.is_chief:
         training.write_report(
             values.report,
             {
@@ -110,6 +114,8 @@ def _finish(result: Any, values: flags.FlagValues) -> int:
     if result.failure is not None:
         print(f"tfparallel train: {result.failure}", file=sys.stderr)
         return 1
+    if not result.is_chief:
+        return 0
     for name in ("save", "report"):
         if getattr(values, name) is not None:
             print(f"wrote {getattr(values, name)}")

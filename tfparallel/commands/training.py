@@ -1,6 +1,7 @@
 """The body of `tfparallel train`: everything that needs TensorFlow loaded."""
 
 import dataclasses
+import hashlib
 import sys
 from typing import Any
 
@@ -8,11 +9,12 @@ import keras
 import tensorflow as tf
 from absl import flags
 
+from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.nan import NaNGuard, NaNLossError
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.epoch import EpochCheckpoint, EpochSeeds, EpochState, read_state
 from tfparallel.commands.flags import UsageError
-from tfparallel.commands.forms import build_under, devices_of, form_line
+from tfparallel.commands.forms import Form, start_form
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.task import TaskError, load_task
@@ -27,10 +29,12 @@ class Result:
     Attributes:
         report: The part of the report that the run itself knows.
         failure: Why it failed, or None.
+        is_chief: Whether this process reports for all workers.
     """
 
     report: dict[str, Any]
     failure: str | None = None
+    is_chief: bool = True
 
 
 def train(path: str, values: flags.FlagValues) -> Result:
@@ -42,10 +46,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     """
     # Before the task file is imported: its imports may start TensorFlow's
     # runtime, and the CPU cannot be split after that.
-    try:
-        devices = devices_of(values)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    form = start_form(values, _facts(path, values))
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
     train_data, validation_data = task.load_data()
@@ -64,27 +65,25 @@ def train(path: str, values: flags.FlagValues) -> Result:
     configuration = {
         name: getattr(values, name) for name in ("seed", "global_batch_size", "steps_per_epoch")
     }
-    state = _state(values, configuration)
+    state = _state(values, configuration, form)
 
     # Again, so that the weights do not depend on what load_data drew.
     keras.utils.set_random_seed(values.seed)
-    model = build_under(values.parallel, devices, task.build_model)
+    model = form.build(task.build_model)
     task.compile_model(model)
-    print(
-        f"{task.name} ({model.name}): {form_line(values.parallel, devices)}, "
+    form.say(
+        f"{task.name} ({model.name}): {form}, "
         f"global batch {values.global_batch_size}, seed {values.seed}, "
-        f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
-        flush=True,
+        f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     )
     first_epoch = 0
     if state is not None:
         first_epoch = state.epoch
-        _restore(model, state, batches.dataset)
-        print(
+        _restore(model, state, batches.dataset, form)
+        form.say(
             f"resuming at epoch {first_epoch + 1}"
             if first_epoch < values.epochs
-            else f"nothing to do: {first_epoch} of {values.epochs} epochs are done",
-            flush=True,
+            else f"nothing to do: {first_epoch} of {values.epochs} epochs are done"
         )
 
     step_time = StepTime()
@@ -108,10 +107,12 @@ def train(path: str, values: flags.FlagValues) -> Result:
         except NaNLossError as error:
             failure = str(error)
     if failure is None and values.save is not None:
-        model.save(values.save)
+        with chief_only.path_of_chief(values.save, form.is_chief) as save_path:
+            model.save(save_path)
     report = {
         "model": {"name": model.name, "num_parameters": model.count_params()},
-        "devices": devices,
+        "devices": form.devices,
+        "num_workers": form.num_workers,
         "versions": versions(),
         "history": {
             name: [*before.get(name, []), *(float(value) for value in history.get(name, []))]
@@ -124,16 +125,31 @@ def train(path: str, values: flags.FlagValues) -> Result:
         report["resumed_at_epoch"] = first_epoch + 1
     if failure is not None:
         report["failure"] = failure
-    return Result({key: value for key, value in report.items() if value}, failure)
+    kept = {key: value for key, value in report.items() if value}
+    return Result(kept, failure, form.is_chief)
 
 
-def _state(values: flags.FlagValues, configuration: dict[str, Any]) -> EpochState | None:
+def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
+    """What the workers of one job must agree on."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()[:16]
+    names = ("seed", "global_batch_size", "epochs", "steps_per_epoch")
+    return {"task file": digest, **{f"--{name}": getattr(values, name) for name in names}}
+
+
+def _state(
+    values: flags.FlagValues, configuration: dict[str, Any], form: Form
+) -> EpochState | None:
+    """The state to resume from: what the chief finds, whose folder may be its own."""
     if values.checkpoint_dir is None:
         return None
     try:
-        state = read_state(values.checkpoint_dir)
+        state = read_state(values.checkpoint_dir) if form.is_chief else None
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if form.workers is not None:
+        content = form.workers.exchange(dataclasses.asdict(state) if state else None)[0]
+        state = EpochState(**content) if content else None
     if state is None:
         return None
     changed = [
@@ -150,7 +166,9 @@ def _state(values: flags.FlagValues, configuration: dict[str, Any]) -> EpochStat
     return state
 
 
-def _restore(model: keras.Model, state: EpochState, dataset: tf.data.Dataset) -> None:
+def _restore(
+    model: keras.Model, state: EpochState, dataset: tf.data.Dataset, form: Form
+) -> None:
     if not model.built:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))
         model(x)
@@ -159,7 +177,10 @@ def _restore(model: keras.Model, state: EpochState, dataset: tf.data.Dataset) ->
     with model.distribute_strategy.scope():
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        model.load_weights(state.weights_path)
+        if form.is_chief:
+            model.load_weights(state.weights_path)
+        if form.workers is not None:
+            chief_only.send_state(model, form.workers)
 
 
 def _verbosity() -> int:

@@ -1,22 +1,21 @@
 """The builder `data_parallel`: a plain Keras model, trained on all devices as on one."""
 
 import contextlib
-import json
-import os
 from collections.abc import Callable, Sequence
 
 import keras
 from tensorflow.python.distribute import values
 
 from tfparallel import devices as device_lib
+from tfparallel.cluster.spec import Cluster
 from tfparallel.replication import clone
-from tfparallel.replication.drop_in import MirroredStrategy
+from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.replication.model import extend_model
 
 
 def data_parallel(
     model_or_function: keras.Model | Callable[[], keras.Model],
-    strategy: str | MirroredStrategy = "auto",
+    strategy: str | MirroredStrategy | MultiWorkerMirroredStrategy = "auto",
     *,
     devices: Sequence[str] | None = None,
     synchronize_batch_norm: bool = True,
@@ -36,7 +35,9 @@ def data_parallel(
     Args:
         model_or_function: A function that returns a Keras model, called under the strategy; or a
             built model, which is cloned there with its weights, frozen layers and compile state.
-        strategy: `"auto"` for every local device, or a `tfparallel.MirroredStrategy`.
+        strategy: `"auto"` for every worker of the job that this process is part of, and every
+            device of each; a `tfparallel.MirroredStrategy` for the devices of this process; or a
+            `tfparallel.MultiWorkerMirroredStrategy`.
         devices: Names of the devices under `"auto"`, one replica each, such as
             `["GPU:0", "GPU:1"]`. Default: all GPUs, else all logical CPUs.
         synchronize_batch_norm: Whether batch normalization uses the moments of the global batch,
@@ -50,10 +51,11 @@ def data_parallel(
         costs nothing.
 
     Raises:
-        ValueError: If TF_CONFIG is no JSON, a device is unknown or named twice, the function
-            returns no model, or the model was built in another strategy's scope or cannot be
-            cloned.
-        RuntimeError: In a job of several workers, unless `allow_independent_workers`.
+        ValueError: If the environment names no valid cluster, a device is unknown or named twice,
+            the function returns no model, or the model was built in another strategy's scope or
+            cannot be cloned.
+        RuntimeError: If a job of several workers would train a model in each, unless
+            `allow_independent_workers`; or if the workers do not meet.
 
     Example:
         >>> model = tfparallel.data_parallel(build_model, devices=["GPU:0", "GPU:1"])
@@ -64,9 +66,7 @@ def data_parallel(
         The step is synchronous stochastic gradient descent: Jianmin Chen et al., "Revisiting
         Distributed Synchronous SGD", arXiv:1604.00981, 2016.
     """
-    if not allow_independent_workers:
-        _refuse_independent_workers()
-    strategy = _resolve_strategy(strategy, devices)
+    strategy = _resolve_strategy(strategy, devices, allow_independent_workers)
     if isinstance(model_or_function, keras.Model):
         _refuse_foreign_scope(model_or_function, strategy)
         model = clone.clone_under(model_or_function, strategy)
@@ -86,8 +86,10 @@ class _OneDevice:
         return contextlib.nullcontext()
 
 
-def _resolve_strategy(strategy, devices):
-    if isinstance(strategy, MirroredStrategy):
+def _resolve_strategy(strategy, devices, allow_independent_workers):
+    cluster = None if allow_independent_workers else Cluster.from_env()
+    if isinstance(strategy, MultiWorkerMirroredStrategy | MirroredStrategy):
+        _refuse_independent_workers(strategy, cluster)
         if devices is not None:
             raise ValueError(
                 "A strategy already has its devices. One of the two is required. Received: "
@@ -97,10 +99,13 @@ def _resolve_strategy(strategy, devices):
         return strategy
     if strategy != "auto":
         raise ValueError(
-            "`strategy` must be 'auto' or a `tfparallel.MirroredStrategy`. Received: "
+            "`strategy` must be 'auto', a `tfparallel.MirroredStrategy` or a "
+            "`tfparallel.MultiWorkerMirroredStrategy`. Received: "
             f"strategy={strategy!r} (of type {type(strategy).__name__}). TensorFlow's own strategy "
             "clips and averages on each replica; replace `tf.distribute.` by `tfparallel.`."
         )
+    if cluster is not None and cluster.num_workers > 1:
+        return MultiWorkerMirroredStrategy.of_process(devices=devices)
     names = device_lib.choose_devices(devices=devices)
     default = (device_lib.list_devices("GPU") or device_lib.list_devices("CPU"))[:1]
     return _OneDevice() if names == default else MirroredStrategy(names)
@@ -136,20 +141,13 @@ def _refuse_foreign_scope(model, strategy) -> None:
             )
 
 
-def _refuse_independent_workers() -> None:
-    text = os.environ.get("TF_CONFIG", "{}")
-    try:
-        cluster = json.loads(text).get("cluster", {})
-    except (ValueError, AttributeError) as error:
-        raise ValueError(
-            "The environment variable TF_CONFIG must hold a JSON object, or not be set. Received: "
-            f"TF_CONFIG={text!r} ({error}). Unset it to train on one machine."
-        ) from error
-    num_workers = sum(len(cluster.get(role, [])) for role in ("chief", "worker"))
-    if num_workers > 1:
+def _refuse_independent_workers(strategy, cluster) -> None:
+    is_local = isinstance(strategy, MirroredStrategy)
+    if is_local and cluster is not None and cluster.num_workers > 1:
         raise RuntimeError(
-            f"TF_CONFIG names {num_workers} workers, and `data_parallel` trains on the devices of "
-            "one: each worker would train a model of its own. One worker, or the consent to that, "
-            f"is required. Received: TF_CONFIG with {num_workers} workers. Unset TF_CONFIG, or "
-            "pass allow_independent_workers=True."
+            f"This process is one of {cluster.num_workers} workers ({cluster.source}), and a "
+            "MirroredStrategy trains on the devices of one: each worker would train a model of its "
+            "own. A strategy for all of them, or the consent to that, is required. Received: "
+            f"a MirroredStrategy in a job of {cluster.num_workers} workers. Leave `strategy` out, "
+            "or pass allow_independent_workers=True."
         )

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
+from tfparallel.callbacks import chief_only
 from tfparallel.replication import batch_norm, checks, optimizer, random
 from tfparallel.replication.extend import extend, original_class
 from tfparallel.replication.replicated_call import ReplicatedCall
@@ -90,7 +91,36 @@ class DataParallelModel(ReplicatedLayer):
         checks.check_data(
             asked.get("x"), asked.get("batch_size"), asked.get("steps_per_epoch"), "fit"
         )
-        return super().fit(*args, **kwargs)
+        if self._workers is None:
+            return super().fit(*args, **kwargs)
+        return self._fit_as_worker(asked)
+
+    def evaluate(self, *args, **kwargs):
+        """Evaluates the model, as `keras.Model.evaluate`; the chief alone shows progress."""
+        return super().evaluate(*args, **self._quiet_unless_chief(kwargs))
+
+    def predict(self, *args, **kwargs):
+        """Predicts, as `keras.Model.predict`: all rows, on every worker."""
+        return super().predict(*args, **self._quiet_unless_chief(kwargs))
+
+    @property
+    def _workers(self):
+        return self.strategy.workers if self.strategy is not None else None
+
+    def _quiet_unless_chief(self, kwargs):
+        is_chief = self._workers is None or self._workers.worker_index == 0
+        return kwargs if is_chief else kwargs | {"verbose": 0}
+
+    def _fit_as_worker(self, asked):
+        """Trains as one of several workers, of which the chief alone speaks and writes."""
+        asked = {name: value for name, value in asked.items() if name != "self"}
+        callbacks = chief_only.flatten(asked.get("callbacks"))
+        is_chief = self._workers.worker_index == 0
+        restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
+        if restores:
+            callbacks = [*callbacks, chief_only.RestoredByChief(self._workers)]
+        with chief_only.writing_by_chief(callbacks, is_chief):
+            return super().fit(**self._quiet_unless_chief(asked | {"callbacks": callbacks}))
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Keras looks at a first batch here, under a strategy only: a generator loses the batches

@@ -117,12 +117,12 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 timeout_seconds=options.timeout_seconds or 0.0,
             )
             _agree_on_seed(self.workers)
-        MultiWorkerMirroredStrategy._of_process = self
+        type(self)._of_process = self
 
     @classmethod
     def of_process(cls, **kwargs) -> "MultiWorkerMirroredStrategy":
         """Returns the strategy that this process started, or starts one."""
-        return MultiWorkerMirroredStrategy._of_process or cls(**kwargs)
+        return cls._of_process or cls(**kwargs)
 
 
 def _resolver_of(cluster: Cluster):
