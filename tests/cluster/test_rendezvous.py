@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from tfparallel.cluster import messages, rendezvous
+from tfparallel.cluster import meeting, messages, rendezvous
 
 TOP = pathlib.Path(__file__).parents[2]
 PROTOCOL = "tfparallel rendezvous 1"
@@ -559,9 +559,25 @@ def test_strangers_do_not_disturb(target):
         assert silent.recv(1) == b""
 
 
-def test_a_crowd_of_silent_strangers(monkeypatch):
-    from tfparallel.cluster import meeting
+def test_a_silent_stranger_has_its_time(monkeypatch):
+    monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.5)
+    workers = free_addresses(2)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        chief = threads.submit(outcome, workers, 0, {}, timeout_seconds=4)
+        with wait_until_it_listens(workers[0]) as silent:
+            silent.settimeout(2)
+            # A byte now and then does not help.
+            with contextlib.suppress(OSError):
+                for _ in range(6):
+                    silent.sendall(b"{")
+                    time.sleep(0.2)
+            with contextlib.suppress(ConnectionResetError):
+                assert silent.recv(1) == b""
+            assert not chief.done()
+        assert named_as_missing(chief.result(20)) == {1}
 
+
+def test_a_crowd_of_silent_strangers(monkeypatch):
     monkeypatch.setattr(meeting, "_MAX_STRANGERS", 10)
     workers = free_addresses(2)
     with contextlib.ExitStack() as crowd, concurrent.futures.ThreadPoolExecutor(2) as threads:
