@@ -124,8 +124,13 @@ def talk(address, message):
 
 
 def read_line(connection):
-    line = connection.makefile("rb").readline()
-    return json.loads(line) if line else None
+    """The next message; byte by byte, so that the one after it is not taken along."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        assert byte, f"hung up after {line!r}"
+        line += byte
+    return json.loads(line)
 
 
 def hello(workers, index, facts=None, **changes):
@@ -298,6 +303,15 @@ def test_says_what_is_there_instead_of_the_missing_worker():
         assert silent and "worker 0" in text and "did not come (no answer)" in text
 
 
+def test_without_a_chief_a_silent_worker_is_named_too():
+    workers = free_addresses(3)
+    with socket.create_server(("127.0.0.1", port_of(workers[2]))):
+        [text], seconds = meet_in_threads(calls_of(workers, skip=[0, 2]), timeout_seconds=1.5)
+    assert named_as_missing(text) == {0, 2}
+    assert f"worker 2 ({workers[2]}) did not come (no answer)" in text
+    assert seconds < 1.5 + SLACK_SECONDS
+
+
 def test_two_chiefs_are_told_apart():
     """The same two addresses in another order on each worker: nobody goes to anybody."""
     one = free_addresses(2)
@@ -447,6 +461,26 @@ def test_two_that_say_they_are_the_same_worker():
             assert expected in read_line(first)["error"]
             assert expected in read_line(second)["error"]
         assert expected in chief.result(20)
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_one_too_many(longer):
+    """It comes when all have come: it says that it is worker 1 too, or its list is longer."""
+    workers = free_addresses(3)
+    one = workers[:2]
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        chief = threads.submit(outcome, one, 0, {"seed": 7}, timeout_seconds=20)
+        first, _ = talk(workers[0], hello(one, 1))
+        with first:
+            assert "probe" in read_line(first)
+            late, _ = talk(workers[0], hello(workers, 2) if longer else hello(one, 1))
+            with late:
+                text = chief.result(20)
+                assert read_line(first)["error"] == text == read_line(late)["error"]
+    if longer:
+        assert f"workers[2]: nothing on workers 0 and 1; '{workers[2]}' on worker 2" in text
+    else:
+        assert "two processes say that they are worker 1" in text
 
 
 def test_another_job_on_the_same_port():
