@@ -317,7 +317,7 @@ def test_what_builds_no_model(wrong, message):
 
 @pytest.mark.parametrize("strategy", ["mirrored", None, 2])
 def test_what_is_no_strategy(strategy):
-    with pytest.raises(ValueError, match=f"must be 'auto' or .* Received: strategy={strategy!r}"):
+    with pytest.raises(ValueError, match=f"must be 'auto', .* Received: strategy={strategy!r}"):
         tfparallel.data_parallel(mlp, strategy)
 
 
@@ -340,12 +340,13 @@ def test_a_model_of_another_scope(scope_of):
         tfparallel.data_parallel(model, devices=THREE)
 
 
-def test_several_workers_are_refused(monkeypatch):
+def test_a_local_strategy_among_several_workers_is_refused(monkeypatch):
     cluster = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
-    with pytest.raises(RuntimeError, match="TF_CONFIG names 2 workers.*allow_independent_workers"):
-        tfparallel.data_parallel(mlp, devices=TWO)
-    model = tfparallel.data_parallel(mlp, devices=TWO, allow_independent_workers=True)
+    strategy = tfparallel.MirroredStrategy(TWO)
+    with pytest.raises(RuntimeError, match="one of 2 workers .TF_CONFIG.*independent_workers=True"):
+        tfparallel.data_parallel(mlp, strategy)
+    model = tfparallel.data_parallel(mlp, strategy, allow_independent_workers=True)
     assert len(model.strategy.devices) == 2
 
 

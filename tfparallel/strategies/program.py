@@ -39,6 +39,9 @@ class ProgramExtended:
         return not in_program and super()._use_merge_call()
 
     def _create_variable(self, next_creator, **kwargs):
+        model = keras_trainer.compiling_model()
+        if model is not None and model._distribute_strategy is self._container_strategy():
+            self._container_strategy().extend_model(model)
         like = kwargs.pop("colocate_with", None)
         if like is not None and not hasattr(like, "_devices"):
             # The host of an input pipeline, which keeps one copy.
@@ -122,4 +125,4 @@ class ProgramStrategy:
         return super().experimental_distribute_dataset(dataset, options)
 
     def extend_model(self, model) -> None:
-        """Called with each Keras model that trains under this strategy, before its steps run."""
+        """Called with each Keras model that is compiled or trained under this strategy."""
