@@ -4,8 +4,8 @@ Answers one gap of Keras 3 on TensorFlow: `fit`, `evaluate` and `predict` hand t
 data sets to `strategy.run` and `strategy.experimental_distribute_dataset` without saying for
 which model, and `compile` says nothing at all; there is no hook for a strategy that wants to know.
 `calling_model` and `compiling_model` find the model in the frames of the call. They rest on the
-places of the trainer (`keras.src.backend.tensorflow.trainer`, `keras.src.trainers.trainer`); `tests/strategies/test_keras_trainer.py` fails on the
-day that it moves.
+places of the trainer (`keras.src.backend.tensorflow.trainer`, `keras.src.trainers.trainer`);
+`tests/strategies/test_keras_trainer.py` fails on the day that one moves.
 """
 
 import sys
