@@ -427,11 +427,13 @@ def test_jit_compile_on_one_replica_passes_through():
 
 
 def test_jit_compile_under_the_drop_in_strategy():
+    message = "2 replicas require `jit_compile=False` or 'auto'"
     with tfparallel.MirroredStrategy(TWO).scope():
         model = mlp()
-        model.compile("sgd", "mse", jit_compile=True)
-    with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
-        model.fit(*data(), verbose=0)
+        with pytest.raises(ValueError, match=message):
+            model.compile("sgd", "mse", jit_compile=True)
+        model.compile("sgd", "mse")
+    model.fit(*data(), verbose=0)
 
 
 def stateful():
@@ -571,3 +573,19 @@ def test_the_first_draw_may_be_inside_a_trace():
             return model(x, training=True)
 
     assert forward.get_concrete_function(tf.TensorSpec((6, 3))).structured_outputs.shape == (6, 2)
+
+
+def test_unequal_shares_train_to_the_same_weights():
+    """Five rows of every eight to one replica, one to the last, in batches of 7 and 3."""
+    expected = compiled(mlp())
+    model = tfparallel.data_parallel(mlp, devices=THREE, replica_weights=[5, 2, 1])
+    compiled(model).set_weights(expected.get_weights())
+    for each in (expected, model):
+        each.fit(*data(), batch_size=7, epochs=3, shuffle=False, verbose=0)
+    # Sums in another order, in float32.
+    assert_weights(model, expected.get_weights(), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_for_another_number_of_replicas():
+    with pytest.raises(ValueError, match=r"Received: \[3, 1\] for 3 replicas"):
+        tfparallel.data_parallel(mlp, devices=THREE, replica_weights=[3, 1])
