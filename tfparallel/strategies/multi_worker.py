@@ -132,7 +132,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 timeout_seconds=options.timeout_seconds or 0.0,
             )
             _agree_on_seed(self.workers)
-        type(self)._of_process = self
+        MultiWorkerMirroredStrategy._of_process = self
 
     @classmethod
     def of_process(cls, **kwargs) -> "MultiWorkerMirroredStrategy":
