@@ -116,6 +116,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 self.devices[0],
                 timeout_seconds=options.timeout_seconds or 0.0,
             )
+            WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
         type(self)._of_process = self
 
