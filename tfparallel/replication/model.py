@@ -7,7 +7,14 @@ import tensorflow as tf
 from keras.src import backend
 
 from tfparallel.callbacks import chief_only
-from tfparallel.replication import agreement, batch_norm, checks, optimizer, random
+from tfparallel.replication import (
+    agreement,
+    batch_norm,
+    checks,
+    optimizer,
+    random,
+    sample_partition,
+)
 from tfparallel.replication.extend import extend, original_class
 from tfparallel.replication.replicated_call import ReplicatedCall
 
@@ -140,7 +147,7 @@ class DataParallelModel(ReplicatedLayer):
         if original_class(self).train_step is not keras.Model.train_step:
             return None  # Only the user's step knows what it calls, and what it updates.
         if iterator is not None:
-            data_batch = _spec_of(iterator._get_iterator())
+            data_batch = sample_partition.unmarked(_spec_of(iterator._get_iterator()))
         with self.strategy.scope():
             self._symbolic_build(data_batch=data_batch)
         return None
@@ -150,6 +157,7 @@ class DataParallelModel(ReplicatedLayer):
         if self.strategy is None:
             return super().train_step(data)
         extend_parts(self)
+        data = sample_partition.joined(data, self._workers)
         object.__setattr__(self, "_in_train_step", True)
         try:
             # Of a step whose data has run out, ops that need no data (the count of the steps, the
@@ -163,6 +171,14 @@ class DataParallelModel(ReplicatedLayer):
                 return super().train_step(data)
         finally:
             object.__setattr__(self, "_in_train_step", False)
+
+    def test_step(self, data):
+        """One step of evaluation, for the global batch."""
+        return super().test_step(sample_partition.joined(data, self._workers))
+
+    def predict_step(self, data):
+        """One step of prediction, for the global batch."""
+        return super().predict_step(sample_partition.joined(data, self._workers))
 
     def _partial_gradients(self):
         # A user's own step may do anything with its gradients, so they are summed at once; Keras's

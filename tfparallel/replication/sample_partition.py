@@ -14,7 +14,7 @@ batch.
 
 import tensorflow as tf
 
-from tfparallel.strategies.multi_worker import MultiWorkerMirroredStrategy
+from tfparallel.collectives.between_workers import WorkerGroup
 
 _KEY = "__rows_of_this_worker__"
 
@@ -48,10 +48,10 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
             f"{num_batches} ({'infinite' if num_batches == -1 else 'unknown'}). Count the batches "
             "once and say so: `.apply(tf.data.experimental.assert_cardinality(n))`."
         )
-    strategy = MultiWorkerMirroredStrategy.started()
-    if strategy is None or strategy.workers is None:
+    workers = WorkerGroup.of_process
+    if workers is None:
         return dataset
-    num_steps = max(strategy.workers.exchange(num_batches))
+    num_steps = max(workers.exchange(num_batches))
     dataset = dataset.map(lambda *batch: tf.nest.map_structure(_of_any_length, batch))
     nothing = tf.nest.map_structure(_no_rows, dataset.element_spec)
     empty = tf.data.Dataset.from_tensors(nothing).map(

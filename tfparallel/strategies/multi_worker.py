@@ -131,6 +131,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 self.devices[0],
                 timeout_seconds=options.timeout_seconds or 0.0,
             )
+            WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
         MultiWorkerMirroredStrategy._of_process = self
 
