@@ -24,9 +24,9 @@ def row_ranges(
 ) -> list[RowRange]:
     """Splits `num_rows` rows into `num_shards` consecutive ranges, equal or as the weights say.
 
-    Shard k gets the rows from floor(W_k·B/W) to floor(W_{k+1}·B/W), with B = `num_rows`, W_k the sum
-    of the weights before k and W that of all. Without weights W_k = k, and the sizes differ by at
-    most 1. With few rows some ranges are empty.
+    Shard k gets the rows from floor(W_k·B/W) to floor(W_{k+1}·B/W), with B = `num_rows`, W_k the
+    sum of the weights before k and W that of all. Without weights W_k = k, and the sizes differ by
+    at most 1. With few rows some ranges are empty.
 
     Args:
         num_rows: B, a Python integer or a scalar integer tensor.

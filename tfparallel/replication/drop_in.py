@@ -1,6 +1,6 @@
 """The drop-in strategies: plain Keras code under their scope trains exactly."""
 
-from tfparallel.replication import checks
+from tfparallel.replication import checks, sample_partition
 from tfparallel.replication import model as models
 from tfparallel.strategies import mirrored, multi_worker
 
@@ -15,6 +15,10 @@ class _ExtendsModels:
         else:
             checks.check_compile(model, self)
             models.extend_parts(model)
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        """Distributes a data set; the batches of a sample partition are marked as such."""
+        return sample_partition.marked(super().experimental_distribute_dataset(dataset, options))
 
 
 class MirroredStrategy(_ExtendsModels, mirrored.MirroredStrategy):

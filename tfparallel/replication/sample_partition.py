@@ -67,12 +67,17 @@ def marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Wraps the batches of a data set that `by_sample` returned, so that a step can tell."""
     if not getattr(dataset, "_is_by_sample", False):
         return dataset
-    return dataset.map(lambda *batch: {_KEY: batch})
+    # Which axes have an unknown length is said here: `predict` hands its steps batches of known
+    # shapes, which are others on each worker, and all must make the same of them.
+    specs = tf.nest.flatten(dataset.element_spec)
+    shapes = ["x".join("?" if n is None else str(n) for n in spec.shape[1:]) for spec in specs]
+    key = ":".join([_KEY, *shapes])
+    return dataset.map(lambda *batch: {key: batch})
 
 
 def unmarked(data):
     """The batch itself, or the spec of one, without joining."""
-    return data[_KEY] if _is_marked(data) else data
+    return next(iter(data.values())) if _is_marked(data) else data
 
 
 def joined(data, workers):
@@ -84,18 +89,24 @@ def joined(data, workers):
     """
     if not _is_marked(data):
         return data
-    leaves = tf.nest.flatten(data[_KEY])
-    rows = workers.all_gather_uneven([_padded(leaf, workers) for leaf in leaves])
-    return tf.nest.pack_sequence_as(data[_KEY], rows)
+    ((key, batch),) = data.items()
+    shapes = [
+        [None if n == "?" else int(n) for n in text.split("x") if n] for text in key.split(":")[1:]
+    ]
+    leaves = [
+        _padded(tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *shape]), workers)
+        for leaf, shape in zip(tf.nest.flatten(batch), shapes, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(batch, workers.all_gather_uneven(leaves))
 
 
 def _is_marked(data) -> bool:
-    return isinstance(data, dict) and set(data) == {_KEY}
+    return isinstance(data, dict) and len(data) == 1 and str(next(iter(data))).startswith(_KEY)
 
 
 def _padded(leaf, workers):
     """Pads the axes of unknown length, behind the first, to the longest of all workers."""
-    if all(size is not None for size in leaf.shape[1:]):
+    if None not in leaf.shape[1:]:
         return leaf
     own = tf.shape(leaf)[1:]
     (everyones,) = workers.all_gather([own[None]], [1] * workers.num_workers)
