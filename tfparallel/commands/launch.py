@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
 
+from tfparallel.cluster.address import split_address
 from tfparallel.cluster.environment import (
     Place,
     available_cores,
     core_shares,
     worker_environment,
 )
-from tfparallel.cluster.nodes import Meeting, meet, split_address
+from tfparallel.cluster.nodes import Meeting, meet
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.supervisor import (
