@@ -142,10 +142,10 @@ WITHOUT_FILES = {
 
 
 class StopsTheProgram(keras.callbacks.Callback):
-    """As if all workers were stopped in the middle of an epoch."""
+    """As if the job were stopped."""
 
     def on_epoch_end(self, epoch, logs=None):
-        if epoch == 2:
+        if epoch == 1:
             raise InterruptedError
 
 
@@ -170,11 +170,17 @@ def train_with_callbacks(scope, folder, epochs=4, more=()):
 
 
 def interrupted_and_resumed(scope, folder):
-    """Stopped in epoch 3 of 4 and started again, from a model that is built anew."""
+    """Stopped after 2 epochs of 4 and started again, from a model that is built anew."""
     with contextlib.suppress(InterruptedError):
         train_with_callbacks(scope, folder, more=[StopsTheProgram()])
-        raise AssertionError("the program was to be stopped")
     return train_with_callbacks(scope, folder)
+
+
+def compiled_outside_the_scope(scope):
+    with scope():
+        model = build_dense()
+    compile_with(model, "sgd")
+    model.fit(*examples(), verbose=0)
 
 
 def main(folder):
@@ -192,6 +198,7 @@ def main(folder):
     results["resumed"] = attempt(
         lambda: interrupted_and_resumed(strategy.scope, own / "interrupted")
     )
+    results["outside"] = attempt(lambda: compiled_outside_the_scope(strategy.scope))
     # The same folder for all workers, as on a shared file system.
     results["shared"] = attempt(
         lambda: train_with_callbacks(strategy.scope, pathlib.Path(folder) / "shared")

@@ -16,6 +16,11 @@ PROGRAM = pathlib.Path(__file__).with_name("keras_fit.py")
 # float64, sums in another order, some 20 steps.
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-10}
 
+WITH_FILES = {
+    "with callbacks": keras_fit.train_with_callbacks,
+    "resumed": keras_fit.interrupted_and_resumed,
+}
+
 pytestmark = pytest.mark.slow
 
 
@@ -39,9 +44,8 @@ def plain_keras(tmp_path_factory):
                 if name in keras_fit.WITHOUT_FILES:
                     known[name] = keras_fit.WITHOUT_FILES[name](contextlib.nullcontext)
                 else:
-                    known[name] = keras_fit.train_with_callbacks(
-                        contextlib.nullcontext, tmp_path_factory.mktemp("plain")
-                    )
+                    folder = tmp_path_factory.mktemp("plain")
+                    known[name] = WITH_FILES[name](contextlib.nullcontext, folder)
             finally:
                 keras.config.set_floatx("float32")
         return known[name]
@@ -49,13 +53,11 @@ def plain_keras(tmp_path_factory):
     return outcome_of
 
 
-def assert_equal(outcome, expected, ignored_epochs=0):
+def assert_equal(outcome, expected):
     assert isinstance(outcome, dict), outcome
     assert outcome["history"].keys() == expected["history"].keys()
     for name, values in expected["history"].items():
-        np.testing.assert_allclose(
-            outcome["history"][name], values[ignored_epochs:], **TOLERANCE, err_msg=name
-        )
+        np.testing.assert_allclose(outcome["history"][name], values, **TOLERANCE, err_msg=name)
     for name in ("evaluate", "predict"):
         np.testing.assert_allclose(outcome[name], expected[name], **TOLERANCE, err_msg=name)
     for variable, wanted in zip(outcome["weights"], expected["weights"], strict=True):
@@ -75,9 +77,11 @@ def test_with_callbacks_too(job, one_device):
 
 
 def test_a_stopped_job_goes_on_when_the_chief_alone_has_the_backup(job, one_device):
-    """Restored after the second epoch: the history is that of the last two, or less."""
+    """As plain Keras goes on, which draws the dropout's masks from the beginning again."""
+    expected = one_device("resumed")
+    assert len(expected["history"]["loss"]) == 2
     for results in job[1]:
-        assert_equal(results["resumed"], one_device("with callbacks"), ignored_epochs=2)
+        assert_equal(results["resumed"], expected)
 
 
 def files_in(folder):
@@ -108,5 +112,13 @@ def test_the_chief_alone_writes(job):
 def test_what_the_chief_saved_is_plain_keras(job):
     folder, (chief, *_) = job
     model = keras.models.load_model(folder / "shared" / "04.keras")
+    # Keras does not save the states of random layers, which are no weights.
+    saved = {id(weight) for weight in model.weights}
     for variable, wanted in zip(model.variables, chief["shared"]["weights"], strict=True):
-        np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-6)
+        if id(variable) in saved:
+            np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-12)
+
+
+def test_a_model_compiled_outside_the_scope_is_refused(job):
+    for results in job[1]:
+        assert "was compiled outside the scope of the strategy" in results["outside"]

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 _TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
+_COMPILE_MODULE = "keras.src.trainers.trainer"
 _OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
 
 # What may stand between the strategy and Keras; anything else is the user's own code.
@@ -26,6 +27,12 @@ _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumula
 def calling_model() -> keras.Model | None:
     """Returns the model whose Keras training loop is calling, or None for anyone else."""
     return _caller(_TRAINER_MODULE, keras.Model)
+
+
+def compiled_model() -> keras.Model | None:
+    """Returns the model that is being compiled, once its optimizer and its losses are known."""
+    model = _caller(_COMPILE_MODULE, keras.Model)
+    return model if model is not None and model.compiled else None
 
 
 def refuse_unprepared_optimizer() -> None:

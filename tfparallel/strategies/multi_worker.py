@@ -45,6 +45,14 @@ class _MultiWorkerExtended(
             names[0].partition(":")[0],
         )
 
+    def _create_variable(self, next_creator, **kwargs):
+        # `fit` has made its callbacks by the time that it asks the strategy for anything, and of
+        # several workers only the chief's may write. `compile` makes a variable, for the loss.
+        strategy, model = self._container_strategy(), keras_trainer.compiled_model()
+        if model is not None and getattr(model, "_strategy", None) is not strategy:
+            strategy.extend_model(model)
+        return super()._create_variable(next_creator, **kwargs)
+
     def _in_multi_worker_mode(self):
         return super()._in_multi_worker_mode() and keras_trainer.calling_model() is None
 
