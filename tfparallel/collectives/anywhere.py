@@ -16,8 +16,9 @@ part in a collective must come in the same order everywhere. All of them have gr
 
 A value is a tensor, a variable, a NumPy array or a Python number (which keeps its 64 bits), or a
 nested structure of them, as in `tf.nest`; the result has the same structure, in tensors. Before an
-eager collective between workers, they compare notes on what each is about to send, in a collective
-of one integer: other shapes, dtypes or calls are an error that names the workers, not a hang.
+eager collective between workers, they compare notes on what each is about to send, in a reduction
+of two integers: other shapes, dtypes or calls are an error that names the workers, not a hang. In a
+`tf.function` nothing is compared; TensorFlow raises for other shapes, if not as clearly.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 from tfparallel.replication import checks, sample_partition
 from tfparallel.replication import model as models
-from tfparallel.strategies import mirrored, multi_worker
+from tfparallel.strategies import keras_trainer, mirrored, multi_worker
 
 
 class _ExtendsModels:
@@ -27,3 +27,19 @@ class MirroredStrategy(_ExtendsModels, mirrored.MirroredStrategy):
 
 class MultiWorkerMirroredStrategy(_ExtendsModels, multi_worker.MultiWorkerMirroredStrategy):
     """See `tfparallel.strategies.multi_worker.MultiWorkerMirroredStrategy`."""
+
+    def extend_model(self, model) -> None:
+        """Makes a model that Keras trains under this strategy data parallel, when it is compiled.
+
+        Raises:
+            ValueError: If it was compiled outside the scope, so that `fit` knows of no chief.
+        """
+        is_late = getattr(model, "_strategy", None) is not self and model.compiled
+        if self.workers is not None and is_late and keras_trainer.compiled_model() is not model:
+            raise ValueError(
+                f"Model '{model.name}' was compiled outside the scope of the strategy that trains "
+                "it, and every worker would print and write what the chief alone should. "
+                "`compile` within the scope is required. Received: a model whose losses and "
+                "metrics belong to no strategy. Write `with strategy.scope(): model.compile(...)`."
+            )
+        super().extend_model(model)

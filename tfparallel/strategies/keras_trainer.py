@@ -30,8 +30,9 @@ def calling_model() -> keras.Model | None:
 
 
 def compiling_model() -> keras.Model | None:
-    """Returns the model in whose `compile` a variable is being made (its loss tracker's)."""
-    return _caller(_COMPILE_MODULE, keras.Model)
+    """Returns the model that is being compiled, once its optimizer and its losses are known."""
+    model = _caller(_COMPILE_MODULE, keras.Model)
+    return model if model is not None and model.compiled else None
 
 
 def refuse_unprepared_optimizer() -> None:

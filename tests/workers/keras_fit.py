@@ -1,0 +1,214 @@
+"""Plain Keras code that `test_keras_fit.py` runs on one device and on the workers of a job.
+
+`main` is what each worker runs: the same functions, in the scope of the drop-in strategy.
+"""
+
+import contextlib
+import pathlib
+import traceback
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+NUM_EXAMPLES, NUM_FEATURES, NUM_CLASSES = 45, 6, 3
+VOCABULARY, LENGTH = 12, 5
+
+
+def examples():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(NUM_EXAMPLES, NUM_FEATURES))
+    return x, (x[:, 0] > 0).astype("int64") + (x[:, 1] > 0)
+
+
+def tokens():
+    generator = np.random.default_rng(1)
+    x = generator.integers(0, VOCABULARY, (NUM_EXAMPLES, LENGTH))
+    return x, x.sum(1) % NUM_CLASSES
+
+
+def build_dense():
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((NUM_FEATURES,)),
+            layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.1)),
+            layers.BatchNormalization(),
+            layers.Activation("tanh"),
+            layers.Dropout(0.3),
+            layers.Dense(NUM_CLASSES),
+        ]
+    )
+
+
+def build_embedding():
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int64"),
+            layers.Embedding(VOCABULARY, 4),
+            layers.Flatten(),
+            layers.Dense(NUM_CLASSES),
+        ]
+    )
+
+
+def compile_with(model, optimizer, **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+
+
+def outcome(model, history, x, y):
+    """All that a user could look at: losses and metrics, predictions, weights."""
+    return {
+        "history": history.history,
+        "evaluate": model.evaluate(x, y, batch_size=8, verbose=0),
+        "predict": model.predict(x, batch_size=8, verbose=0).tolist(),
+        "weights": [variable.numpy().tolist() for variable in model.variables],
+    }
+
+
+# --- Without files ----------------------------------------------------------------------------
+
+
+def uneven_batches_clipping_and_validation(scope):
+    """36 of 45 examples in batches of 8, the last of 4; 9 to validate on, shuffled by Keras."""
+    x, y = examples()
+    with scope():
+        model = build_dense()
+        compile_with(model, keras.optimizers.Adam(0.01, global_clipnorm=0.5))
+    history = model.fit(x, y, batch_size=8, epochs=3, validation_split=0.2, verbose=0)
+    return outcome(model, history, x, y)
+
+
+def gradient_accumulation(scope):
+    """6 batches an epoch of which 4 make an update; the epoch's end falls between."""
+    x, y = examples()
+    with scope():
+        model = build_dense()
+        compile_with(model, keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=4))
+    history = model.fit(x, y, batch_size=8, epochs=4, shuffle=False, verbose=0)
+    return outcome(model, history, x, y)
+
+
+def several_steps_an_execution(scope):
+    """6 steps an epoch, of which the last has 5 examples; from a data set."""
+    x, y = examples()
+    with scope():
+        model = build_dense()
+        compile_with(model, keras.optimizers.RMSprop(0.01, clipnorm=0.2), steps_per_execution=3)
+    history = model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8), epochs=3, verbose=0)
+    return outcome(model, history, x, y)
+
+
+def sparse_gradients(scope):
+    x, y = tokens()
+    with scope():
+        model = build_embedding()
+        compile_with(model, keras.optimizers.Adam(0.05, weight_decay=0.01))
+    history = model.fit(x, y, batch_size=7, epochs=3, shuffle=False, verbose=0)
+    return outcome(model, history, x, y)
+
+
+def sample_weights_and_class_weights(scope):
+    x, y = examples()
+    with scope():
+        model = build_dense()
+        compile_with(model, keras.optimizers.SGD(0.1, use_ema=True))
+    weights = np.linspace(0.1, 2.0, NUM_EXAMPLES)
+    history = model.fit(
+        x, y, sample_weight=weights, batch_size=10, epochs=2, shuffle=False, verbose=0
+    )
+    more = model.fit(x, y, class_weight={0: 1.0, 1: 3.0, 2: 0.5}, batch_size=10, verbose=0)
+    history.history["more"] = more.history["loss"]
+    return outcome(model, history, x, y)
+
+
+WITHOUT_FILES = {
+    function.__name__: function
+    for function in [
+        uneven_batches_clipping_and_validation,
+        gradient_accumulation,
+        several_steps_an_execution,
+        sparse_gradients,
+        sample_weights_and_class_weights,
+    ]
+}
+
+
+# --- With callbacks that write ----------------------------------------------------------------
+
+
+class StopsTheProgram(keras.callbacks.Callback):
+    """As if the job were stopped."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise InterruptedError
+
+
+def train_with_callbacks(scope, folder, epochs=4, more=()):
+    """Returns the outcome; the callbacks are a user's own list."""
+    x, y = examples()
+    folder = pathlib.Path(folder)
+    with scope():
+        model = build_dense()
+        compile_with(model, keras.optimizers.Adam(0.01))
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(str(folder / "{epoch:02d}.keras")),
+        keras.callbacks.CSVLogger(str(folder / "log.csv")),
+        keras.callbacks.TensorBoard(str(folder / "board")),
+        keras.callbacks.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False),
+        *more,
+    ]
+    history = model.fit(
+        x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks
+    )
+    return outcome(model, history, x, y)
+
+
+def interrupted_and_resumed(scope, folder):
+    """Stopped after 2 epochs of 4 and started again, from a model that is built anew."""
+    with contextlib.suppress(InterruptedError):
+        train_with_callbacks(scope, folder, more=[StopsTheProgram()])
+    return train_with_callbacks(scope, folder)
+
+
+def compiled_outside_the_scope(scope):
+    with scope():
+        model = build_dense()
+    compile_with(model, "sgd")
+    model.fit(*examples(), verbose=0)
+
+
+def main(folder):
+    keras.config.set_floatx("float64")
+    import tfparallel
+
+    strategy = tfparallel.MultiWorkerMirroredStrategy()
+    own = pathlib.Path(folder) / f"worker_{tfparallel.worker_index()}"
+    results = {}
+    for name, function in WITHOUT_FILES.items():
+        results[name] = attempt(lambda function=function: function(strategy.scope))
+    results["with callbacks"] = attempt(
+        lambda: train_with_callbacks(strategy.scope, own / "straight")
+    )
+    results["resumed"] = attempt(
+        lambda: interrupted_and_resumed(strategy.scope, own / "interrupted")
+    )
+    results["outside"] = attempt(lambda: compiled_outside_the_scope(strategy.scope))
+    # The same folder for all workers, as on a shared file system.
+    results["shared"] = attempt(
+        lambda: train_with_callbacks(strategy.scope, pathlib.Path(folder) / "shared")
+    )
+    return results
+
+
+def attempt(function):
+    """One that fails on all workers is no reason not to see the others."""
+    try:
+        return function()
+    except Exception:
+        return traceback.format_exc()
