@@ -23,10 +23,11 @@ _FACE = {
     "devices": ("tfparallel.devices", None),
     "distribute_optimizer": ("tfparallel.replication.custom_loop", "distribute_optimizer"),
     "reduce_gradients": ("tfparallel.replication.custom_loop", "reduce_gradients"),
+    "spawn": ("tfparallel.cluster.spawn", "spawn"),
 }
 
 # What decides in plain Python, and must not make a launcher wait for TensorFlow.
-_PLAIN = {"Cluster"}
+_PLAIN = {"Cluster", "spawn"}
 
 # Spelled out once more, because editors and linters read only literals.
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "devices",
     "distribute_optimizer",
     "reduce_gradients",
+    "spawn",
 ]
 
 
