@@ -17,13 +17,20 @@ _FACE = {
         "tfparallel.replication.drop_in",
         "MultiWorkerMirroredStrategy",
     ),
-    "all_gather": ("tfparallel.collectives.in_replica", "all_gather"),
-    "all_reduce": ("tfparallel.collectives.in_replica", "all_reduce"),
+    "all_gather": ("tfparallel.collectives.anywhere", "all_gather"),
+    "all_reduce": ("tfparallel.collectives.anywhere", "all_reduce"),
+    "barrier": ("tfparallel.collectives.anywhere", "barrier"),
+    "broadcast": ("tfparallel.collectives.anywhere", "broadcast"),
+    "data": ("tfparallel.data", None),
     "data_parallel": ("tfparallel.replication.data_parallel", "data_parallel"),
     "devices": ("tfparallel.devices", None),
     "distribute_optimizer": ("tfparallel.replication.custom_loop", "distribute_optimizer"),
+    "gather": ("tfparallel.collectives.anywhere", "gather"),
+    "num_workers": ("tfparallel.collectives.anywhere", "num_workers"),
     "reduce_gradients": ("tfparallel.replication.custom_loop", "reduce_gradients"),
+    "reduce_scatter": ("tfparallel.collectives.anywhere", "reduce_scatter"),
     "spawn": ("tfparallel.cluster.spawn", "spawn"),
+    "worker_index": ("tfparallel.collectives.anywhere", "worker_index"),
 }
 
 # What decides in plain Python, and must not make a launcher wait for TensorFlow.
@@ -37,11 +44,18 @@ __all__ = [
     "__version__",
     "all_gather",
     "all_reduce",
+    "barrier",
+    "broadcast",
+    "data",
     "data_parallel",
     "devices",
     "distribute_optimizer",
+    "gather",
+    "num_workers",
     "reduce_gradients",
+    "reduce_scatter",
     "spawn",
+    "worker_index",
 ]
 
 

@@ -57,6 +57,14 @@ def test_a_long_value_is_cut_to_where_it_differs():
     assert len(line) < 200
 
 
+def test_many_values_are_counted():
+    told = agreement.differences({worker: {"seed": worker} for worker in range(64)})
+    assert told == [
+        "seed: 0 on worker 0; 1 on worker 1; 2 on worker 2; 3 on worker 3; "
+        "60 more values on the others"
+    ]
+
+
 def test_many_differences_are_counted():
     facts = {worker: {f"key{i}": worker for i in range(20)} for worker in range(2)}
     told = agreement.differences(facts)
@@ -69,12 +77,15 @@ def test_every_changed_key_is_told(facts, odd_one):
     told = agreement.differences({i: other if i == odd_one else facts for i in range(4)})
     keys = {line.partition(":")[0] for line in told}
     assert keys == set(facts) if len(facts) <= 8 else len(told) == 9
-    assert all(f"on worker {odd_one}" in line for line in told[:8])
+    others = agreement.name_workers({0, 1, 2, 3} - {odd_one})
+    assert all(f"on worker {odd_one}" in line and f"on {others}" in line for line in told[:8])
 
 
 def test_names():
     assert agreement.name_workers([1]) == "worker 1"
     assert agreement.name_workers({2, 0}) == "workers 0 and 2"
     assert agreement.name_workers([5, 0, 1]) == "workers 0, 1 and 5"
+    assert agreement.name_workers(range(64)) == "workers 0 to 63"
+    assert agreement.name_workers([9, 7, 5, 4, 3, 0]) == "workers 0, 3 to 5, 7 and 9"
     assert agreement.name_worker(["a:1", "b:2"], 1) == "worker 1 (b:2)"
     assert agreement.name_worker(["a:1"], 7) == "worker 7"

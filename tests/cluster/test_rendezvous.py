@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from tfparallel.cluster import messages, rendezvous
+from tfparallel.cluster import meeting, messages, rendezvous
 
 TOP = pathlib.Path(__file__).parents[2]
 PROTOCOL = "tfparallel rendezvous 1"
@@ -124,8 +124,13 @@ def talk(address, message):
 
 
 def read_line(connection):
-    line = connection.makefile("rb").readline()
-    return json.loads(line) if line else None
+    """The next message; byte by byte, so that the one after it is not taken along."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        assert byte, f"hung up after {line!r}"
+        line += byte
+    return json.loads(line)
 
 
 def hello(workers, index, facts=None, **changes):
@@ -298,6 +303,15 @@ def test_says_what_is_there_instead_of_the_missing_worker():
         assert silent and "worker 0" in text and "did not come (no answer)" in text
 
 
+def test_without_a_chief_a_silent_worker_is_named_too():
+    workers = free_addresses(3)
+    with socket.create_server(("127.0.0.1", port_of(workers[2]))):
+        [text], seconds = meet_in_threads(calls_of(workers, skip=[0, 2]), timeout_seconds=1.5)
+    assert named_as_missing(text) == {0, 2}
+    assert f"worker 2 ({workers[2]}) did not come (no answer)" in text
+    assert seconds < 1.5 + SLACK_SECONDS
+
+
 def test_two_chiefs_are_told_apart():
     """The same two addresses in another order on each worker: nobody goes to anybody."""
     one = free_addresses(2)
@@ -449,6 +463,26 @@ def test_two_that_say_they_are_the_same_worker():
         assert expected in chief.result(20)
 
 
+@pytest.mark.parametrize("longer", [False, True])
+def test_one_too_many(longer):
+    """It comes when all have come: it says that it is worker 1 too, or its list is longer."""
+    workers = free_addresses(3)
+    one = workers[:2]
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        chief = threads.submit(outcome, one, 0, {"seed": 7}, timeout_seconds=20)
+        first, _ = talk(workers[0], hello(one, 1))
+        with first:
+            assert "probe" in read_line(first)
+            late, _ = talk(workers[0], hello(workers, 2) if longer else hello(one, 1))
+            with late:
+                text = chief.result(20)
+                assert read_line(first)["error"] == text == read_line(late)["error"]
+    if longer:
+        assert f"workers[2]: nothing on workers 0 and 1; '{workers[2]}' on worker 2" in text
+    else:
+        assert "two processes say that they are worker 1" in text
+
+
 def test_another_job_on_the_same_port():
     workers = free_addresses(3)
     calls = calls_of(workers, token="ours")
@@ -559,9 +593,25 @@ def test_strangers_do_not_disturb(target):
         assert silent.recv(1) == b""
 
 
-def test_a_crowd_of_silent_strangers(monkeypatch):
-    from tfparallel.cluster import meeting
+def test_a_silent_stranger_has_its_time(monkeypatch):
+    monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.5)
+    workers = free_addresses(2)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        chief = threads.submit(outcome, workers, 0, {}, timeout_seconds=4)
+        with wait_until_it_listens(workers[0]) as silent:
+            silent.settimeout(2)
+            # A byte now and then does not help.
+            with contextlib.suppress(OSError):
+                for _ in range(6):
+                    silent.sendall(b"{")
+                    time.sleep(0.2)
+            with contextlib.suppress(ConnectionResetError):
+                assert silent.recv(1) == b""
+            assert not chief.done()
+        assert named_as_missing(chief.result(20)) == {1}
 
+
+def test_a_crowd_of_silent_strangers(monkeypatch):
     monkeypatch.setattr(meeting, "_MAX_STRANGERS", 10)
     workers = free_addresses(2)
     with contextlib.ExitStack() as crowd, concurrent.futures.ThreadPoolExecutor(2) as threads:

@@ -10,13 +10,15 @@ workers[1]: '10.0.0.2:2222' on worker 0; '10.0.0.3:2222' on workers 1 and 2
 ```
 """
 
+import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["differences", "name_worker", "name_workers"]
 
-_MAX_VALUE = 60
+_MAX_LENGTH = 60
+_MAX_VALUES = 4
 _MAX_DIFFERENCES = 8
 
 
@@ -46,8 +48,10 @@ def differences(
             workers_with.setdefault(leaves[index].get(path, "nothing"), []).append(index)
         if len(workers_with) > 1:
             values = zip(_excerpts(list(workers_with)), workers_with.values(), strict=True)
-            told = "; ".join(f"{value} on {name_workers(group)}" for value, group in values)
-            lines.append(f"{path}: {told}")
+            told = [f"{value} on {name_workers(group)}" for value, group in values]
+            if len(told) > _MAX_VALUES:
+                told[_MAX_VALUES:] = [f"{len(told) - _MAX_VALUES} more values on the others"]
+            lines.append(f"{path}: {'; '.join(told)}")
     if len(lines) > _MAX_DIFFERENCES:
         left_out = len(lines) - _MAX_DIFFERENCES
         lines[_MAX_DIFFERENCES:] = [f"and {left_out} more differences"]
@@ -61,12 +65,21 @@ def name_workers(indices: Iterable[int]) -> str:
         indices: The workers' indices, in any order.
 
     Returns:
-        `"worker 1"`, `"workers 0 and 2"`, or `"workers 0, 1, 2 and 5"`.
+        `"worker 1"`, `"workers 0 and 2"`, or `"workers 0 to 5, 7 and 9"`.
     """
-    *most, last = sorted(indices)
-    if not most:
-        return f"worker {last}"
-    return f"workers {', '.join(map(str, most))} and {last}"
+    indices = sorted(indices)
+    if len(indices) == 1:
+        return f"worker {indices[0]}"
+    # Consecutive indices keep their distance from their place in the order.
+    runs = [
+        [index for _, index in run]
+        for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0])
+    ]
+    words = []
+    for run in runs:
+        words.extend([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))
+    *most, last = words
+    return f"workers {', '.join(most)} and {last}" if most else f"workers {last}"
 
 
 def name_worker(workers: Sequence[str], index: int) -> str:
@@ -97,12 +110,12 @@ def _leaves(value, path=""):
 
 def _excerpts(texts):
     """Cuts texts that differ to a few words around the place where they do."""
-    if max(map(len, texts)) <= _MAX_VALUE:
+    if max(map(len, texts)) <= _MAX_LENGTH:
         return texts
-    start = max(0, len(os.path.commonprefix(texts)) - _MAX_VALUE // 2)
+    start = max(0, len(os.path.commonprefix(texts)) - _MAX_LENGTH // 2)
     return [
         ("..." if start else "")
-        + text[start : start + _MAX_VALUE]
-        + ("..." if len(text) > start + _MAX_VALUE else "")
+        + text[start : start + _MAX_LENGTH]
+        + ("..." if len(text) > start + _MAX_LENGTH else "")
         for text in texts
     ]

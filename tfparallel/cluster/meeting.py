@@ -23,6 +23,7 @@ RETRY_SECONDS = 0.2
 _SURVEY_SECONDS = 0.5
 # Callers that have not said who they are; beyond it the oldest is hung up on.
 _MAX_STRANGERS = 256
+_MAX_INTRUDERS = 3
 _PROTOCOL = "tfparallel rendezvous 1"
 _NOBODY = "nothing listens there"
 _STRANGER = "what listens there is no tfparallel worker"
@@ -99,8 +100,8 @@ class Meeting:
         self.deadline = self.started + timeout_seconds
         # What looking for a worker at its address last gave: "" if it is there.
         self.found: dict[int, str] = {}
-        # Participants of other jobs that came to this worker.
-        self.intruders: list[Participant] = []
+        # Workers of other jobs that came to this one.
+        self.intruders: list[str] = []
         self._ports = {messages.split_address(address)[1] for address in workers}
         self._tasks: set[asyncio.Task] = set()
         # In the order in which they came.
@@ -149,7 +150,9 @@ class Meeting:
     def is_token(self, candidate: Any) -> bool:
         """Whether what came is the job's own word."""
         # Bytes: hmac refuses text beyond ASCII.
-        return hmac.compare_digest(str(candidate).encode(errors="replace"), self.token.encode())
+        return isinstance(candidate, str) and hmac.compare_digest(
+            candidate.encode(errors="replace"), self.token.encode()
+        )
 
     def _accept(self, own_port):
         """Takes a caller in; `loop.sock_accept` loses the one that comes as it is cancelled."""
@@ -184,7 +187,7 @@ class Meeting:
             kind = call.get("call")
             if not self.is_token(call.get("token")):
                 if kind == "hello":
-                    self.intruders.append(Participant.from_hello(call, connection))
+                    self._note(Participant.from_hello(call, connection))
                 await connection.send({"refused": "another job"})
             elif kind == "probe":
                 await connection.send({"index": self.index, "token": self.token})
@@ -194,8 +197,12 @@ class Meeting:
 
     async def greet(self, participant: Participant) -> None:
         """Answers a hello; to any but the chief it comes from another list of workers."""
-        self.intruders.append(participant)
+        self._note(participant)
         await participant.connection.send({"refused": "not the chief", "workers": self.workers})
+
+    def _note(self, intruder):
+        if len(self.intruders) < _MAX_INTRUDERS:
+            self.intruders.append(f"{intruder.whereabouts} came as worker {intruder.index}")
 
     async def probe(self, index: int, timeout_seconds: float) -> str:
         """Asks who is at a worker's address; "" if that worker, else what is found there."""
@@ -216,11 +223,15 @@ class Meeting:
 
     async def survey(self, absent: Callable[[], list[int]]) -> None:
         """Keeps looking for the workers that `absent()` lists, so that an error can say why."""
+
+        async def look_for(index):
+            # What stands if the time limit comes before an answer.
+            self.found.setdefault(index, "no answer")
+            self.found[index] = await self.probe(index, GREETING_SECONDS)
+
         while True:
             await asyncio.sleep(_SURVEY_SECONDS)
-            indices = absent()
-            results = await asyncio.gather(*(self.probe(i, GREETING_SECONDS) for i in indices))
-            self.found.update(zip(indices, results, strict=True))
+            await asyncio.gather(*(look_for(index) for index in absent()))
 
     def error(self, what: str, how_to_fix: str) -> RuntimeError:
         """The one form of all that goes wrong here."""
@@ -234,10 +245,7 @@ class Meeting:
         """The error for workers that did not come: for each index, what is at its address."""
         seconds = time.monotonic() - self.started
         named = "; ".join(f"{self.name(i)} did not come ({reasons[i]})" for i in sorted(reasons))
-        uninvited = "".join(
-            f"; {visitor.whereabouts} came as worker {visitor.index} of another job"
-            for visitor in self.intruders[:3]
-        )
+        uninvited = "".join(f"; {intruder} of another job" for intruder in self.intruders)
         return self.error(
             f"after {seconds:.3g} s {named}{uninvited}",
             "Look at the output of what is missing, or allow more time (--start_timeout).",

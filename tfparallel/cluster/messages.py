@@ -79,7 +79,7 @@ class Connection:
             self._received += chunk
         line, _, self._received = self._received.partition(b"\n")
         try:
-            message = json.loads(line)
+            message = json.loads(line.decode())
         except RecursionError:
             raise ValueError("A message that is nested too deeply.") from None
         if not isinstance(message, dict):

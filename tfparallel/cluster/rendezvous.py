@@ -144,7 +144,8 @@ class _Worker(meeting.Meeting):
                 async with asyncio.timeout(min(meeting.GREETING_SECONDS, self.remaining())):
                     connection = await messages.connect(self.workers[0], self._ports)
                 with connection:
-                    async with asyncio.timeout(min(meeting.GREETING_SECONDS, self.remaining())):
+                    # A chief that is slow is not asked twice: it would take the first for dead.
+                    async with asyncio.timeout(self.remaining()):
                         await connection.send(self._hello())
                         answer = await connection.receive()
                     if "refused" in answer:
@@ -254,38 +255,42 @@ class _Chief(meeting.Meeting):
         self.spawn(self.survey(self._absent))
         closing = math.inf
         while self._absent():
-            participant = await self._next_hello(min(self.deadline, closing))
-            if participant is None:
+            try:
+                async with asyncio.timeout(min(self.deadline, closing) - time.monotonic()):
+                    participant, _ = await self._next_message()
+            except TimeoutError:
                 break
-            present = self._came.setdefault(participant.index, participant)
-            if present is not participant:
-                raise self.error(
-                    f"two processes say that they are {self.name(participant.index)}: "
-                    f"{present.whereabouts} and {participant.whereabouts}",
-                    "Give each worker an index of its own in TF_CONFIG.",
-                )
             # Whoever came first gives up first, and takes the job along.
             self.deadline = min(self.deadline, time.monotonic() + participant.seconds)
             if closing == math.inf and self._differences():
                 closing = time.monotonic() + _GRACE_SECONDS
-        absent = self._absent()
-        if lines := self._differences():
-            late = f"; {agreement.name_workers(absent)} had not come yet" if absent else ""
-            raise self.error(f"the workers disagree: {'; '.join(lines)}{late}", _SAME_CLUSTER)
-        if absent:
+        self._check_agreement()
+        if absent := self._absent():
             raise self.missing({index: self._reason(index) for index in absent})
 
-    async def _next_hello(self, until):
-        """The next participant to come; None once the time is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                while True:
-                    participant, message = await self._said.get()
-                    if message is None:
-                        raise self._gone(participant)
-                    if "hello" in message:
-                        return participant
-        return None
+    async def _next_message(self):
+        """What the next participant says, the first time its hello; raises if it is gone."""
+        participant, message = await self._said.get()
+        if message is None:
+            raise self.error(
+                f"{self.name(participant.index)}, {participant.whereabouts}, ended during the "
+                "rendezvous",
+                f"Look at the output of worker {participant.index}.",
+            )
+        present = self._came.setdefault(participant.index, participant)
+        if present is not participant:
+            raise self.error(
+                f"two processes say that they are {self.name(participant.index)}: "
+                f"{present.whereabouts} and {participant.whereabouts}",
+                "Give each worker an index of its own in TF_CONFIG.",
+            )
+        return participant, message
+
+    def _check_agreement(self):
+        if lines := self._differences():
+            absent = self._absent()
+            late = f"; {agreement.name_workers(absent)} had not come yet" if absent else ""
+            raise self.error(f"the workers disagree: {'; '.join(lines)}{late}", _SAME_CLUSTER)
 
     async def _try_all_connections(self):
         """Calls every worker back at its address, and has it call the next one in the ring."""
@@ -299,9 +304,9 @@ class _Chief(meeting.Meeting):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds + _VERDICT_SECONDS / 2):
                 while silent:
-                    participant, message = await self._said.get()
-                    if message is None:
-                        raise self._gone(participant)
+                    participant, message = await self._next_message()
+                    # One more, after all have come, has a longer list of workers.
+                    self._check_agreement()
                     silent.discard(participant.index)
                     if trouble := message.get("reached"):
                         problems.append((participant.index, participant.index + 1, trouble))
@@ -349,10 +354,3 @@ class _Chief(meeting.Meeting):
         lists = {index: {"workers": participant.workers} for index, participant in came}
         facts = {index: participant.facts for index, participant in came}
         return agreement.differences(lists) + agreement.differences(facts, self.may_differ)
-
-    def _gone(self, participant):
-        return self.error(
-            f"{self.name(participant.index)}, {participant.whereabouts}, ended during the "
-            "rendezvous",
-            f"Look at the output of worker {participant.index}.",
-        )

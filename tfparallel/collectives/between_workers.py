@@ -14,6 +14,8 @@ Rests on `tensorflow.python.ops.collective_ops`; there is no public way to a col
 replica.
 """
 
+import copy
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from tensorflow.python.ops import collective_ops
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _STEPS_PER_OCTAVE = 4
 _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
+_MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
 
 class WorkerGroup:
@@ -39,6 +42,7 @@ class WorkerGroup:
         timeout_seconds: How long a collective waits for the others; 0 for ever.
     """
 
+    of_process: "WorkerGroup | None" = None  # Of the strategy that this process has started.
     _num_groups = 0
 
     def __init__(
@@ -48,25 +52,42 @@ class WorkerGroup:
         self.worker_index = worker_index
         self._device = device
         self._timeout_seconds = timeout_seconds
-        self._group_key = _FIRST_GROUP_KEY + WorkerGroup._num_groups
-        WorkerGroup._num_groups += 1
-        self._signatures: dict[tuple, int] = {}
+        self._take_keys()
         with tf.init_scope(), tf.device(device):
             self._ordering_token = tf.Variable(0.0, trainable=False)
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums each tensor over the workers: y = Σ_w x_w. One collective for each dtype.
+    def _take_keys(self):
+        self._group_key = _FIRST_GROUP_KEY + WorkerGroup._num_groups
+        WorkerGroup._num_groups += 1
+        self._signatures: dict[tuple, int] = {}
+
+    @functools.cached_property
+    def for_users(self) -> "WorkerGroup":
+        """The same workers once more, for the calls of users.
+
+        Its keys are its own: keys are numbered as they come, and a call that a user makes on some
+        of the workers only must not shift those of a program. Its ordering token is this group's:
+        a `tf.function` that holds collectives of both runs them in one order on all workers, as
+        NCCL requires of communicators that share a device.
+        """
+        group = copy.copy(self)
+        group._take_keys()
+        return group
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        """Reduces each tensor over the workers, y = Σ_w x_w. One collective for each dtype.
 
         Args:
             tensors: Of the same shapes and dtypes on all workers.
+            op: `"sum"`, `"max"` or `"min"`.
 
         Returns:
-            The sums, in the same order, equal to the last bit on all workers.
+            The results, in the same order, equal to the last bit on all workers.
         """
         results: list = [None] * len(tensors)
         for indices in _by_dtype(tensors).values():
             flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], 0)
-            total = self._collective("all_reduce", flat)
+            total = self._collective(op, flat)
             sizes = [tf.size(tensors[i]) for i in indices]
             for i, part in zip(indices, tf.split(total, sizes, num=len(sizes)), strict=True):
                 results[i] = tf.ensure_shape(
@@ -88,7 +109,7 @@ class WorkerGroup:
             ValueError: For a type that cannot be sent, such as a string.
         """
         results: list = [None] * len(tensors)
-        sendable = [_sendable(tensor) for tensor in tensors]
+        sendable = [_movable(tensor) for tensor in tensors]
         for indices in _by_dtype(sendable).values():
             flats = [tf.reshape(sendable[i], [tf.shape(sendable[i])[0], -1]) for i in indices]
             rows = self._gather_rows(tf.concat(flats, 1), counts)
@@ -96,7 +117,7 @@ class WorkerGroup:
             parts = tf.split(rows, widths, axis=1, num=len(widths))
             for i, part in zip(indices, parts, strict=True):
                 shape = tf.concat([[-1], tf.shape(tensors[i])[1:]], 0)
-                joined = tf.cast(tf.reshape(part, shape), tensors[i].dtype)
+                joined = _restored(tf.reshape(part, shape), tensors[i].dtype)
                 total = sum(counts) if all(isinstance(n, int) for n in counts) else None
                 results[i] = tf.ensure_shape(joined, [total, *tensors[i].shape[1:]])
         return results
@@ -154,6 +175,7 @@ class WorkerGroup:
 
     def _collective(self, name: str, flat: tf.Tensor) -> tf.Tensor:
         """Runs one collective on a vector; an unknown length is rounded up."""
+        # `name` is that of a reduction, or "all_gather".
         signature = self._signatures.setdefault(
             (name, flat.dtype, flat.shape[0]), len(self._signatures)
         )
@@ -166,19 +188,17 @@ class WorkerGroup:
         return result if name == "all_gather" else result[:size]
 
     def _run(self, name, flat, key):
-        operation = {
-            "all_reduce": collective_ops.all_reduce_v2,
-            "all_gather": collective_ops.all_gather_v2,
-        }[name]
+        arguments = {
+            "group_size": self.num_workers,
+            "group_key": self._group_key,
+            "instance_key": key,
+            "timeout": self._timeout_seconds,
+            "ordering_token": self._ordering_token.handle,
+        }
         with tf.device(self._device):
-            return operation(
-                flat,
-                self.num_workers,
-                self._group_key,
-                key,
-                timeout=self._timeout_seconds,
-                ordering_token=self._ordering_token.handle,
-            )
+            if name == "all_gather":
+                return collective_ops.all_gather_v2(flat, **arguments)
+            return collective_ops.all_reduce_v2(flat, merge_op=_MERGE_OPS[name], **arguments)
 
 
 def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -212,3 +232,14 @@ def _sendable(tensor: tf.Tensor) -> tf.Tensor:
         f"{tensor.dtype.name} and shape {tuple(tensor.shape)}. Let the model return numbers (an "
         "index into a vocabulary, for strings)."
     )
+
+
+def _movable(tensor: tf.Tensor) -> tf.Tensor:
+    """What `all_gather` can send: TensorFlow's sums bfloat16, and does not join it."""
+    if tensor.dtype == tf.bfloat16:
+        return tf.bitcast(tensor, tf.float16)  # It is only moved.
+    return _sendable(tensor)
+
+
+def _restored(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.bitcast(tensor, dtype) if dtype == tf.bfloat16 else tf.cast(tensor, dtype)

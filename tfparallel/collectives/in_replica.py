@@ -5,92 +5,64 @@ gradient, and so refuses a backward pass that is another `strategy.run`. These t
 the moment.
 """
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
-from tfparallel.collectives.gradient import call_with_gradient
+from tfparallel.collectives import differentiable
 from tfparallel.data import shard as shards
 
 
-def all_reduce(tensor: tf.Tensor, op: str = "sum") -> tf.Tensor:
-    """Sums or averages a tensor over the replicas; every replica receives the result.
+class Replicas:
+    """All replicas of all workers, as `tfparallel.collectives.differentiable.Ranks`."""
 
-    y = Σ_k x_k, and ∂J/∂x_k = Σ_j ∂J_j/∂y.
+    def __init__(self):
+        context = tf.distribute.get_replica_context()
+        # In a program `num_replicas_in_sync` is 1, for Keras's sake.
+        strategy = context.strategy
+        self.num_ranks = getattr(strategy, "num_replicas", strategy.num_replicas_in_sync)
+        self.rank = context.replica_id_in_sync_group
 
-    Args:
-        tensor: x_k, of the same shape and dtype on each replica.
-        op: `"sum"` or `"mean"`.
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str) -> Sequence[tf.Tensor]:
+        # Not `context.all_reduce`, which is a `tf.custom_gradient`.
+        def reduce(strategy, *values):
+            if op == "sum" and not getattr(strategy, "program_is_running", False):
+                # In a custom loop, TensorFlow's own collectives.
+                return strategy.extended.batch_reduce_to(
+                    tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
+                )
+            parts = [strategy.experimental_local_results(value) for value in values]
+            workers = _workers(strategy, len(parts[0]))
+            combine = {"sum": tf.add_n, "max": _maximum, "min": _minimum}[op]
+            reduced = [combine(own) for own in parts]
+            return reduced if workers is None else workers.all_reduce(reduced, op)
 
-    Returns:
-        The result, of the shape of `tensor`. Outside a replica, `tensor` itself: a program sees
-        the whole batch already.
+        return tf.distribute.get_replica_context().merge_call(reduce, args=tuple(tensors))
 
-    Raises:
-        ValueError: For another `op`.
-    """
-    if op not in ("sum", "mean"):
-        raise ValueError(f"`op` of an all-reduce must be 'sum' or 'mean'. Received: op={op!r}.")
-    if tf.distribute.in_cross_replica_context():
-        return tensor
-    (total,) = call_with_gradient("all_reduce", _all_reduce_sum, [tf.convert_to_tensor(tensor)])
-    if op == "sum":
-        return total
-    num_replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    return total / tf.cast(num_replicas, total.dtype)
+    def own_rows(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The rows that are to be joined: all, but for the dummy row of an idle replica."""
+        shard = shards.current()
+        return tensor if shard is None else shard.without_dummy_row(tensor)
+
+    def all_gather(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def join(strategy, value):
+            return _join_rows(strategy, strategy.experimental_local_results(value))
+
+        return tf.distribute.get_replica_context().merge_call(join, args=(tensor,))
+
+
+def all_reduce(tensor: tf.Tensor) -> tf.Tensor:
+    """Sums a tensor over the replicas; see `differentiable.all_reduce`."""
+    return differentiable.all_reduce(Replicas(), [tf.convert_to_tensor(tensor)])[0]
 
 
 def all_gather(tensor: tf.Tensor) -> tf.Tensor:
-    """Joins the replicas' tensors along axis 0, in the order of the replicas.
-
-    For losses that compare examples across the global batch (contrastive ones), in a custom loop
-    or in a layer's own `add_loss`.
-
-    Args:
-        tensor: Shape `(rows, …)`; `rows` may differ between replicas.
-
-    Returns:
-        Shape `(Σ rows, …)`, equal on all replicas. Outside a replica, `tensor` itself. Its
-        gradient is the sum of the replicas' gradients at the rows that are this replica's.
-    """
-    if tf.distribute.in_cross_replica_context():
-        return tensor
-    shard = shards.current()
-    if shard is not None:
-        tensor = shard.without_dummy_row(tensor)
-    (joined,) = call_with_gradient("all_gather", _all_gather, [tf.convert_to_tensor(tensor)])
-    return joined
+    """Joins the replicas' rows; see `differentiable.all_gather`. A dummy row is left out."""
+    ranks = Replicas()
+    return differentiable.all_gather(ranks, ranks.own_rows(tf.convert_to_tensor(tensor)))
 
 
-def _all_reduce_sum(tensor):
-    # Not `context.all_reduce`, which is a `tf.custom_gradient`.
-    def reduce(strategy, value):
-        workers = _workers_of_program(strategy)
-        if workers is None:
-            return strategy.extended.reduce_to(
-                tf.distribute.ReduceOp.SUM, value, destinations=value
-            )
-        return workers.all_reduce([tf.add_n(strategy.experimental_local_results(value))])[0]
-
-    total = tf.distribute.get_replica_context().merge_call(reduce, args=(tensor,))
-    return [total], lambda upstream: [all_reduce(upstream)]
-
-
-def _all_gather(tensor):
-    context = tf.distribute.get_replica_context()
-    replica = context.replica_id_in_sync_group
-
-    def join(strategy, value):
-        return join_rows(strategy, strategy.experimental_local_results(value))
-
-    joined, counts = context.merge_call(join, args=(tensor,))
-
-    def backward(upstream):
-        start = tf.reduce_sum(counts[:replica])
-        return [all_reduce(upstream)[start : start + counts[replica]]]
-
-    return [joined], backward
-
-
-def join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
+def _join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
     """Joins the rows of all replicas, of all workers, outside a replica.
 
     Args:
@@ -101,7 +73,7 @@ def join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
         The joined rows, shape `(Σ n_k, …)`, and the numbers n_k, shape `(num_replicas,)`.
     """
     joined, counts = tf.concat(rows, 0), tf.stack([tf.shape(part)[0] for part in rows])
-    workers = getattr(strategy, "workers", None)
+    workers = _workers(strategy, len(rows))
     if workers is None:
         return joined, counts
     all_counts = workers.all_gather([counts], [len(rows)] * workers.num_workers)[0]
@@ -110,6 +82,23 @@ def join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
     return joined, all_counts
 
 
-def _workers_of_program(strategy):
-    """What joins the workers, in a program; a custom loop has TensorFlow's own collectives."""
-    return strategy.workers if getattr(strategy, "program_is_running", False) else None
+def _workers(strategy, num_local_replicas):
+    """What joins the workers of the strategy that is running; None for one."""
+    workers = getattr(strategy, "workers", None)
+    if workers is None and strategy.num_replicas_in_sync > num_local_replicas:
+        raise RuntimeError(
+            "The workers of TensorFlow's own strategy can be summed over, and nothing else. "
+            "tfparallel.MultiWorkerMirroredStrategy is required. Received: a "
+            f"{type(strategy).__module__}.{type(strategy).__name__} of "
+            f"{strategy.num_replicas_in_sync} replicas, {num_local_replicas} of them here. Replace "
+            "`tf.distribute.` by `tfparallel.`."
+        )
+    return workers
+
+
+def _maximum(tensors):
+    return tf.reduce_max(tf.stack(tensors), 0)
+
+
+def _minimum(tensors):
+    return tf.reduce_min(tf.stack(tensors), 0)

@@ -19,7 +19,7 @@ def check_model(model: keras.Model, strategy) -> None:
         raise ValueError(
             "Stateful recurrent layers keep a state for each row of the batch, and the rows move "
             "between replicas when a batch is uneven. Layers without `stateful=True` are required "
-            f"on {len(strategy.devices)} replicas. Received: {stateful}. Train on one device, or "
+            f"on {strategy.num_replicas} replicas. Received: {stateful}. Train on one device, or "
             "pass the state as an input."
         )
 
@@ -32,7 +32,7 @@ def check_compile(model: keras.Model, strategy) -> None:
     """
     if model.compiled and model.jit_compile:
         raise ValueError(
-            f"`jit_compile=True` compiles the step for one device. {len(strategy.devices)} "
+            f"`jit_compile=True` compiles the step for one device. {strategy.num_replicas} "
             "replicas require `jit_compile=False` or 'auto'. Received: jit_compile=True on "
             f"{list(strategy.devices)}. Leave the argument out, or train on one device."
         )

@@ -2,10 +2,10 @@
 
 Answers one gap of Keras 3 on TensorFlow: `fit`, `evaluate` and `predict` hand their steps and
 data sets to `strategy.run` and `strategy.experimental_distribute_dataset` without saying for
-which model, and there is no hook for a strategy that wants to know. `calling_model` finds the
-model in the frames of the call. It rests on the place of the trainer
-(`keras.src.backend.tensorflow.trainer`); `tests/strategies/test_keras_trainer.py` fails on the
-day that it moves.
+which model, and `compile` says nothing at all; there is no hook for a strategy that wants to know.
+`calling_model` and `compiling_model` find the model in the frames of the call. They rest on the
+places of the trainer (`keras.src.backend.tensorflow.trainer`, `keras.src.trainers.trainer`);
+`tests/strategies/test_keras_trainer.py` fails on the day that one moves.
 """
 
 import sys
@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 _TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
+_COMPILE_MODULE = "keras.src.trainers.trainer"
 _OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
 
 # What may stand between the strategy and Keras; anything else is the user's own code.
@@ -26,6 +27,11 @@ _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumula
 def calling_model() -> keras.Model | None:
     """Returns the model whose Keras training loop is calling, or None for anyone else."""
     return _caller(_TRAINER_MODULE, keras.Model)
+
+
+def compiling_model() -> keras.Model | None:
+    """Returns the model in whose `compile` a variable is being made (its loss tracker's)."""
+    return _caller(_COMPILE_MODULE, keras.Model)
 
 
 def refuse_unprepared_optimizer() -> None:

@@ -1,0 +1,135 @@
+"""Messages over real sockets: what is sent arrives, what is too much is refused."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfparallel.cluster import event_loop, messages
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+def receive(sent, count=1, **options):
+    """What a connection receives of the bytes that the other end sends before it hangs up."""
+    near, far = socket.socketpair()
+    far.settimeout(10)
+
+    async def all_of_them():
+        with messages.Connection(near) as connection:
+            async with asyncio.timeout(10):
+                sending = asyncio.get_running_loop().run_in_executor(None, send_and_close)
+                try:
+                    return [await connection.receive(**options) for _ in range(count)]
+                finally:
+                    connection.close()
+                    await sending
+
+    def send_and_close():
+        with far:
+            try:
+                far.sendall(sent)
+            except OSError:
+                pass
+
+    return event_loop.run(all_of_them())
+
+
+@given(st.lists(st.dictionaries(st.text(), JSON), min_size=1, max_size=4))
+def test_what_is_sent_arrives(said):
+    line = b"".join(messages.encode(message) for message in said)
+    assert receive(line, len(said)) == said
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b"[" * 60_000 + b"\n", "nested too deeply"),
+        (b"[1]\n", "no JSON object"),
+        (b"null\n", "no JSON object"),
+        (b"GET / HTTP/1.1\r\n", "Expecting value"),
+        (b"\xff\xfe\n", "decode"),
+        (b'{"a": ' + b"1" * 60_000 + b"}\n", "Exceeds the limit"),
+        (b"x" * 300_000, "more than 65536 bytes"),
+        (b'{"a": "' + b"x" * 300_000 + b'"}\n', "more than 65536 bytes"),
+    ],
+)
+def test_what_is_no_message_is_refused(line, expected):
+    with pytest.raises(ValueError, match=expected):
+        receive(line)
+
+
+def test_the_limit_is_the_callers():
+    line = json.dumps({"a": "x" * 300_000}).encode() + b"\n"
+    assert receive(line, max_bytes=400_000) == [json.loads(line)]
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"a": 1'])
+def test_a_closed_connection(sent):
+    with pytest.raises(ConnectionResetError):
+        receive(sent)
+
+
+def connect(address, **options):
+    async def near_port():
+        async with asyncio.timeout(10):
+            with await messages.connect(address, **options) as connection:
+                return connection._socket.getsockname()[1]
+
+    return event_loop.run(near_port())
+
+
+def test_a_connection_keeps_off_the_workers_ports():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        # Nearly all that the system gives out: one port in eight is left.
+        avoided = {port for port in range(65536) if port % 8 != 1}
+        assert all(connect(address, avoid_ports=avoided) % 8 == 1 for _ in range(20))
+
+
+def test_why_a_connection_fails():
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{chosen.getsockname()[1]}"
+        with pytest.raises(ConnectionRefusedError) as refused:
+            connect(address)
+    assert messages.reason(refused.value) == "connection refused"
+    for host in ("nobody.invalid", "a" * 64 + ".invalid"):
+        with pytest.raises(OSError) as unknown:
+            connect(f"{host}:80")
+        assert "host name" in messages.reason(unknown.value)
+    assert messages.reason(TimeoutError()) == "no answer"
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("a.b:1", ("a.b", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:22", ("::1", 22))],
+)
+def test_split_address(address, expected):
+    assert messages.split_address(address) == expected
+
+
+@pytest.mark.parametrize("address", ["", "a", ":1", "a:", "a:0", "a:65536", "a:-1", "a:x", "a:²",
+                                     "::1", "::1:22", "[]:22", None, 7])
+def test_split_address_refuses(address):
+    with pytest.raises(ValueError, match=r"must be 'host:port'.*Received: ") as caught:
+        messages.split_address(address)
+    assert repr(address) in str(caught.value)
+
+
+def test_the_callers_event_loop_is_left_alone():
+    own = asyncio.new_event_loop()
+    asyncio.set_event_loop(own)
+    try:
+        assert event_loop.run(asyncio.sleep(0, "done")) == "done"
+        assert asyncio.get_event_loop() is own and not own.is_closed()
+    finally:
+        asyncio.set_event_loop(None)
+        own.close()

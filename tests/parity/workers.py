@@ -1,0 +1,157 @@
+"""The cases under several workers: real processes that train each case together.
+
+    python -m tests.parity.workers 2 1 "gan" "vae with add_loss"
+
+trains those cases on 2 workers of 1 device each and prints a JSON line for each. All workers
+train it under the form; worker 0 also trains it on one device and judges. A job is started once
+for many cases; if one of them breaks it, the others go on in a new job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfparallel.cluster.environment import Place, worker_environment
+from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.supervisor import Program, run
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a job saw of a case: a verdict as `judge` returns it, or the failure's text."""
+
+    verdict: str
+    detail: float | str
+    failure: str = ""
+
+
+def run_cases(names: Sequence[str], num_workers: int, num_devices: int) -> dict[str, Seen]:
+    """Trains cases on workers of this machine.
+
+    Returns:
+        For each name what was seen.
+    """
+    seen: dict[str, Seen] = {}
+    left = list(names)
+    while left:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "seen.jsonl")
+            outcome = _start(left, num_workers, num_devices, path)
+            lines = open(path).read().splitlines() if os.path.exists(path) else []
+        done = [json.loads(line) for line in lines]
+        seen |= {name: Seen(verdict, detail, failure) for name, verdict, detail, failure in done}
+        left = left[len(done) :]
+        if left:
+            end = outcome.culprit.describe() if outcome.culprit else "The job ended early."
+            seen[left.pop(0)] = Seen("", "", end)
+    return seen
+
+
+def _start(names, num_workers, num_devices, path):
+    """Runs one job; its first worker appends what it saw to `path`."""
+    ports = free_ports(num_workers + 1)
+    addresses = [f"127.0.0.1:{port}" for port in ports[1:]]
+    programs = []
+    for worker in range(num_workers):
+        place = Place(
+            addresses, worker, worker, num_workers, 0, f"127.0.0.1:{ports[0]}", "parity", 0
+        )
+        command = [sys.executable, "-m", "tests.parity.workers", str(num_workers), str(num_devices)]
+        environment = worker_environment(dict(os.environ), place)
+        programs.append(
+            Program(
+                worker,
+                [*command, *names],
+                {**environment, "PYTHONPATH": str(ROOT), "TFPARALLEL_PARITY_WORKERS": path},
+            )
+        )
+    return run(programs)
+
+
+def main(num_devices: int, names: Sequence[str]) -> None:
+    import tfparallel
+
+    tfparallel.devices.split_cpu(num_devices)
+    strategy = tfparallel.MultiWorkerMirroredStrategy()
+    from .case import Plain, compare
+    from .cases import ALL
+
+    class Workers(Plain):
+        """`tfparallel.data_parallel` over the workers of this job."""
+
+        name = "workers"
+
+        def make(self, build, compile=None):
+            model = tfparallel.data_parallel(build, strategy)
+            if compile is not None:
+                compile(model)
+            return model
+
+        @contextlib.contextmanager
+        def directory(self):
+            with super().directory() as own:
+                yield strategy.workers.exchange(own)[0]
+                self.wait_for_all()
+
+        def wait_for_all(self):
+            strategy.workers.exchange(None)
+
+    cases = {case.name: case for case in ALL}
+    for name in names:
+        line = _judge(cases[name], Workers(), strategy.workers, Plain(), compare)
+        if strategy.workers.worker_index == 0:
+            text = json.dumps([name, *line])
+            print(text, flush=True)
+            if path := os.environ.get("TFPARALLEL_PARITY_WORKERS"):
+                with open(path, "a") as file:
+                    file.write(text + "\n")
+
+
+def _judge(case, form, workers, plain, compare):
+    """As `test_parity.judge`, by worker 0; the others train with it."""
+    from .case import EXACT, REFUSED, REPRODUCIBLE, run
+
+    def attempt():
+        try:
+            return run(case, form), None
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            return None, error
+
+    seen, error = attempt()
+    verdict, detail, failure, again = "", "", "", False
+    if workers.worker_index == 0 and error is None:
+        differences = compare(run(case, plain, baseline=True), seen)
+        if EXACT in case.verdicts and differences[0].relative <= case.limit:
+            verdict, detail = EXACT, differences[0].relative
+        else:
+            failure = ", ".join(f"{d.name}: {d.relative:.1e}" for d in differences[:6])
+            again = REPRODUCIBLE in case.verdicts
+    elif error is not None and REFUSED in case.verdicts and re.search(case.message, str(error)):
+        verdict, detail = REFUSED, str(error)
+    elif error is not None:
+        failure = "".join(traceback.format_exception(error))
+    if workers.exchange(again)[0]:
+        second, _ = attempt()
+        differences = compare(seen, second)
+        if differences[0].relative <= case.limit:
+            verdict, detail, failure = REPRODUCIBLE, differences[0].relative, ""
+    return verdict, detail, failure
+
+
+if __name__ == "__main__":
+    if "TF_CONFIG" in os.environ:
+        main(int(sys.argv[2]), sys.argv[3:])
+    else:
+        for name, seen in run_cases(sys.argv[3:], int(sys.argv[1]), int(sys.argv[2])).items():
+            print(name, seen)

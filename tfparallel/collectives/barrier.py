@@ -1,0 +1,63 @@
+"""A barrier between the workers, whose error names those that did not come.
+
+Rests on TensorFlow's coordination service (`tensorflow.python.eager.context`), which its
+multi-worker strategy starts and which has no public face. No collective could do it: what waits
+in one cannot be told who else does.
+"""
+
+import itertools
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from tfparallel.collectives.between_workers import WorkerGroup
+
+_numbers = itertools.count()  # Every worker makes the same calls, and so counts alike.
+
+
+def wait_for_all(workers: WorkerGroup, timeout_seconds: float) -> None:
+    """Waits until all workers have called this.
+
+    Args:
+        workers: The workers.
+        timeout_seconds: For how long.
+
+    Raises:
+        RuntimeError: If a worker did not come in time, or has died; on all workers, also on one
+            that comes too late.
+    """
+    name = f"tfparallel/barrier/{next(_numbers)}"
+    service = context.context()
+    service.set_config_key_value(f"{name}/{workers.worker_index}", "here")
+    try:
+        service.wait_at_barrier(name, max(1, round(timeout_seconds * 1000)))
+    except tf.errors.OpError as error:
+        raise RuntimeError(_who_is_missing(service, name, workers, timeout_seconds)) from error
+    service.delete_config_key_value(f"{name}/{workers.worker_index}")
+
+
+def _who_is_missing(service, name, workers, timeout_seconds):
+    present, missing = [], []
+    for worker in range(workers.num_workers):
+        try:
+            service.get_config_key_value(f"{name}/{worker}", timeout_in_ms=1)
+            present.append(worker)
+        except tf.errors.OpError:
+            missing.append(worker)
+    if missing:
+        received = f"{names(present)} came, {names(missing)} did not"
+    else:
+        received = "the last came too late"
+    return (
+        f"Not all of the {workers.num_workers} workers came to the barrier within "
+        f"{timeout_seconds:g} s of the first. All are required. Received: {received}. Look at what "
+        "the others were doing, or give them more time with `timeout_seconds`."
+    )
+
+
+def names(workers: list[int]) -> str:
+    """Returns "worker 1", or "workers 0 and 2"."""
+    *others, last = [str(worker) for worker in workers] or ["none"]
+    if not others:
+        return f"worker {last}"
+    return f"workers {', '.join(others)} and {last}"
