@@ -69,7 +69,14 @@ def test_the_flags_of_each_command_exist(line):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CHANGELOG.md", "docs/data_parallel.md", "docs/upstream.md"]
+    "page",
+    [
+        "README.md",
+        "CHANGELOG.md",
+        "docs/data_parallel.md",
+        "docs/upstream.md",
+        "docs/migrate.md",
+    ],
 )
 def test_links_between_files_lead_somewhere(page):
     text = (TOP / page).read_text(encoding="utf-8")
