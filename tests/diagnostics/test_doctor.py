@@ -5,6 +5,7 @@ import json
 import socket
 import sys
 
+import psutil
 import pytest
 
 from tfparallel.cluster.ports import free_ports
@@ -167,6 +168,11 @@ def test_versions_against_the_tested_ones(tmp_path, monkeypatch):
 def test_a_tensorflow_that_does_not_answer():
     (finding,) = doctor._examine_installation(timeout_seconds=0.05)
     assert finding.verdict == "broken" and "no answer in 0.05 s" in finding.meaning
+    probes = [
+        child for child in psutil.Process().children()
+        if "tfparallel.diagnostics.probes" in child.cmdline()
+    ]  # fmt: skip
+    assert probes == []
 
 
 @pytest.mark.parametrize(
