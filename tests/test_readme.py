@@ -76,6 +76,7 @@ def test_the_flags_of_each_command_exist(line):
         "README.md",
         "CHANGELOG.md",
         "docs/data_parallel.md",
+        "docs/migrate.md",
         "docs/multi_worker.md",
         "docs/upstream.md",
     ],

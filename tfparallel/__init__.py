@@ -29,11 +29,12 @@ _FACE = {
     "num_workers": ("tfparallel.collectives.anywhere", "num_workers"),
     "reduce_gradients": ("tfparallel.replication.custom_loop", "reduce_gradients"),
     "reduce_scatter": ("tfparallel.collectives.anywhere", "reduce_scatter"),
+    "spawn": ("tfparallel.cluster.spawn", "spawn"),
     "worker_index": ("tfparallel.collectives.anywhere", "worker_index"),
 }
 
 # What decides in plain Python, and must not make a launcher wait for TensorFlow.
-_PLAIN = {"Cluster"}
+_PLAIN = {"Cluster", "spawn"}
 
 # Spelled out once more, because editors and linters read only literals.
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "num_workers",
     "reduce_gradients",
     "reduce_scatter",
+    "spawn",
     "worker_index",
 ]
 

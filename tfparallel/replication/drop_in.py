@@ -35,7 +35,7 @@ class MultiWorkerMirroredStrategy(_ExtendsModels, multi_worker.MultiWorkerMirror
             ValueError: If it was compiled outside the scope, so that `fit` knows of no chief.
         """
         is_late = getattr(model, "_strategy", None) is not self and model.compiled
-        if self.workers is not None and is_late and keras_trainer.compiled_model() is not model:
+        if self.workers is not None and is_late and keras_trainer.compiling_model() is not model:
             raise ValueError(
                 f"Model '{model.name}' was compiled outside the scope of the strategy that trains "
                 "it, and every worker would print and write what the chief alone should. "
