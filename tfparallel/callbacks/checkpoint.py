@@ -48,7 +48,7 @@ class Checkpoint(keras.callbacks.Callback):
     Args:
         directory: The folder; made if it is missing. What it holds is resumed from.
         every_steps: Write whenever the run's number of steps passes a multiple of this, beside
-            the end of each epoch.
+            the start of the run and the end of each epoch.
         keep: How many of the newest checkpoints stay; with one, there is none to turn to when it
             is damaged.
         batches: The `EpochBatches` whose data set is given to `fit`, if it is one.
@@ -112,6 +112,9 @@ class Checkpoint(keras.callbacks.Callback):
         state.build(self.model)
         found = self._by_chief(self._find)
         if found is None:
+            # Of the first weights: a disk that does not take it is known before any training, and
+            # a run without a seed can be started again from them, too.
+            self._write(0, 0, 0, {})
             return
         content, specs = found
         self._check(content, specs)

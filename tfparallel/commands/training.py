@@ -14,7 +14,8 @@ from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.callbacks.nan import NaNGuard, NaNLossError
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
-from tfparallel.commands.flags import UsageError
+from tfparallel.collectives.between_workers import WorkerLostError
+from tfparallel.commands.flags import LostError, UsageError
 from tfparallel.commands.forms import start_form
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.diagnostics.inject import Inject
@@ -103,6 +104,8 @@ def train(path: str, values: flags.FlagValues) -> Result:
         )
     except ForeignCheckpointError as error:
         raise UsageError(str(error)) from error
+    except WorkerLostError as error:
+        raise LostError(str(error)) from error
     except (NaNLossError, CheckpointError) as error:
         failure = str(error)
     if checkpoint is not None:

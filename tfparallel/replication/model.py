@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from tfparallel.callbacks import chief_only
+from tfparallel.collectives.between_workers import naming_lost_worker
 from tfparallel.replication import batch_norm, checks, optimizer, random
 from tfparallel.replication.extend import extend, original_class
 from tfparallel.replication.replicated_call import ReplicatedCall
@@ -119,7 +120,7 @@ class DataParallelModel(ReplicatedLayer):
         restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
         if restores:
             callbacks = [*callbacks, chief_only.RestoredByChief(self._workers)]
-        with chief_only.writing_by_chief(callbacks, is_chief):
+        with chief_only.writing_by_chief(callbacks, is_chief), naming_lost_worker():
             return super().fit(**self._quiet_unless_chief(asked | {"callbacks": callbacks}))
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
