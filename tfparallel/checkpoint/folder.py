@@ -108,8 +108,8 @@ class CheckpointFolder:
                 return _verified(path)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(
-                    f"The checkpoint {path} is not whole, and the one before it is taken "
-                    f"instead: {type(error).__name__}: {error}",
+                    f"The checkpoint {path} is not whole, and is passed over for the one before: "
+                    f"{type(error).__name__}: {error}",
                     stacklevel=2,
                 )
         if steps:
