@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfparallel
 from tfparallel.callbacks import Checkpoint
+from tfparallel.checkpoint import state
 from tfparallel.data.batches import EpochBatches
 
 X = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
@@ -101,22 +102,28 @@ def fitted(form, directory=None, interrupt=None, *, build_model=build, opaque=Fa
 
 def assert_same_run(whole, resumed):
     (model, history, _), (other, other_history, _) = whole, resumed
-    pairs = zip(
-        [*model.variables, *model.optimizer.variables],
-        [*other.variables, *other.optimizer.variables],
-        strict=True,
-    )
-    for expected, found in pairs:
+    # As a checkpoint sees it: an accumulator is the sum of its copies, however they share it.
+    states = [state.capture(each)["training"] for each in (model, other)]
+    names = [name for name, _, _ in state.describe(model)["training"]]
+    for name, expected, found in zip(names, *states, strict=True):
         # CPU kernels may share their sums out to threads in another way.
-        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
     assert other_history.epoch == history.epoch == [0, 1, 2]
     assert other_history.history.keys() == history.history.keys()
     for name, values in history.history.items():
         np.testing.assert_allclose(other_history.history[name], values, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("form", [one_device, two_devices, in_scope])
-@pytest.mark.parametrize("at", [(0, 3), (1, 0), (1, 5), (2, 6)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form, at",
+    [
+        (one_device, (0, 3)),
+        (one_device, (1, 0)),
+        (two_devices, (1, 5)),
+        (in_scope, (2, 6)),
+    ],
+)
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, capsys, form, at):
     whole = fitted(form)
     with pytest.raises(Interruption):
@@ -134,6 +141,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, capsys, form, a
     assert f"resuming at epoch {epoch + 1}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [one_device, two_devices])
 @pytest.mark.parametrize(
     "options",
@@ -158,20 +166,11 @@ def test_all_of_the_state_is_kept(tmp_path, form, options):
     assert_same_run(whole, fitted(form, tmp_path, **options))
 
 
-def test_the_number_of_devices_may_change(tmp_path):
-    whole = fitted(one_device)
-    with pytest.raises(Interruption):
-        fitted(two_devices, tmp_path, (1, 3))
-    resumed = fitted(one_device, tmp_path)
-    for expected, found in zip(whole[0].weights, resumed[0].weights, strict=True):
-        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=2e-2, atol=2e-3)
-
-
 def test_from_a_damaged_one_the_run_falls_back(tmp_path):
     with pytest.raises(Interruption):
         fitted(one_device, tmp_path, (1, 3))
-    state = tmp_path / "step_00000010" / "state.npy"
-    state.write_bytes(state.read_bytes()[:-8])
+    file = tmp_path / "step_00000010" / "state.npy"
+    file.write_bytes(file.read_bytes()[:-8])
     with pytest.warns(UserWarning, match="step_00000010 is not whole"):
         resumed = fitted(one_device, tmp_path)
     assert resumed[2].resumed["step"] == 9

@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator as keras_seeds
 
@@ -79,7 +80,8 @@ def capture(model: keras.Model) -> dict[str, list[np.ndarray]]:
             values[id(variable)] = np.asarray(store[str(index)])
     return {
         group: [
-            values[id(v)] if id(v) in values else keras.ops.convert_to_numpy(v) for v in variables
+            values[id(v)] if id(v) in values else tf.convert_to_tensor(v.value).numpy()
+            for v in variables
         ]
         for group, variables in _variables(model).items()
     }
@@ -97,7 +99,8 @@ def restore_training(model: keras.Model, state: dict[str, Sequence[np.ndarray]])
     for value in state["seeds"]:
         if not _seed_variables():
             python_state = random.getstate()  # A new generator takes its seed from Python's.
-            keras_seeds.global_seed_generator()
+            with model.distribute_strategy.scope():  # Where a step would have made it.
+                keras_seeds.global_seed_generator()
             random.setstate(python_state)
         _seed_variables()[0].assign(value)
 

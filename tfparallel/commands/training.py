@@ -66,7 +66,8 @@ def train(path: str, values: flags.FlagValues) -> Result:
     except ValueError as error:
         raise TaskError(str(error)) from error
     configuration = {
-        name: getattr(values, name) for name in ("seed", "global_batch_size", "steps_per_epoch")
+        f"--{name}": getattr(values, name)
+        for name in ("seed", "global_batch_size", "steps_per_epoch")
     }
 
     # Again, so that the weights do not depend on what load_data drew.
