@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from tfparallel.callbacks import chief_only
+from tfparallel.collectives.between_workers import naming_lost_worker
 from tfparallel.replication import (
     agreement,
     batch_norm,
@@ -131,7 +132,7 @@ class DataParallelModel(ReplicatedLayer):
             object.__setattr__(self, "_fingerprints", agreement.BatchFingerprints(self._workers))
         self._fingerprints.restart()
         try:
-            with chief_only.writing_by_chief(callbacks, is_chief):
+            with chief_only.writing_by_chief(callbacks, is_chief), naming_lost_worker():
                 return super().fit(**self._quiet_unless_chief(asked | {"callbacks": callbacks}))
         except tf.errors.InvalidArgumentError as error:
             explained = agreement.explain(error)
