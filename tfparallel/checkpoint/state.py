@@ -120,8 +120,9 @@ def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any
             model._symbolic_build(data_batch=keras.tree.map_structure(_any_batch, batch))
     if not _metrics_fit(model, arrays):
         return False
-    # Outside the scope, a sum would be shared out to the replicas of all workers.
-    with model.distribute_strategy.scope():
+    # Outside a program, which the step is, a sum would be shared out to the replicas.
+    strategy = model.distribute_strategy
+    with strategy.program() if hasattr(strategy, "program") else strategy.scope():
         for variable, value in zip(_metric_variables(model), arrays, strict=True):
             variable.assign(value)
     return True
