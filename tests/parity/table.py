@@ -248,6 +248,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="run every pair and write the page")
     parser.add_argument("--seen", help="keep what is seen here; a run that broke off goes on")
+    parser.add_argument(
+        "--workers", default=",".join(JOBS), help=f"numbers of workers to run: {', '.join(JOBS)}"
+    )
     arguments = parser.parse_args()
     if not arguments.write:
         parser.print_help()
@@ -267,15 +270,16 @@ def main() -> int:
             from .cases import ALL  # TensorFlow, which the processes above do not inherit.
 
             read_seen()
-            run_workers(ALL)
+            run_workers(ALL, arguments.workers.split(","))
             write(ALL)
     return result.returncode
 
 
-def run_workers(cases: list[Case], batch: int = 30) -> None:
-    """Runs every case on each number of workers, and keeps what was seen."""
+def run_workers(cases: list[Case], labels: list[str], batch: int = 30) -> None:
+    """Runs every case on each of the jobs, by label, and keeps what was seen."""
     by_name = {case.name: case for case in cases}
-    for label, (num_workers, num_devices) in JOBS.items():
+    for label in labels:
+        num_workers, num_devices = JOBS[label]
         for start in range(0, len(cases), batch):
             names = [
                 case.name

@@ -76,7 +76,7 @@ def _start(names, num_workers, num_devices, path):
                 {**environment, "PYTHONPATH": str(ROOT), "TFPARALLEL_PARITY_WORKERS": path},
             )
         )
-    return run(programs)
+    return run(programs, timeout_seconds=60 + 120 * len(names))
 
 
 def main(num_devices: int, names: Sequence[str]) -> None:
