@@ -30,7 +30,12 @@ def build_contender(kind, num_replicas, build_model):
     """
     import keras
 
-    if kind == "ours":
+    if kind == "ours" and "TF_CONFIG" in os.environ:
+        import tfparallel
+
+        model = tfparallel.data_parallel(build_model)
+        compile_model(model)
+    elif kind == "ours":
         import tfparallel
 
         names = tfparallel.devices.split_cpu(num_replicas)
@@ -164,7 +169,9 @@ def main():
     workload = workloads.WORKLOADS[order["workload"]]
     model = build_contender(order["kind"], order["num_replicas"], workload.build_model)
     # Ready-made batches, in memory, without end.
-    dataset = tf.data.Dataset.from_tensor_slices(workload.batches()).repeat().prefetch(2)
+    num_workers = int(os.environ.get("WORLD_SIZE", 1))
+    batches = workload.batches(num_workers)
+    dataset = tf.data.Dataset.from_tensor_slices(batches).repeat().prefetch(2)
     reply(
         description=workload.description,
         num_parameters=model.count_params(),

@@ -22,21 +22,35 @@ class ContenderProcess:
 
     Args:
         workload: Key of `workloads.WORKLOADS`.
-        kind: `"plain"`, `"stock"` or `"ours"`.
-        num_replicas: Logical CPU devices, one replica each.
+        kind: `"plain"`, `"stock"` or `"ours"`, or what `program` knows.
+        num_replicas: Logical CPU devices, one replica each; of all workers.
         cores: Cores to pin the process to; empty for no pinning.
         num_threads: Size of TensorFlow's intra-op and of its inter-op thread pool.
+        environment: Further variables, such as a worker's TF_CONFIG.
+        program: Another Python and program than this one and `contender.py`.
 
     Raises:
         RuntimeError: From every method, if the process has failed or hangs; with its log's end.
     """
 
-    def __init__(self, workload, kind, num_replicas, *, cores, num_threads):
+    def __init__(
+        self,
+        workload,
+        kind,
+        num_replicas,
+        *,
+        cores,
+        num_threads,
+        environment=None,
+        program=(sys.executable, str(PROGRAM)),
+    ):
         self.kind = kind
         self.num_replicas = num_replicas
         # Not a pipe: nobody would read it, and a full pipe stops the writer.
         self._log = tempfile.TemporaryFile()
-        environment = os.environ | {
+        inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+        variables = {
+            **inherited,
             "TF_NUM_INTRAOP_THREADS": str(num_threads),
             "TF_NUM_INTEROP_THREADS": str(num_threads),
             "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -45,14 +59,14 @@ class ContenderProcess:
             "CUDA_VISIBLE_DEVICES": "-1",
             # This checkout is what is measured, not another that may be installed.
             "PYTHONPATH": os.pathsep.join(filter(None, [str(TOP), os.environ.get("PYTHONPATH")])),
+            **(environment or {}),
         }
-        environment.pop("TF_CONFIG", None)
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(os.getpid())],
+            [*program, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=environment,
+            env=variables,
         )
         self._received = b""
         self._send(
@@ -69,7 +83,15 @@ class ContenderProcess:
 
     def train(self, num_steps, skip=0):
         """Trains, and returns what was measured; the first `skip` steps are not timed."""
+        self.start_training(num_steps, skip)
+        return self.finish_training(num_steps)
+
+    def start_training(self, num_steps, skip=0):
+        """Tells the contender to train; others that train with it can be told meanwhile."""
         self._send({"steps": num_steps, "skip": skip})
+
+    def finish_training(self, num_steps):
+        """Returns what was measured."""
         return self._receive(START_DEADLINE_SECONDS + num_steps * STEP_DEADLINE_SECONDS)
 
     def close(self):

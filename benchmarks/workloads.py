@@ -23,7 +23,7 @@ class Workload(NamedTuple):
         description: What it is, for tables.
         build_model: Function that returns the Keras model; it puts out logits.
         input_shape: The shape of one example.
-        global_batch_size: Examples of a step, over all replicas.
+        global_batch_size: Examples of a step, over all replicas of a process.
     """
 
     description: str
@@ -31,11 +31,12 @@ class Workload(NamedTuple):
     input_shape: tuple[int, ...]
     global_batch_size: int
 
-    def batches(self):
+    def batches(self, num_workers=1):
         """Returns inputs `(batches, global batch, …)` in float32 and labels in int32."""
         generator = np.random.default_rng(SEED)
         prototypes = generator.standard_normal((NUM_CLASSES, *self.input_shape))
-        labels = generator.integers(NUM_CLASSES, size=(NUM_BATCHES, self.global_batch_size))
+        size = (NUM_BATCHES, self.global_batch_size * num_workers)
+        labels = generator.integers(NUM_CLASSES, size=size)
         noise = generator.standard_normal((*labels.shape, *self.input_shape))
         return (prototypes[labels] + NOISE * noise).astype("float32"), labels.astype("int32")
 
@@ -76,4 +77,11 @@ WORKLOADS = {
     "compute_bound": Workload(
         "CNN of 2 convolutions", build_cnn, input_shape=(28, 28, 1), global_batch_size=256
     ),
+    # For `scaling.py`: so many examples a worker.
+    **{
+        f"cnn_{number}": Workload(
+            "CNN of 2 convolutions", build_cnn, input_shape=(28, 28, 1), global_batch_size=number
+        )
+        for number in (32, 128)
+    },
 }

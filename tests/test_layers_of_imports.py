@@ -20,7 +20,8 @@ ROWS = [
     ["startup", "cluster"],
     ["devices", "data", "task"],
     ["collectives", "mesh"],
-    ["strategies", "checkpoint", "callbacks"],
+    ["strategies", "checkpoint"],
+    ["callbacks"],
     ["replication", "placement", "pipeline", "layers"],
     ["hybrid"],
     ["diagnostics"],
@@ -30,7 +31,8 @@ ROWS = [
 ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packages}
 
 # What decides in plain Python, and can be imported in milliseconds.
-PLAIN = ["", "startup", "cluster", "task", "data.order", "data.partition", "commands.main"]
+PLAIN = ["", "startup", "cluster", "task", "data.order", "data.partition", "checkpoint.folder"]
+PLAIN += ["diagnostics.faults", "commands.main"]
 HEAVY = {"tensorflow", "keras"}
 
 

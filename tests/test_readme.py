@@ -41,13 +41,15 @@ def environment():
 
 
 def commands():
-    """The lines of the README that call `tfparallel`."""
+    """What the README calls `tfparallel` with, under `launch` or not."""
     lines = [line for block in blocks("") for line in block.splitlines()]
-    return [line for line in lines if line.startswith(".venv/bin/tfparallel ")]
+    lines = [line for line in lines if line.startswith(".venv/bin/tfparallel ")]
+    return [line.rpartition("-- ")[2] for line in lines]
 
 
 def test_both_commands_are_shown():
     assert {shlex.split(line)[1] for line in commands()} == {"train", "check"}
+    assert any("launch --nproc_per_node=" in block for block in blocks(""))
 
 
 @pytest.mark.parametrize("line", commands())
@@ -69,7 +71,15 @@ def test_the_flags_of_each_command_exist(line):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CHANGELOG.md", "docs/data_parallel.md", "docs/upstream.md"]
+    "page",
+    [
+        "README.md",
+        "CHANGELOG.md",
+        "docs/data_parallel.md",
+        "docs/migrate.md",
+        "docs/multi_worker.md",
+        "docs/upstream.md",
+    ],
 )
 def test_links_between_files_lead_somewhere(page):
     text = (TOP / page).read_text(encoding="utf-8")

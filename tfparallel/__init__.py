@@ -21,6 +21,8 @@ _FACE = {
     "all_reduce": ("tfparallel.collectives.anywhere", "all_reduce"),
     "barrier": ("tfparallel.collectives.anywhere", "barrier"),
     "broadcast": ("tfparallel.collectives.anywhere", "broadcast"),
+    "callbacks": ("tfparallel.callbacks", None),
+    "data": ("tfparallel.data", None),
     "data_parallel": ("tfparallel.replication.data_parallel", "data_parallel"),
     "devices": ("tfparallel.devices", None),
     "distribute_optimizer": ("tfparallel.replication.custom_loop", "distribute_optimizer"),
@@ -28,11 +30,12 @@ _FACE = {
     "num_workers": ("tfparallel.collectives.anywhere", "num_workers"),
     "reduce_gradients": ("tfparallel.replication.custom_loop", "reduce_gradients"),
     "reduce_scatter": ("tfparallel.collectives.anywhere", "reduce_scatter"),
+    "spawn": ("tfparallel.cluster.spawn", "spawn"),
     "worker_index": ("tfparallel.collectives.anywhere", "worker_index"),
 }
 
 # What decides in plain Python, and must not make a launcher wait for TensorFlow.
-_PLAIN = {"Cluster"}
+_PLAIN = {"Cluster", "spawn"}
 
 # Spelled out once more, because editors and linters read only literals.
 __all__ = [
@@ -44,6 +47,8 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "callbacks",
+    "data",
     "data_parallel",
     "devices",
     "distribute_optimizer",
@@ -51,6 +56,7 @@ __all__ = [
     "num_workers",
     "reduce_gradients",
     "reduce_scatter",
+    "spawn",
     "worker_index",
 ]
 

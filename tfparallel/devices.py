@@ -211,6 +211,26 @@ def split_gpu(
     return list_devices("GPU")
 
 
+def hide_other_gpus(names: Sequence[str]) -> None:
+    """Leaves this process the named GPUs alone, which are numbered anew from GPU:0.
+
+    Args:
+        names: Names of GPUs, none of which was split.
+
+    Raises:
+        ValueError: As `check_devices`.
+        RuntimeError: If TensorFlow's runtime has started with others.
+    """
+    gpus = _physical_devices("GPU")
+    kept = [gpus[int(name.partition(":")[2])] for name in check_devices(names)]
+    try:
+        tf.config.set_visible_devices(kept, "GPU")
+    except RuntimeError as error:
+        raise RuntimeError(
+            _too_late("hide GPUs", f"hide_other_gpus({list(names)})")
+        ) from error
+
+
 def set_memory_growth(enabled: bool = True) -> list[str]:
     """Lets TensorFlow take GPU memory as needed, instead of all of it at once.
 

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tfparallel.cluster.nodes import join_address, meet, split_address
+from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.nodes import meet
 from tfparallel.cluster.ports import free_ports
 
 

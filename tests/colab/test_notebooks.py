@@ -20,7 +20,7 @@ def code_cells(notebook):
 
 
 def test_there_is_a_notebook():
-    assert [path.name for path in NOTEBOOKS] == ["data_parallel.ipynb"]
+    assert [path.name for path in NOTEBOOKS] == ["data_parallel.ipynb", "multi_worker.ipynb"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -69,3 +69,6 @@ def test_it_runs(path, monkeypatch):
         output.get("text", "") for cell in code_cells(notebook) for output in cell.outputs
     )
     assert "largest difference from one device" in printed
+    if path.stem == "multi_worker":
+        # Both workers' output, in the cell that started them.
+        assert "[0] Epoch 3/3" in printed and "[1] process " in printed

@@ -21,7 +21,7 @@ def test_usage_lists_the_commands_with_an_example(capsys, arguments, code):
 
 def test_an_unknown_command_is_a_usage_error(capsys):
     assert main(["fly"]) == 2
-    assert "must be one of train, check, launch. Received: 'fly'" in capsys.readouterr().err
+    assert "must be one of train, check, launch, doctor. Received: 'fly'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "check"])
@@ -82,6 +82,12 @@ def test_mistakes_of_both_commands(capsys, command, arguments, message):
         (["--save=model.h5"], "must end in .keras. Received: --save=model.h5"),
         (["--save=no/a.keras"], "does not exist. Received: --save=no/a.keras"),
         ([f"--checkpoint_dir={BLOBS}"], "is a file"),
+        (["--checkpoint_every_steps=5"], "alone. Add --checkpoint_dir=FOLDER"),
+        (
+            ["--checkpoint_dir=a", "--checkpoint_every_steps=0"],
+            "Received: --checkpoint_every_steps=0",
+        ),
+        (["--inject=kill:worker=1"], "kill needs step. Received: 'kill:worker=1'"),
     ],
 )
 def test_mistakes_of_train(capsys, arguments, message):

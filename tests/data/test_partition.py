@@ -50,3 +50,24 @@ def test_a_row_count_known_only_at_run_time_gives_the_same(rows, shards):
 def test_the_larger_shards_come_last():
     """floor(k·B/N): a remainder-first split would give [2, 2, 1]."""
     assert [size for _, size in row_ranges(5, 3)] == [1, 2, 2]
+
+
+def test_weights_give_unequal_shares():
+    assert row_ranges(8, 2, [3, 1]) == [RowRange(0, 6), RowRange(6, 2)]
+    assert row_ranges(7, 3, [2, 1, 1]) == [RowRange(0, 3), RowRange(3, 2), RowRange(5, 2)]
+    assert row_ranges(1, 2, [3, 1]) == [RowRange(0, 0), RowRange(0, 1)]
+
+
+@hypothesis.given(rows=st.integers(0, 10_000), weights=st.lists(st.integers(1, 9), min_size=1))
+def test_every_weighted_share_is_within_one_row_of_its_weight(rows, weights):
+    ranges = row_ranges(rows, len(weights), weights)
+    ends = [0, *[start + size for start, size in ranges]]
+    assert [start for start, _ in ranges] == ends[:-1] and ends[-1] == rows
+    for (_, size), weight in zip(ranges, weights, strict=True):
+        assert abs(size - rows * weight / sum(weights)) < 1
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 0], [1, 2.5], [1, 2, 3], [True, 1]])
+def test_what_are_no_weights(weights):
+    with pytest.raises(ValueError, match="one whole number of at least 1 for each replica"):
+        row_ranges(8, 2, weights)

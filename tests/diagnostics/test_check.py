@@ -201,6 +201,37 @@ def test_a_variable_without_gradient_is_undetermined():
     assert any("hidden/bias" in note for note in report.notes)
 
 
+class TwoOptimizers(keras.Model):
+    """A step of its own, with an optimizer for each half of its weights."""
+
+    def compile(self, **kwargs):
+        super().compile(**kwargs)
+        self.first, self.second = keras.optimizers.Adam(), keras.optimizers.SGD(0.1)
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - tf.cast(y, x.dtype)))
+        weights = self.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.first.apply(gradients[:2], weights[:2])
+        self.second.apply_gradients(zip(gradients[2:], weights[2:], strict=True))
+        return {"loss": loss}
+
+
+def test_a_variable_without_gradient_in_a_step_of_the_users_own():
+    plain = build(keras.layers.BatchNormalization, activation=None)
+
+    def make():
+        model = plain()
+        return TwoOptimizers(model.inputs, model.outputs)
+
+    report = check(make, shift_bias, compile_model=lambda model: model.compile(loss="mse"))
+    verdicts = {item.path.partition("/")[2]: item.verdict for item in report.variables}
+    assert verdicts["hidden/bias"] == "undetermined"
+    assert verdicts["hidden/kernel"] == "exact"
+
+
 def test_the_same_shift_of_a_variable_with_a_gradient_differs():
     report = check(build(), shift_bias)
     assert report.verdict == "differs"

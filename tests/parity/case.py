@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,6 +104,15 @@ class Plain:
 
     def compile(self, model: keras.Model, compile) -> None:
         compile(model)
+
+    @contextlib.contextmanager
+    def directory(self) -> Iterator[str]:
+        """A folder that all workers see."""
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+
+    def wait_for_all(self) -> None:
+        """Returns when all workers have come here."""
 
 
 class Builder(Plain):

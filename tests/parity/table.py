@@ -25,7 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import upstream
+from . import upstream, workers
 from .case import EXACT, FORMS, REFUSED, REPRODUCIBLE, Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -33,6 +33,12 @@ RENEW = "Run `python -m tests.parity.table --write` (or `make parity`) and commi
 
 # The mode of this session: "" (a sample of the pairs), "all", or "write".
 MODE = os.environ.get("TFPARALLEL_PARITY", "")
+
+# The forms that this process can run, and the one that takes several.
+WORKERS = "workers"
+COLUMNS = (*FORMS, WORKERS)
+# Workers, and devices of each.
+JOBS = {"2": (2, 1), "3": (3, 1), "2 x 2": (2, 2)}
 
 # Where every process of a session that writes appends what it saw.
 SEEN_FILE = "TFPARALLEL_PARITY_SEEN"
@@ -93,10 +99,12 @@ def first_sentence(message: str) -> str:
     return sentence.replace("|", "\\|").strip()
 
 
-SEEN: dict[tuple[str, str, str, int], Cell] = {}
+SEEN: dict[tuple[str, str, str, int | str], Cell] = {}
 
 
-def record(case: Case, form: str, replicas: int, verdict: str, detail: float | str) -> None:
+def record(
+    case: Case, form: str, replicas: int | str, verdict: str, detail: float | str
+) -> None:
     """Keeps what a test saw, for the page."""
     seen = cell(verdict, detail)
     SEEN[case.feature, case.name, form, replicas] = seen
@@ -106,15 +114,18 @@ def record(case: Case, form: str, replicas: int, verdict: str, detail: float | s
             file.write(line + "\n")
 
 
-def read_seen(path: str) -> None:
-    """Takes what other processes saw from their file."""
+def read_seen() -> None:
+    """Takes what this session's processes, or a session that broke off, left in their file."""
+    path = os.environ.get(SEEN_FILE, "")
+    if not os.path.exists(path):
+        return
     with open(path) as file:
         for line in file:
             feature, name, form, replicas, seen = json.loads(line)
             SEEN[feature, name, form, replicas] = Cell(*seen)
 
 
-def refuse_stale(case: Case, form: str, replicas: int) -> None:
+def refuse_stale(case: Case, form: str, replicas: int | str) -> None:
     """Fails if the page's cell does not allow what this session saw of a pair."""
     seen = SEEN[case.feature, case.name, form, replicas]
     written = parse(PAGE.read_text()).get((case.feature, form))
@@ -130,9 +141,9 @@ def parse(page: str) -> dict[tuple[str, str], Cell]:
     cells = {}
     for line in page.splitlines():
         parts = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(parts) != 1 + len(FORMS):
+        if len(parts) != 1 + len(COLUMNS):
             continue
-        for form, text in zip(FORMS, parts[1:], strict=True):
+        for form, text in zip(COLUMNS, parts[1:], strict=True):
             parsed = Cell.parse(text)
             if parsed is not None:
                 cells[parts[0], form] = parsed
@@ -162,7 +173,8 @@ epoch, is compared by name. A cell is the worst of all its runs.
   for its end, so there one device gets the same batches in a data set that says how many they are.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
-Keras code under `tfparallel.MirroredStrategy(...).scope()`.
+Keras code under `tfparallel.MirroredStrategy(...).scope()`; `workers` is `data_parallel` on 2 and
+3 worker processes of one device each, and on 2 of two devices each.
 """
 
 UPSTREAM = """\
@@ -182,8 +194,8 @@ def runs() -> list[str]:
     """How many cases each form and number of replicas ran."""
     counts = collections.Counter((form, replicas) for _, _, form, replicas in SEEN)
     return ["What ran:", ""] + [
-        f"- `{form}` on {replicas} replicas: {number} cases"
-        for (form, replicas), number in sorted(counts.items(), reverse=True)
+        f"- `{form}` on {replicas}{' replicas' * (form != WORKERS)}: {number} cases"
+        for (form, replicas), number in sorted(counts.items(), key=str)
     ]
 
 
@@ -195,15 +207,15 @@ def render(cases: list[Case], peers: list[str]) -> str:
         if case.group != group:
             group = case.group
             lines.append(f"\n## {group}\n")
-            lines.append(f"| feature | {' | '.join(f'`{form}`' for form in FORMS)} |")
-            lines.append("| --- |" + " --- |" * len(FORMS))
+            lines.append(f"| feature | {' | '.join(f'`{form}`' for form in COLUMNS)} |")
+            lines.append("| --- |" + " --- |" * len(COLUMNS))
         lines.append(f"| {case.feature} | {' | '.join(map(str, row(case.feature)))} |")
     return "\n".join(lines) + "\n" + UPSTREAM + "\n".join(peers) + "\n"
 
 
 def row(feature: str) -> list[Cell | str]:
     cells = []
-    for form in FORMS:
+    for form in COLUMNS:
         seen = [c for (f, _, g, _), c in SEEN.items() if (f, g) == (feature, form)]
         cells.append(worst(seen) if seen else "not run")
     return cells
@@ -223,8 +235,8 @@ def write(cases: list[Case]) -> None:
     failed = [
         f"{case.name} under {form}"
         for case in cases
-        for form in FORMS
-        if (case.drop_in or form == "data_parallel") and (case.name, form) not in seen
+        for form in COLUMNS
+        if (case.drop_in or form != "MirroredStrategy") and (case.name, form) not in seen
     ]
     if failed:
         raise AssertionError(f"docs/parity.md is not written: no verdict for {failed}")
@@ -235,26 +247,45 @@ def write(cases: list[Case]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="run every pair and write the page")
+    parser.add_argument("--seen", help="keep what is seen here; a run that broke off goes on")
     arguments = parser.parse_args()
     if not arguments.write:
         parser.print_help()
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "seen.jsonl")
+        os.environ[SEEN_FILE] = os.path.abspath(
+            arguments.seen or os.path.join(folder, "seen.jsonl")
+        )
         result = subprocess.run(
             # A case's pairs share its training on one device: one process runs them all.
             [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist=loadgroup", "tests/parity"],
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "TFPARALLEL_PARITY": "write", SEEN_FILE: path},
+            env={**os.environ, "TFPARALLEL_PARITY": "write"},
             check=False,
         )
-        if os.path.exists(path):
-            read_seen(path)
-    if result.returncode == 0:
-        from .cases import ALL  # TensorFlow, which the processes above do not inherit.
+        if result.returncode == 0:
+            from .cases import ALL  # TensorFlow, which the processes above do not inherit.
 
-        write(ALL)
+            read_seen()
+            run_workers(ALL)
+            write(ALL)
     return result.returncode
+
+
+def run_workers(cases: list[Case], batch: int = 30) -> None:
+    """Runs every case on each number of workers, and keeps what was seen."""
+    by_name = {case.name: case for case in cases}
+    for label, (num_workers, num_devices) in JOBS.items():
+        for start in range(0, len(cases), batch):
+            names = [
+                case.name
+                for case in cases[start : start + batch]
+                if (case.feature, case.name, WORKERS, label) not in SEEN
+            ]
+            for name, seen in workers.run_cases(names, num_workers, num_devices).items():
+                if seen.failure:
+                    raise AssertionError(f"{name} on {label} workers: {seen.failure}")
+                record(by_name[name], WORKERS, label, seen.verdict, seen.detail)
 
 
 if __name__ == "__main__":

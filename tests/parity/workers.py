@@ -9,6 +9,7 @@ for many cases; if one of them breaks it, the others go on in a new job.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -96,6 +97,15 @@ def main(num_devices: int, names: Sequence[str]) -> None:
             if compile is not None:
                 compile(model)
             return model
+
+        @contextlib.contextmanager
+        def directory(self):
+            with super().directory() as own:
+                yield strategy.workers.exchange(own)[0]
+                self.wait_for_all()
+
+        def wait_for_all(self):
+            strategy.workers.exchange(None)
 
     cases = {case.name: case for case in ALL}
     for name in names:

@@ -317,7 +317,7 @@ def test_what_builds_no_model(wrong, message):
 
 @pytest.mark.parametrize("strategy", ["mirrored", None, 2])
 def test_what_is_no_strategy(strategy):
-    with pytest.raises(ValueError, match=f"must be 'auto' or .* Received: strategy={strategy!r}"):
+    with pytest.raises(ValueError, match=f"must be 'auto', .* Received: strategy={strategy!r}"):
         tfparallel.data_parallel(mlp, strategy)
 
 
@@ -340,12 +340,13 @@ def test_a_model_of_another_scope(scope_of):
         tfparallel.data_parallel(model, devices=THREE)
 
 
-def test_several_workers_are_refused(monkeypatch):
+def test_a_local_strategy_among_several_workers_is_refused(monkeypatch):
     cluster = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
-    with pytest.raises(RuntimeError, match="TF_CONFIG names 2 workers.*allow_independent_workers"):
-        tfparallel.data_parallel(mlp, devices=TWO)
-    model = tfparallel.data_parallel(mlp, devices=TWO, allow_independent_workers=True)
+    strategy = tfparallel.MirroredStrategy(TWO)
+    with pytest.raises(RuntimeError, match="one of 2 workers .TF_CONFIG.*independent_workers=True"):
+        tfparallel.data_parallel(mlp, strategy)
+    model = tfparallel.data_parallel(mlp, strategy, allow_independent_workers=True)
     assert len(model.strategy.devices) == 2
 
 
@@ -428,9 +429,11 @@ def test_jit_compile_on_one_replica_passes_through():
 def test_jit_compile_under_the_drop_in_strategy():
     with tfparallel.MirroredStrategy(TWO).scope():
         model = mlp()
-        model.compile("sgd", "mse", jit_compile=True)
-    with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
-        model.fit(*data(), verbose=0)
+        with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
+            model.compile("sgd", "mse", jit_compile=True)
+            model.fit(*data(), verbose=0)
+        model.compile("sgd", "mse", jit_compile=False)
+    model.fit(*data(), verbose=0)
 
 
 def stateful():
@@ -570,3 +573,19 @@ def test_the_first_draw_may_be_inside_a_trace():
             return model(x, training=True)
 
     assert forward.get_concrete_function(tf.TensorSpec((6, 3))).structured_outputs.shape == (6, 2)
+
+
+def test_unequal_shares_train_to_the_same_weights():
+    """Five rows of every eight to one replica, one to the last, in batches of 7 and 3."""
+    expected = compiled(mlp())
+    model = tfparallel.data_parallel(mlp, devices=THREE, replica_weights=[5, 2, 1])
+    compiled(model).set_weights(expected.get_weights())
+    for each in (expected, model):
+        each.fit(*data(), batch_size=7, epochs=3, shuffle=False, verbose=0)
+    # Sums in another order, in float32.
+    assert_weights(model, expected.get_weights(), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_for_another_number_of_replicas():
+    with pytest.raises(ValueError, match=r"Received: \[3, 1\] for 3 replicas"):
+        tfparallel.data_parallel(mlp, devices=THREE, replica_weights=[3, 1])

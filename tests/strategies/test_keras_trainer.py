@@ -166,3 +166,16 @@ def test_tensorflows_strategy_clips_before_the_sum():
         optimizer = keras.optimizers.SGD(1.0, clipnorm=1.0)
     variable = custom_step(strategy, optimizer)
     np.testing.assert_allclose(variable.numpy(), [3.0 - 1.2, 4.0 - 1.6], rtol=1e-6)
+
+
+def test_compile_under_the_scope_is_recognized(strategy, monkeypatch):
+    """Rests on the loss tracker, which `keras.src.trainers.trainer` makes in `compile`."""
+    compiled = []
+    monkeypatch.setattr(
+        WatchedStrategy, "extend_model", lambda self, model: compiled.append(model), raising=False
+    )
+    with strategy.scope():
+        model = plain_model()
+        keras.layers.Dense(2).build((None, 3))
+        keras.metrics.Mean()
+    assert compiled and set(map(id, compiled)) == {id(model)}

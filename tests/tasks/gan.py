@@ -23,7 +23,7 @@ class Gan(keras.Model):
         self.generator = keras.Sequential(
             [
                 keras.Input((LATENT,)),
-                layers.Dense(32, use_bias=False, name="g_hidden"),  # The norm has its own shift.
+                layers.Dense(32, name="g_hidden"),
                 layers.BatchNormalization(name="g_norm"),
                 layers.LeakyReLU(name="g_relu"),
                 layers.Dense(64, activation="sigmoid", name="g_pixels"),

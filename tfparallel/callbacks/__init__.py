@@ -1,1 +1,7 @@
 """Keras callbacks that a user may give to `fit`."""
+
+from tfparallel.callbacks.checkpoint import Checkpoint
+from tfparallel.callbacks.nan import NaNGuard
+from tfparallel.callbacks.step_time import StepTime
+
+__all__ = ["Checkpoint", "NaNGuard", "StepTime"]

@@ -1,1 +1,1 @@
-"""Writing the state of a run, and resuming from it."""
+"""The state of a run: collected, written, verified and read again."""

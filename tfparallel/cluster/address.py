@@ -27,23 +27,15 @@ def split_address(address: str) -> tuple[str, int]:
         The host without brackets, and the port.
 
     Raises:
-        ValueError: If the address is malformed; the text says where.
+        ValueError: If the address is malformed.
     """
-    host, port = _parts(address)
-    bracketed = host.startswith("[") and host.endswith("]")
-    if "://" in address:
-        raise ValueError("it must be host:port alone, without a protocol before it")
-    if ":" in host and not bracketed:
+    try:
+        return _split(address)
+    except ValueError as error:
         raise ValueError(
-            f"its host has colons; an IPv6 address stands in brackets, as in '[{host}]:{port}'"
-        )
-    host = host[1:-1] if bracketed else host
-    if not (_is_ipv6(host) if bracketed else _is_host(host)):
-        kind = "IPv6 address" if bracketed else "host name or IPv4 address"
-        raise ValueError(f"{shown(host)} is no {kind}")
-    if not _PORT.fullmatch(port) or int(port) > _MAX_PORT:
-        raise ValueError(f"its port must be a number from 1 to {_MAX_PORT}, not {shown(port)}")
-    return host, int(port)
+            "An address must be host:port, or [host]:port for IPv6, with a port from 1 to "
+            f"{_MAX_PORT}. Received: {address!r}; {error}. An example: node0.example.com:29400"
+        ) from error
 
 
 def join_address(host: str, port: int) -> str:
@@ -81,7 +73,7 @@ def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
             problems.append(f"{name} must be a text 'host:port', not {shown(address)}")
             continue
         try:
-            host, port = split_address(address)
+            host, port = _split(address)
         except ValueError as error:
             problems.append(f"{name}, {shown(address)}, is no address: {error}")
             continue
@@ -93,6 +85,27 @@ def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
             )
         taken.setdefault(place, name)
     return problems
+
+
+def _split(address):
+    """As `split_address`, with an error that says only where the address is wrong."""
+    if not isinstance(address, str):
+        raise ValueError("it is no text")
+    host, port = _parts(address)
+    bracketed = host.startswith("[") and host.endswith("]")
+    if "://" in address:
+        raise ValueError("it must be host:port alone, without a protocol before it")
+    if ":" in host and not bracketed:
+        raise ValueError(
+            f"its host has colons; an IPv6 address stands in brackets, as in '[{host}]:{port}'"
+        )
+    host = host[1:-1] if bracketed else host
+    if not (_is_ipv6(host) if bracketed else _is_host(host)):
+        kind = "IPv6 address" if bracketed else "host name or IPv4 address"
+        raise ValueError(f"{shown(host)} is no {kind}")
+    if not _PORT.fullmatch(port) or int(port) > _MAX_PORT:
+        raise ValueError(f"its port must be a number from 1 to {_MAX_PORT}, not {shown(port)}")
+    return host, int(port)
 
 
 def _parts(address):

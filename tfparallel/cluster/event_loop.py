@@ -21,13 +21,19 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     Returns:
         Its result.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _has_running_loop():
         return _run_here(coroutine)
     # A thread has one running loop at most.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as other_thread:
         return other_thread.submit(_run_here, coroutine).result()
+
+
+def _has_running_loop():
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run_here(coroutine):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from tfparallel.cluster import agreement, messages, port_owner
+from tfparallel.cluster.address import split_address
 
 __all__ = ["listen"]
 
@@ -45,7 +46,7 @@ async def listen(
         RuntimeError: If the port is taken, or the address is not this host's.
     """
     address = workers[worker_index]
-    host, port = messages.split_address(address)
+    host, port = split_address(address)
     try:
         if listen_host is not None:
             address = f"[{listen_host}]:{port}" if ":" in listen_host else f"{listen_host}:{port}"
@@ -77,7 +78,7 @@ def _is_loopback_to_itself_only(host, places, workers):
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
         return False
-    hosts = {messages.split_address(address)[0] for address in workers}
+    hosts = {split_address(address)[0] for address in workers}
     return (
         host != "localhost"
         and len(hosts) > 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tfparallel.cluster import agreement, listener, messages
+from tfparallel.cluster.address import split_address
 
 __all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "Meeting", "Participant", "why"]
 
@@ -102,7 +103,7 @@ class Meeting:
         self.found: dict[int, str] = {}
         # Workers of other jobs that came to this one.
         self.intruders: list[str] = []
-        self._ports = {messages.split_address(address)[1] for address in workers}
+        self._ports = {split_address(address)[1] for address in workers}
         self._tasks: set[asyncio.Task] = set()
         # In the order in which they came.
         self._strangers: dict[asyncio.Task, None] = {}

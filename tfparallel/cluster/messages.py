@@ -16,7 +16,9 @@ import threading
 from collections.abc import Collection
 from typing import Any
 
-__all__ = ["MAX_BYTES", "Connection", "connect", "encode", "reason", "resolve", "split_address"]
+from tfparallel.cluster.address import split_address
+
+__all__ = ["MAX_BYTES", "Connection", "connect", "encode", "reason", "resolve"]
 
 # Of one message; a worker's facts are well below 2 KiB.
 MAX_BYTES = 64 * 1024
@@ -176,30 +178,6 @@ async def resolve(address: str) -> list[tuple[socket.AddressFamily, tuple]]:
 
     threading.Thread(target=look_up, name=f"look up {host}", daemon=True).start()
     return await found
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Splits an address into its host and its port.
-
-    Args:
-        address: `"host:port"` or `"[::1]:port"`.
-
-    Returns:
-        The host without brackets, and the port.
-
-    Raises:
-        ValueError: If the address is malformed.
-    """
-    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    good_port = port.isascii() and port.isdigit() and 1 <= int(port) <= 65535
-    if not (host and colon and good_port) or (":" in host and not bracketed):
-        raise ValueError(
-            "An address must be 'host:port', or '[host]:port' for IPv6, with a port from 1 to "
-            f"65535. Received: {address!r}."
-        )
-    return host, int(port)
 
 
 def reason(error: BaseException) -> str:

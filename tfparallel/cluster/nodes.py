@@ -18,7 +18,9 @@ import socket
 import time
 from collections.abc import Sequence
 
-__all__ = ["Meeting", "join_address", "meet", "split_address"]
+from tfparallel.cluster.address import join_address, split_address
+
+__all__ = ["Meeting", "meet"]
 
 _MESSAGE_BYTES = 1 << 16
 _RETRY_SECONDS = 0.2
@@ -37,35 +39,6 @@ class Meeting:
     addresses: Sequence[Sequence[str]]
     master: str
     token: str
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Splits "host:port" or "[::1]:port".
-
-    Args:
-        address: The address.
-
-    Returns:
-        The host, without brackets, and the port.
-
-    Raises:
-        ValueError: If it has another form or the port is not in 1 to 65535.
-    """
-    host, colon, port = address.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    # An IPv6 address without brackets cannot be told from one with a port.
-    valid_host = bare and (":" not in bare or bare != host) and not set(bare) & set(" /[]@")
-    if not (colon and valid_host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(
-            f"The address must be host:port, with a port from 1 to 65535. Received: {address!r}. "
-            "An example: node0.example.com:29400"
-        )
-    return bare, int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    """Returns "host:port", with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def meet(

@@ -34,6 +34,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tfparallel.cluster import agreement, event_loop, meeting, messages
+from tfparallel.cluster.address import split_address
 
 __all__ = ["meet"]
 
@@ -103,7 +104,7 @@ def _checked_facts(workers, worker_index, facts, timeout_seconds):
     problems = [] if workers else ["the list of workers is empty"]
     for address in dict.fromkeys(workers):
         try:
-            messages.split_address(address)
+            split_address(address)
         except ValueError:
             problems.append(f"{address!r} is not 'host:port' or '[host]:port'")
         if workers.count(address) > 1:

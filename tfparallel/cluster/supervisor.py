@@ -99,6 +99,15 @@ class WorkerExit:
             how = f"was killed by {_signal_name(-self.returncode)}"
         return f"worker {self.worker} {how} after {self.time_seconds:.1f} s"
 
+    def explain(self) -> str:
+        """Returns what `describe` does, what it may mean, and the last lines of the output."""
+        text = self.describe()
+        if self.returncode == -signal.SIGKILL and not self.stopped:
+            text += " (by hand, or by the system for want of memory: see `dmesg`)"
+        if self.tail:
+            text += "; its last lines:\n" + "\n".join(f"    {line}" for line in self.tail)
+        return text
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -106,11 +115,13 @@ class Outcome:
 
     Attributes:
         exits: Every worker's end, in the order of the programs.
-        culprit: The worker whose failure ended the job; None if all succeeded.
+        culprit: The worker whose failure ended the job; None if none failed.
+        timed_out: Whether the job was stopped because its time was over.
     """
 
     exits: tuple[WorkerExit, ...]
     culprit: WorkerExit | None
+    timed_out: bool = False
 
 
 class Job:
@@ -161,8 +172,11 @@ class Job:
         else:
             self.stop(getattr(error, "signum", signal.SIGTERM))
 
-    def wait(self) -> Outcome:
+    def wait(self, timeout_seconds: float | None = None) -> Outcome:
         """Waits until all workers succeeded or one failed, then stops the others.
+
+        Args:
+            timeout_seconds: How long to wait; for ever if None. Then all are stopped.
 
         Returns:
             The outcome, with no process left.
@@ -171,7 +185,8 @@ class Job:
             Exception: What `on_output` raised.
         """
         with self:
-            self._wait_until(lambda: self._all_ended() or self._failures())
+            self._wait_until(lambda: self._all_ended() or self._failures(), timeout_seconds)
+            timed_out = not self._all_ended() and not self._failures()
             culprit = None
             if self._failures():
                 self._wait_until(self._all_ended, _SETTLE_SECONDS)
@@ -180,6 +195,7 @@ class Job:
         return Outcome(
             exits=exits,
             culprit=next((exit_ for exit_ in exits if exit_.worker == culprit), None),
+            timed_out=timed_out,
         )
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
@@ -249,6 +265,7 @@ def run(
     *,
     on_output: Callable[[int, str, bytes], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    timeout_seconds: float | None = None,
 ) -> Outcome:
     """Runs a job to its end.
 
@@ -256,6 +273,7 @@ def run(
         programs: One for each worker.
         on_output: As for `Job`.
         grace_seconds: As for `Job`.
+        timeout_seconds: As for `Job.wait`.
 
     Returns:
         The outcome, with no process left, however the function is left.
@@ -263,7 +281,8 @@ def run(
     Raises:
         Exception: What `on_output` raised.
     """
-    return Job(programs, on_output=on_output, grace_seconds=grace_seconds).wait()
+    job = Job(programs, on_output=on_output, grace_seconds=grace_seconds)
+    return job.wait(timeout_seconds)
 
 
 class _Worker:

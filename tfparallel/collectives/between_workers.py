@@ -14,11 +14,13 @@ Rests on `tensorflow.python.ops.collective_ops`; there is no public way to a col
 replica.
 """
 
+import contextlib
 import copy
 import functools
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -28,6 +30,28 @@ _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up fr
 _STEPS_PER_OCTAVE = 4
 _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
+
+
+class WorkerLostError(RuntimeError):
+    """Another worker of the job has ended; no collective can run in this process any more."""
+
+
+@contextlib.contextmanager
+def naming_lost_worker() -> Iterator[None]:
+    """Turns what TensorFlow says when a peer has ended, screens of it, into `WorkerLostError`."""
+    try:
+        yield
+    except tf.errors.UnavailableError as error:
+        task = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", error.message)
+        lost = f"worker {task[1]}" if task else "another worker"
+        reason = re.search(r'grpc_message:"([^"]*)"', error.message)
+        raise WorkerLostError(
+            f"The connection to {lost} was lost: it has ended, or the network between the two. "
+            "Every worker is required, and this process cannot join it again. Received: "
+            f"{reason[1] if reason else error.message.splitlines()[0]}. The cause is in the output "
+            "of the worker that was lost; `tfparallel launch --max_restarts=3` starts all again, "
+            "and they resume from their checkpoint if there is one."
+        ) from None
 
 
 class WorkerGroup:

@@ -32,6 +32,10 @@ class StartError(Exception):
     """The workers of a job could not start together; its text is shown and the exit code is 1."""
 
 
+class LostError(Exception):
+    """Another worker has ended; the text is shown and this process ends at once, with code 1."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     """What `--help` says about one program.
@@ -230,6 +234,12 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
     except StartError as error:
         print(f"tfparallel {name}: {error}", file=sys.stderr)
         return 1
+    except LostError as error:
+        print(f"tfparallel {name}: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Past TensorFlow's own end, which waits seconds for the workers that are gone.
+        os._exit(1)
 
 
 def help_text(command: Command, values: flags.FlagValues) -> str:

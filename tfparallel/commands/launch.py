@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -10,13 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
 
-from tfparallel.cluster.environment import (
-    Place,
-    available_cores,
-    core_shares,
-    worker_environment,
-)
-from tfparallel.cluster.nodes import Meeting, meet, split_address
+from tfparallel.cluster.address import split_address
+from tfparallel.cluster.environment import available_cores, core_shares
+from tfparallel.cluster.host_share import host_programs, meet_alone
+from tfparallel.cluster.nodes import meet
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.supervisor import (
@@ -229,26 +225,14 @@ def _run_with_restarts(values, command):
 
 
 def _run_once(values: flags.FlagValues, command: Sequence[str], attempt: int) -> Outcome:
-    meeting = _meet(values, attempt)
-    node_rank = values.node_rank or 0
-    first = sum(len(node) for node in meeting.addresses[:node_rank])
-    cores = [()] * values.nproc_per_node
-    if values.bind_cores:
-        cores = core_shares(available_cores(), values.nproc_per_node)
-    programs = []
-    for local_rank in range(values.nproc_per_node):
-        place = Place(
-            addresses=[address for node in meeting.addresses for address in node],
-            worker=first + local_rank,
-            local_rank=local_rank,
-            num_local_workers=values.nproc_per_node,
-            node_rank=node_rank,
-            master=meeting.master,
-            token=meeting.token,
-            restart_count=attempt,
-        )
-        environment = worker_environment(os.environ, place)
-        programs.append(Program(place.worker, command, environment, cores[local_rank]))
+    programs = host_programs(
+        _meet(values, attempt),
+        command,
+        os.environ,
+        node_rank=values.node_rank or 0,
+        restart_count=attempt,
+        bind_cores=values.bind_cores,
+    )
     with contextlib.ExitStack() as stack:
         screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer)
         on_output = _keeping(values, programs, attempt, screen.write, stack)
@@ -258,13 +242,9 @@ def _run_once(values: flags.FlagValues, command: Sequence[str], attempt: int) ->
 
 
 def _meet(values, attempt):
-    *ports, master_port = free_ports(values.nproc_per_node + 1)
     if values.nnodes == 1:
-        return Meeting(
-            addresses=[[f"127.0.0.1:{port}" for port in ports]],
-            master=f"127.0.0.1:{master_port}",
-            token=secrets.token_hex(16),
-        )
+        return meet_alone(values.nproc_per_node)
+    *ports, master_port = free_ports(values.nproc_per_node + 1)
     return meet(
         values.rdzv_endpoint,
         nnodes=values.nnodes,
@@ -301,13 +281,7 @@ def _keeping(
 
 
 def _report(outcome: Outcome) -> None:
-    culprit = outcome.culprit
-    text = culprit.describe()
-    if culprit.returncode == -signal.SIGKILL:
-        text += " (by hand, or by the system for want of memory: see `dmesg`)"
-    if culprit.tail:
-        text += "; its last lines:\n" + "\n".join(f"    {line}" for line in culprit.tail)
-    _say(text)
+    _say(outcome.culprit.explain())
     stopped = [str(exit_.worker) for exit_ in outcome.exits if exit_.stopped]
     if stopped:
         _say(f"stopped worker{'s' * (len(stopped) > 1)} {', '.join(stopped)}")

@@ -13,11 +13,13 @@ _COMMANDS = {
     "train": "trains a task file under the form that --parallel names",
     "check": "proves that a form trains to the same weights as one device",
     "launch": "starts, watches, restarts and stops the workers of a job",
+    "doctor": "says what will fail on this host, in this cluster, with these versions",
 }
 
 _USAGE = """\
 usage: tfparallel COMMAND TASK.py [--flags]
        tfparallel launch [--flags] -- PROGRAM [ARGUMENTS]
+       tfparallel doctor [--flags]
 
 commands:
 {commands}

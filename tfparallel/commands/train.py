@@ -20,6 +20,7 @@ from tfparallel.commands.flags import (
     run_command,
 )
 from tfparallel.commands.own_workers import run_as_workers
+from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.task import TaskError, load_task
 
 __all__ = ["main"]
@@ -51,6 +52,19 @@ def _flags() -> flags.FlagValues:
         "Write the state here after each epoch, and resume from it.",
         flag_values=values,
     )
+    flags.DEFINE_integer(
+        "checkpoint_every_steps",
+        None,
+        "Write the state after this many steps, too; with --checkpoint_dir.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "inject",
+        None,
+        "Have a fault strike a worker, once: kill:worker=1,step=20, hang:worker=0,step=5, "
+        "exit:worker=1,step=3,code=5 or slow:worker=1,ms=50.",
+        flag_values=values,
+    )
     flags.DEFINE_bool(
         "stop_on_nan",
         False,
@@ -71,10 +85,32 @@ def _problems(values: flags.FlagValues) -> list[str]:
         )
     problems += path_problems("save", values.save, ".keras")
     problems += path_problems("report", values.report, ".json")
+    problems += _checkpoint_problems(values)
+    if values.inject is not None:
+        try:
+            parse_fault(values.inject)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _checkpoint_problems(values) -> list[str]:
+    problems = []
     if values.checkpoint_dir is not None and os.path.isfile(values.checkpoint_dir):
         problems.append(
             "The checkpoint folder is a file. "
             f"Received: --checkpoint_dir={values.checkpoint_dir}. Name a folder."
+        )
+    every = values.checkpoint_every_steps
+    if every is not None and every < 1:
+        problems.append(
+            "A checkpoint is written after one or more steps. "
+            f"Received: --checkpoint_every_steps={every}."
+        )
+    if every is not None and values.checkpoint_dir is None:
+        problems.append(
+            "--checkpoint_every_steps needs a folder to write to. Received: "
+            f"--checkpoint_every_steps={every} alone. Add --checkpoint_dir=FOLDER."
         )
     return problems
 

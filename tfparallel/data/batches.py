@@ -37,6 +37,10 @@ class EpochBatches(keras.callbacks.Callback):
         seed: The seed of the order of arrays.
         steps_per_epoch: Batches in an epoch, or None for one pass.
 
+    Attributes:
+        dataset: What `fit` is given.
+        starts_anywhere: Whether an epoch can start in its middle without reading what comes before.
+
     Raises:
         ValueError: If a data set is infinite and `steps_per_epoch` is None.
 
@@ -60,7 +64,9 @@ class EpochBatches(keras.callbacks.Callback):
     ):
         super().__init__()
         self._epoch = 0
-        if isinstance(data, tf.data.Dataset):
+        self._start = (0, 0)
+        self.starts_anywhere = not isinstance(data, tf.data.Dataset)
+        if not self.starts_anywhere:
             self.dataset = _dataset_batches(data, global_batch_size, steps_per_epoch)
             return
         arrays = _as_tensors(data)
@@ -71,6 +77,9 @@ class EpochBatches(keras.callbacks.Callback):
             steps = batch_indices(
                 num_examples, global_batch_size, seed, self._epoch * num_steps, num_steps
             )
+            epoch, skipped = self._start
+            if epoch == self._epoch:
+                steps[:skipped] = [np.empty(0, np.int64)] * skipped
             flat = np.concatenate(steps)
             ends = np.cumsum([len(step) for step in steps])
             return flat, ends.astype(np.int64)
@@ -94,9 +103,22 @@ class EpochBatches(keras.callbacks.Callback):
             tf.data.AUTOTUNE
         )
 
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forgets where an earlier `fit` started."""
+        self._start = (0, 0)
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets the epoch whose batches the next iterator yields."""
         self._epoch = epoch
+
+    def start_at(self, epoch: int, step: int) -> None:
+        """Has one epoch start in its middle: its first `step` batches of arrays come empty.
+
+        Keras cannot start an epoch in its middle, and counts its batches; so they come, at no
+        cost, and are passed over (`tfparallel.callbacks.Checkpoint`). A `tf.data.Dataset` yields
+        them as they are.
+        """
+        self._start = (epoch, step)
 
 
 def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:

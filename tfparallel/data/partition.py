@@ -4,6 +4,9 @@ The arithmetic is plain Python; it holds for Python integers and for scalar inte
 so that the row count of a batch may be known only when the step runs.
 """
 
+import itertools
+import numbers
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 Count = TypeVar("Count")
@@ -16,22 +19,51 @@ class RowRange(NamedTuple):
     size: Count
 
 
-def row_ranges(num_rows: Count, num_shards: int) -> list[RowRange]:
-    """Splits `num_rows` rows into `num_shards` consecutive ranges whose sizes differ by at most 1.
+def row_ranges(
+    num_rows: Count, num_shards: int, weights: Sequence[int] | None = None
+) -> list[RowRange]:
+    """Splits `num_rows` rows into `num_shards` consecutive ranges, equal or as the weights say.
 
-    Shard k gets the rows from floor(k·B/N) to floor((k+1)·B/N), with B = `num_rows` and
-    N = `num_shards`. With fewer rows than shards some ranges are empty.
+    Shard k gets the rows from floor(W_k·B/W) to floor(W_{k+1}·B/W), with B = `num_rows`, W_k the
+    sum of the weights before k and W that of all. Without weights W_k = k, and the sizes differ by
+    at most 1. With few rows some ranges are empty.
 
     Args:
         num_rows: B, a Python integer or a scalar integer tensor.
         num_shards: N, at least 1.
+        weights: N whole numbers of at least 1, such as `[3, 1]` for a device three times as fast
+            as the other. None for equal shares.
 
     Returns:
         One `RowRange` for each shard, in order.
 
+    Raises:
+        ValueError: If the weights are not N whole numbers of at least 1.
+
     Example:
         >>> row_ranges(10, 3)
         [RowRange(start=0, size=3), RowRange(start=3, size=3), RowRange(start=6, size=4)]
+        >>> row_ranges(8, 2, [3, 1])
+        [RowRange(start=0, size=6), RowRange(start=6, size=2)]
     """
-    bounds = [shard * num_rows // num_shards for shard in range(num_shards + 1)]
+    check_weights(weights, num_shards)
+    ends = list(itertools.accumulate(weights or [1] * num_shards, initial=0))
+    bounds = [end * num_rows // ends[-1] for end in ends]
     return [RowRange(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def check_weights(weights: Sequence[int] | None, num_shards: int) -> None:
+    """Raises unless the weights are None, or a whole number of at least 1 for each shard.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    if weights is None:
+        return
+    whole = all(isinstance(w, numbers.Integral) and not isinstance(w, bool) for w in weights)
+    if not whole or len(weights) != num_shards or min(weights) < 1:
+        raise ValueError(
+            "`replica_weights` must hold one whole number of at least 1 for each replica. "
+            f"Received: {list(weights)} for {num_shards} replicas. [3, 1] gives the first of two "
+            "replicas three rows of every four."
+        )

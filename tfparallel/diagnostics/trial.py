@@ -149,8 +149,7 @@ class Trial:
             outcome: A training on one device.
 
         Returns:
-            Their indices in `model.weights`. Empty where the gradient cannot
-            be computed from outside, as for a model with several losses.
+            Their indices in `model.weights`.
         """
         batch = self._batches[0]
         fresh = self.build()
@@ -224,19 +223,28 @@ def _optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
 
 
 def _gradient_sizes(model: keras.Model, batch: tuple[Any, ...]) -> dict[int, float]:
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if type(model).train_step is not keras.Model.train_step:
-        return {}  # Its loss is the user's own, in the user's own code.
-    with tf.GradientTape() as tape:
-        predicted = model(x, training=True)
-        loss = model.compute_loss(
-            x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True
-        )
-    weights = model.trainable_weights
+    """The largest gradient of each weight that a step hands to an optimizer, eagerly run."""
     positions = {id(weight): index for index, weight in enumerate(model.weights)}
-    gradients = tape.gradient(loss, [weight.value for weight in weights])
-    return {
-        positions[id(weight)]: float(np.max(np.abs(tf.convert_to_tensor(gradient)), initial=0.0))
-        for weight, gradient in zip(weights, gradients, strict=True)
-        if gradient is not None
-    }
+    sizes: dict[int, float] = {}
+
+    def watch(optimizer):
+        apply = optimizer.apply
+
+        def watched(grads, trainable_variables=None):
+            grads = list(grads)
+            held = trainable_variables or optimizer._trainable_variables
+            for weight, gradient in zip(held, grads, strict=False):
+                if gradient is not None and id(weight) in positions:
+                    largest = np.max(np.abs(tf.convert_to_tensor(gradient)), initial=0.0)
+                    index = positions[id(weight)]
+                    sizes[index] = max(sizes.get(index, 0.0), float(largest))
+            return apply(grads, trainable_variables)
+
+        object.__setattr__(optimizer, "apply", watched)
+
+    for optimizer in _optimizers(model).values():
+        watch(optimizer)
+    model.run_eagerly = True
+    model.train_function = None
+    model.fit(batches_dataset([batch]), shuffle=False, verbose=0)
+    return sizes

@@ -8,6 +8,7 @@ from tensorflow.python.distribute import values
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
+from tfparallel.data.partition import check_weights
 from tfparallel.replication import clone
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.replication.model import extend_model
@@ -18,6 +19,7 @@ def data_parallel(
     strategy: str | MirroredStrategy | MultiWorkerMirroredStrategy = "auto",
     *,
     devices: Sequence[str] | None = None,
+    replica_weights: Sequence[int] | None = None,
     synchronize_batch_norm: bool = True,
     allow_independent_workers: bool = False,
 ) -> keras.Model:
@@ -40,6 +42,9 @@ def data_parallel(
             `tfparallel.MultiWorkerMirroredStrategy`.
         devices: Names of the devices under `"auto"`, one replica each, such as
             `["GPU:0", "GPU:1"]`. Default: all GPUs, else all logical CPUs.
+        replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
+            replica computes three. One whole number for each replica of all workers; the
+            weights that come out are the same. Default: equal shares.
         synchronize_batch_norm: Whether batch normalization uses the moments of the global batch,
             as on one device. False uses each replica's own, which is faster by one small
             reduction a layer, and not exact.
@@ -67,6 +72,8 @@ def data_parallel(
         Distributed Synchronous SGD", arXiv:1604.00981, 2016.
     """
     strategy = _resolve_strategy(strategy, devices, allow_independent_workers)
+    if replica_weights is not None:
+        _set_replica_weights(strategy, replica_weights)
     if isinstance(model_or_function, keras.Model):
         _refuse_foreign_scope(model_or_function, strategy)
         model = clone.clone_under(model_or_function, strategy)
@@ -109,6 +116,13 @@ def _resolve_strategy(strategy, devices, allow_independent_workers):
     names = device_lib.choose_devices(devices=devices)
     default = (device_lib.list_devices("GPU") or device_lib.list_devices("CPU"))[:1]
     return _OneDevice() if names == default else MirroredStrategy(names)
+
+
+def _set_replica_weights(strategy, replica_weights) -> None:
+    if isinstance(strategy, _OneDevice):
+        check_weights(replica_weights, 1)
+    else:
+        strategy.replica_weights = replica_weights
 
 
 def _build(function, strategy) -> keras.Model:

@@ -7,7 +7,15 @@ import tensorflow as tf
 from keras.src import backend
 
 from tfparallel.callbacks import chief_only
-from tfparallel.replication import batch_norm, checks, optimizer, random
+from tfparallel.collectives.between_workers import naming_lost_worker
+from tfparallel.replication import (
+    agreement,
+    batch_norm,
+    checks,
+    optimizer,
+    random,
+    sample_partition,
+)
 from tfparallel.replication.extend import extend, original_class
 from tfparallel.replication.replicated_call import ReplicatedCall
 
@@ -119,8 +127,18 @@ class DataParallelModel(ReplicatedLayer):
         restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
         if restores:
             callbacks = [*callbacks, chief_only.RestoredByChief(self._workers)]
-        with chief_only.writing_by_chief(callbacks, is_chief):
-            return super().fit(**self._quiet_unless_chief(asked | {"callbacks": callbacks}))
+        agreement.check_fit(self._workers, self, asked)
+        if self._fingerprints is None:
+            object.__setattr__(self, "_fingerprints", agreement.BatchFingerprints(self._workers))
+        self._fingerprints.restart()
+        try:
+            with chief_only.writing_by_chief(callbacks, is_chief), naming_lost_worker():
+                return super().fit(**self._quiet_unless_chief(asked | {"callbacks": callbacks}))
+        except tf.errors.InvalidArgumentError as error:
+            explained = agreement.explain(error)
+            if explained is None:
+                raise
+            raise explained from None
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Keras looks at a first batch here, under a strategy only: a generator loses the batches
@@ -130,7 +148,7 @@ class DataParallelModel(ReplicatedLayer):
         if original_class(self).train_step is not keras.Model.train_step:
             return None  # Only the user's step knows what it calls, and what it updates.
         if iterator is not None:
-            data_batch = _spec_of(iterator._get_iterator())
+            data_batch = sample_partition.unmarked(_spec_of(iterator._get_iterator()))
         with self.strategy.scope():
             self._symbolic_build(data_batch=data_batch)
         return None
@@ -140,6 +158,7 @@ class DataParallelModel(ReplicatedLayer):
         if self.strategy is None:
             return super().train_step(data)
         extend_parts(self)
+        data = sample_partition.joined(data, self._workers)
         object.__setattr__(self, "_in_train_step", True)
         try:
             # Of a step whose data has run out, ops that need no data (the count of the steps, the
@@ -148,9 +167,19 @@ class DataParallelModel(ReplicatedLayer):
             tensors = [leaf for leaf in keras.tree.flatten(data) if _is_symbolic(leaf)]
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
             with tf.control_dependencies(arrived):
+                if self._fingerprints is not None:
+                    self._fingerprints.check(data)
                 return super().train_step(data)
         finally:
             object.__setattr__(self, "_in_train_step", False)
+
+    def test_step(self, data):
+        """One step of evaluation, for the global batch."""
+        return super().test_step(sample_partition.joined(data, self._workers))
+
+    def predict_step(self, data):
+        """One step of prediction, for the global batch."""
+        return super().predict_step(sample_partition.joined(data, self._workers))
 
     def _partial_gradients(self):
         # A user's own step may do anything with its gradients, so they are summed at once; Keras's
@@ -187,6 +216,7 @@ def extend_model(
         _synchronize_batch_norm=synchronize_batch_norm,
         _in_train_step=False,
         _pending_terms={},
+        _fingerprints=None,
     )
     if strategy is not None:
         object.__setattr__(model, "_distribute_strategy", strategy)

@@ -146,9 +146,13 @@ class ReplicatedCall:
         num_replicas, first = self._strategy.num_replicas, self._strategy.first_replica
         all_shards = [
             shards.Shard(k, num_replicas, start, size, num_rows)
-            for k, (start, size) in enumerate(partition.row_ranges(num_rows, num_replicas))
+            for k, (start, size) in enumerate(self._row_ranges(num_rows))
         ]
         return all_shards[first : first + len(self._strategy.devices)]
+
+    def _row_ranges(self, num_rows):
+        strategy = self._strategy
+        return partition.row_ranges(num_rows, strategy.num_replicas, strategy.replica_weights)
 
     def _local_index(self) -> int:
         """Which of this worker's replicas is running."""
@@ -161,7 +165,7 @@ class ReplicatedCall:
         if workers is None or not tensors:
             return tensors
         num_replicas, per_worker = self._strategy.num_replicas, len(self._strategy.devices)
-        sizes = [size for _, size in partition.row_ranges(num_rows, num_replicas)]
+        sizes = [size for _, size in self._row_ranges(num_rows)]
         counts = [sum(sizes[k : k + per_worker]) for k in range(0, num_replicas, per_worker)]
         return workers.all_gather(tensors, counts)
 

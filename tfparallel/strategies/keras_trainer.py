@@ -2,10 +2,10 @@
 
 Answers one gap of Keras 3 on TensorFlow: `fit`, `evaluate` and `predict` hand their steps and
 data sets to `strategy.run` and `strategy.experimental_distribute_dataset` without saying for
-which model, and there is no hook for a strategy that wants to know. `calling_model` finds the
-model in the frames of the call. It rests on the place of the trainer
-(`keras.src.backend.tensorflow.trainer`); `tests/strategies/test_keras_trainer.py` fails on the
-day that it moves.
+which model, and `compile` says nothing at all; there is no hook for a strategy that wants to know.
+`calling_model` and `compiling_model` find the model in the frames of the call. They rest on the
+places of the trainer (`keras.src.backend.tensorflow.trainer`, `keras.src.trainers.trainer`);
+`tests/strategies/test_keras_trainer.py` fails on the day that one moves.
 """
 
 import sys
@@ -29,7 +29,7 @@ def calling_model() -> keras.Model | None:
     return _caller(_TRAINER_MODULE, keras.Model)
 
 
-def compiled_model() -> keras.Model | None:
+def compiling_model() -> keras.Model | None:
     """Returns the model that is being compiled, once its optimizer and its losses are known."""
     model = _caller(_COMPILE_MODULE, keras.Model)
     return model if model is not None and model.compiled else None

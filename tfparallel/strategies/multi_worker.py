@@ -9,6 +9,7 @@ global already (keras#20585).
 import json
 import os
 import random
+import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -46,12 +47,18 @@ class _MultiWorkerExtended(
         )
 
     def _create_variable(self, next_creator, **kwargs):
-        # `fit` has made its callbacks by the time that it asks the strategy for anything, and of
-        # several workers only the chief's may write. `compile` makes a variable, for the loss.
-        strategy, model = self._container_strategy(), keras_trainer.compiled_model()
-        if model is not None and getattr(model, "_strategy", None) is not strategy:
-            strategy.extend_model(model)
-        return super()._create_variable(next_creator, **kwargs)
+        # The chief's initial values are sent to the others, which must ask for the same.
+        try:
+            return super()._create_variable(next_creator, **kwargs)
+        except tf.errors.InvalidArgumentError as error:
+            if "mismatch in the collective" not in str(error):
+                raise
+            shapes = re.findall(r"expected shape (\[[^\]]*\])", error.message)[:2]
+            raise RuntimeError(
+                "The workers build different models; every worker must create the same variables "
+                f"in the same order. Received: {kwargs.get('name') or 'a variable'} of shapes "
+                f"{' and '.join(shapes)}. Run the same program on all workers."
+            ) from error
 
     def _in_multi_worker_mode(self):
         return super()._in_multi_worker_mode() and keras_trainer.calling_model() is None
@@ -126,7 +133,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             )
             WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
-        type(self)._of_process = self
+        MultiWorkerMirroredStrategy._of_process = self
 
     @classmethod
     def of_process(cls, **kwargs) -> "MultiWorkerMirroredStrategy":

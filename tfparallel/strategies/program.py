@@ -16,11 +16,12 @@ of TensorFlow's another one.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.data.partition import check_weights
 from tfparallel.strategies import keras_trainer, variables
 
 
@@ -39,6 +40,10 @@ class ProgramExtended:
         return not in_program and super()._use_merge_call()
 
     def _create_variable(self, next_creator, **kwargs):
+        strategy, model = self._container_strategy(), keras_trainer.compiling_model()
+        is_ours = model is not None and model._distribute_strategy is strategy
+        if is_ours and getattr(model, "_strategy", None) is not strategy:
+            strategy.extend_model(model)
         like = kwargs.pop("colocate_with", None)
         if like is not None and not hasattr(like, "_devices"):
             # The host of an input pipeline, which keeps one copy.
@@ -68,6 +73,17 @@ class ProgramStrategy:
 
     workers: WorkerGroup | None = None  # What joins the workers of the job; None for one.
     _program_depth = 0
+    _replica_weights: tuple[int, ...] | None = None
+
+    @property
+    def replica_weights(self) -> tuple[int, ...] | None:
+        """Each replica's share of the rows of a batch, in whole numbers; None for equal ones."""
+        return self._replica_weights
+
+    @replica_weights.setter
+    def replica_weights(self, weights: Sequence[int] | None) -> None:
+        check_weights(weights, self.num_replicas)
+        self._replica_weights = None if weights is None else tuple(map(int, weights))
 
     @property
     def num_replicas(self) -> int:
@@ -122,4 +138,4 @@ class ProgramStrategy:
         return super().experimental_distribute_dataset(dataset, options)
 
     def extend_model(self, model) -> None:
-        """Called with each Keras model that trains under this strategy, before its steps run."""
+        """Called with each Keras model that is compiled or trained under this strategy."""

@@ -56,7 +56,10 @@ class MetricVariable(values.SyncOnReadVariable):
 
     def _writes_whole(self) -> bool:
         """Whether what is written now is the whole, not a replica's part; remembers it."""
-        self._is_whole = self._in_program()
+        # Outside any scope TensorFlow is in the one replica of its default strategy.
+        context = tf.distribute.get_replica_context()
+        in_own_replica = context is not None and context.strategy is self._distribute_strategy
+        self._is_whole = self._is_sum() and not in_own_replica
         return self._is_whole
 
     def _get_cross_replica(self):

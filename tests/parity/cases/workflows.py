@@ -95,13 +95,14 @@ def checkpointed(pattern, weights_only):
     """Trains with ModelCheckpoint; compares what the best file holds, read by plain Keras."""
 
     def train(form, case):
-        with tempfile.TemporaryDirectory() as directory:
+        with form.directory() as directory:
             path = Path(directory) / pattern
             model = form.model(case)
             callback = keras.callbacks.ModelCheckpoint(
                 path, save_best_only=True, save_weights_only=weights_only, monitor="val_accuracy"
             )
             history = model.fit(**fit_arguments(case), callbacks=[callback])
+            form.wait_for_all()  # The chief may still be writing.
             if weights_only:
                 best = case.build()
                 best.load_weights(path)

@@ -1,0 +1,252 @@
+"""A `fit` that was interrupted ends as one that was not: weights, logs and history."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.callbacks import Checkpoint
+from tfparallel.checkpoint import state
+from tfparallel.data.batches import EpochBatches
+
+X = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+EPOCHS, STEPS = 3, 7  # 50 examples in batches of 8, the last one short.
+
+
+class Interruption(Exception):
+    pass
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends `fit` before the given step of an epoch."""
+
+    def __init__(self, epoch, step):
+        super().__init__()
+        self._at = (epoch, step)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self._epoch, batch) == self._at:
+            raise Interruption
+
+
+class Noise(keras.layers.Layer):
+    """Draws from Keras's own generator, which no layer holds."""
+
+    def call(self, x, training=False):
+        return x + 0.1 * keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+def build(width=5):
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(width, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.4),
+            keras.layers.GaussianNoise(0.1),
+            keras.layers.Dense(1),
+        ],
+        name="net",
+    )
+
+
+def one_device(build_model):
+    return build_model()
+
+
+def two_devices(build_model):
+    return tfparallel.data_parallel(build_model, devices=["CPU:0", "CPU:1"])
+
+
+def in_scope(build_model):
+    with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        return build_model()
+
+
+def fitted(form, directory=None, interrupt=None, *, build_model=build, opaque=False, **kwargs):
+    """Trains from the same seeds; returns the model, its history and the checkpoint."""
+    options = {"every_steps": 1} | kwargs.pop("checkpoint", {})
+    optimizer = kwargs.pop("optimizer", lambda: keras.optimizers.Adam(0.01))
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    model = form(build_model)
+    if form is in_scope:
+        with model.distribute_strategy.scope():
+            model.compile(optimizer=optimizer(), loss="mse", metrics=["mae"], **kwargs)
+    else:
+        model.compile(optimizer=optimizer(), loss="mse", metrics=["mae"], **kwargs)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)) if opaque else (X, Y)
+    batches = EpochBatches(data, global_batch_size=8, seed=3)
+    callbacks = [batches]
+    checkpoint = None
+    if directory is not None:
+        checkpoint = Checkpoint(directory, batches=batches, **options)
+        callbacks.append(checkpoint)
+    if interrupt is not None:
+        callbacks.append(Interrupt(*interrupt))
+    history = model.fit(
+        batches.dataset,
+        epochs=EPOCHS,
+        validation_data=(X[:10], Y[:10]),
+        callbacks=callbacks,
+        shuffle=False,
+        verbose=0,
+    )
+    return model, history, checkpoint
+
+
+def assert_same_run(whole, resumed):
+    (model, history, _), (other, other_history, _) = whole, resumed
+    # As a checkpoint sees it: an accumulator is the sum of its copies, however they share it.
+    states = [state.capture(each)["training"] for each in (model, other)]
+    names = [name for name, _, _ in state.describe(model)["training"]]
+    for name, expected, found in zip(names, *states, strict=True):
+        # CPU kernels may share their sums out to threads in another way.
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert other_history.epoch == history.epoch == [0, 1, 2]
+    assert other_history.history.keys() == history.history.keys()
+    for name, values in history.history.items():
+        np.testing.assert_allclose(other_history.history[name], values, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form, at",
+    [
+        (one_device, (0, 3)),
+        (one_device, (1, 0)),
+        (two_devices, (1, 5)),
+        (in_scope, (2, 6)),
+    ],
+)
+def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path, capsys, form, at):
+    whole = fitted(form)
+    with pytest.raises(Interruption):
+        fitted(form, tmp_path, at)
+    capsys.readouterr()
+    resumed = fitted(form, tmp_path)
+    assert_same_run(whole, resumed)
+    epoch, step = at
+    assert resumed[2].resumed == {
+        "step": epoch * STEPS + step,
+        "epoch": epoch,
+        "step_in_epoch": step,
+    }
+    assert resumed[2].num_passed == step
+    assert f"resuming at epoch {epoch + 1}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [one_device, two_devices])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=4)},
+        {"optimizer": lambda: keras.optimizers.SGD(0.01, momentum=0.9, use_ema=True)},
+        {
+            "optimizer": lambda: keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.Adam(0.01, gradient_accumulation_steps=4), initial_scale=8.0
+            )
+        },
+        {"steps_per_execution": 2, "checkpoint": {"every_steps": 2}},
+        {"opaque": True},
+        {"build_model": lambda: keras.Sequential([keras.Input((4,)), Noise(), *build().layers])},
+    ],
+    ids=["accumulation", "average", "loss_scale", "executions", "opaque", "global_generator"],
+)
+def test_all_of_the_state_is_kept(tmp_path, form, options):
+    whole = fitted(form, **options)
+    with pytest.raises(Interruption):
+        fitted(form, tmp_path, (1, 2), **options)
+    assert_same_run(whole, fitted(form, tmp_path, **options))
+
+
+def test_from_a_damaged_one_the_run_falls_back(tmp_path):
+    with pytest.raises(Interruption):
+        fitted(one_device, tmp_path, (1, 3))
+    file = tmp_path / "step_00000010" / "state.npy"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.warns(UserWarning, match="step_00000010 is not whole"):
+        resumed = fitted(one_device, tmp_path)
+    assert resumed[2].resumed["step"] == 9
+    assert_same_run(fitted(one_device), resumed)
+
+
+def test_what_is_written_when(tmp_path):
+    options = {"checkpoint": {"every_steps": 5, "keep": 99}}
+    fitted(one_device, tmp_path / "steps", **options)
+    found = [int(path.name[5:]) for path in sorted((tmp_path / "steps").iterdir())]
+    assert found == [0, 5, 7, 10, 14, 15, 20, 21]
+    fitted(one_device, tmp_path / "epochs", checkpoint={"every_steps": None, "keep": 2})
+    found = [int(path.name[5:]) for path in sorted((tmp_path / "epochs").iterdir())]
+    assert found == [14, 21]
+
+
+def test_a_run_that_is_done_is_left_alone(tmp_path, capsys):
+    whole = fitted(one_device, tmp_path)
+    capsys.readouterr()
+    again = fitted(one_device, tmp_path)
+    assert "nothing to do: 3 of 3 epochs are done" in capsys.readouterr().out
+    assert again[1].history == whole[1].history
+    for expected, found in zip(whole[0].weights, again[0].weights, strict=True):
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+    # And nothing of it stays with the model: a `fit` without a checkpoint trains.
+    before = again[0].get_weights()
+    again[0].fit(X, Y, verbose=0)
+    assert any((a != b).any() for a, b in zip(before, again[0].get_weights(), strict=True))
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_training(tmp_path):
+    fitted(one_device, tmp_path)
+    with pytest.raises(ValueError) as caught:
+        fitted(one_device, tmp_path, build_model=lambda: build(width=6))
+    text = str(caught.value)
+    assert "belongs to another run" in text and "only the model has net/dense/kernel (4, 6)" in text
+    assert "only the checkpoint has net/dense/kernel (4, 5) float32" in text
+    with pytest.raises(ValueError, match=r"only the model has .*sgd/"):
+        fitted(one_device, tmp_path, optimizer=lambda: keras.optimizers.SGD())
+
+
+def test_other_configurations_and_other_data_are_refused(tmp_path):
+    options = {"every_steps": 1, "configuration": {"seed": 1}}
+    with pytest.raises(Interruption):
+        fitted(one_device, tmp_path, (0, 3), checkpoint=options)
+    with pytest.raises(ValueError, match=r"Received: seed=2 \(the checkpoint has 1\)"):
+        fitted(one_device, tmp_path, checkpoint=options | {"configuration": {"seed": 2}})
+    with pytest.raises(ValueError, match="steps_per_execution=2 .* after 3 steps of an epoch"):
+        fitted(one_device, tmp_path, checkpoint=options, steps_per_execution=2)
+    model = build()
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
+    checkpoint = Checkpoint(tmp_path, configuration={"seed": 1})
+    with pytest.raises(ValueError, match="5 steps in an epoch .* middle of an epoch, has 7"):
+        model.fit(X, Y, batch_size=10, callbacks=[checkpoint], verbose=0)
+
+
+def test_plain_arrays_of_fit(tmp_path):
+    """No EpochBatches: what Keras makes of arrays is read and passed over."""
+
+    def fit(interrupt=None, directory=None):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        model = build()
+        model.compile(optimizer="adam", loss="mse")
+        callbacks = [Checkpoint(directory, every_steps=2)] if directory else []
+        callbacks += [Interrupt(*interrupt)] if interrupt else []
+        return model, model.fit(
+            X, Y, batch_size=8, epochs=3, shuffle=False, callbacks=callbacks, verbose=0
+        ), None
+
+    with pytest.raises(Interruption):
+        fit((1, 5), tmp_path)
+    assert_same_run(fit(), fit(directory=tmp_path))
+
+
+def test_arguments_out_of_range():
+    for options in ({"every_steps": 0}, {"keep": 0}):
+        with pytest.raises(ValueError, match="Received: every_steps="):
+            Checkpoint("folder", **options)

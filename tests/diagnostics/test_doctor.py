@@ -1,0 +1,208 @@
+"""The doctor's parts, on real ports, names, folders and packages."""
+
+import contextlib
+import json
+import socket
+import sys
+
+import psutil
+import pytest
+
+from tfparallel.cluster.ports import free_ports
+from tfparallel.diagnostics import doctor, host
+from tfparallel.diagnostics.finding import Finding, worst
+from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_memory
+from tfparallel.diagnostics.reach import examine_cluster
+
+PEER_SECONDS = 0.5
+
+
+@pytest.fixture
+def names_workers(monkeypatch):
+    def name(*addresses, index=0):
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": list(addresses)}, "task": task}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+
+    return name
+
+
+def by_check(findings):
+    found = {finding.check: finding for finding in findings}
+    assert len(found) == len(findings)
+    return found
+
+
+def test_the_worst_verdict():
+    findings = [Finding("a", verdict, "") for verdict in ("ok", "broken", "warn")]
+    assert worst(findings) == "broken" and worst(findings[:1]) == worst([]) == "ok"
+
+
+def test_a_process_alone(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    cluster, findings = examine_cluster(PEER_SECONDS)
+    assert cluster.num_workers == 1
+    assert [(finding.check, finding.verdict) for finding in findings] == [("cluster", "ok")]
+
+
+def test_a_bad_tf_config(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "a:1"]}, "task": {}}')
+    (finding,) = examine_cluster(PEER_SECONDS)[1]
+    assert finding.verdict == "broken"
+    assert "same address" in finding.meaning and "TF_CONFIG" in finding.meaning
+
+
+def test_a_cluster_before_and_while_it_starts(names_workers):
+    first, second, third = free_ports(3)
+    names_workers(*(f"127.0.0.1:{port}" for port in (first, second, third)), index=1)
+    with socket.create_server(("127.0.0.1", third)):
+        cluster, findings = examine_cluster(PEER_SECONDS)
+    found = by_check(findings)
+    assert (cluster.num_workers, cluster.num_local_workers) == (3, 3)
+    assert worst(findings) == "ok" and set(found) == {"cluster", "own port", "peers"}
+    assert f"3 workers; this is worker 1, 127.0.0.1:{second}" in found["cluster"].meaning
+    assert found["peers"].meaning == "2 of 2 can be reached; nothing listens yet on 1 of them"
+
+
+def test_a_busy_port_and_who_holds_it(names_workers):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        names_workers(f"127.0.0.1:{port}", f"127.0.0.1:{free_ports(1)[0]}")
+        found = by_check(examine_cluster(PEER_SECONDS)[1])
+    assert found["own port"].verdict == "broken"
+    # By this very process, whose command line is long.
+    assert f"{port} is held by process " in found["own port"].meaning
+
+
+def test_a_peer_whose_name_is_unknown(names_workers):
+    # RFC 2606: no name under .invalid ever resolves.
+    names_workers(f"127.0.0.1:{free_ports(1)[0]}", "no-such-host.invalid:2222")
+    found = by_check(examine_cluster(PEER_SECONDS)[1])
+    assert found["worker 1"].verdict == "broken"
+    assert found["worker 1"].meaning.startswith("no-such-host.invalid:2222 cannot be reached: ")
+    assert "peers" not in found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux drops what a full queue cannot take")
+def test_a_peer_that_does_not_answer(names_workers):
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(silent.getsockname())
+        names_workers(
+            f"127.0.0.1:{free_ports(1)[0]}", f"127.0.0.1:{silent.getsockname()[1]}"
+        )
+        found = by_check(examine_cluster(PEER_SECONDS)[1])
+    assert found["worker 1"].verdict == "broken"
+    assert "cannot be reached: no answer in 0.5 s" in found["worker 1"].meaning
+
+
+def test_an_address_of_another_host(names_workers):
+    port, other = free_ports(2)
+    names_workers(f"192.0.2.1:{port}", f"127.0.0.1:{other}")
+    found = by_check(examine_cluster(PEER_SECONDS)[1])
+    assert found["own address"].verdict == "warn"
+    assert "192.0.2.1 is no address of this host" in found["own address"].meaning
+
+
+def test_disk(tmp_path):
+    (finding,) = examine_disk(str(tmp_path / "not" / "yet"), min_free_mib=1)
+    assert finding.verdict == "ok" and str(tmp_path / "not" / "yet") in finding.meaning
+    (finding,) = examine_disk(str(tmp_path), min_free_mib=1e12)
+    assert finding.verdict == "broken" and "are required (--min_free_mib)" in finding.meaning
+
+
+def test_a_folder_that_cannot_be_written_to():
+    # Not even root may.
+    (finding,) = examine_disk("/proc/self", min_free_mib=None)
+    assert finding.verdict == "broken" and "cannot be written to" in finding.meaning
+
+
+def test_a_containers_limits(tmp_path, monkeypatch):
+    for name, text in {
+        "memory.max": f"{1500 * 2**20}\n",
+        "memory.current": f"{300 * 2**20}\n",
+        "cpu.max": "50000 100000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    (memory,) = examine_memory(1)
+    assert (memory.verdict, memory.meaning) == ("ok", "1.2 GiB free by this container's limit")
+    (memory,) = examine_memory(2)
+    assert memory.verdict == "warn" and "for 2 workers here" in memory.meaning
+    (cores,) = examine_cores(1)
+    assert cores.verdict == "warn" and "may use 0.5 of them" in cores.meaning
+    assert "TF_NUM_INTRAOP_THREADS=1" in cores.advice
+    for name in ("memory.max", "cpu.max"):
+        (tmp_path / name).write_text("max 100000\n" if name == "cpu.max" else "max\n")
+    assert "this container" not in next(examine_memory(1)).meaning
+    assert next(examine_cores(1)).verdict == "ok"
+
+
+def test_more_workers_than_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    (finding,) = examine_cores(1000)
+    assert finding.verdict == "warn" and "for 1000 workers here" in finding.meaning
+
+
+def test_versions_against_the_tested_ones(tmp_path, monkeypatch):
+    folder = tmp_path / "tfparallel-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tfparallel\nVersion: 0.1.0\nRequires-Python: <3.4,>=3.3\n"
+        "Requires-Dist: keras<1,>=0.5\nRequires-Dist: no-such-package\nRequires-Dist: numpy\n"
+        "Requires-Dist: not-asked-for; extra == 'test'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = by_check(list(doctor._examine_versions()))
+    assert {name: finding.verdict for name, finding in found.items()} == {
+        "Python": "warn", "keras": "warn", "no-such-package": "broken", "versions": "ok",
+    }  # fmt: skip
+    assert "was not tested (<1,>=0.5 was)" in found["keras"].meaning
+    assert found["keras"].advice == "pip install 'keras<1,>=0.5'"
+    assert found["versions"].meaning.startswith("numpy ")
+
+
+def test_a_tensorflow_that_does_not_answer():
+    (finding,) = doctor._examine_installation(timeout_seconds=0.05)
+    assert finding.verdict == "broken" and "no answer in 0.05 s" in finding.meaning
+    probes = [
+        child for child in psutil.Process().children()
+        if "tfparallel.diagnostics.probes" in child.cmdline()
+    ]  # fmt: skip
+    assert probes == []
+
+
+@pytest.mark.parametrize(
+    "code, reason",
+    [
+        ("raise ImportError('libfoo.so.1')", "exit code 1: ImportError: libfoo.so.1"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)",
+         "killed by SIGILL, as on a processor without"),
+    ],
+)  # fmt: skip
+def test_a_tensorflow_that_crashes(tmp_path, monkeypatch, code, reason):
+    (tmp_path / "tensorflow.py").write_text(code)
+    (tmp_path / "keras.py").write_text("import tensorflow")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (finding,) = doctor._examine_installation(timeout_seconds=60)
+    assert finding.verdict == "broken" and reason in finding.meaning
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, verdict, meaning",
+    [
+        ({"difference": 0.0}, {"difference": 1e-12}, "ok", "TensorFlow's own strategy too"),
+        ({"difference": 0.0}, {"error": "ValueError: x"}, "warn", "strategy fails with ValueError"),
+        ({"difference": 0.0}, {"difference": 0.2}, "warn", "difference 2e-01"),
+        ({"difference": 0.2}, {"difference": 0.0}, "broken", "tfparallel trains to other weights"),
+        ({"error": "OSError: y"}, {"difference": 0.0}, "broken", "tfparallel fails with OSError"),
+    ],
+)
+def test_the_verdict_on_a_fault(monkeypatch, ours, theirs, verdict, meaning):
+    code = f"print('chatter'); print({json.dumps(json.dumps({'ours': ours, 'theirs': theirs}))})"
+    monkeypatch.setattr(doctor, "_command", lambda name: [doctor.sys.executable, "-c", code])
+    finding = doctor._try_fault("gradient_clipping", "clipping", 60)
+    assert finding.verdict == verdict and meaning in finding.meaning

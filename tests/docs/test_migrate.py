@@ -1,0 +1,126 @@
+"""The scripts of docs/migrate.md run: before in one process, after in one and on two workers."""
+
+import ast
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import tfparallel
+from tfparallel.commands import launch, train
+from tfparallel.commands.main import _COMMANDS
+
+TOP = pathlib.Path(__file__).resolve().parents[2]
+PAGE = (TOP / "docs" / "migrate.md").read_text(encoding="utf-8")
+DEADLINE_SECONDS = 180
+# Sums of float32 in another order, over 48 steps.
+TOLERANCE = 1e-4
+
+
+def scripts():
+    """(source, "before" or "after") -> the script, as the page shows it."""
+    found = {}
+    for section in PAGE.split("\n## From ")[1:]:
+        name = section.splitlines()[0].split()[-1].lower()
+        blocks = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+        found[name, "before"], found[name, "after"] = blocks
+    return found
+
+
+SCRIPTS = scripts()
+SOURCES = ["horovod", "ddp", "tf.distribute"]
+
+
+def run_script(text, folder, *launcher):
+    """Runs a script in an empty folder; returns the lines that tell the loss."""
+    (folder / "train.py").write_text(text)
+    done = subprocess.run(
+        [*launcher, sys.executable, "train.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(TOP), "CUDA_VISIBLE_DEVICES": "-1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"^(?:\[(\d)\] )?loss (\S+)$", done.stdout, re.MULTILINE)
+
+
+def on_two_workers(text, folder):
+    launcher = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2", "--"]
+    return dict(run_script(text, folder, *launcher))
+
+
+def test_there_is_one_of_each():
+    assert sorted(SCRIPTS) == sorted(
+        (source, when) for source in SOURCES for when in ("before", "after")
+    )
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_before_is_python(source):
+    imported = {
+        name.name.partition(".")[0]
+        for node in ast.walk(ast.parse(SCRIPTS[source, "before"]))
+        if isinstance(node, ast.Import)
+        for name in node.names
+    }
+    assert {"horovod": "horovod", "ddp": "torch", "tf.distribute": "tensorflow"}[source] in imported
+    assert "tfparallel" not in imported
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_after_is_one_training_on_one_worker_and_on_two(source, tmp_path):
+    text = SCRIPTS[source, "after"]
+    ((_, alone),) = run_script(text, tmp_path)
+    (tmp_path / "best.keras").unlink(missing_ok=True)
+    losses = on_two_workers(text, tmp_path)
+    # Under tf.distribute's own names, print() is every worker's.
+    assert sorted(losses) == (["0", "1"] if source == "tf.distribute" else ["0"])
+    for loss in losses.values():
+        assert float(loss) == pytest.approx(float(alone), rel=TOLERANCE)
+    assert (tmp_path / "best.keras").exists() == (source == "horovod")
+
+
+@pytest.mark.slow
+def test_before_and_after_tf_distribute_are_the_same_training(tmp_path):
+    ((_, before),) = run_script(SCRIPTS["tf.distribute", "before"], tmp_path)
+    ((_, after),) = run_script(SCRIPTS["tf.distribute", "after"], tmp_path)
+    assert float(after) == pytest.approx(float(before), rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_before_ddp_runs_under_our_launcher(tmp_path):
+    losses = on_two_workers(SCRIPTS["ddp", "before"], tmp_path)
+    assert sorted(losses) == ["0"] and float(losses["0"]) < 5
+
+
+def test_after_tf_distribute_is_one_line_away():
+    before = SCRIPTS["tf.distribute", "before"].splitlines()[1:]
+    after = SCRIPTS["tf.distribute", "after"].splitlines()[1:]
+    changed = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+    assert changed == [
+        ("import tensorflow as tf", "import tfparallel"),
+        ("strategy = tf.distribute.MultiWorkerMirroredStrategy()",
+         "strategy = tfparallel.MultiWorkerMirroredStrategy()"),
+    ]  # fmt: skip
+
+
+def test_names_and_flags_exist():
+    names = set(re.findall(r"\btfparallel\.([A-Za-z_]\w*)", PAGE))
+    assert names and names <= set(tfparallel.__all__)
+    commands = set(re.findall(r"`tfparallel ([a-z]+)", PAGE)) - {"train and"}
+    assert commands <= set(_COMMANDS)
+    flags = {
+        flag
+        for line in re.findall(r"tfparallel launch ([^`]*)", PAGE)
+        for flag in re.findall(r"--([a-z_]+)", line)
+    }
+    assert {"nproc_per_node", "node_rank"} <= flags <= set(launch._flags())
+    assert {"parallel", "num_workers"} <= set(train._flags())

@@ -1,0 +1,60 @@
+"""Cases on several worker processes, a job for each number of them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from . import table
+from .cases import ALL
+from .workers import run_cases
+
+# Where workers may go wrong and replicas of one process may not: what is exchanged
+# (predictions, sparse and accumulated gradients, moments, metrics), what is drawn, what
+# is built in a step, what is written.
+SAMPLE = {
+    "2 x 2": [
+        "optimizer Adam global_clipnorm",
+        "optimizer Adam accumulating 5 steps",
+        "mixed_float16 that skips updates",
+        "sparse gradients under Adam",
+        "loss that compares examples",
+        "mask and sample weights a token",
+        "activity regularizer of a layer",
+        "metrics of classes",
+        "layer BatchNormalization of masked input",
+        "random Dropout",
+        "random GaussianNoise",
+        "stateful LSTM",
+        "fewer examples than replicas",
+        "input finite generator",
+        "unseeded shuffle of tf.data",
+        "steps_per_execution 4 of 6 batches",
+        "run_eagerly",
+        "GAN",
+        "BackupAndRestore",
+    ],
+    "3": ["optimizer Adam global_clipnorm", "loss Dice", "structure nested", "GAN"],
+}
+
+
+@functools.cache
+def seen_by(job: str):
+    return run_cases(SAMPLE[job], *table.JOBS[job])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("workers")
+@pytest.mark.parametrize(
+    ("job", "name"), [(job, name) for job, names in SAMPLE.items() for name in names]
+)
+def test_workers_train_as_one_device_does(job: str, name: str):
+    if table.MODE == "write":
+        pytest.skip("`python -m tests.parity.table` runs all of them")
+    (case,) = [case for case in ALL if case.name == name]
+    seen = seen_by(job)[name]
+    assert not seen.failure, seen.failure
+    assert seen.verdict in case.verdicts
+    table.record(case, table.WORKERS, job, seen.verdict, seen.detail)
+    table.refuse_stale(case, table.WORKERS, job)

@@ -1,0 +1,107 @@
+"""What each worker of `test_data.py` runs: its own examples, or those of all, or the wrong ones."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfparallel
+
+
+def texts(worker):
+    """Batches of padded token rows: other sizes, numbers and lengths on each worker."""
+    generator = np.random.default_rng(worker)
+    shapes = [[(4, 6), (4, 9), (3, 5)], [(3, 8), (2, 4)]][worker]
+    batches = []
+    for rows, length in shapes:
+        tokens = generator.integers(1, 20, size=(rows, length))
+        tokens[0, length // 2 :] = 0  # Padding.
+        batches.append((tokens, generator.normal(size=(rows, 1))))
+    return batches
+
+
+def joined():
+    """The same, as one device would be given it: each step's batches one after the other."""
+    first, second = texts(0), texts(1)
+    steps = []
+    for index, (tokens, y) in enumerate(first):
+        others = second[index] if index < len(second) else (tokens[:0], y[:0])
+        length = max(tokens.shape[1], others[0].shape[1])
+        rows = [np.pad(t, [(0, 0), (0, length - t.shape[1])]) for t in (tokens, others[0])]
+        steps.append((np.concatenate(rows), np.concatenate([y, others[1]])))
+    return steps
+
+
+def dataset(batches):
+    signature = (tf.TensorSpec([None, None], tf.int64), tf.TensorSpec([None, 1], tf.float64))
+    found = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+    return found.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+def build():
+    model = keras.Sequential(
+        [
+            keras.Input((None,), dtype="int64"),
+            keras.layers.Embedding(20, 4, mask_zero=True),
+            keras.layers.LSTM(3),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    return model
+
+
+def by_sample(strategy):
+    """Trains on shares of unequal size, and on one device on what they amount to."""
+    keras.utils.set_random_seed(7)
+    alone = build()
+    expected = alone.fit(dataset(joined()), epochs=3, shuffle=False, verbose=0).history
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = build()
+    own = tfparallel.data.by_sample(dataset(texts(tfparallel.worker_index())))
+    seen = model.fit(own, epochs=3, shuffle=False, verbose=0).history
+    weights = zip(model.get_weights(), alone.get_weights(), strict=True)
+    evaluated = np.subtract(
+        model.evaluate(own, verbose=0), alone.evaluate(dataset(joined()), verbose=0)
+    )
+    return {
+        "weights": max(float(np.abs(a - b).max()) for a, b in weights),
+        "history": max(float(np.abs(np.subtract(seen[k], expected[k])).max()) for k in expected),
+        "evaluate": float(np.abs(evaluated).max()),
+        "predictions": len(model.predict(own, verbose=0)),
+    }
+
+
+def refused(strategy, change):
+    """Trains a model on arrays, with something that is another on worker 1."""
+    other = tfparallel.worker_index() == 1
+    x, y = np.arange(24.0).reshape(12, 2), np.ones((12, 1))
+    if other and change == "order":
+        x = x[::-1].copy()
+    if other and change == "length":
+        x, y = x[:10], y[:10]
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        momentum = 0.9 if other and change == "optimizer" else 0.0
+        model.compile(keras.optimizers.SGD(0.1, momentum), "mse")
+    batch_size = 6 if other and change == "batch size" else 4
+    try:
+        model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+CHANGES = ("order", "length", "batch size", "optimizer", "nothing")
+
+
+def main():
+    keras.config.set_floatx("float64")
+    strategy = tfparallel.MultiWorkerMirroredStrategy()
+    seen = {"by_sample": by_sample(strategy)}
+    seen |= {change: refused(strategy, change) for change in CHANGES}
+    try:
+        tfparallel.data.by_sample(dataset(texts(0)).repeat())
+    except ValueError as error:
+        seen["infinite"] = str(error)
+    return seen

@@ -1,0 +1,46 @@
+"""The data of workers: shares of the examples, and batches that should have been the same."""
+
+import pathlib
+
+import pytest
+
+from .jobs import run_workers
+
+PROGRAM = pathlib.Path(__file__).with_name("data.py")
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
+
+
+@pytest.fixture(name="job", scope="module")
+def run_job():
+    return run_workers(PROGRAM, num_workers=2, timeout_seconds=150)
+
+
+def test_shares_of_unequal_size_and_length_train_as_one_device_does(job):
+    for seen in job:
+        found = seen["by_sample"]
+        # Float64; sums in another order.
+        assert max(found["weights"], found["history"], found["evaluate"]) < 1e-9, found
+        assert found["predictions"] == 4 + 4 + 3 + 3 + 2
+
+
+def test_a_share_without_end_is_refused(job):
+    assert "Received: cardinality -1 (infinite)" in job[0]["infinite"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("order", "different batches in one of the first 2 steps"),
+        ("length", "data[0]: '(12, 2)' on worker 0; '(10, 2)' on worker 1"),
+        ("batch size", "fit.batch_size: 4 on worker 0; 6 on worker 1"),
+        ("optimizer", "optimizer.momentum: '0.0' on worker 0; '0.9' on worker 1"),
+    ],
+)
+def test_workers_that_train_something_else_are_refused_together(job, change, message):
+    for seen in job:
+        assert message in seen[change], seen[change]
+
+
+def test_workers_that_agree_train_after_all_that(job):
+    assert [seen["nothing"] for seen in job] == ["trained", "trained"]

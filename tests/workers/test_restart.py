@@ -1,0 +1,107 @@
+"""Jobs whose workers are killed, started again, and end as if nothing had happened."""
+
+import random
+import re
+import shutil
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tests.commands.command_line import ROOT, TASKS
+
+# Dropout and noise draw in every step; 80 examples in batches of 32 leave the last one short.
+TASK = TASKS / "dropout.py"
+FLAGS = ["--parallel=data", "--epochs=8", "--seed=7", "--global_batch_size=32"]
+NUM_STEPS = 24
+
+pytestmark = pytest.mark.slow
+
+
+def job(*flags, task=TASK, max_restarts=0):
+    """Trains on two workers; returns the exit code and all that was shown."""
+    worker = [sys.executable, "-m", "tfparallel", "train", str(task), *FLAGS, *map(str, flags)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2"]
+        + [f"--max_restarts={max_restarts}", "--", *worker],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "whole.keras"
+    code, shown = job(f"--save={path}")
+    assert code == 0, shown
+    return keras.models.load_model(path).get_weights(), metrics(shown)
+
+
+def metrics(shown):
+    """The lines of the epochs, without their times: loss and metrics."""
+    return re.findall(r"^\[0\] 3/3 - \S+ - \S+ - (accuracy.*)$", shown, re.MULTILINE)
+
+
+def killed_and_resumed(tmp_path, undisturbed, worker, step, *flags):
+    shutil.rmtree(tmp_path / "ckpt", ignore_errors=True)
+    code, shown = job(
+        f"--checkpoint_dir={tmp_path}/ckpt", f"--inject=kill:worker={worker},step={step}",
+        f"--save={tmp_path}/k.keras", *flags, max_restarts=2,
+    )  # fmt: skip
+    told = f"worker {worker}, step {step}, flags {flags}:\n{shown}"
+    assert code == 0, told
+    assert f"[{worker}] inject: worker {worker} kills itself after {step} steps" in shown, told
+    assert f"worker {worker} was killed by SIGKILL" in shown, told
+    assert "restarting all workers (1 of 2)" in shown and "(2 of 2)" not in shown, told
+    weights, logs = undisturbed
+    ended_at = keras.models.load_model(tmp_path / "k.keras").get_weights()
+    for expected, found in zip(weights, ended_at, strict=True):
+        # CPU kernels may share their sums out to threads in another way.
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=told)
+    # Whatever epoch the run resumed in, what is logged of it is of all its steps.
+    resumed = shown[shown.index("resuming at epoch") :]
+    assert metrics(resumed) == logs[-len(metrics(resumed)) :], told
+    return int(re.search(r"\((\d+) steps are done\)", resumed)[1])
+
+
+def test_a_killed_chief_loses_nothing(tmp_path, undisturbed):
+    every = "--checkpoint_every_steps=1"
+    assert killed_and_resumed(tmp_path, undisturbed, 0, 10, every) == 10
+
+
+def test_a_killed_worker_costs_the_steps_since_the_epoch_began(tmp_path, undisturbed):
+    assert killed_and_resumed(tmp_path, undisturbed, 1, 11) == 9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_steps(tmp_path, undisturbed, seed):
+    draw = random.Random(seed)
+    worker, step, every = draw.randrange(2), draw.randrange(NUM_STEPS), draw.randint(1, 5)
+    flag = f"--checkpoint_every_steps={every}"
+    resumed = killed_and_resumed(tmp_path, undisturbed, worker, step, flag)
+    assert resumed == max(n for n in range(step + 1) if n % every == 0 or n % 3 == 0)
+
+
+def test_the_survivor_says_in_a_sentence_whom_it_lost():
+    code, shown = job("--inject=exit:worker=1,step=3,code=5")
+    assert code == 5 and "worker 1 exited with code 5" in shown, shown
+    assert "[0] tfparallel train: The connection to worker 1 was lost" in shown, shown
+    assert "Traceback" not in shown, shown
+
+
+def test_all_workers_refuse_what_the_chief_cannot_use(tmp_path):
+    """A folder that cannot be written to, and the checkpoints of another model."""
+    (tmp_path / "file").touch()
+    code, shown = job(f"--checkpoint_dir={tmp_path}/file/ckpt")
+    assert code == 2 and "cannot be written to" in shown and "Epoch 1" not in shown, shown
+    code, shown = job(f"--checkpoint_dir={tmp_path}/ckpt", "--epochs=1")
+    assert code == 0, shown
+    code, shown = job(f"--checkpoint_dir={tmp_path}/ckpt", task=TASKS.parents[1] / "models/mlp.py")
+    assert code == 2 and "belongs to another run" in shown and "Epoch 1" not in shown, shown
+    assert "only the checkpoint has" in shown and "Traceback" not in shown, shown

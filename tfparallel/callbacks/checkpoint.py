@@ -1,0 +1,273 @@
+"""Writes the state of a run while it trains, and goes on from there when it is started again."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfparallel.checkpoint import state
+from tfparallel.checkpoint.folder import (
+    CheckpointError,
+    CheckpointFolder,
+    ForeignCheckpointError,
+    Found,
+)
+from tfparallel.checkpoint.passing import PassedSteps
+from tfparallel.data.batches import EpochBatches
+
+__all__ = ["Checkpoint"]
+
+_ERRORS = {kind.__name__: kind for kind in (CheckpointError, ForeignCheckpointError)}
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Writes checkpoints, and resumes `fit` from the newest: nothing is lost, nothing seen twice.
+
+    A checkpoint holds the weights, the optimizer (slots, step count, accumulated gradients), the
+    counters of the random layers, the position in the data, the metrics' running sums and the
+    history: a run that was killed and started again ends with the weights, the logs and the
+    history of a run that was not. It is written beside the others and renamed, with checksums; one
+    that was damaged since is passed over for the one before, with a warning.
+
+    `fit` begins the interrupted epoch anew, so that step numbers and the progress bar are those of
+    the undisturbed run; the steps that were done pass without training, and other callbacks see
+    them with the metrics of the checkpoint.
+
+    The data must come in the same order again. With `EpochBatches` it does, and the batches that
+    were seen are not even read; any other data set is read and passed over up to the position, so
+    its order must not change from one start to the next (no unseeded shuffle, each epoch alike).
+
+    Of several workers all take part, and the chief alone reads and writes: the folder need not be
+    shared, and the number of workers may change from one start to the next.
+
+    Give it last in the list of callbacks, so that what the others change at an epoch's end (a
+    learning rate) is in the checkpoint. What other callbacks count themselves is not.
+
+    Args:
+        directory: The folder; made if it is missing. What it holds is resumed from.
+        every_steps: Write whenever the run's number of steps passes a multiple of this, beside
+            the start of the run and the end of each epoch.
+        keep: How many of the newest checkpoints stay; with one, there is none to turn to when it
+            is damaged.
+        batches: The `EpochBatches` whose data set is given to `fit`, if it is one.
+        configuration: What must be the same when the run goes on, as JSON holds it.
+
+    Attributes:
+        resumed: What this `fit` resumed from: `epoch` and `step_in_epoch` to go on with, and
+            `step`, the steps of all epochs that were done. None for a start.
+        num_passed: How many calls of the train function passed without training.
+
+    Raises:
+        ValueError: If an argument is out of range. From `fit`, before any training: if the folder
+            cannot be written to, or holds checkpoints of another model or configuration.
+        RuntimeError: From `fit`, if a checkpoint could not be written; those before are whole.
+
+    Example:
+        >>> checkpoint = tfparallel.callbacks.Checkpoint("checkpoints", every_steps=500)
+        >>> model.fit(dataset, epochs=10, callbacks=[checkpoint])
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every_steps: int | None = None,
+        keep: int = 2,
+        batches: EpochBatches | None = None,
+        configuration: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        if (every_steps is not None and every_steps < 1) or keep < 1:
+            raise ValueError(
+                "A checkpoint is written after one or more steps, and one or more are kept. "
+                f"Received: every_steps={every_steps}, keep={keep}."
+            )
+        self._folder = CheckpointFolder(os.fspath(directory), keep)
+        self._every_steps = every_steps
+        self._batches = batches
+        self._configuration = configuration or {}
+        self._found: Found | None = None
+        self.resumed: dict[str, int] | None = None
+        self._forget()
+
+    def _forget(self):
+        self.resumed = None
+        self._metrics: list[np.ndarray] = []
+        self._passed: PassedSteps | None = None
+        self._epoch = 0
+        self._epoch_start = 0  # Steps done when the epoch began.
+        self._steps_in_epoch = 0
+        self._written_at = 0
+
+    @property
+    def num_passed(self) -> int:
+        """How many calls of the train function passed without training."""
+        return self._passed.num_calls if self._passed is not None else 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Finds the newest checkpoint, and gives its state to the model on every worker."""
+        self._forget()
+        state.build(self.model)
+        found = self._by_chief(self._find)
+        if found is None:
+            # Of the first weights: a disk that does not take it is known before any training, and
+            # a run without a seed can be started again from them, too.
+            self._write(0, 0, 0, {})
+            return
+        content, specs = found
+        self._check(content, specs)
+        arrays = self._send(content, specs)
+        state.restore_training(self.model, arrays)
+        self._metrics = arrays["metrics"]
+        self.resumed = {name: content[name] for name in ("step", "epoch", "step_in_epoch")}
+        self._written_at = content["step"]
+        self._epoch_start = content["step"] - content["step_in_epoch"]
+        # As Keras's own BackupAndRestore has it; `fit` reads it next.
+        self.model._initial_epoch = content["epoch"]
+        self._history().history = content["history"]
+        if self._is_chief:
+            print(self._announcement(), flush=True)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """In the epoch that was interrupted, prepares to pass over the steps that were done."""
+        self._epoch = epoch
+        if self.resumed is None or epoch != self.resumed["epoch"] or self._passed is not None:
+            return
+        self._history().epoch = list(range(epoch))  # Which Keras cleared when training began.
+        done = self.resumed["step_in_epoch"]
+        self._passed = PassedSteps(self.model, done, self._metrics)
+        if self._batches is not None:
+            self._batches.start_at(epoch, done)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes, if it is time to, the state that the step about to begin starts from."""
+        if self._passed is not None and self._passed.before_step(batch):
+            return
+        step = self._epoch_start + batch
+        every = self._every_steps
+        if every is not None and step // every > self._written_at // every:
+            self._write(step, self._epoch, batch, self._history().history)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts the steps of the epoch."""
+        self._steps_in_epoch = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes the state that the next epoch starts from."""
+        # The last of several steps an execution may be past the end.
+        num_steps = min(self._steps_in_epoch, self.params.get("steps") or self._steps_in_epoch)
+        self._epoch_start += num_steps
+        history = {name: list(values) for name, values in self._history().history.items()}
+        for name, value in (logs or {}).items():
+            history.setdefault(name, []).append(value)  # Keras's own comes later.
+        self._write(self._epoch_start, epoch + 1, 0, history)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Leaves nothing behind that would move the next `fit`."""
+        self.model._initial_epoch = None
+
+    def _write(self, step, epoch, step_in_epoch, history):
+        content = {
+            "step": step,
+            "epoch": epoch,
+            "step_in_epoch": step_in_epoch,
+            "steps_per_epoch": self.params.get("steps"),
+            "history": {name: [float(value) for value in history[name]] for name in history},
+            "configuration": self._configuration,
+        }
+        specs, captured = state.describe(self.model), state.capture(self.model)
+        content["num_arrays"] = [len(specs[group]) for group in state.GROUPS]
+        self._by_chief(
+            lambda: self._folder.write(
+                step, sum(specs.values(), []), sum(captured.values(), []), content
+            )
+        )
+        self._written_at = step
+
+    def _find(self):
+        """Returns what all workers must know of the newest checkpoint, as JSON holds it."""
+        self._folder.prepare()
+        self._found = self._folder.newest()
+        return None if self._found is None else [self._found.content, self._found.specs]
+
+    def _check(self, content, specs):
+        """Refuses a checkpoint of another model, of other data or of another configuration."""
+        old, done = content["configuration"], content["step_in_epoch"]
+        problems = [
+            f"{name}={value!r} (the checkpoint has {old.get(name)!r})"
+            for name, value in self._configuration.items()
+            if value != old.get(name)
+        ]
+        own = state.describe(self.model)["training"]
+        problems += state.differences(own, specs[: content["num_arrays"][0]])
+        if done and self.params.get("steps") != content["steps_per_epoch"]:
+            problems.append(
+                f"{self.params.get('steps')} steps in an epoch (the checkpoint, of the middle of "
+                f"an epoch, has {content['steps_per_epoch']})"
+            )
+        if done % self.model.steps_per_execution:
+            problems.append(
+                f"steps_per_execution={self.model.steps_per_execution} (the checkpoint was written "
+                f"after {done} steps of an epoch)"
+            )
+        if problems:
+            raise ForeignCheckpointError(
+                f"The checkpoint in {self._folder.directory} belongs to another run; to resume, "
+                "the model, the data and what shapes the training must be the same. Received: "
+                f"{'; '.join(problems)}. Use what the run began with, or an empty folder."
+            )
+
+    def _send(self, content, specs) -> dict[str, list[np.ndarray]]:
+        """Returns the chief's arrays, by group, on all workers."""
+        if self._is_chief:
+            arrays = self._found.arrays()
+        else:
+            arrays = [np.zeros(shape, np.dtype(dtype)) for _, shape, dtype in specs]
+        if self._workers is not None:
+            tensors = [keras.ops.convert_to_tensor(array, array.dtype.name) for array in arrays]
+            arrays = [tensor.numpy() for tensor in self._workers.broadcast(tensors)]
+        remaining = iter(arrays)
+        return {
+            group: [next(remaining) for _ in range(number)]
+            for group, number in zip(state.GROUPS, content["num_arrays"], strict=True)
+        }
+
+    def _announcement(self) -> str:
+        epoch, done = self.resumed["epoch"], self.resumed["step_in_epoch"]
+        if epoch >= self.params["epochs"]:
+            return f"nothing to do: {epoch} of {self.params['epochs']} epochs are done"
+        at_step = f", step {done + 1}" if done else ""
+        text = f"resuming at epoch {epoch + 1}{at_step} ({self.resumed['step']} steps are done)"
+        if done and (self._batches is None or not self._batches.starts_anywhere):
+            text += f"; the first {done} batches of the epoch are read and passed over"
+        return f"{text}, from {self._found.path}"
+
+    def _history(self) -> keras.callbacks.History:
+        return getattr(self.model, "history", None) or keras.callbacks.History()
+
+    @property
+    def _workers(self):
+        return getattr(self.model.distribute_strategy, "workers", None)
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._workers is None or self._workers.worker_index == 0
+
+    def _by_chief(self, function: Callable[[], Any]) -> Any:
+        """Calls a function on the chief; returns what it returned, or raises it, on all workers."""
+        returned, error = None, None
+        if self._is_chief:
+            try:
+                returned = function()
+            except tuple(_ERRORS.values()) as raised:
+                error = raised
+        if self._workers is not None:
+            told = [type(error).__name__, str(error)] if error is not None else None
+            returned, told = self._workers.exchange([returned, told])[0]
+            if told is not None and error is None:
+                error = _ERRORS[told[0]](told[1])
+        if error is not None:
+            raise error
+        return returned

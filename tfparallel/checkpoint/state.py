@@ -1,0 +1,219 @@
+"""The state of a run: its variables, by name, as arrays.
+
+Three groups, which are read and written at different moments:
+
+* `training`: weights, the random layers' counters, the optimizers' slots, steps and accumulators;
+* `metrics`: the running sums of the epoch, which Keras resets when it begins;
+* `seeds`: the counter of Keras's own generator, from which layers without one draw.
+
+Keras's weights files hold the first of them without the counters, so that a run resumed from one
+would repeat its dropout masks.
+"""
+
+import contextlib
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator as keras_seeds
+
+__all__ = [
+    "GROUPS",
+    "build",
+    "capture",
+    "describe",
+    "differences",
+    "restore_metrics",
+    "restore_training",
+]
+
+GROUPS = ("training", "metrics", "seeds")
+_SHOWN = 8
+
+
+def build(model: keras.Model) -> None:
+    """Makes sure that all variables of the training exist, which others can be compared with.
+
+    Raises:
+        ValueError: If the model, or an optimizer that only the user's step knows, is not built.
+    """
+    if not model.built:
+        raise ValueError(
+            "The model has no variables yet, and a checkpoint is compared with them before "
+            f"training. A built model is required. Received: {model.name!r}, unbuilt. Call it on "
+            "one batch before `fit`, or give it a keras.Input."
+        )
+    optimizer = model.optimizer
+    if optimizer is not None and not optimizer.built:
+        with model.distribute_strategy.scope():
+            optimizer.build(model.trainable_variables)
+    unbuilt = [other.name for other in _optimizers(model) if not other.built]
+    if unbuilt:
+        raise ValueError(
+            "An optimizer has no variables yet, and which weights it updates only the model's own "
+            f"train_step knows. Built optimizers are required. Received: {unbuilt}. Call "
+            "`optimizer.build(weights)` for each before `fit`."
+        )
+
+
+def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
+    """Returns `[name, shape, dtype]` of each variable, by group, in the order of `capture`."""
+    return {
+        group: [_spec(variable) for variable in variables]
+        for group, variables in _variables(model).items()
+    }
+
+
+def capture(model: keras.Model) -> dict[str, list[np.ndarray]]:
+    """Returns the values by group. Every worker must call it: accumulators are summed over them."""
+    values = {}
+    for optimizer in _optimizers(model):
+        store: dict[str, np.ndarray] = {}
+        optimizer.save_own_variables(store)
+        for index, variable in enumerate(optimizer.variables):
+            values[id(variable)] = np.asarray(store[str(index)])
+    return {
+        group: [
+            values[id(v)] if id(v) in values else tf.convert_to_tensor(v.value).numpy()
+            for v in variables
+        ]
+        for group, variables in _variables(model).items()
+    }
+
+
+def restore_training(model: keras.Model, state: dict[str, Sequence[np.ndarray]]) -> None:
+    """Gives a built model, its optimizers and Keras's generator the values of `capture`."""
+    by_id = dict(zip(map(id, _training_variables(model)), state["training"], strict=True))
+    for variable in model.variables:
+        variable.assign(by_id[id(variable)])
+    for optimizer in _optimizers(model):
+        optimizer.load_own_variables(
+            {str(index): by_id[id(v)] for index, v in enumerate(optimizer.variables)}
+        )
+    for value in state["seeds"]:
+        if not _seed_variables():
+            python_state = random.getstate()  # A new generator takes its seed from Python's.
+            with model.distribute_strategy.scope():  # Where a step would have made it.
+                keras_seeds.global_seed_generator()
+            random.setstate(python_state)
+        _seed_variables()[0].assign(value)
+
+
+def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any) -> bool:
+    """Gives the metrics the values of `capture`; False if they are others.
+
+    Args:
+        model: The model.
+        arrays: The values.
+        batch: `(x, y[, sample_weight])`, of which Keras builds metrics that are not built.
+    """
+    if not _metrics_fit(model, arrays):
+        # Keras calls it itself, under a strategy only; with the error it raises for a model that
+        # is built in its own way, the metrics stay as they are.
+        with contextlib.suppress(RuntimeError, ValueError), model.distribute_strategy.scope():
+            model._symbolic_build(data_batch=keras.tree.map_structure(_any_batch, batch))
+    if not _metrics_fit(model, arrays):
+        return False
+    for variable, value in zip(_metric_variables(model), arrays, strict=True):
+        variable.assign(value)
+    return True
+
+
+def _metrics_fit(model, arrays) -> bool:
+    shapes = [tuple(variable.shape) for variable in _metric_variables(model)]
+    return shapes == [array.shape for array in arrays]
+
+
+def _any_batch(tensor) -> keras.KerasTensor:
+    return keras.KerasTensor((None, *tensor.shape[1:]), tensor.dtype.name)
+
+
+def differences(
+    expected: Sequence[Sequence[Any]], found: Sequence[Sequence[Any]]
+) -> list[str]:
+    """Says in what a checkpoint's variables and a model's differ.
+
+    The numbers that Keras gives names (`dense_3`), which depend on how many layers the process
+    has made before, do not count.
+
+    Args:
+        expected: `[name, shape, dtype]` of the model's variables, in order.
+        found: The same of the checkpoint's.
+
+    Returns:
+        Lines to show; none if they are alike.
+    """
+    mine, theirs = [[_key(spec) for spec in specs] for specs in (expected, found)]
+    if mine == theirs:
+        return []
+    lines = []
+    for head, ours, others in (
+        ("only the checkpoint has", theirs, mine),
+        ("only the model has", mine, theirs),
+    ):
+        extra = list((Counter(ours) - Counter(others)).elements())
+        shown = [f"{name} {shape} {dtype}" for name, shape, dtype in extra[:_SHOWN]]
+        if len(extra) > _SHOWN:
+            shown.append(f"{len(extra) - _SHOWN} more")
+        if shown:
+            lines.append(f"{head} {', '.join(shown)}")
+    return lines or ["the same variables, in another order"]
+
+
+def _key(spec):
+    name, shape, dtype = spec
+    return re.sub(r"_\d+(?=/|_|$)", "", name), tuple(shape), dtype
+
+
+def _spec(variable) -> list[Any]:
+    return [variable.path, list(variable.shape), keras.backend.standardize_dtype(variable.dtype)]
+
+
+def _variables(model) -> dict[str, list[keras.Variable]]:
+    return dict(
+        zip(
+            GROUPS,
+            (_training_variables(model), _metric_variables(model), _seed_variables()),
+            strict=True,
+        )
+    )
+
+
+def _training_variables(model):
+    found = {id(variable): variable for variable in model.variables}
+    for optimizer in _optimizers(model):
+        found |= {id(variable): variable for variable in optimizer.variables}
+    return list(found.values())
+
+
+def _metric_variables(model):
+    known = set(map(id, _training_variables(model)))
+    return [variable for variable in model.metrics_variables if id(variable) not in known]
+
+
+def _seed_variables():
+    generator = global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR)
+    return [] if generator is None else [generator.state]
+
+
+def _optimizers(model) -> list[keras.Optimizer]:
+    """The optimizers that a model holds, and behind each those that do its work."""
+    waiting: list[Any] = [v for v in vars(model).values() if not isinstance(v, keras.Layer)]
+    found: dict[int, keras.Optimizer] = {}
+    while waiting:
+        held = waiting.pop(0)
+        if isinstance(held, keras.Optimizer) and id(held) not in found:
+            found[id(held)] = held
+            inner = [getattr(held, "inner_optimizer", None), *getattr(held, "optimizers", ())]
+            waiting = inner + waiting
+        elif isinstance(held, list | tuple):
+            waiting += [v for v in held if isinstance(v, keras.Optimizer)]
+        elif isinstance(held, dict):
+            waiting += [v for v in held.values() if isinstance(v, keras.Optimizer)]
+    return list(found.values())

@@ -1,0 +1,82 @@
+"""A host's share of a job: its workers as programs, each with its place, environment and cores."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+from tfparallel.cluster.environment import (
+    Place,
+    available_cores,
+    core_shares,
+    worker_environment,
+)
+from tfparallel.cluster.nodes import Meeting
+from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.supervisor import Program
+
+__all__ = ["host_programs", "meet_alone"]
+
+
+def meet_alone(num_workers: int) -> Meeting:
+    """Returns the meeting of a job that this host runs alone, on free ports of its loopback.
+
+    Call it anew for each attempt: what is dying may still hold the old ports.
+
+    Args:
+        num_workers: How many workers the job has.
+
+    Raises:
+        RuntimeError: If the host has too few free ports.
+    """
+    *ports, master_port = free_ports(num_workers + 1)
+    return Meeting(
+        addresses=[[f"127.0.0.1:{port}" for port in ports]],
+        master=f"127.0.0.1:{master_port}",
+        token=secrets.token_hex(16),
+    )
+
+
+def host_programs(
+    meeting: Meeting,
+    command: Sequence[str],
+    inherited: Mapping[str, str],
+    *,
+    node_rank: int = 0,
+    restart_count: int = 0,
+    bind_cores: bool = False,
+) -> list[Program]:
+    """Makes the programs of one host's workers.
+
+    Args:
+        meeting: All workers of the job.
+        command: What each worker runs.
+        inherited: The environment to start from; see `worker_environment`.
+        node_rank: This host among those of the meeting.
+        restart_count: How often the job has been restarted.
+        bind_cores: Whether each worker has its share of the cores to itself.
+
+    Returns:
+        One program for each worker, in the order of their indices.
+
+    Raises:
+        ValueError: If there are fewer cores than workers to bind to them.
+    """
+    num_local_workers = len(meeting.addresses[node_rank])
+    first = sum(len(node) for node in meeting.addresses[:node_rank])
+    cores = [()] * num_local_workers
+    if bind_cores:
+        cores = core_shares(available_cores(), num_local_workers)
+    programs = []
+    for local_rank in range(num_local_workers):
+        place = Place(
+            addresses=[address for node in meeting.addresses for address in node],
+            worker=first + local_rank,
+            local_rank=local_rank,
+            num_local_workers=num_local_workers,
+            node_rank=node_rank,
+            master=meeting.master,
+            token=meeting.token,
+            restart_count=restart_count,
+        )
+        environment = worker_environment(inherited, place)
+        programs.append(Program(place.worker, command, environment, cores[local_rank]))
+    return programs

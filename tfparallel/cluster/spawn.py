@@ -1,0 +1,313 @@
+"""Runs a function or a task file as the workers of a job on this host: `tfparallel.spawn`.
+
+    this process ──call.pickle──> N fresh processes (commands/spawned.py)
+    this process <─result.pickle─ worker 0, the chief
+
+Nothing is forked: a notebook's kernel may hold TensorFlow, whose threads and
+devices no fork survives. What a program finds out about its process, the module
+path, `sys.argv` and the working folder, is as it is here. A function that no
+module holds (of a notebook's cell, of `__main__`, a lambda) travels by value,
+which is cloudpickle's work, and so a script needs no guard around its calls.
+"""
+
+import codecs
+import contextlib
+import io
+import json
+import linecache
+import numbers
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from tfparallel.cluster.host_share import host_programs, meet_alone
+from tfparallel.cluster.output import Prefixer
+from tfparallel.cluster.problems import refusal, shown
+from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.supervisor import Outcome, run
+
+__all__ = ["spawn"]
+
+_DEVICE_TYPES = ("auto", "cpu", "gpu")
+_USAGE_EXIT_CODE = 2
+
+
+def spawn(
+    function_or_task_file: Callable[..., Any] | str | os.PathLike,
+    num_workers: int = 2,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_devices: int | None = None,
+    device_type: str = "auto",
+    max_restarts: int = 0,
+    timeout_seconds: float | None = None,
+) -> Any:
+    """Runs a function in several fresh processes that are the workers of one job.
+
+    Use it in a notebook or a script; `tfparallel launch` is the same for a command line. Every
+    worker calls the function with the same arguments, and finds the others through
+    `tfparallel.data_parallel` or `tfparallel.MultiWorkerMirroredStrategy`. What a worker prints
+    appears here behind its index, `[0] `. If one fails, the others are stopped; no process
+    outlives the call.
+
+    The function may be of a notebook's cell or a script's own. It takes along the values of the
+    global names that it uses, so let it load data and build models itself, and pass paths, numbers
+    and arrays: a tensor or a model would start TensorFlow before the workers have met.
+
+    Args:
+        function_or_task_file: The function; or the path of a task file, which `tfparallel train`
+            then trains.
+        num_workers: How many processes.
+        args: The function's arguments.
+        kwargs: The function's keyword arguments; for a task file the flags of `tfparallel train`,
+            such as `{"epochs": 3, "seed": 7}`.
+        num_devices: How many devices each worker has; the CPU is split as needed. Default: its
+            equal share of the GPUs, or one CPU.
+        device_type: `"cpu"` hides the GPUs, `"gpu"` requires one for each worker, `"auto"` takes
+            them if there are any.
+        max_restarts: How often to start all workers anew when one fails.
+        timeout_seconds: How long the whole call may take; for ever if None.
+
+    Returns:
+        What the function returned in worker 0, the chief; for a task file the report of
+        `tfparallel train`.
+
+    Raises:
+        ValueError: If an argument is wrong, or the function or its arguments cannot be sent; for a
+            task file also if it, or a flag, is refused.
+        RuntimeError: If a worker failed, with its index, its exit code or signal and its last
+            lines; if the time was over; if the result cannot be sent back; or if this process is a
+            worker itself.
+
+    Example:
+        >>> def train():
+        ...     model = tfparallel.data_parallel(build_model)
+        ...     model.compile(optimizer="adam", loss="mse")
+        ...     return model.fit(*load_data(), batch_size=64).history
+        >>> history = tfparallel.spawn(train, num_workers=2)
+    """
+    is_function = callable(function_or_task_file)
+    flags = dict(kwargs or {})
+    _check(
+        function_or_task_file,
+        flags,
+        num_workers=num_workers,
+        args=args,
+        num_devices=num_devices,
+        device_type=device_type,
+        max_restarts=max_restarts,
+        timeout_seconds=timeout_seconds,
+    )
+    _refuse_inside_a_worker()
+    with tempfile.TemporaryDirectory(prefix="tfparallel_spawn_") as folder:
+        if is_function:
+            settings = {"num_devices": num_devices, "device_type": device_type}
+            _write_call(folder, function_or_task_file, args, flags, settings)
+            command = _python_module("tfparallel.commands.spawned", folder)
+            result_path, read = os.path.join(folder, "result.pickle"), _read_pickle
+        else:
+            path = os.fspath(function_or_task_file)
+            result_path = flags.setdefault("report", os.path.join(folder, "report.json"))
+            if num_devices is not None:
+                flags["num_devices"] = num_devices
+            flags["device_type"] = device_type
+            command = _python_module("tfparallel", "train", path, *_flag_arguments(flags))
+            result_path, read = os.fspath(result_path), _read_json
+        outcome = _run(command, num_workers, device_type, max_restarts, timeout_seconds)
+        if outcome.timed_out:
+            raise RuntimeError(_too_slow(outcome, timeout_seconds))
+        if outcome.culprit is not None:
+            if not is_function and outcome.culprit.returncode == _USAGE_EXIT_CODE:
+                raise ValueError("\n".join(outcome.culprit.tail))
+            raise RuntimeError(_failure(outcome))
+        if not os.path.exists(result_path):
+            raise RuntimeError(
+                "Worker 0 ended without a result, as by sys.exit() or os._exit() in the function; "
+                "it must return. Received: exit code 0."
+            )
+        result = read(result_path)
+        if os.path.dirname(result_path) == folder and not is_function:
+            del result["configuration"]["report"]
+        return result
+
+
+def _check(function_or_task_file, flags, **values):
+    """Raises one error for all that is wrong with the arguments of `spawn`."""
+    problems = []
+    is_path = isinstance(function_or_task_file, str | os.PathLike)
+    received = {"function_or_task_file": function_or_task_file}
+    if is_path and not os.path.isfile(function_or_task_file):
+        problems.append("the task file does not exist")
+    elif is_path and values["args"]:
+        problems.append("a task file takes no args; its flags are given as kwargs")
+    elif not is_path and not callable(function_or_task_file):
+        problems.append("a function or the path of a task file is required")
+    if is_path:
+        own = sorted({"num_devices", "device_type", "num_workers"} & set(flags))
+        if own:
+            problems.append(f"{', '.join(own)} must be an argument of spawn, not in kwargs")
+    counts = {"num_workers": 1, "num_devices": 1, "max_restarts": 0}
+    for name, least in counts.items():
+        value = values[name]
+        if name == "num_devices" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            problems.append(f"{name} must be a whole number of at least {least}")
+    if values["device_type"] not in _DEVICE_TYPES:
+        problems.append(f"device_type must be one of {', '.join(_DEVICE_TYPES)}")
+    seconds = values["timeout_seconds"]
+    if seconds is not None and not (isinstance(seconds, numbers.Real) and seconds > 0):
+        problems.append("timeout_seconds must be positive, or None")
+    if isinstance(values["args"], str) or not isinstance(values["args"], Sequence):
+        problems.append("args must be a sequence of the function's arguments")
+    if problems:
+        raise refusal("Cannot spawn workers", problems, shown(received | values))
+
+
+def _refuse_inside_a_worker():
+    cluster = Cluster.from_env()
+    if cluster.num_workers > 1:
+        raise RuntimeError(
+            f"This process is one of {cluster.num_workers} workers already, and each would start "
+            f"workers of its own. Received: worker {cluster.worker_index} by {cluster.source}. "
+            "Call the function directly, or unset the variables if they are stale."
+        )
+
+
+def _write_call(folder, function, args, kwargs, settings):
+    try:
+        call = cloudpickle.dumps((function, tuple(args), kwargs))
+    # What a class's own code raises when it is pickled can be anything.
+    except Exception as error:
+        raise ValueError(
+            "The function, its arguments and the global names that it uses must be things that "
+            f"other processes can be sent. Received: {function!r} ({error}). Open files and "
+            "connections, locks and models inside the function."
+        ) from error
+    with open(os.path.join(folder, "call.pickle"), "wb") as file:
+        # Apart from the call, whose parts may need TensorFlow, which is set up by these.
+        pickle.dump(
+            {
+                **settings,
+                "argv": sys.argv,
+                "sources": _sources_of_cells(),
+                # Modules travel by name.
+                "names_tensorflow": b"tensorflow" in call or b"keras" in call,
+            },
+            file,
+        )
+        file.write(call)
+
+
+def _sources_of_cells():
+    """The text of a notebook's cells, which tf.function reads to convert `if` and `for`."""
+    whole = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
+    return {name: entry for name, entry in whole.items() if not os.path.exists(name)}
+
+
+def _read_pickle(path):
+    with open(path, "rb") as file:
+        return pickle.load(file)
+
+
+def _read_json(path):
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _python_module(module, *arguments):
+    # -P: the working folder is on the module path only if it is here; see _environment.
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def _environment(device_type):
+    # An empty entry, a notebook's first, is the working folder.
+    path = [os.path.abspath(entry) for entry in sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
+    if device_type == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = "-1"
+    return environment
+
+
+def _flag_arguments(flags):
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no{name}"
+        elif isinstance(value, list | tuple):
+            yield f"--{name}={','.join(map(str, value))}"
+        elif value is not None:
+            yield f"--{name}={value}"
+
+
+def _run(command, num_workers, device_type, max_restarts, timeout_seconds):
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    for attempt in range(max_restarts + 1):
+        programs = host_programs(
+            meet_alone(num_workers), command, _environment(device_type), restart_count=attempt
+        )
+        screen = Prefixer(_Text("stdout"), _Text("stderr"))
+        try:
+            outcome = run(
+                programs,
+                on_output=screen.write,
+                timeout_seconds=None if deadline is None else max(0, deadline - time.monotonic()),
+            )
+        finally:
+            with contextlib.suppress(OSError):
+                screen.finish()
+        if outcome.culprit is None or attempt == max_restarts:
+            return outcome
+        print(
+            f"tfparallel.spawn: {outcome.culprit.describe()}; "
+            f"restarting all workers ({attempt + 1} of {max_restarts})",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _failure(outcome: Outcome) -> str:
+    text = outcome.culprit.explain()
+    stopped = [str(exit_.worker) for exit_ in outcome.exits if exit_.stopped]
+    if stopped:
+        text += f"\nStopped worker{'s' * (len(stopped) > 1)} {', '.join(stopped)}."
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _too_slow(outcome, timeout_seconds):
+    running = [exit_ for exit_ in outcome.exits if exit_.stopped]
+    names = ", ".join(str(exit_.worker) for exit_ in running)
+    text = (
+        f"The workers did not end in time; {names} still ran and "
+        f"{'were' if len(running) > 1 else 'was'} stopped. "
+        f"Received: timeout_seconds={timeout_seconds}. The last lines:"
+    )
+    lines = [f"    [{exit_.worker}] {line}" for exit_ in running for line in exit_.tail[-5:]]
+    return "\n".join([text, *(lines or ["    (none)"])])
+
+
+class _Text:
+    """`sys.stdout` or `sys.stderr` as it is now, taking bytes: a notebook's has no `buffer`."""
+
+    def __init__(self, name):
+        self._stream = getattr(sys, name) or io.StringIO()
+        # A character may come in two pieces.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(self, text):
+        self._stream.write(self._decoder.decode(text))
+
+    def flush(self):
+        self._stream.flush()
+
+    def isatty(self):
+        return self._stream.isatty()
+
+    def fileno(self):
+        return self._stream.fileno()

@@ -1,0 +1,123 @@
+"""`tfparallel doctor`: says what will fail on this host, in this cluster, with these versions."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfparallel.commands.flags import (
+    Command,
+    UsageError,
+    help_text,
+    path_problems,
+    resolved,
+    run_command,
+)
+from tfparallel.diagnostics.doctor import examine
+from tfparallel.diagnostics.finding import VERDICTS, Finding, worst
+from tfparallel.diagnostics.report import versions, write_report
+
+__all__ = ["main"]
+
+_COMMAND = Command(
+    name="doctor",
+    summary="Looks at versions, devices, the cluster that the environment names, ports, peers, "
+    "disk, memory and cores, and tries known faults of TensorFlow and Keras. Exit code 1 if "
+    "something is broken.",
+    example="tfparallel doctor --checkpoint_dir=ckpt --report=doctor.json",
+    arguments="[--flags]",
+)
+# Green, yellow, red.
+_COLOURS = {"ok": 32, "warn": 33, "broken": 31}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    return run_command("doctor", lambda: _main(arguments), ())
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_bool(
+        "quick", False, "Leave out what is tried for seconds each.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "checkpoint_dir", None, "Where checkpoints will go; else the folder here.", values
+    )
+    flags.DEFINE_float(
+        "min_free_mib", None, "Free disk that the job needs, in MiB; less is broken.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_float(
+        "peer_timeout", 3.0, "Seconds that another worker may take to answer.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "probe_timeout", 120.0, "Seconds that each trial may take.", flag_values=values
+    )
+    flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
+    return values
+
+
+def _problems(values: flags.FlagValues) -> list[str]:
+    problems = path_problems("report", values.report, ".json")
+    for name in ("peer_timeout", "probe_timeout"):
+        value = values[name].value
+        if not 0 < value < float("inf"):
+            problems.append(f"--{name} must be positive. Received: --{name}={value}.")
+    if values.min_free_mib is not None and not 0 <= values.min_free_mib < float("inf"):
+        problems.append(
+            f"--min_free_mib must not be negative. Received: --min_free_mib={values.min_free_mib}."
+        )
+    return problems
+
+
+def _main(arguments: Sequence[str]) -> int:
+    values = _flags()
+    if any(argument in ("-h", "-help", "--help") for argument in arguments):
+        print(help_text(_COMMAND, values))
+        return 0
+    try:
+        positional = values([_COMMAND.name, *arguments])[1:]
+    except flags.Error as error:
+        raise UsageError(str(error)) from error
+    problems = _problems(values)
+    if positional:
+        problems.insert(0, f"tfparallel doctor takes flags alone. Received: {positional}.")
+    if problems:
+        raise UsageError("\n".join(problems))
+    findings = []
+    for finding in examine(
+        folder=values.checkpoint_dir,
+        min_free_mib=values.min_free_mib,
+        peer_timeout_seconds=values.peer_timeout,
+        probe_timeout_seconds=values.probe_timeout,
+        quick=values.quick,
+    ):
+        findings.append(finding)
+        print(_line(finding), flush=True)
+    counts = {name: sum(finding.verdict == name for finding in findings) for name in VERDICTS}
+    print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    if values.report is not None:
+        report = {
+            "command": "doctor",
+            "configuration": resolved(values),
+            "versions": versions(),
+            "verdict": worst(findings),
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+        }
+        write_report(values.report, report)
+        print(f"wrote {values.report}")
+    return 1 if worst(findings) == "broken" else 0
+
+
+def _line(finding: Finding) -> str:
+    width = max(map(len, VERDICTS))
+    verdict = f"{finding.verdict:<{width}}"
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        verdict = f"\x1b[{_COLOURS[finding.verdict]}m{verdict}\x1b[0m"
+    advice = f" -> {finding.advice}" if finding.advice else ""
+    # An error of several lines stays one finding.
+    text = f"\n{' ' * (width + 2)}".join(f"{finding.meaning}{advice}".splitlines())
+    return f"{verdict}  {finding.check}: {text}"

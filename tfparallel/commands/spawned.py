@@ -1,0 +1,75 @@
+"""What each worker of `tfparallel.spawn` runs: `python -m tfparallel.commands.spawned FOLDER`."""
+
+import importlib
+import linecache
+import os
+import pickle
+import sys
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from tfparallel.cluster.spec import Cluster
+from tfparallel.startup import has_nvidia_gpu, prepare
+
+__all__ = ["main"]
+
+
+def main(folder: str) -> int:
+    """Calls the function that the folder holds; the chief writes there what it returns.
+
+    Returns:
+        The exit code: 1 if the function raised.
+    """
+    cluster = Cluster.from_env()
+    with open(os.path.join(folder, "call.pickle"), "rb") as file:
+        settings = pickle.load(file)
+        # GPUs are hidden before TensorFlow looks for them.
+        if settings["device_type"] != "cpu" and has_nvidia_gpu():
+            os.environ.update(cluster.device_environment())
+        sys.argv[:] = settings["argv"]
+        linecache.cache.update(settings["sources"])
+        if settings["names_tensorflow"]:
+            # Now and quietly; else with the function's modules, and its chatter.
+            prepare()
+        _set_up_devices(settings["num_devices"], settings["device_type"])
+        function, args, kwargs = pickle.load(file)
+    try:
+        result = function(*args, **kwargs)
+    except Exception as error:
+        # From the function's own frame on.
+        traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
+        return 1
+    if cluster.is_chief:
+        _write_result(folder, result)
+    return 0
+
+
+def _set_up_devices(num_devices, device_type):
+    if num_devices is None and device_type != "gpu":
+        # A function that needs no TensorFlow does not wait for it.
+        return
+    devices = importlib.import_module("tfparallel.devices")
+    names = devices.choose_devices(num_devices=num_devices, device_type=device_type)
+    if names[0].startswith("GPU"):
+        devices.hide_other_gpus(names)
+
+
+def _write_result(folder: str, result: Any) -> None:
+    path = os.path.join(folder, "result.pickle")
+    try:
+        with open(f"{path}.unfinished", "wb") as file:
+            cloudpickle.dump(result, file)
+    # What a class's own code raises when it is pickled can be anything.
+    except Exception as error:
+        raise RuntimeError(
+            "What the function returned must be something that another process can be sent. "
+            f"Received: a {type(result).__name__} ({error}). Return numbers, arrays or "
+            "`model.get_weights()`, or save to a file and return its path."
+        ) from error
+    os.replace(f"{path}.unfinished", path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

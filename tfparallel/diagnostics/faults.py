@@ -1,0 +1,88 @@
+"""The grammar of faults that a user may ask for: `kill:worker=1,step=20`."""
+
+import dataclasses
+
+__all__ = ["GRAMMAR", "Fault", "parse_fault"]
+
+GRAMMAR = """\
+kill:worker=1,step=20        the worker gets SIGKILL
+hang:worker=0,step=5         the worker stops making steps, and lives
+exit:worker=1,step=3,code=5  the worker ends with this exit code
+slow:worker=1,ms=50          the worker waits this long before each step
+Workers count from 0. A fault strikes once `step` steps are done, before the next one."""
+
+_PARTS = {
+    "kill": ("worker", "step"),
+    "hang": ("worker", "step"),
+    "exit": ("worker", "step", "code"),
+    "slow": ("worker", "ms"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What befalls a worker.
+
+    Attributes:
+        kind: "kill", "hang", "exit" or "slow".
+        worker: The worker's index.
+        step: How many steps of the run are done when it strikes; None for "slow".
+        code: The exit code of "exit".
+        ms: The milliseconds of "slow", before each step.
+    """
+
+    kind: str
+    worker: int
+    step: int | None = None
+    code: int | None = None
+    ms: int | None = None
+
+    def __str__(self):
+        parts = ",".join(f"{name}={getattr(self, name)}" for name in _PARTS[self.kind])
+        return f"{self.kind}:{parts}"
+
+
+def parse_fault(text: str) -> Fault:
+    """Reads a fault.
+
+    Args:
+        text: As `GRAMMAR` says.
+
+    Raises:
+        ValueError: If it does not follow the grammar; with all that is wrong.
+
+    Example:
+        >>> parse_fault("kill:worker=1,step=20")
+        Fault(kind='kill', worker=1, step=20, code=None, ms=None)
+    """
+    kind, _, rest = text.partition(":")
+    if kind not in _PARTS:
+        raise ValueError(_message(text, [f"the kind is one of {', '.join(_PARTS)}, not {kind!r}"]))
+    values: dict[str, int] = {}
+    problems = []
+    for part in filter(None, rest.split(",")):
+        name, _, value = part.partition("=")
+        if name not in _PARTS[kind]:
+            problems.append(f"{kind} takes no {name!r}")
+        elif name in values:
+            problems.append(f"{name} is given twice")
+        else:
+            # Noted even when it is bad, or it would be called missing as well.
+            values[name] = int(value) if value.isascii() and value.isdigit() else -1
+            if values[name] < 0 or (name == "code" and not 0 < values[name] < 256):
+                range_ = "from 1 to 255" if name == "code" else "0 or more"
+                problems.append(f"{name} must be a whole number, {range_}, not {value!r}")
+    missing = [name for name in _PARTS[kind] if name not in values]
+    if missing:
+        problems.append(f"{kind} needs {' and '.join(missing)}")
+    if problems:
+        raise ValueError(_message(text, problems))
+    return Fault(kind, **values)
+
+
+def _message(text, problems):
+    indented = "\n".join(f"    {line}" for line in GRAMMAR.splitlines())
+    return (
+        f"A fault must follow the grammar below: {'; '.join(problems)}. "
+        f"Received: {text!r}.\n{indented}"
+    )

@@ -1,0 +1,30 @@
+"""What the doctor says of one thing: a verdict, what it means, what to do."""
+
+import dataclasses
+
+__all__ = ["VERDICTS", "Finding", "worst"]
+
+# From harmless to harmful.
+VERDICTS = ("ok", "warn", "broken")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's.
+
+    Attributes:
+        check: What was looked at, a word or two.
+        verdict: `"ok"`; `"warn"`, to be known; or `"broken"`: training will fail, or go wrong.
+        meaning: What was found, and what that means.
+        advice: What to do about it; empty if nothing is to be done.
+    """
+
+    check: str
+    verdict: str
+    meaning: str
+    advice: str = ""
+
+
+def worst(findings: list[Finding]) -> str:
+    """Returns the gravest of the verdicts; `"ok"` if there are none."""
+    return max((finding.verdict for finding in findings), key=VERDICTS.index, default="ok")

@@ -1,0 +1,135 @@
+"""This host, for the doctor: free disk, free memory, cores and the limits of its container."""
+
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+from tfparallel.cluster.environment import available_cores
+from tfparallel.diagnostics.finding import Finding
+
+__all__ = ["examine_cores", "examine_disk", "examine_memory"]
+
+_MIB = 2**20
+_ENOUGH_DISK_MIB = 1024
+# A worker that has only started holds about 500 MiB.
+_ENOUGH_MEMORY_MIB = 1024
+_CGROUP = pathlib.Path("/sys/fs/cgroup")
+
+
+def examine_disk(folder: str | None, min_free_mib: float | None) -> Iterator[Finding]:
+    """Looks whether checkpoints can be written, and how much of them.
+
+    Args:
+        folder: Where they go, made or not yet; by default the working folder.
+        min_free_mib: What the job needs; less is broken. By default little space is a warning.
+    """
+    folder = os.path.abspath(folder or os.curdir)
+    there = folder
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    try:
+        # Tried, since access rights do not tell of a read-only mount, nor of a full disk.
+        with tempfile.NamedTemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        yield Finding(
+            "disk",
+            "broken",
+            f"{folder} cannot be written to ({error.strerror}): no checkpoint can be kept",
+            "name a folder of yours with --checkpoint_dir, or make space",
+        )
+        return
+    free_mib = shutil.disk_usage(there).free / _MIB
+    text = f"{_size(free_mib)} free for {folder}"
+    if min_free_mib is not None and free_mib < min_free_mib:
+        text += f", and {_size(min_free_mib)} are required (--min_free_mib)"
+        yield Finding("disk", "broken", text, "make space, or name another --checkpoint_dir")
+    elif min_free_mib is None and free_mib < _ENOUGH_DISK_MIB:
+        text += ": a checkpoint holds the weights and, with Adam, twice as much again"
+        yield Finding("disk", "warn", text, "make space, or name another --checkpoint_dir")
+    else:
+        yield Finding("disk", "ok", text)
+
+
+def examine_memory(num_local_workers: int) -> Iterator[Finding]:
+    """Looks how much memory is free, for the host and within the limit of the container."""
+    free = {"the host": _free_of_host(), "this container's limit": _free_of_cgroup()}
+    free = {name: value for name, value in free.items() if value is not None}
+    if not free:
+        return
+    name = min(free, key=free.get)
+    text = f"{_size(free[name])} free by {name}"
+    if num_local_workers > 1:
+        text += f", for {num_local_workers} workers here"
+    if free[name] < _ENOUGH_MEMORY_MIB * num_local_workers:
+        advice = "stop other programs, start fewer workers, or raise the limit"
+        text += ": a worker takes about 500 MiB before it has loaded any data"
+        yield Finding("memory", "warn", text, advice)
+    else:
+        yield Finding("memory", "ok", text)
+
+
+def examine_cores(num_local_workers: int) -> Iterator[Finding]:
+    """Looks how many cores there are, and whether a quota gives less time than they suggest."""
+    num_cores, quota = len(available_cores()), _cpu_quota()
+    text = f"{num_cores} core{'s' * (num_cores > 1)}"
+    if quota is not None and quota < num_cores:
+        num_threads = max(1, int(quota / num_local_workers))
+        yield Finding(
+            "cores",
+            "warn",
+            f"{text}, and this container may use {quota:g} of them at a time: TensorFlow starts "
+            "a thread a core, and is halted when the time is used up",
+            f"set TF_NUM_INTRAOP_THREADS={num_threads} and OMP_NUM_THREADS={num_threads}",
+        )
+    elif num_local_workers > num_cores:
+        yield Finding(
+            "cores",
+            "warn",
+            f"{text} for {num_local_workers} workers here: they take turns",
+            "start at most one worker a core",
+        )
+    else:
+        yield Finding("cores", "ok", text)
+
+
+def _free_of_host():
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) / 1024
+    return None
+
+
+def _free_of_cgroup():
+    limit = _read(_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes").strip()
+    used = _read(_CGROUP / "memory.current", _CGROUP / "memory" / "memory.usage_in_bytes").strip()
+    # "max", or in version 1 a number next to 2**63, is no limit.
+    if not limit.isdigit() or not used.isdigit() or int(limit) >= 2**60:
+        return None
+    return (int(limit) - int(used)) / _MIB
+
+
+def _cpu_quota():
+    quota, _, period = _read(_CGROUP / "cpu.max").strip().partition(" ")
+    if not period:
+        quota = _read(_CGROUP / "cpu" / "cpu.cfs_quota_us").strip()
+        period = _read(_CGROUP / "cpu" / "cpu.cfs_period_us").strip()
+    # "max", or in version 1 "-1", is no quota.
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _read(*paths):
+    """The text of the first of these files that is there; else nothing."""
+    for path in paths:
+        try:
+            return pathlib.Path(path).read_text()
+        except OSError:
+            continue
+    return ""
+
+
+def _size(mib):
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"

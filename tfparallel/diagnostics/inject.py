@@ -1,0 +1,86 @@
+"""Has a fault strike a worker while it trains, to see how the job takes it."""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import keras
+
+from tfparallel.diagnostics.faults import Fault, parse_fault
+
+__all__ = ["Inject"]
+
+_RESTART_COUNT = "TFPARALLEL_RESTART_COUNT"
+
+
+class Inject(keras.callbacks.Callback):
+    """Strikes the model's worker with a fault, in the first attempt of a job only.
+
+    A restarted job (`tfparallel launch --max_restarts`) passes the step unharmed. Give it behind
+    `tfparallel.callbacks.Checkpoint`, which then writes before the fault strikes.
+
+    Args:
+        fault: A `Fault`, or its text: "kill:worker=1,step=20", "hang:worker=0,step=5",
+            "exit:worker=1,step=3,code=5", "slow:worker=1,ms=50". Workers count from 0, and so do
+            steps, through all epochs: the fault strikes once `step` of them are done.
+
+    Raises:
+        ValueError: If the text does not follow the grammar, or, from `fit`, if there is no such
+            worker.
+
+    Example:
+        >>> model.fit(dataset, callbacks=[checkpoint, Inject("kill:worker=1,step=20")])
+    """
+
+    def __init__(self, fault: Fault | str):
+        super().__init__()
+        self._fault = parse_fault(fault) if isinstance(fault, str) else fault
+        self._is_first_attempt = int(os.environ.get(_RESTART_COUNT) or 0) == 0
+        self._strikes = False
+        self._epoch_start = 0
+        self._num_steps = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Finds out whether this is the worker, and the attempt."""
+        workers = getattr(self.model.distribute_strategy, "workers", None)
+        num_workers = 1 if workers is None else workers.num_workers
+        if self._fault.worker >= num_workers:
+            raise ValueError(
+                f"The job has {num_workers} worker{'s' * (num_workers > 1)}, counted from 0, and "
+                f"the fault needs one of them. Received: {self._fault}."
+            )
+        own = 0 if workers is None else workers.worker_index
+        self._strikes = self._is_first_attempt and own == self._fault.worker
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts the steps of the epochs before, of a run that was resumed too."""
+        self._epoch_start = epoch * (self.params.get("steps") or self._num_steps)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Strikes, if it is time to."""
+        self._num_steps = batch + 1
+        if not self._strikes:
+            return
+        if self._fault.kind == "slow":
+            time.sleep(self._fault.ms / 1000)
+            return
+        begun = self._epoch_start + batch
+        if begun <= self._fault.step < begun + self.model.steps_per_execution:
+            self._strike(begun)
+
+    def _strike(self, num_done):
+        how = {"kill": "kills itself", "hang": "hangs", "exit": f"exits with {self._fault.code}"}
+        print(
+            f"inject: worker {self._fault.worker} {how[self._fault.kind]} after {num_done} steps",
+            flush=True,
+        )
+        sys.stderr.flush()
+        if self._fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self._fault.kind == "exit":
+            # Past TensorFlow's own shutdown, which would wait for the other workers.
+            os._exit(self._fault.code)
+        while True:
+            time.sleep(3600)

@@ -1,0 +1,152 @@
+"""The doctor's probes of TensorFlow and Keras, each run in a process of its own.
+
+    python -m tfparallel.diagnostics.probes NAME
+
+prints one line of JSON. A known fault is tried, not assumed: the same small
+net is trained on one device, by TensorFlow's strategy and by tfparallel's, and
+the weights are compared.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel import devices
+from tfparallel.cluster.spawn import spawn
+from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
+
+__all__ = ["PROBES", "main"]
+
+# Logical CPUs: the probes run on any machine, beside a job that holds its GPUs.
+_DEVICES = ["CPU:0", "CPU:1"]
+_SPAWN_SECONDS = 90
+_ERROR_CHARACTERS = 2000
+
+
+def installation() -> dict[str, Any]:
+    """Runs an operation, and tells the versions and the devices."""
+    build = tf.sysconfig.get_build_info()
+    found = {
+        "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
+        "devices": devices.list_devices(),
+        "cuda": build.get("cuda_version") if build.get("is_cuda_build") else None,
+    }
+    for device in found["devices"]:
+        with tf.device(device):
+            tf.debugging.assert_equal(tf.reduce_sum(tf.ones([2, 2]) @ tf.ones([2, 2])), 8.0)
+    return found
+
+
+def gradient_accumulation() -> dict[str, Any]:
+    """Keras's accumulation, which crashes where a replica calls `merge_call` (keras#20582)."""
+    return _compare(optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+
+
+def steps_per_execution() -> dict[str, Any]:
+    """Several steps in a call, whose control flow loses the collectives (keras#19246)."""
+    return _compare(steps_per_execution=2)
+
+
+def gradient_clipping() -> dict[str, Any]:
+    """Clipping, which happens on each replica before the sum."""
+    return _compare(optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.01))
+
+
+def uneven_batches() -> dict[str, Any]:
+    """A last batch that the replicas do not divide."""
+    return _compare(num_examples=41)
+
+
+def two_workers() -> dict[str, Any]:
+    """`fit` on two worker processes of this host, over its network (keras#20585)."""
+    expected = _train(contextlib.nullcontext())
+    return {
+        "theirs": _difference(expected, lambda: _spawn(_train_under_theirs)),
+        "ours": _difference(expected, lambda: _spawn(_train_under_ours)),
+    }
+
+
+PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+    function.__name__: function
+    for function in (
+        installation,
+        gradient_accumulation,
+        steps_per_execution,
+        gradient_clipping,
+        uneven_batches,
+        two_workers,
+    )
+}
+
+
+def main(name: str) -> None:
+    """Runs one probe and prints what it found."""
+    print(json.dumps(PROBES[name]()), flush=True)
+
+
+def _compare(**options) -> dict[str, Any]:
+    devices.split_cpu(len(_DEVICES))
+    expected = _train(tf.device(_DEVICES[0]), **options)
+    return {
+        "theirs": _difference(
+            expected, lambda: _train(tf.distribute.MirroredStrategy(_DEVICES).scope(), **options)
+        ),
+        "ours": _difference(
+            expected, lambda: _train(MirroredStrategy(_DEVICES).scope(), **options)
+        ),
+    }
+
+
+def _difference(expected, train) -> dict[str, Any]:
+    """Returns the largest difference in a weight, or the error that there was instead."""
+    try:
+        weights = train()
+    # Whatever it is: it is what was asked for.
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
+    pairs = zip(weights, expected, strict=True)
+    return {"difference": max(float(np.max(np.abs(own - other))) for own, other in pairs)}
+
+
+def _train(scope, *, optimizer=None, num_examples=48, **compile_options) -> list[np.ndarray]:
+    """Trains a small net in float64, where no order of a sum makes a difference that counts."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(num_examples, 8))
+    y = x.sum(axis=1, keepdims=True)
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(0)
+    with scope:
+        model = keras.Sequential(
+            [keras.Input((8,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
+        )
+        model.compile(
+            optimizer() if optimizer else keras.optimizers.SGD(0.1), "mse", **compile_options
+        )
+    model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def _train_under_theirs():
+    return _train(tf.distribute.MultiWorkerMirroredStrategy().scope())
+
+
+def _train_under_ours():
+    return _train(MultiWorkerMirroredStrategy().scope())
+
+
+def _spawn(function):
+    # The doctor is asked beside a job too, whose cluster these workers are none of.
+    for name in ("TF_CONFIG", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    return spawn(function, device_type="cpu", timeout_seconds=_SPAWN_SECONDS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

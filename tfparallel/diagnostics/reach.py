@@ -1,0 +1,132 @@
+"""The cluster, for the doctor: who is named, whether the own port is free, who can be reached.
+
+Nothing is sent. A peer that has not started refuses the connection, and that
+answer is enough: the host is there, and no firewall stands between.
+"""
+
+import concurrent.futures
+import errno
+import socket
+from collections.abc import Iterator
+
+from tfparallel.cluster import port_owner
+from tfparallel.cluster.address import split_address
+from tfparallel.cluster.spec import Cluster
+from tfparallel.diagnostics.finding import Finding
+
+__all__ = ["examine_cluster"]
+
+_MAX_CONNECTIONS = 64
+
+
+def examine_cluster(timeout_seconds: float) -> tuple[Cluster, list[Finding]]:
+    """Looks at the cluster that the environment names.
+
+    Args:
+        timeout_seconds: How long a peer may take to answer.
+
+    Returns:
+        The cluster, a single process where none can be read; and the findings.
+    """
+    try:
+        cluster = Cluster.from_env()
+    except ValueError as error:
+        advice = "correct the variables that it names, or unset them"
+        return Cluster(), [Finding("cluster", "broken", str(error), advice)]
+    if cluster.address is None:
+        text = "none in the environment: this process trains alone"
+        return cluster, [Finding("cluster", "ok", text)]
+    role = "the evaluator" if cluster.is_evaluator else f"worker {cluster.worker_index}"
+    text = f"{cluster.source} names {cluster.num_workers} workers; this is {role}"
+    findings = [Finding("cluster", "ok", f"{text}, {cluster.address}")]
+    findings += _examine_own(cluster)
+    findings += _examine_peers(cluster, timeout_seconds)
+    return cluster, findings
+
+
+def _examine_own(cluster: Cluster) -> Iterator[Finding]:
+    host, port = split_address(cluster.address)
+    try:
+        is_free = port_owner.is_free(port)
+    except OSError as error:
+        text = f"port {port} cannot be listened on ({error.strerror})"
+        yield Finding("own port", "broken", text, "take a port above 1023")
+    else:
+        if is_free:
+            yield Finding("own port", "ok", f"{port} is free")
+        else:
+            yield Finding(
+                "own port",
+                "broken",
+                f"{port} is held by {port_owner.owner(port) or 'another process'}: TensorFlow's "
+                "server could not start",
+                "stop that process, or name another port for this worker in the cluster",
+            )
+    if _is_another_hosts(host):
+        yield Finding(
+            "own address",
+            "warn",
+            f"{host} is no address of this host: unless it is forwarded here, the others wait "
+            "for a worker that never answers",
+            "compare the worker's index with the order of the addresses",
+        )
+
+
+def _is_another_hosts(host):
+    """Whether a name leads to addresses none of which can be bound here."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        # Whether it can be found is asked of peers; a host need not know its own name.
+        return False
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return False
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                return False
+    return True
+
+
+def _examine_peers(cluster: Cluster, timeout_seconds: float) -> Iterator[Finding]:
+    peers = {
+        index: address
+        for index, address in enumerate(cluster.workers)
+        if address != cluster.address
+    }
+    if not peers:
+        return
+    with concurrent.futures.ThreadPoolExecutor(_MAX_CONNECTIONS) as threads:
+        answers = threads.map(lambda address: _answer(address, timeout_seconds), peers.values())
+        answers = dict(zip(peers, answers, strict=True))
+    for index, problem in answers.items():
+        if problem in ("listening", "refused"):
+            continue
+        yield Finding(
+            f"worker {index}",
+            "broken",
+            f"{peers[index]} cannot be reached: {problem}",
+            "check the name and the address, that the host is up, and its firewall",
+        )
+    counts = {kind: list(answers.values()).count(kind) for kind in ("listening", "refused")}
+    reached = sum(counts.values())
+    if reached:
+        text = f"{reached} of {len(peers)} can be reached"
+        if counts["refused"]:
+            text += f"; nothing listens yet on {counts['refused']} of them"
+        yield Finding("peers", "ok", text)
+
+
+def _answer(address, timeout_seconds):
+    """Returns "listening", "refused", or why there was no answer."""
+    try:
+        socket.create_connection(split_address(address), timeout_seconds).close()
+    except ConnectionRefusedError:
+        return "refused"
+    except TimeoutError:
+        return f"no answer in {timeout_seconds:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return "listening"

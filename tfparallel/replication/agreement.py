@@ -1,0 +1,99 @@
+"""Do all workers train the same model on the same batches: asked before a weight changes.
+
+Every worker runs the whole program on the whole batch, so a worker whose data or model is another
+one would not fail; it would train something that nobody asked for.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.cluster.agreement import differences
+
+_NUM_STEPS = 2  # The first batches of a `fit` that are compared; an order that differs shows there.
+_OTHER_BATCH = "The workers were given different batches"
+
+
+def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
+    """Raises unless all workers call `fit` with the same model and the same arguments.
+
+    Args:
+        workers: The strategy's `WorkerGroup`.
+        model: The model that is to be trained.
+        asked: The arguments of `fit` by name.
+
+    Raises:
+        RuntimeError: On every worker, with what differs and on which of them.
+    """
+    numbers = ("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "validation_steps")
+    facts = {
+        "fit": {name: asked[name] for name in numbers if name in asked},
+        "data": [str(_shape(leaf)) for leaf in keras.tree.flatten(asked.get("x"))],
+        "weights": [f"{v.name} {tuple(v.shape)} {v.dtype}" for v in model.variables],
+        "optimizer": _configuration(model.optimizer),
+    }
+    found = differences(dict(enumerate(workers.exchange(facts))))
+    if found:
+        raise RuntimeError(
+            "The workers disagree on what to train; the same model, data and arguments of `fit` "
+            "are required on all of them. Received: " + "; ".join(found) + ". Start all workers "
+            "with the same program and the same data."
+        )
+
+
+def explain(error: tf.errors.InvalidArgumentError) -> RuntimeError | None:
+    """Returns what to raise for an error of `BatchFingerprints`, or None for any other error."""
+    if _OTHER_BATCH not in str(error):
+        return None
+    return RuntimeError(
+        f"{_OTHER_BATCH} in one of the first {_NUM_STEPS} steps; each worker needs the whole "
+        "global batch, in the same order. Received: batches whose fingerprints differ. Seed what "
+        "shuffles (`keras.utils.set_random_seed`, `shuffle(…, seed=7)`), leave out "
+        "`deterministic=False`, and do not shard the data by hand."
+    )
+
+
+class BatchFingerprints:
+    """Compares the workers' batches in the first steps of a `fit`.
+
+    Args:
+        workers: The strategy's `WorkerGroup`.
+    """
+
+    def __init__(self, workers):
+        self._workers = workers
+        with tf.init_scope(), tf.device("/device:CPU:0"):
+            self._num_checked = tf.Variable(0, trainable=False)
+
+    def restart(self) -> None:
+        """Compares the next batches again."""
+        self._num_checked.assign(0)
+
+    def check(self, data) -> None:
+        """In a step: stops it, on all workers, if their batches differ."""
+        leaves = tf.nest.flatten(data, expand_composites=True)
+
+        def compare():
+            rows = [tf.fingerprint(tf.reshape(leaf, [1, -1])) for leaf in leaves]
+            own = tf.cast(tf.concat(rows, 0), tf.int32)
+            num_workers = self._workers.num_workers
+            (everyones,) = self._workers.all_gather([own], [len(leaves)] * num_workers)
+            same = tf.reduce_all(everyones == tf.tile(own, [num_workers, 1]))
+            self._num_checked.assign_add(1)
+            with tf.control_dependencies([tf.debugging.Assert(same, [_OTHER_BATCH])]):
+                return tf.constant(True)
+
+        tf.cond(self._num_checked < _NUM_STEPS, compare, lambda: tf.constant(True))
+
+
+def _shape(leaf):
+    if isinstance(leaf, tf.data.Dataset):
+        return int(leaf.cardinality()), leaf.element_spec
+    return getattr(leaf, "shape", type(leaf).__name__)
+
+
+def _configuration(optimizer):
+    if optimizer is None:
+        return None
+    return {name: str(value) for name, value in sorted(optimizer.get_config().items())}

@@ -1,0 +1,123 @@
+"""Sample partition: each worker reads examples of its own.
+
+    worker 0   x₀ x₁ x₂ │ x₃ x₄ x₅ │ x₆            three steps
+    worker 1   x₇ x₈    │ x₉       │ (nothing)     two, and an empty batch
+               ─────────┼──────────┼──────────
+    the step     5 rows │   4 rows │   1 row       what all workers train on together
+
+Use it where the data does not fit, or is not readable, on every worker: each opens its own files.
+The workers' batches are joined, on the wire, before the step sees them, so no example is dropped or
+counted twice, a worker whose examples have run out takes part with none, and batches padded to
+different lengths are padded to the longest. What it costs beside the batch partition is sending the
+batch.
+"""
+
+import tensorflow as tf
+
+from tfparallel.collectives.between_workers import WorkerGroup
+
+_KEY = "__rows_of_this_worker__"
+
+
+def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Marks a data set of batches as this worker's own share of the examples.
+
+    All workers call it, with shares of any size; batches may differ in size, too. Give the result
+    to `fit`, `evaluate` or `predict`, whose batch is then all workers' batches one after the other.
+
+    Args:
+        dataset: Batches `(x, y[, sample_weight])` of this worker, of known cardinality. Padding of
+            axes behind the first may differ between workers; it is filled with zeros.
+
+    Returns:
+        A data set of as many batches on each worker as the longest share has.
+
+    Raises:
+        ValueError: If the data set has no known end.
+
+    Example:
+        >>> files = sorted(glob.glob("train-*.tfrecord"))[worker_index::num_workers]
+        >>> own = read(files).batch(32).apply(tf.data.experimental.assert_cardinality(steps))
+        >>> model.fit(tfparallel.data.by_sample(own), epochs=3)
+    """
+    num_batches = int(dataset.cardinality())
+    if num_batches < 0:
+        raise ValueError(
+            "Each worker must know how many batches it has, so that all take the same number of "
+            "steps. A finite data set of known cardinality is required. Received: cardinality "
+            f"{num_batches} ({'infinite' if num_batches == -1 else 'unknown'}). Count the batches "
+            "once and say so: `.apply(tf.data.experimental.assert_cardinality(n))`."
+        )
+    workers = WorkerGroup.of_process
+    if workers is None:
+        return dataset
+    num_steps = max(workers.exchange(num_batches))
+    dataset = dataset.map(lambda *batch: tf.nest.map_structure(_of_any_length, batch))
+    nothing = tf.nest.map_structure(_no_rows, dataset.element_spec)
+    empty = tf.data.Dataset.from_tensors(nothing).map(
+        lambda *batch: tf.nest.map_structure(_of_any_length, batch)
+    )
+    even = dataset.concatenate(empty.repeat(num_steps - num_batches))
+    even = even.apply(tf.data.experimental.assert_cardinality(num_steps))
+    even._is_by_sample = True
+    return even
+
+
+def marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Wraps the batches of a data set that `by_sample` returned, so that a step can tell."""
+    if not getattr(dataset, "_is_by_sample", False):
+        return dataset
+    # Which axes have an unknown length is said here: `predict` hands its steps batches of known
+    # shapes, which are others on each worker, and all must make the same of them.
+    specs = tf.nest.flatten(dataset.element_spec)
+    shapes = ["x".join("?" if n is None else str(n) for n in spec.shape[1:]) for spec in specs]
+    key = ":".join([_KEY, *shapes])
+    return dataset.map(lambda *batch: {key: batch})
+
+
+def unmarked(data):
+    """The batch itself, or the spec of one, without joining."""
+    return next(iter(data.values())) if _is_marked(data) else data
+
+
+def joined(data, workers):
+    """In a step: the rows of all workers, if the batch holds those of one.
+
+    Args:
+        data: What the step was given.
+        workers: The strategy's `WorkerGroup`, or None.
+    """
+    if not _is_marked(data):
+        return data
+    ((key, batch),) = data.items()
+    shapes = [
+        [None if n == "?" else int(n) for n in text.split("x") if n] for text in key.split(":")[1:]
+    ]
+    leaves = [
+        _padded(tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *shape]), workers)
+        for leaf, shape in zip(tf.nest.flatten(batch), shapes, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(batch, workers.all_gather_uneven(leaves))
+
+
+def _is_marked(data) -> bool:
+    return isinstance(data, dict) and len(data) == 1 and str(next(iter(data))).startswith(_KEY)
+
+
+def _padded(leaf, workers):
+    """Pads the axes of unknown length, behind the first, to the longest of all workers."""
+    if None not in leaf.shape[1:]:
+        return leaf
+    own = tf.shape(leaf)[1:]
+    (everyones,) = workers.all_gather([own[None]], [1] * workers.num_workers)
+    missing = tf.reduce_max(everyones, 0) - own
+    return tf.pad(leaf, tf.concat([[[0, 0]], tf.stack([tf.zeros_like(own), missing], 1)], 0))
+
+
+def _of_any_length(tensor):
+    """The tensor, of a shape that does not say how many rows there are."""
+    return tensor[: tf.shape(tensor)[0]]
+
+
+def _no_rows(spec):
+    return tf.zeros([0, *[size or 0 for size in spec.shape[1:]]], spec.dtype)
