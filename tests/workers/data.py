@@ -1,5 +1,7 @@
 """What each worker of `test_data.py` runs: its own examples, or those of all, or the wrong ones."""
 
+import pathlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -95,10 +97,24 @@ def refused(strategy, change):
 CHANGES = ("order", "length", "batch size", "optimizer", "nothing")
 
 
-def main():
+def saved(strategy, folder):
+    """Every worker saves to the same paths, without a guard."""
+    with strategy.scope():
+        model = build()
+    folder = pathlib.Path(folder)
+    own = tfparallel.worker_index()
+    model.save(folder / "shared.keras")
+    model.save_weights(folder / "shared.weights.h5")
+    model.save(folder / f"own_{own}.keras")
+    tfparallel.barrier()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def main(folder):
     keras.config.set_floatx("float64")
     strategy = tfparallel.MultiWorkerMirroredStrategy()
     seen = {"by_sample": by_sample(strategy)}
+    seen["saved"] = saved(strategy, folder)
     seen |= {change: refused(strategy, change) for change in CHANGES}
     try:
         tfparallel.data.by_sample(dataset(texts(0)).repeat())

@@ -12,8 +12,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
 
 
 @pytest.fixture(name="job", scope="module")
-def run_job():
-    return run_workers(PROGRAM, num_workers=2, timeout_seconds=150)
+def run_job(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("saved"))
+    return run_workers(PROGRAM, num_workers=2, arguments=[folder], timeout_seconds=150)
 
 
 def test_shares_of_unequal_size_and_length_train_as_one_device_does(job):
@@ -22,6 +23,10 @@ def test_shares_of_unequal_size_and_length_train_as_one_device_does(job):
         # Float64; sums in another order.
         assert max(found["weights"], found["history"], found["evaluate"]) < 1e-9, found
         assert found["predictions"] == 4 + 4 + 3 + 3 + 2
+
+
+def test_what_the_chief_saves_stays(job):
+    assert job[1]["saved"] == ["own_0.keras", "shared.keras", "shared.weights.h5"]
 
 
 def test_a_share_without_end_is_refused(job):

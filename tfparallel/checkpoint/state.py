@@ -90,19 +90,19 @@ def capture(model: keras.Model) -> dict[str, list[np.ndarray]]:
 def restore_training(model: keras.Model, state: dict[str, Sequence[np.ndarray]]) -> None:
     """Gives a built model, its optimizers and Keras's generator the values of `capture`."""
     by_id = dict(zip(map(id, _training_variables(model)), state["training"], strict=True))
-    for variable in model.variables:
-        variable.assign(by_id[id(variable)])
-    for optimizer in _optimizers(model):
-        optimizer.load_own_variables(
-            {str(index): by_id[id(v)] for index, v in enumerate(optimizer.variables)}
-        )
-    for value in state["seeds"]:
-        if not _seed_variables():
-            python_state = random.getstate()  # A new generator takes its seed from Python's.
-            with model.distribute_strategy.scope():  # Where a step would have made it.
+    with model.distribute_strategy.scope():
+        for variable in model.variables:
+            variable.assign(by_id[id(variable)])
+        for optimizer in _optimizers(model):
+            optimizer.load_own_variables(
+                {str(index): by_id[id(v)] for index, v in enumerate(optimizer.variables)}
+            )
+        for value in state["seeds"]:
+            if not _seed_variables():
+                python_state = random.getstate()  # A new generator takes its seed from Python's.
                 keras_seeds.global_seed_generator()
-            random.setstate(python_state)
-        _seed_variables()[0].assign(value)
+                random.setstate(python_state)
+            _seed_variables()[0].assign(value)
 
 
 def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any) -> bool:
@@ -120,8 +120,11 @@ def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any
             model._symbolic_build(data_batch=keras.tree.map_structure(_any_batch, batch))
     if not _metrics_fit(model, arrays):
         return False
-    for variable, value in zip(_metric_variables(model), arrays, strict=True):
-        variable.assign(value)
+    # Outside a program, which the step is, a sum would be shared out to the replicas.
+    strategy = model.distribute_strategy
+    with strategy.program() if hasattr(strategy, "program") else strategy.scope():
+        for variable, value in zip(_metric_variables(model), arrays, strict=True):
+            variable.assign(value)
     return True
 
 

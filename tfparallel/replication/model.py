@@ -1,5 +1,6 @@
 """The Keras model whose steps run as one program over the replicas."""
 
+import contextlib
 import inspect
 
 import keras
@@ -111,6 +112,22 @@ class DataParallelModel(ReplicatedLayer):
         """Predicts, as `keras.Model.predict`: all rows, on every worker."""
         return super().predict(*args, **self._quiet_unless_chief(kwargs))
 
+    def save(self, filepath, *args, **kwargs):
+        """Saves the model, as `keras.Model.save`; all workers call it, the chief's file stays."""
+        with self._path_to_write(filepath) as path:
+            return super().save(path, *args, **kwargs)
+
+    def save_weights(self, filepath, *args, **kwargs):
+        """Saves the weights, as `keras.Model.save_weights`; of several workers, the chief's."""
+        with self._path_to_write(filepath) as path:
+            return super().save_weights(path, *args, **kwargs)
+
+    def _path_to_write(self, path):
+        # In `fit` the paths of the callbacks are turned already.
+        if self._workers is None or self._is_fitting:
+            return contextlib.nullcontext(path)
+        return chief_only.path_of_chief(str(path), self._workers.worker_index == 0)
+
     @property
     def _workers(self):
         return self.strategy.workers if self.strategy is not None else None
@@ -131,6 +148,7 @@ class DataParallelModel(ReplicatedLayer):
         if self._fingerprints is None:
             object.__setattr__(self, "_fingerprints", agreement.BatchFingerprints(self._workers))
         self._fingerprints.restart()
+        object.__setattr__(self, "_is_fitting", True)
         try:
             with chief_only.writing_by_chief(callbacks, is_chief), naming_lost_worker():
                 return super().fit(**self._quiet_unless_chief(asked | {"callbacks": callbacks}))
@@ -139,6 +157,8 @@ class DataParallelModel(ReplicatedLayer):
             if explained is None:
                 raise
             raise explained from None
+        finally:
+            object.__setattr__(self, "_is_fitting", False)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Keras looks at a first batch here, under a strategy only: a generator loses the batches
@@ -217,6 +237,7 @@ def extend_model(
         _in_train_step=False,
         _pending_terms={},
         _fingerprints=None,
+        _is_fitting=False,
     )
     if strategy is not None:
         object.__setattr__(model, "_distribute_strategy", strategy)

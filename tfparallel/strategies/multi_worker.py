@@ -25,6 +25,7 @@ from tfparallel import devices as device_lib
 from tfparallel.cluster.rendezvous import meet
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
@@ -112,7 +113,10 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
     ):
         _refuse_late_start()
         if cluster_resolver is None:
-            cluster_resolver = _resolver_of(Cluster.from_env())
+            cluster = Cluster.from_env()
+            if devices is None and has_nvidia_gpu():
+                os.environ.update(cluster.device_environment())
+            cluster_resolver = _resolver_of(cluster)
         num_devices = len(device_lib.choose_devices(devices=devices))
         facts = {"devices a worker": num_devices, **(facts or {})}
         _meet(cluster_resolver, facts, start_timeout)

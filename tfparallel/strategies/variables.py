@@ -46,21 +46,30 @@ class MetricVariable(values.SyncOnReadVariable):
     is whole on every worker; what replicas wrote is summed over the workers, too.
     """
 
-    _is_whole = False  # Whether a program wrote it last.
+    _is_whole = False  # Whether it was a program that wrote it last, or replicas.
 
     def _is_sum(self) -> bool:
         return self._aggregation == tf.VariableAggregation.SUM
 
-    def _in_program(self) -> bool:
-        return _outside_replicas() and self._is_sum()
+    def _is_written_whole(self) -> bool:
+        """Whether what is written now is the whole, not a replica's part; remembers who writes.
 
-    def _writes_whole(self) -> bool:
-        """Whether what is written now is the whole, not a replica's part; remembers it."""
-        # Outside any scope TensorFlow is in the one replica of its default strategy.
+        What is written outside both (Keras resets metrics before an epoch) changes nothing about
+        that: steps are traced once, and say only then whether they are programs.
+        """
         context = tf.distribute.get_replica_context()
-        in_own_replica = context is not None and context.strategy is self._distribute_strategy
-        self._is_whole = self._is_sum() and not in_own_replica
-        return self._is_whole
+        if context is not None and context.strategy is self._distribute_strategy:
+            self._is_whole = False
+            return False
+        if self._distribute_strategy.program_is_running:
+            self._is_whole = True
+        return self._is_sum()
+
+    def _own_part(self, value):
+        """This worker's share of the whole: all of it where each holds it, else the first's."""
+        workers = self._distribute_strategy.workers
+        is_own = self._is_whole or workers is None or workers.worker_index == 0
+        return value if is_own else tf.zeros_like(value)
 
     def _get_cross_replica(self):
         if self._is_sum() and self._distribute_strategy.program_is_running:
@@ -70,27 +79,28 @@ class MetricVariable(values.SyncOnReadVariable):
         return super()._get_cross_replica()
 
     def value(self):
-        if self._in_program() and self._distribute_strategy.program_is_running:
+        in_program = self._distribute_strategy.program_is_running and _outside_replicas()
+        if in_program and self._is_sum():
             return self._primary.value()
         return super().value()
 
     def assign(self, value, *args, **kwargs):
-        if not self._writes_whole():
+        if not self._is_written_whole():
             return super().assign(value, *args, **kwargs)
         if not self._distribute_strategy.program_is_running:
             for copy in self._values[1:]:
                 copy.assign(tf.zeros_like(copy))
-        return self._primary.assign(value, *args, **kwargs)
+        return self._primary.assign(self._own_part(value), *args, **kwargs)
 
     def assign_add(self, value, *args, **kwargs):
-        if not self._writes_whole():
+        if not self._is_written_whole():
             return super().assign_add(value, *args, **kwargs)
-        return self._primary.assign_add(value, *args, **kwargs)
+        return self._primary.assign_add(self._own_part(value), *args, **kwargs)
 
     def assign_sub(self, value, *args, **kwargs):
-        if not self._writes_whole():
+        if not self._is_written_whole():
             return super().assign_sub(value, *args, **kwargs)
-        return self._primary.assign_sub(value, *args, **kwargs)
+        return self._primary.assign_sub(self._own_part(value), *args, **kwargs)
 
 
 def _variable_classes() -> dict:

@@ -1,0 +1,47 @@
+"""What several workers log is what one device logs, in every epoch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.commands.command_line import ROOT
+
+# Counts, which a mean of the workers' sums would hide: loss and accuracy are quotients.
+PROGRAM = """
+import json, os, sys
+import keras, numpy as np
+import tfparallel
+keras.utils.set_random_seed(3)
+def build():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="dense")])
+model = tfparallel.data_parallel(build) if "TF_CONFIG" in os.environ else build()
+model.compile("sgd", "mse", metrics=[keras.metrics.FalsePositives(), keras.metrics.AUC()])
+x = np.random.default_rng(0).normal(size=(44, 2))
+y = (x[:, :1] > 0) * 1.0
+history = model.fit(x, y, epochs=3, batch_size=8, shuffle=False, verbose=0).history
+if os.environ.get("RANK", "0") == "0":
+    with open(sys.argv[1], "w") as file:
+        json.dump({name: [float(v) for v in values] for name, values in history.items()}, file)
+"""
+
+
+@pytest.mark.slow
+def test_counts_are_those_of_one_device_in_every_epoch(tmp_path):
+    launch = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2", "--"]
+    found = {}
+    for name, head in (("one", []), ("two", launch)):
+        done = subprocess.run(
+            [*head, sys.executable, "-c", PROGRAM, tmp_path / name],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads((tmp_path / name).read_text())
+    assert found["one"]["false_positives"][-1] > 0
+    for name, values in found["one"].items():
+        # Float32 sums in another order.
+        assert found["two"][name] == pytest.approx(values, rel=1e-5), name
