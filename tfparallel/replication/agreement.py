@@ -96,4 +96,6 @@ def _shape(leaf):
 def _configuration(optimizer):
     if optimizer is None:
         return None
-    return {name: str(value) for name, value in sorted(optimizer.get_config().items())}
+    config = dict(optimizer.get_config())
+    del config["name"]  # Keras counts its objects: one more on the chief, and "sgd" is "sgd_1".
+    return {name: str(value) for name, value in sorted(config.items())}
