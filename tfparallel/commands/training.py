@@ -131,7 +131,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
         report["resumed_at_step"] = checkpoint.resumed["step"]
     if failure is not None:
         report["failure"] = failure
-    kept = {key: value for key, value in report.items() if value}
+    kept = {key: value for key, value in report.items() if value not in (None, {})}
     return Result(kept, failure, form.is_chief)
 
 
