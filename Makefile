@@ -42,3 +42,4 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/data_parallel.py
+	$(BIN)/python benchmarks/scaling.py

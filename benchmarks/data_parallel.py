@@ -57,7 +57,9 @@ def main(arguments):
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
     if options.write:
-        pathlib.Path(options.write).write_text(results.page(found))
+        page = pathlib.Path(options.write)
+        others = results.blocks_of_others(page.read_text()) if page.exists() else ""
+        page.write_text(results.page(found) + others)
 
 
 def parse(arguments):
