@@ -173,8 +173,9 @@ epoch, is compared by name. A cell is the worst of all its runs.
   for its end, so there one device gets the same batches in a data set that says how many they are.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
-Keras code under `tfparallel.MirroredStrategy(...).scope()`; `workers` is `data_parallel` on 2 and
-3 worker processes of one device each, and on 2 of two devices each.
+Keras code under `tfparallel.MirroredStrategy(...).scope()`; `workers` is `data_parallel` on
+worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted below; of those not run
+for the page `make test` runs a sample.
 """
 
 UPSTREAM = """\
