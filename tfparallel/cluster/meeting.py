@@ -5,6 +5,7 @@ up on everybody else, and looks for the other workers at theirs. What the chief
 and the others say to each other stands in `rendezvous`.
 """
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -71,7 +72,7 @@ class Participant:
         return f"process {self.pid} on host {self.host[:64]}"
 
 
-class Meeting:
+class Meeting(abc.ABC):
     """One worker's side of a rendezvous; its part in it is the subclass's.
 
     Args:
@@ -125,9 +126,9 @@ class Meeting:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
+    @abc.abstractmethod
     async def take_part(self) -> list[dict[str, Any]]:
         """Does this worker's part; returns the facts of all workers."""
-        raise NotImplementedError
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         """Starts a task that ends with the meeting at the latest."""
