@@ -174,8 +174,8 @@ epoch, is compared by name. A cell is the worst of all its runs.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `workers` is `data_parallel` on
-worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted below; of those not run
-for the page `make test` runs a sample.
+worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted below; of those not
+run for the page `make test` runs a sample.
 """
 
 UPSTREAM = """\
