@@ -1,0 +1,57 @@
+"""Gradient accumulation: what the replicas add up is reduced once an update, not once a step."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+
+THREE = ["CPU:0", "CPU:1", "CPU:2"]
+UNITS = 7  # No other tensor of the model has this size in its shape.
+
+
+def sums_of_gradients(accumulation_steps):
+    """The sums over replicas of the kernel's gradient: in the step itself, and in its branches."""
+    model = tfparallel.data_parallel(
+        lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(UNITS)]), devices=THREE
+    )
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulation_steps)
+    model.compile(optimizer, "mse")
+    x, y = np.ones((9, 3), "float32"), np.ones((9, UNITS), "float32")
+    model.fit(x, y, batch_size=9, epochs=4, verbose=0)
+
+    @tf.function
+    def step(x, y):
+        with model.strategy.program():
+            return model.train_step((x, y))
+
+    graph = step.get_concrete_function(tf.constant(x), tf.constant(y)).graph
+    return count_sums(graph.as_graph_def().node), sum(
+        count_sums(function.node_def)
+        for function in graph.as_graph_def().library.function
+        if "cond" in function.signature.name
+    )
+
+
+def count_sums(nodes):
+    """How many nodes add up at least one term of shape (3, UNITS) for each replica."""
+    found = 0
+    for node in nodes:
+        if node.op == "AddN" and node.attr["N"].i >= len(THREE):
+            shapes = [shape for shape in node.attr["_output_shapes"].list.shape]
+            sizes = [[dim.size for dim in shape.dim] for shape in shapes]
+            found += not sizes or [3, UNITS] in sizes
+    return found
+
+
+def test_without_accumulation_each_step_sums():
+    in_step, _ = sums_of_gradients(None)
+    assert in_step > 0
+
+
+@pytest.mark.parametrize("accumulation_steps", [2, 3])
+def test_with_accumulation_the_sum_is_in_the_branch_of_the_update(accumulation_steps):
+    in_step, in_branches = sums_of_gradients(accumulation_steps)
+    assert in_step == 0
+    assert in_branches > 0
