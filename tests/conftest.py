@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 
 # Small thread pools: the tests share their cores with each other and with the
 # workers they start. TensorFlow reads both when it starts, in sub-processes too.
@@ -12,6 +13,11 @@ import numpy as np
 import pytest
 
 import tfparallel
+
+# A shell makes what it starts in the background ignore Ctrl-C, and every process started from
+# there with it; the tests of Ctrl-C need one that is heard.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NUM_CPU_DEVICES = 4
 SEED = 7
