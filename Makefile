@@ -29,7 +29,7 @@ demo: $(READY)
 
 # Two processes: what takes long is tracing, which is one thread's work.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist=loadgroup
+	$(BIN)/python -m pytest -n 2
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow"

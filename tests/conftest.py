@@ -45,3 +45,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Called by pytest-xdist, where it runs the tests."""
+    from tests.scheduling import BySharedWork
+
+    return BySharedWork(config, log)

@@ -7,8 +7,9 @@ def load_data():            # -> (train, validation)
 ```
 
 `train` and `validation` are each `(x, y)` or `(x, y, sample_weight)`, in
-arrays or nested structures of them, or a `tf.data.Dataset` of single examples.
-`validation` may be None.
+arrays or nested structures of them; files, by `tfparallel.data.TFRecords` or
+`NPZShards`; a `keras.utils.PyDataset`, whose batches stay as they are; or a
+`tf.data.Dataset` of single examples. `validation` may be None.
 
 The file itself imports Keras; this module imports neither Keras nor
 TensorFlow before a function of the task is called.
@@ -25,8 +26,8 @@ __all__ = ["Task", "TaskError", "load_task"]
 
 _SIGNATURES = ("build_model()", "compile_model(model)", "load_data()")
 _DATA_FORM = (
-    "each of train and validation must be (x, y), (x, y, sample_weight) or a tf.data.Dataset of "
-    "single examples; validation may be None"
+    "each of train and validation must be (x, y), (x, y, sample_weight), tfparallel.data.TFRecords "
+    "or NPZShards, a PyDataset, or a tf.data.Dataset of single examples; validation may be None"
 )
 
 
@@ -172,6 +173,8 @@ def _import(path: str, name: str) -> Any:
 def _data_problems(part: Any) -> list[str]:
     if hasattr(part, "element_spec") and hasattr(part, "cardinality"):
         return _dataset_problems(part)
+    if hasattr(part, "num_indices") or hasattr(part, "num_batches"):
+        return []  # A source, or a PyDataset, which are checked where they are made and read.
     if not isinstance(part, tuple | list) or len(part) not in (2, 3):
         return [f"{_DATA_FORM}. Received: {_describe(part)}"]
     lengths = {}

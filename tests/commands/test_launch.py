@@ -173,8 +173,7 @@ def test_workers_see_the_signal_and_may_finish():
     """Ctrl-C reaches the terminal's whole process group; what the workers get is up to us."""
     polite = (
         "import time\n"
-        "print('ready')\n"
-        "try: time.sleep(600)\n"
+        "try: print('ready'); time.sleep(600)\n"
         "except KeyboardInterrupt: time.sleep(0.2); print('saved')"
     )
     process = start(["--grace_seconds=30"], polite, process_group=0)

@@ -262,7 +262,7 @@ def main() -> int:
         )
         result = subprocess.run(
             # A case's pairs share its training on one device: one process runs them all.
-            [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist=loadgroup", "tests/parity"],
+            [sys.executable, "-m", "pytest", "-q", "-n", "2", "tests/parity"],
             cwd=Path(__file__).parents[2],
             env={**os.environ, "TFPARALLEL_PARITY": "write"},
             check=False,

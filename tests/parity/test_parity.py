@@ -120,7 +120,7 @@ def parameters():
                 form,
                 replicas,
                 id=f"{case.name.replace(' ', '-')}-{form}-{replicas}",
-                marks=[pytest.mark.xdist_group(case.name)] + [pytest.mark.slow] * (not fast),
+                marks=[pytest.mark.slow] * (not fast),
             )
 
 

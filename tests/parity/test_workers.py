@@ -45,7 +45,6 @@ def seen_by(job: str):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("workers")
 @pytest.mark.parametrize(
     ("job", "name"), [(job, name) for job, names in SAMPLE.items() for name in names]
 )

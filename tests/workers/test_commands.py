@@ -18,7 +18,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 TASK = os.path.join(ROOT, "models", "digits_cnn.py")
 TFPARALLEL = [sys.executable, "-m", "tfparallel"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
+pytestmark = pytest.mark.slow
 
 
 def run(*arguments, cwd, timeout_seconds=150, **environment):

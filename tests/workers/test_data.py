@@ -2,19 +2,25 @@
 
 import pathlib
 
+import keras
+import numpy as np
 import pytest
 
 from .jobs import run_workers
 
 PROGRAM = pathlib.Path(__file__).with_name("data.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(name="saved_in", scope="module")
+def folder_to_save_in(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
 
 
 @pytest.fixture(name="job", scope="module")
-def run_job(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("saved"))
-    return run_workers(PROGRAM, num_workers=2, arguments=[folder], timeout_seconds=150)
+def run_job(saved_in):
+    return run_workers(PROGRAM, num_workers=2, arguments=[str(saved_in)], timeout_seconds=150)
 
 
 def test_shares_of_unequal_size_and_length_train_as_one_device_does(job):
@@ -25,8 +31,15 @@ def test_shares_of_unequal_size_and_length_train_as_one_device_does(job):
         assert found["predictions"] == 4 + 4 + 3 + 3 + 2
 
 
-def test_what_the_chief_saves_stays(job):
-    assert job[1]["saved"] == ["own_0.keras", "shared.keras", "shared.weights.h5"]
+def test_each_file_that_workers_save_is_there_and_whole(job, saved_in):
+    paths = ["own_0.keras", "own_1.keras", "shared.keras", "shared.weights.h5"]
+    assert job[1]["saved"] == paths
+    models = [keras.models.load_model(saved_in / path) for path in paths[:3]]
+    models.append(keras.models.clone_model(models[0]))
+    models[-1].load_weights(saved_in / paths[3])
+    for model in models[1:]:
+        for weight, wanted in zip(model.get_weights(), models[0].get_weights(), strict=True):
+            np.testing.assert_array_equal(weight, wanted)
 
 
 def test_a_share_without_end_is_refused(job):

@@ -95,6 +95,21 @@ def test_the_survivor_says_in_a_sentence_whom_it_lost():
     assert "Traceback" not in shown, shown
 
 
+def test_a_worker_that_hangs_is_ended_and_named(tmp_path, undisturbed):
+    code, shown = job(
+        *("--inject=hang:worker=1,step=10", "--stall_timeout=20", "--checkpoint_every_steps=1"),
+        *(f"--checkpoint_dir={tmp_path}/ckpt", f"--save={tmp_path}/h.keras"),
+        max_restarts=1,
+    )
+    assert code == 0, shown
+    assert "[1] Worker 1 makes no progress" in shown, shown
+    assert "Received: no step has begun for longer" in shown and "in _strike" in shown, shown
+    assert "worker 1 exited with code 75" in shown and "(10 steps are done)" in shown, shown
+    ended_at = keras.models.load_model(tmp_path / "h.keras").get_weights()
+    for expected, found in zip(undisturbed[0], ended_at, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
 def test_all_workers_refuse_what_the_chief_cannot_use(tmp_path):
     """A folder that cannot be written to, and the checkpoints of another model."""
     (tmp_path / "file").touch()

@@ -12,6 +12,7 @@ from tensorflow.python.eager import context
 
 from tfparallel.collectives.between_workers import WorkerGroup
 
+_LOOK_MS = 500  # What a worker left is there at once, or never; a busy machine answers late.
 _numbers = itertools.count()  # Every worker makes the same calls, and so counts alike.
 
 
@@ -40,7 +41,8 @@ def _who_is_missing(service, name, workers, timeout_seconds):
     present, missing = [], []
     for worker in range(workers.num_workers):
         try:
-            service.get_config_key_value(f"{name}/{worker}", timeout_in_ms=1)
+            if worker != workers.worker_index:
+                service.get_config_key_value(f"{name}/{worker}", timeout_in_ms=_LOOK_MS)
             present.append(worker)
         except tf.errors.OpError:
             missing.append(worker)
@@ -57,7 +59,7 @@ def _who_is_missing(service, name, workers, timeout_seconds):
 
 def names(workers: list[int]) -> str:
     """Returns "worker 1", or "workers 0 and 2"."""
-    *others, last = [str(worker) for worker in workers] or ["none"]
+    *others, last = [str(worker) for worker in workers]
     if not others:
         return f"worker {last}"
     return f"workers {', '.join(others)} and {last}"

@@ -78,6 +78,12 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_float(
         "start_timeout", 120.0, "Seconds to wait for the other workers.", flag_values=values
     )
+    flags.DEFINE_float(
+        "stall_timeout",
+        1800.0,
+        "Seconds that a step, or the pause between two, may last before a worker of a job ends.",
+        flag_values=values,
+    )
     flags.DEFINE_bool(
         "allow_independent_workers",
         False,
@@ -161,11 +167,12 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             f"--parallel={values.parallel} has no workers. "
             f"Received: --num_workers={values.num_workers}. Use --parallel=data."
         )
-    if values.start_timeout <= 0:
-        problems.append(
-            "The time to wait for other workers must be positive. "
-            f"Received: --start_timeout={values.start_timeout}."
-        )
+    for name in ("start_timeout", "stall_timeout"):
+        if not getattr(values, name) > 0:
+            problems.append(
+                "The time to wait for other workers must be positive. "
+                f"Received: --{name}={getattr(values, name)}."
+            )
     if values.parallel != "data" and values.strategy != "auto":
         problems.append(
             "--strategy chooses among the forms of --parallel=data. Received: "

@@ -104,7 +104,10 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     try:
         with quiet_stderr():
             strategy = MultiWorkerMirroredStrategy.of_process(
-                devices=devices, start_timeout=values.start_timeout, facts=facts
+                devices=devices,
+                start_timeout=values.start_timeout,
+                stall_timeout=values.stall_timeout,
+                facts=facts,
             )
     except RuntimeError as error:
         raise StartError(str(error)) from error

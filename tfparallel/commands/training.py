@@ -18,6 +18,7 @@ from tfparallel.collectives.between_workers import WorkerLostError
 from tfparallel.commands.flags import LostError, UsageError
 from tfparallel.commands.forms import start_form
 from tfparallel.data.batches import EpochBatches, evaluation_batches
+from tfparallel.data.partition import rows_by_replica
 from tfparallel.diagnostics.inject import Inject
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.task import TaskError, load_task
@@ -118,6 +119,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
         "model": {"name": model.name, "num_parameters": model.count_params()},
         "devices": form.devices,
         "num_workers": form.num_workers,
+        "data": _report_of_data(form, batches, model, values.global_batch_size),
         "versions": versions(),
         "history": {
             name: [float(value) for value in values]
@@ -141,6 +143,14 @@ def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
         digest = hashlib.sha256(file.read()).hexdigest()[:16]
     names = ("seed", "global_batch_size", "epochs", "steps_per_epoch")
     return {"task file": digest, **{f"--{name}": getattr(values, name) for name in names}}
+
+
+def _report_of_data(form, batches, model, global_batch_size) -> dict[str, Any]:
+    report = batches.report()
+    if form.name != "none":
+        rows = rows_by_replica(model.distribute_strategy, global_batch_size)
+        report |= {"partition": "batch", "rows_of_a_full_batch": rows}
+    return report
 
 
 def _build(model: keras.Model, dataset: tf.data.Dataset) -> None:

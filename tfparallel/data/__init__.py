@@ -1,14 +1,24 @@
-"""How data is divided: by batch, by sample, by order; what `tfparallel.data` offers is below.
+"""The data of a training: read in which order, divided how.
 
-* batch partition, the default: every worker and replica sees the global batch, and computes the
-  rows of it that are its own (`partition.row_ranges`);
-* sample partition: each worker reads examples of its own (`by_sample`).
+An order that is a function of seed, epoch and step, and a data set for `fit`: `EpochBatches`, of
+arrays, a `keras.utils.PyDataset`, and files too many for memory (`TFRecords`, `NPZShards`).
+
+Divided by one of
+* *batch partition*, the default: every worker and replica sees the global batch, and computes the
+  rows of it that are its own (`rows_by_replica` tells which);
+* *sample partition*: each worker reads examples of its own (`by_sample`).
 """
 
 import importlib
 
-_FACE = {"by_sample": "tfparallel.replication.sample_partition"}
-__all__ = ["by_sample"]
+_FACE = {
+    "EpochBatches": "tfparallel.data.batches",
+    "NPZShards": "tfparallel.data.files",
+    "TFRecords": "tfparallel.data.files",
+    "by_sample": "tfparallel.replication.sample_partition",
+    "rows_by_replica": "tfparallel.data.partition",
+}
+__all__ = sorted(_FACE)
 
 
 def __getattr__(name):

@@ -13,28 +13,30 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.data.order import batch_indices, num_batches_per_pass
+from tfparallel.data.sources import as_source, cast
 
 __all__ = ["EpochBatches", "evaluation_batches", "first_batches"]
 
 Data = Any
-"""`(x, y[, sample_weight])`, or a `tf.data.Dataset` of single examples."""
+"""`(x, y[, sample_weight])`, a `Source`, a `PyDataset`, or a `tf.data.Dataset` of examples."""
 
 
 class EpochBatches(keras.callbacks.Callback):
     """The batches of a `fit`, and the callback that tells them the epoch.
 
-    Arrays are shuffled anew in each pass, by `tfparallel.data.order`. A
-    `tf.data.Dataset` comes in its own order. The short last batch of a pass
-    is kept. With `steps_per_epoch` an epoch has that many batches: arrays go
-    on through further passes where the last epoch stopped, a data set starts
-    anew.
+    What can be indexed is shuffled anew in each pass, by `tfparallel.data.order`.
+    A `tf.data.Dataset` comes in its own order. The short last batch of a pass
+    is kept. With `steps_per_epoch` an epoch has that many batches: what can be
+    indexed goes on through further passes where the last epoch stopped, a data
+    set starts anew.
 
     Args:
         data: `(x, y[, sample_weight])`, each an array or a nested structure of
-            arrays whose first axis is the example; or a `tf.data.Dataset` of
-            single examples of that form.
+            arrays whose first axis is the example; `tfparallel.data.TFRecords`
+            or `NPZShards`; a `keras.utils.PyDataset`, whose batches are as it
+            makes them; or a `tf.data.Dataset` of single examples.
         global_batch_size: Examples in a step.
-        seed: The seed of the order of arrays.
+        seed: The seed of the order of what can be indexed.
         steps_per_epoch: Batches in an epoch, or None for one pass.
 
     Attributes:
@@ -68,14 +70,21 @@ class EpochBatches(keras.callbacks.Callback):
         self.starts_anywhere = not isinstance(data, tf.data.Dataset)
         if not self.starts_anywhere:
             self.dataset = _dataset_batches(data, global_batch_size, steps_per_epoch)
+            self._order = _order_of(data)
             return
-        arrays = _as_tensors(data)
-        num_examples = _num_examples(arrays)
-        num_steps = steps_per_epoch or num_batches_per_pass(num_examples, global_batch_size)
+        source = as_source(data)
+        self._order = {
+            "source": str(source),
+            "order": f"a function of seed {seed}, epoch and step",
+            "resumes": "at once, at any number of workers",
+        }
+        num_indices = 1 if source.whole_batches else global_batch_size
+        num_steps = steps_per_epoch or num_batches_per_pass(source.num_indices, num_indices)
 
         def indices_of_epoch() -> np.ndarray:
+            first = self._epoch * num_steps
             steps = batch_indices(
-                num_examples, global_batch_size, seed, self._epoch * num_steps, num_steps
+                source.num_indices, num_indices, seed, first, num_steps, source.order
             )
             epoch, skipped = self._start
             if epoch == self._epoch:
@@ -94,11 +103,7 @@ class EpochBatches(keras.callbacks.Callback):
         # Evaluated when an iterator is first asked for a batch, which is after
         # on_epoch_begin for every iterator that trains.
         indices = tf.data.Dataset.range(1).flat_map(epoch_dataset)
-        batches = indices.map(
-            lambda rows: tf.nest.map_structure(lambda array: tf.gather(array, rows), arrays),
-            num_parallel_calls=tf.data.AUTOTUNE,
-            deterministic=True,
-        )
+        batches = indices.map(source.read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         self.dataset = batches.apply(tf.data.experimental.assert_cardinality(num_steps)).prefetch(
             tf.data.AUTOTUNE
         )
@@ -112,13 +117,21 @@ class EpochBatches(keras.callbacks.Callback):
         self._epoch = epoch
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Has one epoch start in its middle: its first `step` batches of arrays come empty.
+        """Has one epoch start in its middle: the first `step` batches of a source come empty.
 
         Keras cannot start an epoch in its middle, and counts its batches; so they come, at no
         cost, and are passed over (`tfparallel.callbacks.Checkpoint`). A `tf.data.Dataset` yields
         them as they are.
         """
         self._start = (epoch, step)
+
+    def report(self) -> dict[str, str]:
+        """What the data is, in which order it comes, and how a run resumes with it.
+
+        Returns:
+            Texts by name: `source`, `order` and `resumes`.
+        """
+        return dict(self._order)
 
 
 def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
@@ -133,9 +146,10 @@ def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
     """
     if isinstance(data, tf.data.Dataset):
         return _dataset_batches(data, global_batch_size, None)
-    with tf.device("CPU:0"):
-        arrays = tf.data.Dataset.from_tensor_slices(_as_tensors(data))
-        return arrays.batch(global_batch_size).prefetch(tf.data.AUTOTUNE)
+    source = as_source(data)
+    indices = tf.data.Dataset.range(source.num_indices)
+    indices = indices.batch(1 if source.whole_batches else global_batch_size)
+    return indices.map(source.read, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
 
 def first_batches(
@@ -161,9 +175,12 @@ def first_batches(
         passes = examples.batch(global_batch_size).repeat().take(num_batches)
         batches = [_to_numpy(batch) for batch in passes]
     else:
-        arrays = _to_numpy(_as_tensors(data))
-        rows = batch_indices(_num_examples(arrays), global_batch_size, seed, 0, num_batches)
-        batches = [tf.nest.map_structure(lambda array, row=row: array[row], arrays) for row in rows]
+        source = as_source(data)
+        num_indices = 1 if source.whole_batches else global_batch_size
+        steps = batch_indices(source.num_indices, num_indices, seed, 0, num_batches, source.order)
+        batches = [_to_numpy(source.read(tf.constant(indices))) for indices in steps]
+        if source.whole_batches:
+            global_batch_size = _num_examples(batches[-1])
     if all(_num_examples(batch) == global_batch_size for batch in batches):
         keep = (global_batch_size + 1) // 2
         batches[-1] = tf.nest.map_structure(lambda array: array[:keep], batches[-1])
@@ -203,21 +220,22 @@ def _dataset_batches(
     return batches.prefetch(tf.data.AUTOTUNE)
 
 
-def _as_tensors(data: tuple[Any, ...]) -> tuple[Any, ...]:
-    # On the host: a batch is gathered there, and only the batch goes to a device.
-    with tf.device("CPU:0"):
-        return tf.nest.map_structure(lambda array: _cast(tf.convert_to_tensor(array)), tuple(data))
+def _order_of(dataset: tf.data.Dataset) -> dict[str, str]:
+    deterministic = dataset.options().deterministic is not False
+    return {
+        "source": f"tf.data.Dataset of {int(dataset.cardinality())} examples"
+        if int(dataset.cardinality()) >= 0
+        else "tf.data.Dataset of unknown size",
+        "order": "its own" if deterministic else "its own, not deterministic",
+        "resumes": "by reading what was seen, at any number of workers; exact if it yields the "
+        "same examples each time that it is started"
+        if deterministic
+        else "not exactly: it says `deterministic=False`",
+    }
 
 
 def _cast_tuple(*example: Any) -> tuple[Any, ...]:
-    return tf.nest.map_structure(_cast, example)
-
-
-def _cast(tensor: tf.Tensor) -> tf.Tensor:
-    # As Keras does with arrays given to `fit`: floating data takes on floatx.
-    if tensor.dtype.is_floating and tensor.dtype != keras.config.floatx():
-        return tf.cast(tensor, keras.config.floatx())
-    return tensor
+    return tf.nest.map_structure(cast, example)
 
 
 def _to_numpy(structure: Any) -> Any:

@@ -13,9 +13,11 @@ through all passes. With 7 examples and a global batch of 3:
     size    3      3      1   |  3      3      1   |  3
 """
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
-__all__ = ["batch_indices", "epoch_order", "num_batches_per_pass"]
+__all__ = ["batch_indices", "epoch_order", "num_batches_per_pass", "window_order"]
 
 
 def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
@@ -39,8 +41,41 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
             "The number of examples, the seed and the epoch must not be negative. "
             f"Received: num_examples={num_examples}, seed={seed}, epoch={epoch}."
         )
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
-    return generator.permutation(num_examples)
+    return _generator(seed, epoch).permutation(num_examples)
+
+
+def window_order(sizes: Sequence[int], window: int, seed: int, epoch: int) -> np.ndarray:
+    """Returns an order that needs the examples of few files at a time.
+
+    The files are permuted, and cut into windows of `window` files; the examples of each window are
+    permuted among themselves.
+
+    Args:
+        sizes: How many examples each file has; they are counted through all files.
+        window: How many files are mixed, at least 1. With `len(sizes)` or more: all.
+        seed: The seed of the run.
+        epoch: The number of the pass, counted from 0.
+
+    Returns:
+        A permutation of `range(sum(sizes))`, int64.
+
+    Example:
+        >>> window_order([2, 2, 2, 2], window=2, seed=7, epoch=0)  # Files 0 and 1, then 2 and 3.
+        array([3, 0, 2, 1, 7, 4, 5, 6])
+    """
+    generator = _generator(seed, epoch)
+    starts = np.cumsum([0, *sizes])
+    files = generator.permutation(len(sizes))
+    parts = [np.empty(0, np.int64)]
+    for first in range(0, len(files), window):
+        mixed = files[first : first + window]
+        examples = [np.arange(starts[file], starts[file + 1]) for file in mixed]
+        parts.append(generator.permutation(np.concatenate(examples)))
+    return np.concatenate(parts)
+
+
+def _generator(seed, epoch):
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
 
 
 def num_batches_per_pass(num_examples: int, global_batch_size: int) -> int:
@@ -49,7 +84,12 @@ def num_batches_per_pass(num_examples: int, global_batch_size: int) -> int:
 
 
 def batch_indices(
-    num_examples: int, global_batch_size: int, seed: int, first_step: int, num_steps: int
+    num_examples: int,
+    global_batch_size: int,
+    seed: int,
+    first_step: int,
+    num_steps: int,
+    order_of_pass: Callable[[int, int], np.ndarray] | None = None,
 ) -> list[np.ndarray]:
     """Returns the examples of `num_steps` consecutive global batches.
 
@@ -59,6 +99,7 @@ def batch_indices(
         seed: The seed of the run.
         first_step: The first step, counted from the start of the run.
         num_steps: How many steps.
+        order_of_pass: Returns the order for a seed and a pass; `epoch_order` if None.
 
     Returns:
         One int64 array of example indices a step.
@@ -70,6 +111,10 @@ def batch_indices(
     for step in range(first_step, first_step + num_steps):
         pass_index, batch = divmod(step, per_pass)
         if pass_index != order_of:
-            order, order_of = epoch_order(num_examples, seed, pass_index), pass_index
+            order_of = pass_index
+            if order_of_pass is not None:
+                order = order_of_pass(seed, pass_index)
+            else:
+                order = epoch_order(num_examples, seed, pass_index)
         batches.append(order[batch * global_batch_size : (batch + 1) * global_batch_size])
     return batches

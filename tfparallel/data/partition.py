@@ -7,7 +7,7 @@ so that the row count of a batch may be known only when the step runs.
 import itertools
 import numbers
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Count = TypeVar("Count")
 
@@ -50,6 +50,30 @@ def row_ranges(
     ends = list(itertools.accumulate(weights or [1] * num_shards, initial=0))
     bounds = [end * num_rows // ends[-1] for end in ends]
     return [RowRange(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def rows_by_replica(strategy: Any, num_rows: int) -> dict[str, int]:
+    """Tells how a batch is split: which replica computes how many of its rows.
+
+    Args:
+        strategy: A `tfparallel.MirroredStrategy` or `MultiWorkerMirroredStrategy`, such as
+            `model.distribute_strategy` of a model that `data_parallel` returned.
+        num_rows: The rows of the global batch.
+
+    Returns:
+        The number of rows by the replica's worker and device, in the order of the rows.
+
+    Example:
+        >>> rows_by_replica(model.distribute_strategy, 50)
+        {'worker 0, CPU:0': 25, 'worker 1, CPU:0': 25}
+    """
+    ranges = row_ranges(num_rows, strategy.num_replicas, strategy.replica_weights)
+    devices = [":".join(name.split(":")[-2:]) for name in strategy.devices]
+    names = itertools.product(range(strategy.num_replicas // len(devices)), devices)
+    return {
+        f"worker {worker}, {device}" if strategy.workers else device: rows.size
+        for (worker, device), rows in zip(names, ranges, strict=True)
+    }
 
 
 def check_weights(weights: Sequence[int] | None, num_shards: int) -> None:

@@ -2,12 +2,15 @@
 
 import contextlib
 import inspect
+import os
 
 import keras
 import tensorflow as tf
 from keras.src import backend
 
 from tfparallel.callbacks import chief_only
+from tfparallel.callbacks.stall import StallGuard
+from tfparallel.checkpoint.whole_file import moved_into_place
 from tfparallel.collectives.between_workers import naming_lost_worker
 from tfparallel.replication import (
     agreement,
@@ -106,35 +109,53 @@ class DataParallelModel(ReplicatedLayer):
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`; the chief alone shows progress."""
-        return super().evaluate(*args, **self._quiet_unless_chief(kwargs))
+        with self._guarded(keras.Model.evaluate, args, kwargs) as asked:
+            return super().evaluate(**asked)
 
     def predict(self, *args, **kwargs):
         """Predicts, as `keras.Model.predict`: all rows, on every worker."""
-        return super().predict(*args, **self._quiet_unless_chief(kwargs))
+        with self._guarded(keras.Model.predict, args, kwargs) as asked:
+            return super().predict(**asked)
 
-    def save(self, filepath, *args, **kwargs):
-        """Saves the model, as `keras.Model.save`; all workers call it, the chief's file stays."""
-        with self._path_to_write(filepath) as path:
-            return super().save(path, *args, **kwargs)
+    def save(self, filepath, overwrite=True, **kwargs):
+        """Saves the model, as `keras.Model.save`; any worker may, alone or with all others."""
+        with self._path_to_write(filepath, overwrite) as path:
+            return super().save(path, overwrite, **kwargs)
 
-    def save_weights(self, filepath, *args, **kwargs):
-        """Saves the weights, as `keras.Model.save_weights`; of several workers, the chief's."""
-        with self._path_to_write(filepath) as path:
-            return super().save_weights(path, *args, **kwargs)
+    def save_weights(self, filepath, overwrite=True, **kwargs):
+        """Saves the weights, as `keras.Model.save_weights`; any worker may, alone or with all."""
+        with self._path_to_write(filepath, overwrite) as path:
+            return super().save_weights(path, overwrite, **kwargs)
 
-    def _path_to_write(self, path):
-        # In `fit` the paths of the callbacks are turned already.
-        if self._workers is None or self._is_fitting:
+    def _path_to_write(self, path, overwrite):
+        if self._workers is None or not overwrite:
             return contextlib.nullcontext(path)
-        return chief_only.path_of_chief(str(path), self._workers.worker_index == 0)
+        return moved_into_place(os.fspath(path))
 
     @property
     def _workers(self):
         return self.strategy.workers if self.strategy is not None else None
 
-    def _quiet_unless_chief(self, kwargs):
+    def _quiet_unless_chief(self, asked):
         is_chief = self._workers is None or self._workers.worker_index == 0
-        return kwargs if is_chief else kwargs | {"verbose": 0}
+        return asked if is_chief else asked | {"verbose": 0}
+
+    @contextlib.contextmanager
+    def _guarded(self, method, args, kwargs):
+        """The arguments of a method that makes steps, with a guard that they go on."""
+        asked = dict(inspect.signature(method).bind(self, *args, **kwargs).arguments)
+        del asked["self"]
+        asked |= asked.pop("kwargs", {})
+        # `fit` validates within its own guard, whose callbacks Keras hands on.
+        if self._workers is None or isinstance(
+            asked.get("callbacks"), keras.callbacks.CallbackList
+        ):
+            yield asked
+            return
+        timeout, own = self.strategy.stall_timeout, self._workers.worker_index
+        with StallGuard(timeout, own) as guard, naming_lost_worker():
+            callbacks = [*chief_only.flatten(asked.get("callbacks")), guard]
+            yield self._quiet_unless_chief(asked | {"callbacks": callbacks})
 
     def _fit_as_worker(self, asked):
         """Trains as one of several workers, of which the chief alone speaks and writes."""
@@ -145,20 +166,19 @@ class DataParallelModel(ReplicatedLayer):
         if restores:
             callbacks = [*callbacks, chief_only.RestoredByChief(self._workers)]
         agreement.check_fit(self._workers, self, asked)
+        guard = StallGuard(self.strategy.stall_timeout, self._workers.worker_index)
+        asked["callbacks"] = [*callbacks, guard]
         if self._fingerprints is None:
             object.__setattr__(self, "_fingerprints", agreement.BatchFingerprints(self._workers))
         self._fingerprints.restart()
-        object.__setattr__(self, "_is_fitting", True)
         try:
-            with chief_only.writing_by_chief(callbacks, is_chief), naming_lost_worker():
-                return super().fit(**self._quiet_unless_chief(asked | {"callbacks": callbacks}))
+            with guard, chief_only.writing_by_chief(callbacks, is_chief), naming_lost_worker():
+                return super().fit(**self._quiet_unless_chief(asked))
         except tf.errors.InvalidArgumentError as error:
             explained = agreement.explain(error)
             if explained is None:
                 raise
             raise explained from None
-        finally:
-            object.__setattr__(self, "_is_fitting", False)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Keras looks at a first batch here, under a strategy only: a generator loses the batches
@@ -237,7 +257,6 @@ def extend_model(
         _in_train_step=False,
         _pending_terms={},
         _fingerprints=None,
-        _is_fitting=False,
     )
     if strategy is not None:
         object.__setattr__(model, "_distribute_strategy", strategy)

@@ -79,11 +79,13 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. Default: what
             `tfparallel.Cluster.from_env()` finds (TF_CONFIG, Slurm, MPI, Kubernetes, torchrun).
         communication_options: A `tf.distribute.experimental.CommunicationOptions`; its
-            `timeout_seconds` is how long a collective waits for the others (default: for ever; a
-            worker that died is noticed without it).
+            `timeout_seconds` is how long each collective waits for the others (default: for ever;
+            a worker that died is noticed without it, one that hangs by `stall_timeout`).
         devices: Names of this worker's devices, one replica each, as many on every worker.
             Default: all GPUs, or all logical CPUs where there is no GPU.
         start_timeout: How many seconds to wait for the other workers.
+        stall_timeout: How many seconds a step of `fit`, `evaluate` or `predict`, or the pause
+            between two, may last before the worker ends itself (`callbacks/stall.py`).
         facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
             it: a seed, a batch size.
 
@@ -109,9 +111,16 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         *,
         devices: Sequence[str] | None = None,
         start_timeout: float = 120.0,
+        stall_timeout: float = 1800.0,
         facts: Mapping[str, Any] | None = None,
     ):
+        if not stall_timeout > 0:
+            raise ValueError(
+                "`stall_timeout` must be a number of seconds above 0. Received: "
+                f"stall_timeout={stall_timeout}."
+            )
         _refuse_late_start()
+        self.stall_timeout = stall_timeout
         if cluster_resolver is None:
             cluster = Cluster.from_env()
             if devices is None and has_nvidia_gpu():

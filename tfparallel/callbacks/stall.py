@@ -1,0 +1,90 @@
+"""Ends a worker that makes no step any more, since those that wait for it cannot.
+
+A worker that dies is noticed by TensorFlow: its connections close. One that hangs is not: its
+connections live, and a collective waits for it, for ever. A deadline for each collective,
+TensorFlow's `timeout_seconds`, keeps a timer for each until it expires, of tens a step. So each
+worker watches itself, from a thread: a step or a pause between two of them that lasts longer than
+allowed ends the process. The one that hangs ends first, and its stack says where; the others, whose
+step waits for it, end a little later if that has not freed them.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import keras
+
+__all__ = ["EXIT_CODE", "StallGuard"]
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
+_HEAD_START = 0.1  # Of the timeout: how much later than the one that hangs the others end.
+
+
+class StallGuard(keras.callbacks.Callback):
+    """Watches over the steps of `fit`, `evaluate` or `predict` of one worker.
+
+    Its place is behind all other callbacks, whose work belongs to the pause between two steps.
+
+    Args:
+        timeout_seconds: How long a pause between two steps may last; a step a tenth more. Tracing,
+            validation and checkpoints count, so it is minutes, not seconds.
+        worker_index: The worker's own, for what it says.
+    """
+
+    def __init__(self, timeout_seconds: float, worker_index: int):
+        super().__init__()
+        self._timeout_seconds = timeout_seconds
+        self._worker_index = worker_index
+        self._in_step = False
+        self._since = time.monotonic()
+        self._ended = threading.Event()
+
+    def __enter__(self):
+        self._tick(False)
+        threading.Thread(target=self._watch, name="stall guard", daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that a step begins."""
+        self._tick(True)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that a step has ended."""
+        self._tick(False)
+
+    on_test_batch_begin = on_predict_batch_begin = on_train_batch_begin
+    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+    def _tick(self, in_step):
+        self._in_step, self._since = in_step, time.monotonic()
+
+    def _watch(self):
+        while not self._ended.wait(min(self._timeout_seconds / 20, 5.0)):
+            allowed = self._timeout_seconds * (1 + _HEAD_START * self._in_step)
+            if time.monotonic() - self._since > allowed:
+                self._end(allowed)
+
+    def _end(self, allowed):
+        what = (
+            "a step has lasted longer: another worker, or the data that the step waits for, hangs"
+            if self._in_step
+            else "no step has begun for longer: a callback, the data or the program hangs here"
+        )
+        print(
+            f"\nWorker {self._worker_index} makes no progress; a step, or the pause between two, "
+            f"of at most {allowed:.0f} s is required. Received: {what}. The worker ends. A larger "
+            "deadline: --stall_timeout, or MultiWorkerMirroredStrategy(stall_timeout=...). The "
+            "stacks of its threads:",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.stdout.flush()
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)  # The main thread may be where no exception reaches it.

@@ -1,0 +1,292 @@
+"""Sources that are files: TFRecords by an index of their records, NPZ shards by their rows.
+
+Files are shuffled over all their examples, or, with `window=W`, over W files at a time: the files
+come in a new order in each epoch, and the examples of each W of them are mixed. So at most a
+window's files are read at a time, and a disk reads along; the price is a coarser mix.
+"""
+
+import collections
+import os
+import threading
+import zipfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.data.order import window_order
+from tfparallel.data.sources import Source, cast
+
+__all__ = ["NPZShards", "TFRecords"]
+
+
+class _Files(Source):
+    """Examples in several files: what records and arrays have in common."""
+
+    def __init__(self, paths: Sequence[str | os.PathLike], window: int | None):
+        self.paths = [os.fspath(path) for path in paths]
+        missing = [path for path in self.paths if not tf.io.gfile.exists(path)]
+        if not self.paths or missing:
+            raise ValueError(
+                f"{type(self).__name__} needs the paths of files that exist. Received: "
+                f"{', '.join(missing) if missing else 'no path'} (in {os.getcwd()}). "
+                "`sorted(glob.glob('train-*'))` lists files in one order on every machine."
+            )
+        if len(set(self.paths)) < len(self.paths):
+            twice = [path for path, n in collections.Counter(self.paths).items() if n > 1]
+            raise ValueError(
+                "Each file must be named once; its examples would be seen twice in an epoch. "
+                f"Received twice: {', '.join(twice)}."
+            )
+        if window is not None and window < 1:
+            raise ValueError(
+                "`window` is the number of files that are shuffled together, at least 1, or None "
+                f"for all. Received: window={window}."
+            )
+        self.window = window
+        self.sizes: list[int] = []
+
+    def _count(self, sizes):
+        self.sizes = list(sizes)
+        self._ends = np.cumsum(self.sizes)
+        self.num_indices = int(self._ends[-1])
+        if not self.num_indices:
+            raise ValueError(
+                f"{type(self).__name__}: at least one example is required. Received: "
+                f"{len(self.paths)} files without any ({self.paths[0]}, …)."
+            )
+
+    def order(self, seed, epoch):
+        """Mixes all examples, or those of a window of files."""
+        if self.window is None:
+            return super().order(seed, epoch)
+        return window_order(self.sizes, self.window, seed, epoch)
+
+    def _places(self, indices):
+        """For each index its file and its row in there."""
+        files = np.searchsorted(self._ends, indices, side="right")
+        return files, indices - (self._ends - self.sizes)[files]
+
+    def __str__(self):
+        mixed = f", {self.window} files at a time" if self.window is not None else ""
+        name = type(self).__name__
+        return f"{name} of {self.num_indices} examples in {len(self.paths)} files{mixed}"
+
+
+class TFRecords(_Files):
+    """Records of TFRecord files, found by an index of their offsets.
+
+    The index is made when the source is: the lengths in front of the records are read, not the
+    records. It is the same on every worker, and nothing is written.
+
+    Args:
+        paths: The files, uncompressed, in the same order on every worker.
+        parse: Makes an example `(x, y[, sample_weight])` of one serialized record, a scalar string
+            tensor: TensorFlow code, such as `tf.io.parse_single_example`. Examples must have one
+            shape, so that they can be batched.
+        window: How many files are shuffled together; None for all.
+
+    Raises:
+        ValueError: If there is no file or no record, or a file is compressed or cut.
+
+    Example:
+        >>> def parse(record):
+        ...     fields = tf.io.parse_single_example(record, {
+        ...         "image": tf.io.FixedLenFeature([64], tf.float32),
+        ...         "label": tf.io.FixedLenFeature([], tf.int64)})
+        ...     return fields["image"], fields["label"]
+        >>> paths = sorted(glob.glob("train-*.tfrecord"))
+        >>> train = tfparallel.data.TFRecords(paths, parse, window=8)
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike],
+        parse: Callable[[tf.Tensor], tuple[Any, ...]],
+        *,
+        window: int | None = None,
+    ):
+        super().__init__(paths, window)
+        self._parse = lambda record: tf.nest.map_structure(cast, tuple(parse(record)))
+        offsets = [_offsets(path) for path in self.paths]
+        self._count(map(len, offsets))
+        signature = (
+            tf.function(self._parse)
+            .get_concrete_function(tf.TensorSpec([], tf.string))
+            .structured_outputs
+        )
+        self._signature = tf.nest.map_structure(tf.TensorSpec.from_tensor, signature)
+        with tf.device("CPU:0"):
+            self._offsets = tf.constant(np.concatenate(offsets))
+            self._names = tf.constant(self.paths)
+
+    def read(self, indices):
+        """Reads and parses those records."""
+        offsets = tf.gather(self._offsets, indices)
+        files = tf.searchsorted(tf.constant(self._ends), indices, side="right")
+        return tf.map_fn(
+            lambda place: self._parse(_record(*place)),
+            (tf.gather(self._names, files), offsets),
+            fn_output_signature=self._signature,
+        )
+
+
+def _record(path: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
+    """The record that begins there, its checksum verified: TensorFlow's own reader."""
+    records = tf.raw_ops.TFRecordDatasetV2(
+        filenames=path[None], compression_type="", buffer_size=0, byte_offsets=offset[None]
+    )
+    types, shapes = [tf.string], [[]]
+    first = tf.raw_ops.TakeDataset(
+        input_dataset=records, count=1, output_types=types, output_shapes=shapes
+    )
+    (record,) = tf.raw_ops.DatasetToSingleElement(
+        dataset=first, output_types=types, output_shapes=shapes
+    )
+    return record
+
+
+def _offsets(path: str) -> np.ndarray:
+    """Where the records of a file begin, int64.
+
+    A record is its length (8 bytes, little-endian), a checksum of that (4), the bytes themselves
+    and a checksum of them (4).
+    """
+    size = tf.io.gfile.stat(path).length
+    offsets, offset = [], 0
+    with tf.io.gfile.GFile(path, "rb") as file:
+        while offset < size:
+            offsets.append(offset)
+            file.seek(offset)
+            head = file.read(8)
+            offset += 16 + int.from_bytes(head, "little")
+    if offset != size:
+        hint = (
+            "It is compressed; write it without compression."
+            if offsets and _starts_with(path, b"\x1f\x8b")
+            else "Is it cut, or another kind of file?"
+        )
+        raise ValueError(
+            "TFRecords needs uncompressed TFRecord files, whose records end where the file does. "
+            f"Received: {path} of {size} bytes, whose record {len(offsets) - 1} would end at byte "
+            f"{offset}. {hint}"
+        )
+    return np.array(offsets, np.int64)
+
+
+def _starts_with(path, text):
+    with tf.io.gfile.GFile(path, "rb") as file:
+        return file.read(len(text)) == text
+
+
+class NPZShards(_Files):
+    """Rows of the arrays in `.npz` files, each file a shard of the examples.
+
+    Args:
+        paths: The files, in the same order on every worker. All hold arrays of the same names,
+            types and shapes but for the first axis, which is the example.
+        x: The name of the input array, or a nested structure of names.
+        y: That of the targets.
+        sample_weight: That of the weights, if there are any.
+        window: How many files are shuffled together; None for all, which holds all in memory. With
+            a window, two windows' files are.
+
+    Raises:
+        ValueError: If there is no file, or the arrays of one do not fit those of the others.
+
+    Example:
+        >>> train = tfparallel.data.NPZShards(sorted(glob.glob("train-*.npz")), window=4)
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike],
+        *,
+        x: Any = "x",
+        y: Any = "y",
+        sample_weight: str | None = None,
+        window: int | None = None,
+    ):
+        super().__init__(paths, window)
+        self._fields = (x, y) if sample_weight is None else (x, y, sample_weight)
+        self._names = tf.nest.flatten(self._fields)
+        self._shards: collections.OrderedDict[int, list[np.ndarray]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        sizes = []
+        for path in self.paths:
+            specs = _npz_specs(path, self._names)
+            self._specs = specs if not sizes else self._specs
+            rows = {name: shape[0] if shape else None for name, (shape, _) in specs.items()}
+            if len(set(rows.values())) > 1 or None in rows.values():
+                raise ValueError(
+                    "The arrays of a shard must have the same number of examples, their first "
+                    f"axis. Received: {path} with {rows}."
+                )
+            for name, (shape, dtype) in specs.items():
+                expected = self._specs[name]
+                if (shape[1:], dtype) != (expected[0][1:], expected[1]):
+                    raise ValueError(
+                        "All shards must hold examples of one shape and type. Received: "
+                        f"{name!r} of {expected[0][1:]} {expected[1]} in {self.paths[0]}, of "
+                        f"{shape[1:]} {dtype} in {path}."
+                    )
+            sizes.append(next(iter(rows.values())))
+        self._count(sizes)
+
+    def read(self, indices):
+        """Gathers those rows."""
+        dtypes = [dtype for _, dtype in self._specs.values()]
+        arrays = tf.numpy_function(self._rows, [indices], [tf.as_dtype(d) for d in dtypes])
+        shaped = [
+            cast(tf.ensure_shape(array, (None, *shape[1:])))
+            for array, (shape, _) in zip(arrays, self._specs.values(), strict=True)
+        ]
+        by_name = dict(zip(self._specs, shaped, strict=True))
+        return tf.nest.map_structure(by_name.__getitem__, self._fields)
+
+    def _rows(self, indices):
+        out = [np.empty((len(indices), *shape[1:]), dtype) for shape, dtype in self._specs.values()]
+        files, rows = self._places(indices)
+        with self._lock:
+            for file in np.unique(files):
+                here = files == file
+                for array, shard in zip(out, self._shard(int(file)), strict=True):
+                    array[here] = shard[rows[here]]
+        return out
+
+    def _shard(self, file):
+        if file not in self._shards:
+            # Batches are read ahead, beyond the window's end.
+            if self.window is not None and len(self._shards) == 2 * self.window:
+                self._shards.popitem(last=False)
+            with np.load(self.paths[file]) as arrays:
+                self._shards[file] = [arrays[name] for name in self._specs]
+        self._shards.move_to_end(file)
+        return self._shards[file]
+
+
+def _npz_specs(path, names) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and type of the named arrays, from their headers."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            "NPZShards needs files that numpy.savez or savez_compressed wrote. Received: "
+            f"{path}, which is no archive. Is it cut, or another kind of file?"
+        )
+    specs = {}
+    with np.load(path) as arrays:
+        missing = [name for name in names if name not in arrays.files]
+        if missing:
+            raise ValueError(
+                f"Each shard must hold the arrays {names}. Received: {path} with "
+                f"{arrays.files}. Name them: NPZShards(paths, x=..., y=...)."
+            )
+        for name in names:
+            with arrays.zip.open(f"{name}.npy") as file:
+                read_header = {
+                    (1, 0): np.lib.format.read_array_header_1_0,
+                    (2, 0): np.lib.format.read_array_header_2_0,
+                }[np.lib.format.read_magic(file)]
+                shape, _, dtype = read_header(file)
+            specs[name] = (shape, dtype)
+    return specs

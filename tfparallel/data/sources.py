@@ -1,0 +1,148 @@
+"""Indexable sources: data of which any example can be read without those before it.
+
+What is indexable gets the order of `tfparallel.data.order`: the same at any number of workers, new
+in each epoch, and a run that starts again in the middle of an epoch reads nothing twice.
+
+    source       an index is      in memory                      read by
+    Arrays       a row            all of it                      one gather a batch
+    TFRecords    a record         8 bytes a record               one read a record, checked
+    NPZShards    a row            all, or two windows of files   one file at a time, then gathers
+    Batches      a whole batch    what the `PyDataset` holds     its `__getitem__`
+"""
+
+import abc
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.data.order import epoch_order
+
+__all__ = ["Arrays", "Batches", "Source", "as_source", "cast"]
+
+
+class Source(abc.ABC):
+    """Examples that can be read in any order.
+
+    Attributes:
+        num_indices: How many there are, of examples or, if `whole_batches`, of batches.
+        whole_batches: Whether an index stands for a batch, which then has the size it has.
+    """
+
+    num_indices: int
+    whole_batches = False
+
+    @abc.abstractmethod
+    def read(self, indices: tf.Tensor) -> tuple[Any, ...]:
+        """Returns the batch of the given examples, in a graph or eagerly.
+
+        Args:
+            indices: int64, shape `(n,)`; n may be 0.
+
+        Returns:
+            `(x, y[, sample_weight])`, of n rows.
+        """
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """The order of one pass: int64, shape `(num_indices,)`, a permutation."""
+        return epoch_order(self.num_indices, seed, epoch)
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """What it is, for the report."""
+
+
+class Arrays(Source):
+    """Arrays in memory, whose first axis is the example.
+
+    Args:
+        data: `(x, y[, sample_weight])`, each an array or a nested structure of them.
+    """
+
+    def __init__(self, data: tuple[Any, ...]):
+        # On the host: a batch is gathered there, and only the batch goes to a device.
+        with tf.device("CPU:0"):
+            self.tensors = tf.nest.map_structure(
+                lambda array: cast(tf.convert_to_tensor(array)), tuple(data)
+            )
+        self.num_indices = int(tf.nest.flatten(self.tensors)[0].shape[0])
+
+    def read(self, indices):
+        """Returns those rows."""
+        return tf.nest.map_structure(lambda array: tf.gather(array, indices), self.tensors)
+
+    def __str__(self):
+        return f"arrays of {self.num_indices} examples"
+
+
+class Batches(Source):
+    """The batches of a `keras.utils.PyDataset`, in an order of ours.
+
+    The order is of batches, whose examples stay together; `on_epoch_end` of the data set, which
+    could not be run again for a resumed epoch, is not called.
+
+    Args:
+        dataset: One with a known number of batches.
+
+    Raises:
+        ValueError: If it does not say how many it has.
+    """
+
+    whole_batches = True
+
+    def __init__(self, dataset: keras.utils.PyDataset):
+        if not dataset.num_batches:
+            raise ValueError(
+                "A PyDataset must have a known number of batches, at least one: its `__len__`. "
+                f"Received: {type(dataset).__name__} with num_batches={dataset.num_batches}."
+            )
+        self.num_indices = int(dataset.num_batches)
+        self._dataset = dataset
+        first = tf.nest.map_structure(np.asarray, self._batch(0))
+        self._structure = first
+        self._specs = [(leaf.shape[1:], leaf.dtype) for leaf in tf.nest.flatten(first)]
+
+    def _batch(self, index):
+        batch = self._dataset[index]
+        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+            raise ValueError(
+                "A PyDataset must yield (x, y) or (x, y, sample_weight). Received: "
+                f"{type(batch).__name__} from {type(self._dataset).__name__}."
+            )
+        return tuple(part for part in batch if part is not None)
+
+    def read(self, indices):
+        """Returns the one batch of that index, or an empty one."""
+        types = [tf.as_dtype(dtype) for _, dtype in self._specs]
+        leaves = tf.numpy_function(self._leaves, [indices], types)
+        shaped = [
+            cast(tf.ensure_shape(leaf, (None, *shape)))
+            for leaf, (shape, _) in zip(leaves, self._specs, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(self._structure, shaped)
+
+    def _leaves(self, indices):
+        if not len(indices):
+            return [np.empty((0, *shape), dtype) for shape, dtype in self._specs]
+        leaves = tf.nest.flatten(self._batch(int(indices[0])))
+        return [
+            np.asarray(leaf, dtype) for leaf, (_, dtype) in zip(leaves, self._specs, strict=True)
+        ]
+
+    def __str__(self):
+        return f"{type(self._dataset).__name__} of {self.num_indices} batches"
+
+
+def as_source(data: Any) -> Source:
+    """Returns the source that `data` is, or that reads it: arrays, or a `PyDataset`."""
+    if isinstance(data, Source):
+        return data
+    return Batches(data) if isinstance(data, keras.utils.PyDataset) else Arrays(data)
+
+
+def cast(tensor: tf.Tensor) -> tf.Tensor:
+    """As Keras does with arrays given to `fit`: floating data takes on floatx."""
+    if tensor.dtype.is_floating and tensor.dtype != keras.config.floatx():
+        return tf.cast(tensor, keras.config.floatx())
+    return tensor
