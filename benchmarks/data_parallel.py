@@ -14,6 +14,7 @@ import pathlib
 import sys
 from typing import NamedTuple
 
+import blocks
 import environment
 import results
 from contender_process import ContenderProcess
@@ -58,7 +59,7 @@ def main(arguments):
         pathlib.Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
     if options.write:
         page = pathlib.Path(options.write)
-        others = results.blocks_of_others(page.read_text()) if page.exists() else ""
+        others = blocks.all_of(page.read_text()) if page.exists() else ""
         page.write_text(results.page(found) + others)
 
 

@@ -1,6 +1,5 @@
 """What the rounds amount to: step times, ratios, verdicts; as JSON and as a page."""
 
-import re
 
 import numpy as np
 
@@ -244,16 +243,6 @@ On an idle machine, from the top of the repository:
     make setup
     {command}
 """
-
-
-def blocks_of_others(text):
-    """Returns what other programs wrote on the page, each between marks of its own."""
-    blocks = re.findall(r"<!-- (\w+): begin -->.*?<!-- \1: end -->\n", text, re.DOTALL)
-    found = [
-        re.search(f"<!-- {name}: begin -->.*?<!-- {name}: end -->\n", text, re.DOTALL)[0]
-        for name in blocks
-    ]
-    return "".join(f"\n{block}" for block in found)
 
 
 def page(results):

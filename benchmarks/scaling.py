@@ -13,9 +13,9 @@ import contextlib
 import json
 import os
 import pathlib
-import re
 import sys
 
+import blocks
 import environment
 import numpy as np
 from contender_process import ContenderProcess
@@ -39,7 +39,6 @@ TITLES = {
     "ours": "`tfparallel.data_parallel`, 2 workers",
     "ddp": "PyTorch DDP with gloo, 2 workers",
 }
-MARKS = ("<!-- scaling: begin -->", "<!-- scaling: end -->")
 
 
 class Contender:
@@ -91,7 +90,7 @@ def main(arguments):
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
     if options.write:
-        write(pathlib.Path(options.write), lines)
+        blocks.write(pathlib.Path(options.write), "scaling", lines)
 
 
 def parse(arguments):
@@ -142,14 +141,13 @@ def percentiles(values):
 
 
 def page(found, described, options):
-    """The lines of RESULTS.md between the marks."""
+    """The lines of RESULTS.md about scaling."""
 
     def spread(value, digits):
         median, p10, p90 = (f"{value[key]:.{digits}f}" for key in ("median", "p10", "p90"))
         return f"{median} ({p10} to {p90})"
 
     lines = [
-        MARKS[0],
         "## Scaling: 2 workers, a core each",
         "",
         "A step of `fit` of the 1.2 M-parameter network, in ms: the median of the rounds' "
@@ -179,17 +177,8 @@ def page(found, described, options):
         f"To reproduce: `.venv/bin/python benchmarks/scaling.py --num_rounds={options.num_rounds}"
         + (" --torch=PYTHON_WITH_TORCH" if options.torch else "")
         + "`, on two idle cores.",
-        MARKS[1],
     ]
     return lines
-
-
-def write(path, lines):
-    text = path.read_text() if path.exists() else ""
-    block = "\n".join(lines) + "\n"
-    pattern = re.compile(re.escape(MARKS[0]) + ".*?" + re.escape(MARKS[1]) + "\n", re.DOTALL)
-    text = pattern.sub(lambda _: block, text) if pattern.search(text) else f"{text}\n{block}"
-    path.write_text(text)
 
 
 if __name__ == "__main__":

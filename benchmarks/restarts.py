@@ -1,0 +1,177 @@
+"""Kills a worker at a random moment of a run, ten times, and looks at where the run ends.
+
+    .venv/bin/python benchmarks/restarts.py
+
+Each run trains `models/digits_cnn.py` on 2 workers for 200 steps under `tfparallel launch
+--max_restarts`. From outside, one worker, the chief or the other, gets SIGKILL, wherever it is
+just then: in a step, in a collective, in the writing of a checkpoint. The run's weights are
+compared with those of one that nobody disturbed, and the time from the kill to the first new step
+is taken.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import blocks
+import environment
+import keras
+import numpy as np
+import psutil
+
+TOP = pathlib.Path(__file__).parents[1]
+PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
+NUM_STEPS, STEPS_PER_EPOCH, EVERY = 200, 25, 5
+TOLERANCE = 1e-5
+RESTART_SECONDS = 15.0
+DEADLINE_SECONDS = 300.0
+
+
+def main(arguments):
+    options = parse(arguments)
+    described = environment.describe()
+    draw = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        expected, _ = run(pathlib.Path(folder) / "whole")
+        rows = []
+        for index in range(options.num_kills):
+            # The chief and the other in turn; any step but the first and the last few.
+            worker, step, pause = index % 2, draw.randrange(1, NUM_STEPS - 10), draw.random() / 20
+            kill = (worker, step, pause)
+            weights, seconds = run(pathlib.Path(folder) / f"kill_{index}", kill)
+            largest = max(
+                float(np.max(np.abs(a - b))) for a, b in zip(expected, weights, strict=True)
+            )
+            rows.append((worker, step, largest, seconds))
+            print(f"worker {worker}, step {step}: {largest:.1e}, {seconds:.1f} s", file=sys.stderr)
+    lines = page(rows, described, options)
+    print("\n".join(lines))
+    if options.write:
+        blocks.write(pathlib.Path(options.write), "restarts", lines)
+    return 0 if all(largest <= TOLERANCE for _, _, largest, _ in rows) else 1
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num_kills", type=int, default=10, help="runs (10)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
+    parser.add_argument(
+        "--write", metavar="PATH", default=PAGE, help="the page to renew; empty for none"
+    )
+    return parser.parse_args(arguments)
+
+
+def run(folder, kill=None):
+    """Trains once; returns the weights, and the seconds from the kill to the first new step.
+
+    Args:
+        folder: Where the run keeps its checkpoints and its output.
+        kill: The worker, the step after which, and how many seconds later; None for nobody.
+    """
+    folder.mkdir()
+    saved, checkpoints = folder / "model.keras", folder / "checkpoints"
+    train = [
+        *(sys.executable, "-m", "tfparallel", "train", str(TOP / "models/digits_cnn.py")),
+        *("--parallel=data", "--seed=7", f"--steps_per_epoch={STEPS_PER_EPOCH}"),
+        *(f"--epochs={NUM_STEPS // STEPS_PER_EPOCH}", f"--checkpoint_every_steps={EVERY}"),
+        *(f"--checkpoint_dir={checkpoints}", f"--save={saved}"),
+    ]
+    launch = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2"]
+    with (
+        open(folder / "output", "wb") as output,
+        subprocess.Popen(
+            [*launch, "--max_restarts=2", "--", *train], cwd=TOP, stdout=output, stderr=output
+        ) as job,
+    ):
+        try:
+            seconds = None if kill is None else killed(job, checkpoints, *kill)
+            job.wait(DEADLINE_SECONDS)
+        finally:
+            job.terminate()  # Takes its workers with it; without effect on one that has ended.
+    text = (folder / "output").read_text()
+    if job.returncode or (kill is not None and "restarting all workers (1 of 2)" not in text):
+        raise RuntimeError(f"A run ended with {job.returncode}, kill={kill}:\n{text[-3000:]}")
+    return keras.models.load_model(saved).get_weights(), seconds
+
+
+def killed(job, checkpoints, worker, step, pause):
+    """Kills a worker once `step` steps are done; returns the seconds until the next new one."""
+    wait_for(lambda: newest(checkpoints) >= step, job, "the step of the kill")
+    time.sleep(pause)
+    (victim,) = [
+        process
+        for process in psutil.Process(job.pid).children(recursive=True)
+        if "train" in process.cmdline() and process.environ().get("RANK") == str(worker)
+    ]
+    reached = newest(checkpoints)
+    os.kill(victim.pid, signal.SIGKILL)
+    started = time.monotonic()
+    wait_for(lambda: newest(checkpoints) > reached, job, "a new step")
+    return time.monotonic() - started
+
+
+def newest(checkpoints):
+    """The step of the newest whole checkpoint; -1 for none."""
+    with contextlib.suppress(FileNotFoundError):
+        return max((int(p.name[5:]) for p in checkpoints.glob("step_????????")), default=-1)
+    return -1
+
+
+def wait_for(condition, job, what):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        if job.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"The job ended, or {DEADLINE_SECONDS:.0f} s passed, before {what}.")
+        time.sleep(0.005)
+
+
+def page(rows, described, options):
+    equal = sum(largest <= TOLERANCE for _, _, largest, _ in rows)
+    slowest = max(seconds for *_, seconds in rows)
+    lines = [
+        "## Restarts: a worker killed at a random moment",
+        "",
+        f"`models/digits_cnn.py` on 2 workers for {NUM_STEPS} steps, a checkpoint each {EVERY}; "
+        "one worker gets SIGKILL from outside, and `launch` starts both again. The seconds are "
+        f"from the kill to the first checkpoint with a new step, at most {EVERY} steps after it.",
+        "",
+        "| promise | measured | promised |",
+        "| --- | --- | --- |",
+        f"| runs that end at the weights of an undisturbed one (to {TOLERANCE:.0e}) "
+        f"| {equal} of {len(rows)} | all |",
+        f"| restart to first new step, the slowest | {slowest:.1f} s "
+        f"| under {RESTART_SECONDS:.0f} s |",
+        "",
+        "| worker | killed after step | largest difference of a weight | seconds |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {worker}{' (chief)' * (worker == 0)} | {step} | {largest:.1e} | {seconds:.1f} |"
+        for worker, step, largest, seconds in rows
+    ]
+    return [
+        *lines,
+        "",
+        "Environment: " + "; ".join(f"{k}: {v}" for k, v in described.items()) + ".",
+        "",
+        "To reproduce: `.venv/bin/python benchmarks/restarts.py"
+        + f" --num_kills={options.num_kills} --seed={options.seed}`.",
+    ]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except RuntimeError as error:
+        sys.exit(f"restarts.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
