@@ -18,7 +18,7 @@ LIBRARY = TOP / "tfparallel"
 # and itself; a new package is given its row here.
 ROWS = [
     ["startup", "cluster"],
-    ["devices", "data", "task"],
+    ["devices", "data", "task", "extend"],
     ["collectives", "mesh"],
     ["strategies", "checkpoint"],
     ["callbacks"],

@@ -27,6 +27,15 @@ def test_an_exact_form_passes_in_float64(tmp_path):
     assert report["devices"] == ["CPU:0", "CPU:1", "CPU:2"]
 
 
+def test_layers_on_devices_are_exact_in_float64():
+    code, shown, errors = tfparallel(
+        *("check", TASKS.parents[1] / "models/mlp.py", "--parallel=model", "--num_devices=2"),
+        *("--device_type=cpu", "--dtype=float64", "--steps=5"),
+    )
+    assert code == 0, shown + errors
+    assert "layers on 2 devices (CPU:0, CPU:1)" in shown and "OK: exact" in shown
+
+
 @pytest.mark.parametrize(
     "task, layer", [("replica_id", "replica_scale"), ("comparing_loss", "spread")]
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tfparallel.data import shard as shards
 from tfparallel.data.partition import row_ranges
-from tfparallel.replication.extend import extend
+from tfparallel.extend import extend
 from tfparallel.replication.random import IndexedDropout, ReplicaSeedGenerator, uniform_of_rows
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

@@ -21,7 +21,7 @@ __all__ = [
     "run_command",
 ]
 
-_FORMS = ("none", "data")
+_FORMS = ("none", "data", "model")
 
 
 class UsageError(Exception):
@@ -57,7 +57,12 @@ def common_flags() -> flags.FlagValues:
     """Returns a fresh set of flags that holds those common to all programs."""
     values = flags.FlagValues()
     flags.DEFINE_enum(
-        "parallel", "data", _FORMS, "The form: none is one device and plain Keras.", values
+        "parallel",
+        "data",
+        _FORMS,
+        "The form: none is one device and plain Keras; data splits the batch over devices and "
+        "workers; model puts layers on devices.",
+        values,
     )
     flags.DEFINE_integer(
         "num_devices", None, "How many devices; the CPU is split as needed.", flag_values=values

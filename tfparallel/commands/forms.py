@@ -11,6 +11,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.commands.flags import StartError, UsageError
+from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
@@ -56,6 +57,8 @@ class Form:
         """Returns the model, built under the form."""
         if self.name == "none":
             return build_model()
+        if self.name == "model":
+            return model_parallel(build_model, self.devices)
         if self.strategy is not None:
             return data_parallel(build_model, self.strategy)
         return data_parallel(build_model, devices=self.devices)
@@ -65,6 +68,8 @@ class Form:
         if self.name == "none":
             return f"one device ({names})"
         number = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
+        if self.name == "model":
+            return f"layers on {number} ({names})"
         if self.workers is not None:
             return f"data parallel on {self.workers.num_workers} workers, {number} each ({names})"
         return f"data parallel on {number} ({names})"
@@ -116,7 +121,8 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
 
 def _check_independent(values, cluster: Cluster) -> None:
     if cluster.num_workers > 1 and not values.allow_independent_workers:
-        asked = "--parallel=none" if values.parallel == "none" else "--strategy=mirrored"
+        is_local = values.parallel != "data"
+        asked = f"--parallel={values.parallel}" if is_local else "--strategy=mirrored"
         raise UsageError(
             f"This process is one of {cluster.num_workers} workers ({cluster.source}), and "
             f"{asked} would train {cluster.num_workers} separate models. --parallel=data "

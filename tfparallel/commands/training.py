@@ -147,7 +147,7 @@ def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
 
 def _report_of_data(form, batches, model, global_batch_size) -> dict[str, Any]:
     report = batches.report()
-    if form.name != "none":
+    if form.name == "data":
         rows = rows_by_replica(model.distribute_strategy, global_batch_size)
         report |= {"partition": "batch", "rows_of_a_full_batch": rows}
     return report

@@ -2,7 +2,7 @@
 
 import keras
 
-from tfparallel.replication.extend import original_class
+from tfparallel.extend import classes_of, original_class
 from tfparallel.replication.optimizer import hold_in_first_copy
 
 
@@ -26,7 +26,7 @@ def clone_under(model: keras.Model, strategy) -> keras.Model:
             "the function that builds it, is required. Received: a model without variables. Call "
             "it on a batch first, or pass the function."
         )
-    with strategy.scope(), keras.saving.custom_object_scope(_classes(model)):
+    with strategy.scope(), keras.saving.custom_object_scope(classes_of(model)):
         try:
             copy = original_class(model).from_config(_unbuilt(model.get_config()))
             if not copy.built and (config := model.get_build_config()):
@@ -72,12 +72,3 @@ def _unbuilt(config):
     if isinstance(config, dict):
         return {key: _unbuilt(value) for key, value in config.items() if key != "build_config"}
     return [_unbuilt(part) for part in config] if isinstance(config, list) else config
-
-
-def _classes(model: keras.Model) -> dict[str, type]:
-    """The user's own classes in a model, which a config names and Keras must find."""
-    return {
-        original_class(layer).__name__: original_class(layer)
-        for layer in model._flatten_layers()
-        if not original_class(layer).__module__.startswith("keras.")
-    }

@@ -16,8 +16,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.in_replica import all_gather, all_reduce
+from tfparallel.extend import extend
 from tfparallel.replication import optimizer as optimizers
-from tfparallel.replication.extend import extend
 
 
 def reduce_gradients(

@@ -12,6 +12,7 @@ from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.whole_file import moved_into_place
 from tfparallel.collectives.between_workers import naming_lost_worker
+from tfparallel.extend import extend, original_class
 from tfparallel.replication import (
     agreement,
     batch_norm,
@@ -20,7 +21,6 @@ from tfparallel.replication import (
     random,
     sample_partition,
 )
-from tfparallel.replication.extend import extend, original_class
 from tfparallel.replication.replicated_call import ReplicatedCall
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute import values
 
-from tfparallel.replication.extend import extend
+from tfparallel.extend import extend
 from tfparallel.strategies import variables
 
 

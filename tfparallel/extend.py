@@ -49,3 +49,12 @@ def extend(instance: Extended, mixin: type, **attributes: Any) -> Extended:
 def original_class(instance: Any) -> type:
     """Returns the class that `instance` had before it was extended."""
     return getattr(type(instance), "_extended_from", type(instance))
+
+
+def classes_of(model: keras.Model) -> dict[str, type]:
+    """The user's own classes in a model, which a config names and Keras must find."""
+    return {
+        original_class(layer).__name__: original_class(layer)
+        for layer in model._flatten_layers()
+        if not original_class(layer).__module__.startswith("keras.")
+    }

@@ -1,0 +1,292 @@
+"""Layers on devices: the weights of one device, and everything where it should be."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+from tfparallel.placement.model import PlacedModel
+from tfparallel.placement.report import placement_report
+
+DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
+NUM_EXAMPLES, NUM_CLASSES = 20, 3
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def residual():
+    """A skip connection over normalization, and dropout."""
+    inputs = keras.Input((6, 6, 2))
+    x = layers.Conv2D(4, 3, padding="same", name="first", kernel_regularizer="l2")(inputs)
+    y = layers.BatchNormalization(name="normalize")(x)
+    y = layers.Conv2D(4, 3, padding="same", activation="relu", name="second")(y)
+    x = layers.Add(name="skip")([x, y])
+    x = layers.GlobalAveragePooling2D(name="pool")(x)
+    x = layers.Dropout(0.4, name="drop")(x)
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
+
+
+def sequential():
+    names = ["one", "two", "three"]
+    return keras.Sequential(
+        [keras.Input((6, 6, 2)), layers.Flatten(name="flatten")]
+        + [layers.Dense(5, activation="tanh", name=name) for name in names]
+        + [layers.Dense(NUM_CLASSES, name="logits")]
+    )
+
+
+def nested_and_shared():
+    """A model in a model, a layer that is called twice, activity regularization."""
+    inputs = keras.Input((6, 6, 2))
+    inner = keras.Sequential([layers.Flatten(), layers.Dense(4)], name="inner")
+    shared = layers.Dense(4, activation="tanh", activity_regularizer="l1", name="shared")
+    x = shared(shared(inner(inputs)))
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
+
+
+def recurrent_and_attention():
+    """Loops, and masked sequences made of images."""
+    inputs = keras.Input((6, 6, 2))
+    x = layers.Reshape((12, 6), name="rows")(inputs)
+    x = layers.MultiHeadAttention(2, 3, name="attend")(x, x)
+    x = layers.LSTM(4, name="recur")(x)
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
+
+
+BUILDERS = [residual, sequential, nested_and_shared, recurrent_and_attention]
+
+
+def data():
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(NUM_EXAMPLES, 6, 6, 2)), np.arange(NUM_EXAMPLES) % NUM_CLASSES
+
+
+def compile_model(model, **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01, **options), loss, metrics=["accuracy"])
+    return model
+
+
+def train(model):
+    x, y = data()
+    history = model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0).history
+    return history, [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+
+def seeded(build):
+    keras.utils.set_random_seed(3)
+    return build()
+
+
+def assert_equal(found, expected):
+    for name in expected[0]:
+        np.testing.assert_allclose(found[0][name], expected[0][name], rtol=1e-12, err_msg=name)
+    for value, wanted in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda f: f.__name__)
+def test_it_trains_to_the_weights_of_one_device_all_of_it_in_place(build):
+    expected = train(compile_model(seeded(build)))
+    model = compile_model(tfparallel.model_parallel(lambda: seeded(build), DEVICES))
+    assert list(dict.fromkeys(model.placement.values())) == DEVICES
+    assert_equal(train(model), expected)
+    report = placement_report(model, [array[:8] for array in data()], strict=True)
+    assert {"variables", "slots", "forward", "backward", "update"} <= set(report.num_audited)
+    assert min(report.num_audited.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipnorm": 0.1},
+        {"global_clipnorm": 0.1},
+        {"weight_decay": 0.1, "use_ema": True, "ema_overwrite_frequency": 2},
+        {"gradient_accumulation_steps": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_an_optimizer_adds_is_in_place_too(options):
+    expected = train(compile_model(seeded(residual), **options))
+    model = tfparallel.model_parallel(lambda: seeded(residual), DEVICES)
+    assert_equal(train(compile_model(model, **options)), expected)
+    placement_report(model, [array[:8] for array in data()], strict=True)
+
+
+def test_sparse_gradients_and_two_outputs():
+    def build():
+        tokens = keras.Input((4,), dtype="int64")
+        x = layers.Embedding(7, 3, name="embed")(tokens)
+        x = layers.Flatten(name="flatten")(x)
+        return keras.Model(
+            tokens, {"a": layers.Dense(2, name="a")(x), "b": layers.Dense(1, name="b")(x)}
+        )
+
+    def trained(model):
+        model.compile("rmsprop", {"a": "mse", "b": "mae"})
+        x = np.arange(40).reshape(10, 4) % 7
+        y = {"a": np.ones((10, 2)), "b": np.zeros((10, 1))}
+        history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        return history, model.get_weights()
+
+    device_map = {"embed": "CPU:1", "flatten": "CPU:1", "a": "CPU:0", "b": "CPU:2"}
+    model = tfparallel.model_parallel(lambda: seeded(build), device_map=device_map)
+    assert_equal(trained(model), trained(seeded(build)))
+
+
+def test_a_trained_model_comes_along_and_is_saved_as_plain_keras(tmp_path):
+    given = compile_model(seeded(residual))
+    given.get_layer("first").trainable = False
+    compile_model(given)
+    train(given)
+    model = tfparallel.model_parallel(given, DEVICES)
+    assert not model.get_layer("first").trainable
+    model.save(tmp_path / "placed.keras")
+    loaded = keras.models.load_model(tmp_path / "placed.keras")
+    assert not isinstance(loaded, PlacedModel) and "CPU" not in str(loaded.get_config())
+    for weight, wanted in zip(loaded.get_weights(), given.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, wanted)
+    assert_equal(train(model), train(given))
+    # Placed anew, on fewer devices. (Keras's files do not hold the state of dropout's seed.)
+    assert_equal(train(tfparallel.model_parallel(loaded, DEVICES[:2])), train(loaded))
+
+
+def test_devices_that_the_users_own_code_names_are_honoured():
+    """The two hidden layers of the seed, each in a block of its own."""
+
+    def build():
+        inputs = keras.Input((6, 6, 2))
+        x = layers.Flatten(name="flatten")(inputs)
+        with tf.device("CPU:1"):
+            x = layers.Dense(5, activation="relu", name="h1")(x)
+        with tf.device("CPU:2"):
+            x = layers.Dense(5, activation="relu", name="h2")(x)
+            x = layers.Dense(NUM_CLASSES, name="logits")(x)
+        return keras.Model(inputs, x)
+
+    model = compile_model(tfparallel.model_parallel(lambda: seeded(build)))
+    assert [model.placement[name] for name in ("h1", "h2", "logits")] == ["CPU:1", "CPU:2", "CPU:2"]
+    assert_equal(train(model), train(compile_model(seeded(build))))
+    placement_report(model, [array[:8] for array in data()], strict=True)
+
+
+def test_the_cut_follows_the_numbers_asked_for():
+    model = tfparallel.model_parallel(sequential, DEVICES[:2], layers_per_stage=[2, 3])
+    assert list(model.placement.values()) == ["CPU:0"] * 2 + ["CPU:1"] * 3
+    assert [v.value.device[-5:] for v in model.get_layer("two").variables] == ["CPU:1"] * 2
+
+
+def test_several_steps_an_execution_and_eager_steps():
+    for options in ({"steps_per_execution": 2}, {"run_eagerly": True}):
+        results = []
+        for model in (seeded(sequential), tfparallel.model_parallel(lambda: seeded(sequential),
+                                                                    DEVICES)):  # fmt: skip
+            model.compile("sgd", "mse", **options)
+            model.fit(data()[0], np.ones((NUM_EXAMPLES, 3)), batch_size=8, shuffle=False, verbose=0)
+            results.append(({}, model.get_weights()))
+        assert_equal(*results)
+
+
+def test_an_audit_sees_what_a_tape_does():
+    """Canary: the day a tape places its operations, `gradients.py` is not needed."""
+
+    class Taped(PlacedModel):
+        train_step = keras.Model.train_step
+
+    model = compile_model(tfparallel.model_parallel(residual, DEVICES))
+    tfparallel.placement_report(model, [array[:8] for array in data()], strict=True)
+    model.__class__ = type("Taped", (Taped, type(model)), {})
+    report = tfparallel.placement_report(model, [array[:8] for array in data()])
+    spec = [tf.TensorSpec([None, 6, 6, 2], tf.float64), tf.TensorSpec([None], tf.int64)]
+    graph = tf.function(model.train_step).get_concrete_function(tuple(spec)).graph
+    convolutions = [op for op in graph.get_operations() if op.type == "Conv2DBackpropFilter"]
+    assert convolutions and not any(op.device for op in convolutions)
+    assert "backward" not in report.num_audited
+
+
+def test_a_report_is_a_table():
+    model = compile_model(tfparallel.model_parallel(sequential, DEVICES[:2]))
+    lines = str(placement_report(model)).splitlines()
+    assert lines[0].split() == "layer device parameters slots outputs an example".split()
+    assert lines[1].split() == ["flatten", "CPU:0", "0", "B", "0", "B", "576", "B"]
+    assert "variables: 8 of 8 on their device" in lines
+
+
+# --- What is refused --------------------------------------------------------------------------
+
+
+class Subclassed(keras.Model):
+    def call(self, x):
+        return x
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Subclassed, {"devices": DEVICES}, "functional or Sequential model.*Received: Subclassed"),
+        (3, {"devices": DEVICES}, "Received: 3"),
+        (lambda: 3, {"devices": DEVICES}, "must return a keras.Model"),
+        (lambda: keras.Sequential([layers.Dense(1)]), {"devices": DEVICES}, "is not built"),
+        (sequential, {"devices": ["CPU:0", "CPU:9"]}, "CPU:9 does not exist"),
+        (sequential, {"devices": ["CPU:0", "CPU:0"]}, "CPU:0 is named 2 times"),
+        (
+            lambda: keras.Sequential([keras.Input((2,)), layers.Dense(1, name="only")]),
+            {"devices": DEVICES},
+            r"3 devices for 1 layers \(only\)",
+        ),
+        (
+            sequential,
+            {"devices": DEVICES, "layers_per_stage": [1, 1, 1]},
+            r"all 5 layers together.*Received: \[1, 1, 1\], which are 3 on 3 devices",
+        ),
+        (sequential, {"layers_per_stage": [2, 3]}, "devices=None"),
+        (
+            sequential,
+            {"device_map": {"flatten": "CPU:0", "four": "CPU:0"}},
+            "without a device: one, two, three, logits; no such layer: four",
+        ),
+        (sequential, {"device_map": {}, "devices": DEVICES}, "leave `devices`"),
+    ],
+)
+def test_what_cannot_be_placed(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        tfparallel.model_parallel(model, **options)
+
+
+def test_a_step_of_the_users_own_is_refused():
+    def build():
+        inputs = keras.Input((2,))
+        return OwnStep(inputs, layers.Dense(1)(layers.Dense(2)(inputs)))
+
+    with pytest.raises(ValueError, match="differentiates with a tape"):
+        tfparallel.model_parallel(build, DEVICES[:2])
+
+
+def test_a_strategy_is_refused_and_so_is_a_compiled_step():
+    with (
+        tfparallel.MirroredStrategy(DEVICES[:2]).scope(),
+        pytest.raises(ValueError, match="outside a strategy's scope"),
+    ):
+        tfparallel.model_parallel(sequential, DEVICES)
+    model = tfparallel.model_parallel(sequential, DEVICES)
+    with pytest.raises(ValueError, match="jit_compile=True"):
+        model.compile("sgd", "mse", jit_compile=True)
+
+
+def test_a_report_needs_a_placed_model():
+    with pytest.raises(ValueError, match="whose layers have no devices"):
+        placement_report(sequential())
+    with pytest.raises(ValueError, match="not compiled"):
+        placement_report(tfparallel.model_parallel(sequential, DEVICES), data())

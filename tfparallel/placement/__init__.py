@@ -1,0 +1,1 @@
+"""Layers on devices: where each stands, and that all of it stands there."""

@@ -1,0 +1,19 @@
+"""A layer on a device: its variables and all that its calls do."""
+
+import tensorflow as tf
+
+from tfparallel.placement.audit import noting
+
+__all__ = ["PlacedLayer"]
+
+
+class PlacedLayer:
+    """Extends a layer: what it builds and computes is on its device, its losses included.
+
+    The gradients' operations are placed by `gradients.py`.
+    """
+
+    def __call__(self, *args, **kwargs):
+        """Calls the layer on its device."""
+        with tf.device(self._device), noting("forward", self.name, self._device):
+            return super().__call__(*args, **kwargs)

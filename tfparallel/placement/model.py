@@ -1,0 +1,66 @@
+"""The Keras model whose layers stand on several devices."""
+
+import keras
+import tensorflow as tf
+
+from tfparallel.extend import original_class
+from tfparallel.placement.gradients import gradients
+from tfparallel.placement.optimizer import place_updates
+
+__all__ = ["PlacedModel"]
+
+
+class PlacedModel:
+    """Extends a functional or Sequential model of placed layers.
+
+    Attributes:
+        placement: The device of each layer, by the layer's name, in topological order.
+    """
+
+    def compile(self, *args, jit_compile="auto", **kwargs):
+        """Compiles the model, as `keras.Model.compile`; the slots are made beside their weights."""
+        if jit_compile is True:
+            raise ValueError(
+                "`jit_compile=True` compiles a step for one device. `jit_compile=False` or 'auto' "
+                f"is required of layers on several. Received: jit_compile=True on {self.devices}."
+            )
+        super().compile(*args, jit_compile=False, **kwargs)
+        if self.optimizer is not None:
+            place_updates(self.optimizer)
+            if not self.optimizer.built and self.trainable_variables:
+                self.optimizer.build(self.trainable_variables)
+
+    def compile_from_config(self, config):
+        """Compiles the model as a saved one, or another, was."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices, in the order of the stages."""
+        return list(dict.fromkeys(self.placement.values()))
+
+    def train_step(self, data):
+        """One step of training, as Keras's own; every operation on its layer's device."""
+        if tf.executing_eagerly():  # `run_eagerly`: the tape alone can differentiate.
+            return super().train_step(data)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        # Loss and metrics belong to no layer; they stand where the outputs are.
+        with tf.device(self.devices[-1]):
+            y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
+            loss = self._compute_loss(
+                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            )
+            batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
+            self._loss_tracker.update_state(loss, sample_weight=batch_size)
+            loss = self.optimizer.scale_loss(loss)
+            if self.trainable_weights:
+                found = gradients(loss, self.trainable_weights)
+        if self.trainable_weights:
+            self.optimizer.apply(found, self.trainable_weights)
+        with tf.device(self.devices[-1]):
+            return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def has_own_step(model: keras.Model) -> bool:
+    """Whether a user's own class says how to train, which only a tape can differentiate."""
+    return original_class(model).train_step is not keras.Model.train_step

@@ -1,0 +1,160 @@
+"""The builder `model_parallel`: the layers of a plain Keras model on several devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfparallel import devices as device_lib
+from tfparallel.extend import classes_of, extend, original_class
+from tfparallel.placement import stages
+from tfparallel.placement.graph import layers_in_order
+from tfparallel.placement.layer import PlacedLayer
+from tfparallel.placement.model import PlacedModel, has_own_step
+
+__all__ = ["model_parallel"]
+
+
+def model_parallel(
+    model_or_function: keras.Model | Callable[[], keras.Model],
+    devices: Sequence[str] | None = None,
+    *,
+    layers_per_stage: Sequence[int] | None = None,
+    device_map: Mapping[str, str] | None = None,
+    batch_size: int = 32,
+) -> keras.Model:
+    """Places the layers of a functional or Sequential model on several devices.
+
+    Use it when the model does not fit one device. Every layer's weights, gradients and slots, and
+    its operations forward, backward and in the update, are on its device; what passes from one to
+    the next is sent. The devices work one after the other, so this saves memory, not time. The
+    weights that come out are those of one device.
+
+    Args:
+        model_or_function: A built functional or Sequential model, whose weights come along, or a
+            function that returns one. The model given is left as it is.
+        devices: Names of the devices, one stage each, such as `["GPU:0", "GPU:1"]`. None, and no
+            `device_map`: each layer where its variables are, which the user's own
+            `with tf.device(...)` decided.
+        layers_per_stage: How many consecutive layers each device gets. Default: cut where the
+            largest device holds least, of weights, gradients, two slots and outputs.
+        device_map: The device of each layer by the layer's name, instead of the other two.
+        batch_size: The examples of a batch, for the bytes of the outputs where the cut is chosen.
+
+    Returns:
+        A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
+        writes plain Keras, without devices. `placement` tells the device of each layer.
+
+    Raises:
+        ValueError: If the model is no functional or Sequential one, is compiled for a step of its
+            own or under a strategy, the layers do not fit the devices, or a device is unknown.
+
+    Example:
+        >>> model = tfparallel.model_parallel(build_model, devices=["CPU:0", "CPU:1"])
+        >>> model.compile("adam", "mse")
+        >>> model.fit(x, y)
+    """
+    _refuse_scope()
+    model = model_or_function
+    if not isinstance(model, keras.Model):
+        model = _built_by(model_or_function)
+    _check_model(model)
+    placement = _placement(model, devices, layers_per_stage, device_map, batch_size)
+    return _place(model, placement)
+
+
+def _place(model: keras.Model, placement: dict[str, str]) -> keras.Model:
+    def placed(layer):
+        if layer.name not in placement:
+            return original_class(layer).from_config(layer.get_config())
+        device = placement[layer.name]
+        with tf.device(device):
+            copy = original_class(layer).from_config(layer.get_config())
+        return extend(copy, PlacedLayer, _device=device)
+
+    with keras.saving.custom_object_scope(classes_of(model)):
+        copy = keras.models.clone_model(model, clone_function=placed)
+    extend(copy, PlacedModel, placement=placement)
+    for source, target in zip(model.variables, copy.variables, strict=True):
+        target.assign(source)
+    for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
+        target.trainable = source.trainable
+    if model.compiled and (config := model.get_compile_config()) is not None:
+        copy.compile_from_config(config)
+        if model.optimizer is not None and model.optimizer.built:
+            pairs = zip(model.optimizer.variables, copy.optimizer.variables, strict=True)
+            for source, target in pairs:
+                target.assign(source)
+    return copy
+
+
+def _placement(model, devices, layers_per_stage, device_map, batch_size):
+    layers = layers_in_order(model)
+    if device_map is not None:
+        if devices is not None or layers_per_stage is not None:
+            raise ValueError(
+                "`device_map` says all; leave `devices` and `layers_per_stage` out. Received: "
+                f"devices={devices}, layers_per_stage={layers_per_stage} beside a device_map."
+            )
+        return stages.by_device_map(layers, device_map)
+    if devices is None:
+        if layers_per_stage is not None:
+            raise ValueError(
+                "`layers_per_stage` needs the devices that it counts for. Received: "
+                f"layers_per_stage={list(layers_per_stage)}, devices=None."
+            )
+        return stages.by_variables(model)
+    names = device_lib.check_devices(devices)
+    if layers_per_stage is not None:
+        return stages.by_layers_per_stage(layers, names, layers_per_stage)
+    return stages.by_memory(model, names, batch_size)
+
+
+def _built_by(function):
+    if not callable(function):
+        raise ValueError(
+            "A keras.Model, or a function that returns one, is required. Received: "
+            f"{function!r} (of type {type(function).__name__})."
+        )
+    model = function()
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"{getattr(function, '__name__', 'The function')}() must return a keras.Model. "
+            f"Received: {model!r} (of type {type(model).__name__}). Does it end in `return model`?"
+        )
+    return model
+
+
+def _check_model(model: keras.Model) -> None:
+    kind = type(model).__name__
+    if has_own_step(model):
+        raise ValueError(
+            "A `train_step` of the user's own differentiates with a tape, whose operations would "
+            "all be on one device. Keras's own `train_step` is required of placed layers. "
+            f"Received: {kind}. Express the loss by `compile(loss=...)`, `add_loss` or layers."
+        )
+    if not isinstance(model, keras.Sequential) and not hasattr(model, "operations"):
+        raise ValueError(
+            "A functional or Sequential model is required; which tensors pass between the layers "
+            f"of a subclassed one cannot be seen. Received: {kind}. Build it with "
+            "`keras.Model(inputs, outputs)`, or as a `keras.Sequential` of its stages."
+        )
+    if not model.built:
+        raise ValueError(
+            f"Model '{model.name}' is not built, so its layers have no sizes. An input shape is "
+            "required: begin it with `keras.Input(...)`. Received: a model without variables."
+        )
+    if isinstance(getattr(model, "_distribute_strategy", None), tf.distribute.Strategy):
+        raise ValueError(
+            "The model was built under a strategy's scope, which mirrors its variables. A model "
+            f"built outside is required. Received: {type(model._distribute_strategy).__name__}."
+        )
+
+
+def _refuse_scope() -> None:
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            "`model_parallel` must be called outside a strategy's scope, which mirrors each "
+            f"variable on all its devices. Received: {type(tf.distribute.get_strategy()).__name__}"
+            " in scope. Move the call out of the `with` block."
+        )

@@ -1,0 +1,173 @@
+"""What is placed where: a table, and an audit of the step's graph, operation by operation."""
+
+import collections
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.placement.audit import Noted, recording, short
+from tfparallel.placement.graph import edges, layers_in_order
+from tfparallel.placement.stages import bytes_of
+
+__all__ = ["LayerPlacement", "PlacementReport", "placement_report"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlacement:
+    """A layer's row.
+
+    Attributes:
+        layer: Its name.
+        device: Its device.
+        parameter_bytes: Of its variables.
+        slot_bytes: Of the optimizer's variables for them.
+        activation_bytes: Of its outputs that other layers read, for one example.
+    """
+
+    layer: str
+    device: str
+    parameter_bytes: int
+    slot_bytes: int
+    activation_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementReport:
+    """Where everything is.
+
+    Attributes:
+        layers: A row each, producers before consumers.
+        num_audited: How many operations of each kind were looked at; empty without `data`.
+        elsewhere: What is not on its layer's device: variables, slots, operations.
+    """
+
+    layers: list[LayerPlacement]
+    num_audited: dict[str, int]
+    elsewhere: list[Noted]
+
+    def __str__(self):
+        rows = [("layer", "device", "parameters", "slots", "outputs an example"), *(
+            (r.layer, r.device, _text(r.parameter_bytes), _text(r.slot_bytes),
+             _text(r.activation_bytes))
+            for r in self.layers
+        )]  # fmt: skip
+        totals: dict[str, list[int]] = {}
+        for r in self.layers:
+            total = totals.setdefault(r.device, [0, 0, 0])
+            for i, n in enumerate((r.parameter_bytes, r.slot_bytes, r.activation_bytes)):
+                total[i] += n
+        rows += [("all", device, *map(_text, total)) for device, total in totals.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        wrong = collections.Counter(noted.kind for noted in self.elsewhere)
+        lines += [
+            f"{kind}: {number - wrong[kind]} of {number} on their device"
+            for kind, number in self.num_audited.items()
+        ]
+        lines += [
+            f"  {n.owner}: {n.operation} is on {n.found or 'the default device'}, not {n.expected}"
+            for n in self.elsewhere
+        ]
+        return "\n".join(lines)
+
+
+def placement_report(
+    model: keras.Model, data: Any = None, *, strict: bool = False
+) -> PlacementReport:
+    """Tells where a placed model's layers are, and whether everything of theirs is there.
+
+    Args:
+        model: What `model_parallel` returned.
+        data: A batch `(x, y[, sample_weight])`, which is not trained on. With it, and a compiled
+            model, the step is traced, and each operation of it that belongs to a layer is looked
+            up. What a branch or a loop does inside is placed with the branch or the loop.
+        strict: Whether anything elsewhere is an error.
+
+    Raises:
+        ValueError: If the model has no placement, or under `strict`, if something is elsewhere.
+    """
+    placement = getattr(model, "placement", None)
+    if placement is None:
+        raise ValueError(
+            "A model that `tfparallel.model_parallel` returned is required. Received: "
+            f"{type(model).__name__} '{model.name}', whose layers have no devices."
+        )
+    slots, elsewhere, num_audited = {}, [], {"variables": 0, "slots": 0}
+    owners = {id(v): layer.name for layer in layers_in_order(model) for v in layer.variables}
+    for layer in layers_in_order(model):
+        for variable in layer.variables:
+            num_audited["variables"] += 1
+            _look(elsewhere, "variables", layer.name, variable, placement[layer.name])
+    for variable, own in _slots(model):
+        name = owners[id(variable)]
+        slots[name] = slots.get(name, 0) + bytes_of(own)
+        num_audited["slots"] += 1
+        _look(elsewhere, "slots", name, own, placement[name])
+    if data is not None:
+        for noted in _trace(model, data):
+            num_audited[noted.kind] = num_audited.get(noted.kind, 0) + 1
+            if noted.found != noted.expected:
+                elsewhere.append(noted)
+    sent = edges(model)
+    rows = [
+        LayerPlacement(
+            layer.name,
+            placement[layer.name],
+            sum(map(bytes_of, layer.variables)),
+            slots.get(layer.name, 0),
+            sent.get(index, (0, []))[0],
+        )
+        for index, layer in enumerate(layers_in_order(model))
+    ]
+    report = PlacementReport(rows, num_audited, elsewhere)
+    if strict and elsewhere:
+        raise ValueError(f"Everything of a layer must be on its device. Received:\n{report}")
+    return report
+
+
+def _look(elsewhere, kind, owner, variable, expected):
+    found = short(variable.value.device)
+    if found != expected:
+        elsewhere.append(Noted(kind, owner, variable.path, expected, found))
+
+
+def _slots(model):
+    """Pairs of a trainable variable and a slot of it, which has its shape."""
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    for part in getattr(optimizer, "optimizers", [optimizer] if optimizer is not None else []):
+        trainable = getattr(part, "_trainable_variables", [])
+        for own in part.variables:
+            for variable in trainable:
+                # Keras names a slot after its variable: "adam/dense_kernel_momentum".
+                if variable.path.replace("/", "_") in own.path and own.shape == variable.shape:
+                    yield variable, own
+                    break
+
+
+def _trace(model, data) -> list[Noted]:
+    if not model.compiled:
+        raise ValueError(
+            "The step of a model that is not compiled cannot be traced. Call `compile` before "
+            "`placement_report(model, data)`. Received: a model without optimizer and loss."
+        )
+    spec = tf.nest.map_structure(
+        lambda array: tf.TensorSpec([None, *tf.convert_to_tensor(array).shape[1:]],
+                                    tf.convert_to_tensor(array).dtype),
+        tuple(data),
+    )  # fmt: skip
+    # The first trace makes the metrics' variables; Keras does so before its own.
+    model._symbolic_build(data_batch=tuple(data))
+    with recording() as trace:
+        tf.function(model.train_step).get_concrete_function(spec)
+        return trace.operations()
+
+
+def _text(number: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"
