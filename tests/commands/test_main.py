@@ -29,7 +29,7 @@ def test_help_shows_an_example_and_every_flag(capsys, command):
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"  tfparallel {command} models/digits_cnn.py" in shown
-    assert "--parallel=none|data" in shown and "(default: 64)" in shown and "--report" in shown
+    assert "--parallel=none|data|model" in shown and "(default: 64)" in shown and "--report" in shown
 
 
 def test_help_loads_no_tensorflow():
@@ -48,7 +48,7 @@ def test_help_loads_no_tensorflow():
         ([BLOBS, "other.py"], "exactly one task file"),
         ([BLOBS, "--epohcs=3"], "epohcs"),
         ([BLOBS, "--seed=x"], "seed"),
-        ([BLOBS, "--parallel=fly"], "<none|data>"),
+        ([BLOBS, "--parallel=fly"], "<none|data|model>"),
         ([BLOBS, "--global_batch_size=0"], "at least 1. Received: --global_batch_size=0"),
         ([BLOBS, "--num_devices=0"], "at least 1. Received: --num_devices=0"),
         ([BLOBS, "--seed=-1"], "Received: --seed=-1"),
