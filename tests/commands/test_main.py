@@ -29,7 +29,8 @@ def test_help_shows_an_example_and_every_flag(capsys, command):
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"  tfparallel {command} models/digits_cnn.py" in shown
-    assert "--parallel=none|data|model" in shown and "(default: 64)" in shown and "--report" in shown
+    assert "--parallel=none|data|model" in shown
+    assert "(default: 64)" in shown and "--report" in shown
 
 
 def test_help_loads_no_tensorflow():

@@ -5,10 +5,10 @@
 
 The first runs the pairs in two processes, which leave what they saw in one file of JSON lines.
 
-`make test` runs a sample of the pairs (test_parity.parameters), at least one of each
-row. Every pair that a session runs must be no worse than its cell says. The page
-prints no digits that another machine would not print: a difference is rounded up to a
-power of ten, never below 1e-12, and is stale only when it is seen a hundred times larger.
+`make test` runs a sample of the pairs (test_parity.parameters). Every pair that a session runs
+must be no worse than its cell says. The page prints no digits that another machine would not
+print: a difference is rounded up to a power of ten, never below 1e-12, and is stale only when
+it is seen a hundred times larger.
 """
 
 from __future__ import annotations

@@ -91,15 +91,14 @@ FAST = {
 def parameters():
     """The pairs of this session, the fast ones unmarked.
 
-    The sample of `make test`: one case of each row on 3 replicas under
-    `data_parallel`, and every other one of `FAST` in one more way, on 2 replicas, on
-    4, or as plain code under the drop-in strategy, in turn. With TFPARALLEL_PARITY=all (or
+    The sample of `make test`: on 3 replicas under `data_parallel` those of `FAST`, and of every
+    other row without one of them a case; and every third of `FAST` in one more way, on 2 replicas,
+    on 4, or as plain code under the drop-in strategy, in turn. With TFPARALLEL_PARITY=all (or
     write): every case on 2, 3 and 4 replicas, and on 3 under the drop-in strategy.
     """
-    rows, turn = {}, 0
-    for case in ALL:
-        if case.name in FAST or case.feature not in rows:
-            rows[case.feature] = case.name
+    with_fast = {case.feature for case in ALL if case.name in FAST}
+    others = {case.feature: case.name for case in reversed(ALL) if case.feature not in with_fast}
+    sampled, turn = {*FAST, *list(others.values())[::2]}, 0
     ways = [
         ("data_parallel", 3),
         ("data_parallel", 2),
@@ -107,9 +106,9 @@ def parameters():
         ("MirroredStrategy", 3),
     ]
     for case in ALL:
-        sample = [ways[0]] if case.name in (rows[case.feature], *FAST) else []
+        sample = [ways[0]] if case.name in sampled else []
         if case.name in FAST:
-            sample += [ways[1 + turn // 2 % 3]] if turn % 2 == 0 else []
+            sample += [ways[1 + turn // 3 % 3]] if turn % 3 == 0 else []
             turn += 1
         for form, replicas in ways if table.MODE else sample:
             if form == "MirroredStrategy" and not case.drop_in:
