@@ -17,8 +17,8 @@ LIBRARY = TOP / "tfparallel"
 # From the ground up. A package may import what stands in a row above its own,
 # and itself; a new package is given its row here.
 ROWS = [
-    ["startup", "cluster"],
-    ["devices", "data", "task", "extend"],
+    ["startup", "cluster", "device_names"],
+    ["devices", "data", "task", "extend", "peers"],
     ["collectives", "mesh"],
     ["strategies", "checkpoint"],
     ["callbacks"],
@@ -31,8 +31,8 @@ ROWS = [
 ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packages}
 
 # What decides in plain Python, and can be imported in milliseconds.
-PLAIN = ["", "startup", "cluster", "task", "data.order", "data.partition", "checkpoint.folder"]
-PLAIN += ["diagnostics.faults", "commands.main"]
+PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
+PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main"]
 HEAVY = {"tensorflow", "keras"}
 
 

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Sequence
 
 from tfparallel import startup
+from tfparallel.device_names import canonical, to_tensorflow_name
 
 tf = startup.import_tensorflow()
 
@@ -31,54 +32,28 @@ if not startup.has_nvidia_gpu():
     with startup.quiet_stderr():
         tf.config.list_physical_devices()
 
+__all__ = [
+    "canonical",
+    "check_devices",
+    "choose_devices",
+    "connect",
+    "hide_other_gpus",
+    "list_devices",
+    "resolve",
+    "set_memory_growth",
+    "split_cpu",
+    "split_gpu",
+    "to_tensorflow_name",
+]
+
 _DEVICE_TYPES = ("auto", "cpu", "gpu")
-_DEVICE_NAME = re.compile(
-    r"(?:/job:localhost/replica:0/task:0)?/?(?:device:)?(?P<type>[a-z]+):(?P<index>\d+)",
-    re.IGNORECASE,
-)
 # TensorFlow and CUDA keep some memory of their own beside the logical devices'.
 _USABLE_GPU_MEMORY = 0.9
-
-
-def canonical(name: str) -> str:
-    """Gives a device name its one spelling, without asking whether it exists.
-
-    Args:
-        name: `"gpu:0"`, `"/GPU:0"`, `"/device:GPU:0"`, `"GPU:0"`, or the same
-            behind `/job:localhost/replica:0/task:0`.
-
-    Returns:
-        The name as `"GPU:0"`.
-
-    Raises:
-        ValueError: If `name` is no device name.
-    """
-    match = _DEVICE_NAME.fullmatch(name.strip()) if isinstance(name, str) else None
-    if match is None:
-        raise ValueError(
-            f"Not a device name; it must be a type and an index such as 'GPU:0' or 'CPU:1'. "
-            f"Received: {name!r}."
-        )
-    return f"{match['type'].upper()}:{int(match['index'])}"
-
-
-def to_tensorflow_name(name: str) -> str:
-    """Turns a device name into the form that `tf.device` documents.
-
-    Args:
-        name: A device name in any form that `canonical` takes.
-
-    Returns:
-        The name as `"/device:GPU:0"`.
-
-    Raises:
-        ValueError: If `name` is no device name.
-    """
-    return f"/device:{canonical(name)}"
+_connected: list[str] = []  # The devices of all processes, once `connect` has joined them.
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """Lists this process's logical devices, without starting TensorFlow's runtime.
+    """Lists the logical devices, without starting TensorFlow's runtime.
 
     `tf.config.list_logical_devices` starts the runtime, after which nothing can
     be split any more; this function may be called at any time.
@@ -87,8 +62,13 @@ def list_devices(device_type: str | None = None) -> list[str]:
         device_type: `"CPU"` or `"GPU"` for one type alone; by default all.
 
     Returns:
-        Names such as `["CPU:0", "GPU:0"]`, by type and index.
+        Names such as `["CPU:0", "GPU:0"]`, by type and index; after
+        `tfparallel.connect_to_cluster` those of all its processes, such as
+        `["/job:worker/task:0/device:CPU:0", ...]`.
     """
+    if _connected:
+        kind = f"/device:{device_type.upper()}:" if device_type is not None else ""
+        return [name for name in _connected if kind in name]
     names = []
     for kind in ("CPU", "GPU"):
         if device_type is not None and device_type.upper() != kind:
@@ -124,7 +104,7 @@ def check_devices(names: Sequence[str]) -> list[str]:
         problems.append("the list is empty")
     for name in names:
         try:
-            device = canonical(name)
+            device = resolve(name)
         except ValueError:
             problems.append(f"{name!r} is no device name such as 'GPU:0'")
             continue
@@ -137,11 +117,45 @@ def check_devices(names: Sequence[str]) -> list[str]:
     if problems:
         raise ValueError(
             f"Cannot use these devices: {'; '.join(problems)}. "
-            "Each must be named once and be one of this process's devices: "
+            "Each must be named once and be one of these devices: "
             f"{', '.join(existing)}. Received: devices={names}. "
             f"{_how_to_get_more(checked)}".rstrip()
         )
     return checked
+
+
+def resolve(name: str) -> str:
+    """Gives a device name its one spelling among those that exist, without looking for it.
+
+    Args:
+        name: A device name in any form that `canonical` takes.
+
+    Returns:
+        What `canonical` returns; after `connect`, the full name of a device of this process too.
+
+    Raises:
+        ValueError: If `name` is no device name.
+    """
+    name = canonical(name)
+    if _connected and not name.startswith("/"):
+        return f"{_connected[0].partition('/device:')[0]}/device:{name}"
+    return name
+
+
+def connect(addresses: Sequence[str]) -> list[str]:
+    """Joins the devices of other processes to those of this one, which is the first.
+
+    Args:
+        addresses: `"host:port"` of each process. In all others a `tf.distribute.Server` runs.
+
+    Returns:
+        The names of all devices, those of the first process first.
+    """
+    cluster = tf.train.ClusterSpec({"worker": list(addresses)})
+    tf.config.experimental_connect_to_cluster(cluster, job_name="worker", task_index=0)
+    found = {canonical(device.name) for device in tf.config.list_logical_devices()}
+    _connected[:] = sorted(found, key=lambda name: [int(n) for n in re.findall(r":(\d+)", name)])
+    return list(_connected)
 
 
 def split_cpu(num_devices: int) -> list[str]:

@@ -23,14 +23,14 @@ def load(name):
 
 
 def test_every_file_in_models_is_known_here():
-    assert TASKS == ["digits_cnn", "lenet", "mlp"]
+    assert TASKS == ["digits_cnn", "lenet", "mlp", "resnet", "transformer"]
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_builds_compiles_and_trains_a_step(name):
     task = load(name)
     (x, y), (validation_x, validation_y) = task.load_data()
-    assert x.dtype == np.float32
+    assert x.dtype == (np.int32 if name == "transformer" else np.float32)
     assert len(x) == len(y) > 4 * len(validation_x) - 4
     assert len(validation_x) == len(validation_y) > 100
     model = task.build_model()
@@ -110,8 +110,24 @@ def test_mlp_is_standardized_by_the_training_rows():
     assert np.abs(validation_x.mean(axis=0)).max() > 1e-3
 
 
+def test_the_transformer_sees_no_byte_before_its_turn():
+    task = load("transformer")
+    (x, y), _ = task.load_data()
+    np.testing.assert_array_equal(x[0, 1:], y[0, :-1])
+    np.testing.assert_array_equal(x[1:, 0], y[:-1, -1])
+    model = task.build_model()
+    other = x[:1].copy()
+    other[:, 40] = (other[:, 40] + 1) % 256
+    one, two = model(x[:1]).numpy(), model(other).numpy()
+    np.testing.assert_allclose(one[:, :40], two[:, :40], atol=1e-5)
+    assert np.all(np.abs(one[:, 40:] - two[:, 40:]).max(axis=-1) > 1e-4)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "epochs", "least"), [("digits_cnn", 6, 0.97), ("mlp", 10, 0.95)])
+@pytest.mark.parametrize(
+    ("name", "epochs", "least"),
+    [("digits_cnn", 6, 0.97), ("mlp", 10, 0.95), ("resnet", 6, 0.95), ("transformer", 1, 0.35)],
+)
 def test_a_task_learns(name, epochs, least):
     task = load(name)
     train, validation = task.load_data()

@@ -167,10 +167,10 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             "The number of workers must be at least 1. "
             f"Received: --num_workers={values.num_workers}."
         )
-    if values.num_workers is not None and values.parallel != "data":
+    if values.num_workers is not None and values.parallel == "none":
         problems.append(
-            f"--parallel={values.parallel} has no workers. "
-            f"Received: --num_workers={values.num_workers}. Use --parallel=data."
+            "--parallel=none has no workers. "
+            f"Received: --num_workers={values.num_workers}. Use --parallel=data or model."
         )
     for name in ("start_timeout", "stall_timeout"):
         if not getattr(values, name) > 0:

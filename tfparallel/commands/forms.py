@@ -12,6 +12,7 @@ from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.commands.flags import StartError, UsageError
 from tfparallel.placement.model_parallel import model_parallel
+from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
@@ -91,6 +92,9 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         is_worker = (
             cluster.num_workers > 1 and values.parallel == "data" and values.strategy != "mirrored"
         )
+        is_stage = cluster.num_workers > 1 and values.parallel == "model"
+        if is_stage:
+            return Form("model", _devices_of_processes(values, cluster, facts))
         if is_worker and values.device_type != "cpu" and has_nvidia_gpu():
             os.environ.update(cluster.device_environment())
         if not is_worker:
@@ -117,6 +121,22 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except RuntimeError as error:
         raise StartError(str(error)) from error
     return Form(values.parallel, devices, strategy)
+
+
+def _devices_of_processes(values, cluster: Cluster, facts) -> list[str]:
+    """In process 0 the devices of all; the others serve it, and do not come back."""
+    if values.devices is not None or values.num_devices is not None:
+        given = "--devices" if values.devices is not None else "--num_devices"
+        raise UsageError(
+            f"The stages are the {cluster.num_workers} processes of the job ({cluster.source}), "
+            f"with all devices that each has. Received: {given}. Drop it, or start one process."
+        )
+    if values.device_type == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        return connect_to_cluster(cluster, start_timeout=values.start_timeout, facts=facts)
+    except RuntimeError as error:
+        raise StartError(str(error)) from error
 
 
 def _check_independent(values, cluster: Cluster) -> None:

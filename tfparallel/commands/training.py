@@ -21,6 +21,7 @@ from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica
 from tfparallel.diagnostics.inject import Inject
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
+from tfparallel.placement.report import held_by_device
 from tfparallel.task import TaskError, load_task
 
 __all__ = ["Result", "train", "write_report"]
@@ -128,6 +129,8 @@ def train(path: str, values: flags.FlagValues) -> Result:
         "step_time_seconds": step_time.summary(),
         "peak_memory_bytes": peak_memory_bytes(),
     }
+    if form.name == "model":
+        report["placement"] = held_by_device(model)
     if checkpoint is not None and checkpoint.resumed is not None:
         report["resumed_at_epoch"] = checkpoint.resumed["epoch"] + 1
         report["resumed_at_step"] = checkpoint.resumed["step"]

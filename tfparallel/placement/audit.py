@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tfparallel import devices as device_lib
+
 __all__ = ["Noted", "Trace", "device_of", "device_outside", "noting", "recording", "short"]
 
 _active = threading.local()
@@ -117,5 +119,5 @@ def _colocated(op) -> list[str]:
 
 
 def short(device: str) -> str:
-    """The name without job and task: "CPU:1"."""
-    return ":".join(device.rpartition("/")[2].split(":")[-2:])
+    """The device's one spelling; "" for none."""
+    return device_lib.resolve(device) if device else ""

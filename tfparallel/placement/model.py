@@ -1,11 +1,15 @@
 """The Keras model whose layers stand on several devices."""
 
+import os
+
 import keras
 import tensorflow as tf
 
+from tfparallel.checkpoint.streamed import save_streamed
 from tfparallel.extend import original_class
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.optimizer import place_updates
+from tfparallel.placement.processes import naming_lost_process
 
 __all__ = ["PlacedModel"]
 
@@ -25,6 +29,11 @@ class PlacedModel:
                 f"is required of layers on several. Received: jit_compile=True on {self.devices}."
             )
         super().compile(*args, jit_compile=False, **kwargs)
+        self.place_optimizer()
+
+    def place_optimizer(self):
+        """Puts the slots and the updates of a compiled model beside the weights."""
+        self.jit_compile = False
         if self.optimizer is not None:
             place_updates(self.optimizer)
             if not self.optimizer.built and self.trainable_variables:
@@ -33,6 +42,31 @@ class PlacedModel:
     def compile_from_config(self, config):
         """Compiles the model as a saved one, or another, was."""
         self.compile(**keras.saving.deserialize_keras_object(config))
+
+    def fit(self, *args, **kwargs):
+        """Trains the model, as `keras.Model.fit`."""
+        with naming_lost_process(self.placement):
+            return super().fit(*args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        """Tells loss and metrics, as `keras.Model.evaluate`."""
+        with naming_lost_process(self.placement):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        """Returns the outputs, as `keras.Model.predict`."""
+        with naming_lost_process(self.placement):
+            return super().predict(*args, **kwargs)
+
+    def save(self, filepath, overwrite=True, zipped=None, **kwargs):
+        """Writes plain Keras, as `keras.Model.save`; a `.keras` file variable by variable."""
+        path = str(filepath)
+        is_new = overwrite or not os.path.exists(path)
+        folder = os.path.dirname(os.path.abspath(path))
+        if path.endswith(".keras") and is_new and zipped is not False and os.path.isdir(folder):
+            save_streamed(self, path)
+        else:
+            super().save(filepath, overwrite=overwrite, zipped=zipped, **kwargs)
 
     @property
     def devices(self) -> list[str]:

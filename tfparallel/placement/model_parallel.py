@@ -11,6 +11,7 @@ from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
 from tfparallel.placement.model import PlacedModel, has_own_step
+from tfparallel.placement.storageless import StoragelessModel
 
 __all__ = ["model_parallel"]
 
@@ -32,8 +33,10 @@ def model_parallel(
 
     Args:
         model_or_function: A built functional or Sequential model, whose weights come along, or a
-            function that returns one. The model given is left as it is.
-        devices: Names of the devices, one stage each, such as `["GPU:0", "GPU:1"]`. None, and no
+            function that returns one. The model given is left as it is. What a function builds is
+            never held whole: each weight is initialized on its own device.
+        devices: Names of the devices, one stage each, such as `["GPU:0", "GPU:1"]`, or what
+            `tfparallel.connect_to_cluster` returned, for stages in other processes. None, and no
             `device_map`: each layer where its variables are, which the user's own
             `with tf.device(...)` decided.
         layers_per_stage: How many consecutive layers each device gets. Default: cut where the
@@ -55,15 +58,32 @@ def model_parallel(
         >>> model.fit(x, y)
     """
     _refuse_scope()
-    model = model_or_function
-    if not isinstance(model, keras.Model):
-        model = _built_by(model_or_function)
-    _check_model(model)
-    placement = _placement(model, devices, layers_per_stage, device_map, batch_size)
-    return _place(model, placement)
+    arguments = (devices, layers_per_stage, device_map, batch_size)
+    if isinstance(model_or_function, keras.Model):
+        return _copy_of(model_or_function, arguments)
+    if devices is None and device_map is None:
+        # The variables are to tell their devices, so they must have some.
+        return _copy_of(_model_of(model_or_function), arguments)
+    built = StoragelessModel(lambda: _model_of(model_or_function))
+    layers = layers_in_order(_checked(built.model))
+    placement = _placement(built.model, *arguments)
+    if not all(built.waits_for(variable) for layer in layers for variable in layer.variables):
+        # A layer from elsewhere has its variables already, on a device of its own.
+        built.initialize_rest()
+        return _copy_of(built.model, arguments)
+    for layer in layers:
+        built.initialize(layer.variables, placement[layer.name])
+        extend(layer, PlacedLayer, _device=placement[layer.name])
+    built.initialize_rest()
+    extend(built.model, PlacedModel, placement=placement)
+    if built.model.compiled:
+        built.model.place_optimizer()
+    return built.model
 
 
-def _place(model: keras.Model, placement: dict[str, str]) -> keras.Model:
+def _copy_of(model: keras.Model, arguments) -> keras.Model:
+    placement = _placement(_checked(model), *arguments)
+
     def placed(layer):
         if layer.name not in placement:
             return original_class(layer).from_config(layer.get_config())
@@ -110,7 +130,7 @@ def _placement(model, devices, layers_per_stage, device_map, batch_size):
     return stages.by_memory(model, names, batch_size)
 
 
-def _built_by(function):
+def _model_of(function):
     if not callable(function):
         raise ValueError(
             "A keras.Model, or a function that returns one, is required. Received: "
@@ -125,7 +145,7 @@ def _built_by(function):
     return model
 
 
-def _check_model(model: keras.Model) -> None:
+def _checked(model: keras.Model) -> keras.Model:
     kind = type(model).__name__
     if has_own_step(model):
         raise ValueError(
@@ -149,6 +169,7 @@ def _check_model(model: keras.Model) -> None:
             "The model was built under a strategy's scope, which mirrors its variables. A model "
             f"built outside is required. Received: {type(model._distribute_strategy).__name__}."
         )
+    return model
 
 
 def _refuse_scope() -> None:

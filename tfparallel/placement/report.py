@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from tfparallel.placement.audit import Noted, recording, short
 from tfparallel.placement.graph import edges, layers_in_order
+from tfparallel.placement.processes import peak_memory_bytes
 from tfparallel.placement.stages import bytes_of
 
-__all__ = ["LayerPlacement", "PlacementReport", "placement_report"]
+__all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +126,29 @@ def placement_report(
     if strict and elsewhere:
         raise ValueError(f"Everything of a layer must be on its device. Received:\n{report}")
     return report
+
+
+def held_by_device(model: keras.Model) -> list[dict[str, Any]]:
+    """Tells what each device of a placed model holds, as JSON does.
+
+    Returns:
+        By device: its `device`, the `layers`, their `parameter_bytes` and `slot_bytes`, and
+        `peak_memory_bytes`, which is the most that its process has held so far (absent where the
+        system does not tell).
+    """
+    held = {
+        device: {"device": device, "layers": [], "parameter_bytes": 0, "slot_bytes": 0}
+        for device in model.devices
+    }
+    for row in placement_report(model).layers:
+        own = held[row.device]
+        own["layers"].append(row.layer)
+        own["parameter_bytes"] += row.parameter_bytes
+        own["slot_bytes"] += row.slot_bytes
+    for device, own in held.items():
+        if (peak := peak_memory_bytes(device)) is not None:
+            own["peak_memory_bytes"] = peak
+    return list(held.values())
 
 
 def _look(elsewhere, kind, owner, variable, expected):

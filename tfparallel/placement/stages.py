@@ -60,7 +60,7 @@ def by_device_map(
             f"{'; '.join(problems)}. The layers are {', '.join(names)}."
         )
     device_lib.check_devices(list(dict.fromkeys(device_map.values())))
-    return {name: device_lib.canonical(device_map[name]) for name in names}
+    return {name: device_lib.resolve(device_map[name]) for name in names}
 
 
 def by_memory(model: keras.Model, devices: Sequence[str], batch_size: int) -> dict[str, str]:
@@ -91,7 +91,7 @@ def by_variables(model: keras.Model) -> dict[str, str]:
     layers, found = layers_in_order(model), edges(model)
     placement: dict[str, str] = {}
     for index, layer in enumerate(layers):
-        own = {device_lib.canonical(v.value.device) for v in layer.variables if v.value.device}
+        own = {device_lib.resolve(v.value.device) for v in layer.variables if v.value.device}
         if len(own) > 1:
             raise ValueError(
                 "A layer's variables must be on one device. Received: layer "
@@ -100,7 +100,8 @@ def by_variables(model: keras.Model) -> dict[str, str]:
             )
         producers = [p for p, (_, readers) in found.items() if index in readers]
         before = [placement[layers[p].name] for p in producers if layers[p].name in placement]
-        placement[layer.name] = own.pop() if own else (before[-1] if before else "CPU:0")
+        first = device_lib.resolve("CPU:0")
+        placement[layer.name] = own.pop() if own else before[-1] if before else first
     return placement
 
 

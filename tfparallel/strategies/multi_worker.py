@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,9 +21,9 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
 
 from tfparallel import devices as device_lib
-from tfparallel.cluster.rendezvous import meet
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.peers import meet_peers
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
@@ -175,18 +174,7 @@ def _meet(resolver, facts, start_timeout) -> None:
     if len(workers) < 2 or resolver.task_type not in ("chief", "worker"):
         return
     index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
-    versions = {
-        "Python": ".".join(map(str, sys.version_info[:2])),
-        "TensorFlow": tf.__version__,
-        "Keras": keras.__version__,
-    }
-    meet(
-        workers,
-        index,
-        {"versions": versions, **facts},
-        timeout_seconds=start_timeout,
-        token=os.environ.get("TFPARALLEL_JOB_TOKEN", ""),
-    )
+    meet_peers(workers, index, facts, start_timeout)
 
 
 def _refuse_late_start() -> None:

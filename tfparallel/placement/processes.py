@@ -1,0 +1,186 @@
+"""Devices of other processes, for the layers of one model.
+
+```
+ process 0: the program          process 1: a server         process 2: a server
+ ┌───────────────────────┐      ┌────────────────────┐      ┌────────────────────┐
+ │ data, fit, callbacks  │      │                    │      │                    │
+ │ first layers ─────────┼────► │ layers ────────────┼────► │ last layers, loss  │
+ └───────────────────────┘      └────────────────────┘      └────────────────────┘
+```
+
+All of them run the same program, up to `connect_to_cluster`. There process 0 goes on alone, and has
+the others' devices beside its own; in the others TensorFlow executes what process 0 sends, until
+that has ended. No process can hold remote devices and take part in collectives (TensorFlow: "Cannot
+enable remote execution as well as collective ops"), so a job is one of these or a
+`MultiWorkerMirroredStrategy`.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel import devices as device_lib
+from tfparallel.cluster.address import split_address
+from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives.between_workers import WorkerLostError, naming_lost_worker
+from tfparallel.peers import meet_peers
+from tfparallel.startup import has_nvidia_gpu, quiet_stderr
+
+__all__ = ["connect_to_cluster", "naming_lost_process", "peak_memory_bytes"]
+
+# A step that waits for a process that has ended is given this long to fail by itself.
+_GRACE_SECONDS = 10.0
+_CONNECT_SECONDS = 3.0
+_LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
+
+_addresses: list[str] = []  # Of all processes, in process 0 once it is connected.
+_lost: dict[int, str] = {}  # The processes that have ended, by index.
+_held: list[tuple[str, str]] = []  # Layer and device of the model that trained last.
+
+
+def connect_to_cluster(
+    cluster: Cluster | None = None,
+    *,
+    start_timeout: float = 120.0,
+    facts: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Joins the devices of all processes of the job; returns in process 0 alone.
+
+    Every process calls it, before it does anything else with TensorFlow. In process 0 it returns
+    the devices, for `tfparallel.model_parallel`. In the others it serves until process 0 has ended,
+    and then ends the process by `SystemExit`.
+
+    Args:
+        cluster: The processes. Default: `Cluster.from_env()`, as `tfparallel launch`, Slurm, MPI,
+            Kubernetes or torchrun name them.
+        start_timeout: How many seconds to wait for the other processes.
+        facts: What all must agree on, by name, as JSON holds it.
+
+    Returns:
+        The devices that layers go to, process by process: the GPUs of a process that has some,
+        else its CPU, such as `["/job:worker/task:0/device:CPU:0",
+        "/job:worker/task:1/device:CPU:0"]`. Of a job of one process, its own devices.
+
+    Raises:
+        RuntimeError: If a process is missing, cannot be reached, or does not agree.
+
+    Example:
+        >>> devices = tfparallel.connect_to_cluster()
+        >>> model = tfparallel.model_parallel(build_model, devices=devices)
+    """
+    cluster = cluster or Cluster.from_env()
+    if cluster.num_workers < 2:
+        return device_lib.choose_devices()
+    if has_nvidia_gpu():
+        os.environ.update(cluster.device_environment())
+    addresses, index = list(cluster.workers), cluster.worker_index
+    meet_peers(addresses, index, facts or {}, start_timeout)
+    if index > 0:
+        _serve(addresses, index, start_timeout)
+    with quiet_stderr():
+        devices = device_lib.connect(addresses)
+    _addresses[:] = addresses
+    for other in range(1, len(addresses)):
+        name = f"watch of process {other}"
+        threading.Thread(target=_watch, args=(other,), name=name, daemon=True).start()
+    with_gpu = {_process_of(name) for name in devices if ":GPU:" in name}
+    return [name for name in devices if _process_of(name) not in with_gpu or ":GPU:" in name]
+
+
+@contextlib.contextmanager
+def naming_lost_process(placement: Mapping[str, str]) -> Iterator[None]:
+    """Turns the error of a step whose device is gone into one that names the process.
+
+    Args:
+        placement: The device of each layer, by name.
+
+    Raises:
+        WorkerLostError: If a process of the job has ended.
+    """
+    _held[:] = placement.items()
+    try:
+        with naming_lost_worker():
+            yield
+    except (tf.errors.OpError, WorkerLostError) as error:
+        deadline = time.monotonic() + 2.0
+        while _addresses and not _lost and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if _lost:
+            raise WorkerLostError(_explanation()) from None
+        raise error from None
+
+
+def peak_memory_bytes(device: str) -> int | None:
+    """Returns the most memory that a device's process has held, or None off Linux.
+
+    The file is read by an operation on that device, so it is the one of that process.
+    """
+    try:
+        with tf.device(device):
+            status = tf.io.read_file("/proc/self/status").numpy().decode()
+    except tf.errors.NotFoundError:
+        return None
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def _serve(addresses: Sequence[str], index: int, start_timeout: float) -> None:
+    """Executes what process 0 sends, until it has ended."""
+    cluster = tf.train.ClusterSpec({"worker": list(addresses)})
+    with quiet_stderr():
+        server = tf.distribute.Server(cluster, job_name="worker", task_index=index)
+    deadline = time.monotonic() + start_timeout
+    while not _held_until_closed(addresses[0]) and time.monotonic() < deadline:
+        time.sleep(0.1)  # It has not come so far yet.
+    while _held_until_closed(addresses[0]):
+        pass
+    sys.stdout.flush()
+    sys.stderr.flush()
+    del server
+    raise SystemExit(0)
+
+
+def _watch(index: int) -> None:
+    """Notes in process 0 that another has ended, and ends what would wait for it for ever."""
+    while _held_until_closed(_addresses[index]):
+        pass
+    _lost[index] = _addresses[index]
+    time.sleep(_GRACE_SECONDS)
+    # Still here: no step has failed. The main thread may be where no exception reaches it.
+    print(f"\n{_explanation()}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(_LOST_EXIT_CODE)
+
+
+def _held_until_closed(address: str) -> bool:
+    """Holds a connection to a process until it closes; False if there is none to be had."""
+    try:
+        connection = socket.create_connection(split_address(address), _CONNECT_SECONDS)
+    except OSError:
+        return False
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(None)
+        while connection.recv(4096):
+            pass
+    return True
+
+
+def _explanation() -> str:
+    names = " and ".join(f"process {i} ({address})" for i, address in sorted(_lost.items()))
+    lost = tuple(f"/job:worker/task:{index}/" for index in _lost)
+    layers = ", ".join(layer for layer, device in _held if device.startswith(lost)) or "none"
+    return (
+        f"A process of the job has ended: {names}. Every process is required, and the layers that "
+        f"it held are lost: {layers}. The cause is in its output; `tfparallel launch "
+        "--max_restarts=3` starts all again, and they resume from their checkpoint if there is one."
+    )
+
+
+def _process_of(device: str) -> str:
+    return device.partition("/device:")[0]

@@ -1,0 +1,63 @@
+"""Models built without storage: every variable has a shape, none has memory yet.
+
+Keras makes variables so inside its own tracing (`keras.StatelessScope`), and initializes them when
+it is left. Here each is initialized later, on a device of our choice, by the same initializer and
+so with the same values.
+
+Rests on internals of Keras: the list of variables that wait, and how one is initialized.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+
+__all__ = ["StoragelessModel"]
+
+_WAITING = "uninitialized_variables"
+
+
+class StoragelessModel:
+    """A model whose variables wait for their devices.
+
+    Args:
+        function: Builds a Keras model.
+
+    Attributes:
+        model: What the function returned.
+    """
+
+    def __init__(self, function: Callable[[], Any]):
+        others = global_state.get_global_attribute(_WAITING) or []
+        global_state.set_global_attribute(_WAITING, [])
+        self._scope = keras.StatelessScope(initialize_variables=False)
+        try:
+            with self._scope:
+                self.model = function()
+            self._waiting = {id(v): v for v in global_state.get_global_attribute(_WAITING)}
+        finally:
+            global_state.set_global_attribute(_WAITING, others)
+
+    def waits_for(self, variable: keras.Variable) -> bool:
+        """Whether a variable was made by the function and has no memory yet."""
+        return id(variable) in self._waiting
+
+    def initialize(self, variables: Iterable[keras.Variable], device: str | None = None) -> None:
+        """Gives variables memory and their values on a device; those that have it are left alone.
+
+        What the function assigned, by `load_weights` for example, is kept.
+        """
+        for variable in variables:
+            if self._waiting.pop(id(variable), None) is None:
+                continue
+            with tf.device(device):
+                variable._deferred_initialize()
+                assigned = self._scope.get_current_value(variable)
+                if assigned is not None:
+                    variable.assign(assigned)
+
+    def initialize_rest(self) -> None:
+        """Initializes what waits still: variables of metrics and optimizers."""
+        self.initialize(list(self._waiting.values()))
