@@ -110,7 +110,9 @@ def killed(job, checkpoints, worker, step, pause):
     (victim,) = [
         process
         for process in psutil.Process(job.pid).children(recursive=True)
-        if "train" in process.cmdline() and process.environ().get("RANK") == str(worker)
+        # The command itself, not the guardian that holds it as an argument.
+        if process.cmdline()[1:4] == ["-m", "tfparallel", "train"]
+        and process.environ().get("RANK") == str(worker)
     ]
     reached = newest(checkpoints)
     os.kill(victim.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfparallel.placement.balance import NoPartition, partition
+from tfparallel.placement.balance import NoPartition, Weighed, partition
 
 
 def cost_of(stages, costs, edges):
@@ -42,7 +42,7 @@ def graphs(draw):
 @given(graphs())
 def test_no_other_cut_is_better(graph):
     costs, edges, num_stages = graph
-    found = partition(costs, num_stages, edges)
+    found = partition(num_stages, Weighed(costs, edges))
     assert len(found) == num_stages and sum(found) == len(costs) and min(found) >= 1
     best = min(
         cost_of(np.diff([0, *cuts, len(costs)]), costs, edges)
@@ -55,23 +55,45 @@ def test_no_other_cut_is_better(graph):
     "edges, stages", [(None, [2, 2]), ({1: (5, [2])}, [1, 3]), ({0: (1, [1, 2, 3])}, [2, 2])]
 )
 def test_what_is_sent_moves_the_cut(edges, stages):
-    assert partition([3, 1, 1, 3], 2, edges) == stages
+    assert partition(2, Weighed([3, 1, 1, 3], edges)) == stages
 
 
 def test_a_thousand_layers():
     costs = np.random.default_rng(0).random(1000)
-    stages = partition(costs, 8, {i: (0.1, [i + 1]) for i in range(999)})
+    stages = partition(8, Weighed(costs, {i: (0.1, [i + 1]) for i in range(999)}))
     assert sum(stages) == 1000
     assert cost_of(stages, costs, {})[0] < sum(costs) / 8 + 1
 
 
 def test_a_cap_that_nothing_meets_says_by_how_much():
-    assert partition([3, 1, 1, 3], 2, cap=4) == [2, 2]
+    assert partition(2, Weighed([3, 1, 1, 3], cap=4)) == [2, 2]
     with pytest.raises(NoPartition) as raised:
-        partition([3, 1, 1, 3], 2, cap=3.5)
+        partition(2, Weighed([3, 1, 1, 3], cap=3.5))
     assert raised.value.smallest == 4
+
+
+@settings(deadline=None, max_examples=200)
+@given(graphs(), st.data())
+def test_no_other_cut_of_two_things_under_a_cap_is_better(graph, data):
+    costs, edges, num_stages = graph
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(costs), max_size=len(costs)))
+    cap = data.draw(st.integers(1, sum(sizes)))
+    whole = sum(costs) or 1.0
+    met = [
+        max(cost_of(stages, costs, edges)[0] / whole, cost_of(stages, sizes, {})[0] / sum(sizes))
+        for cuts in itertools.combinations(range(1, len(costs)), num_stages - 1)
+        if cost_of(stages := np.diff([0, *cuts, len(costs)]), sizes, {})[0] <= cap
+    ]
+    if met:
+        found = partition(num_stages, Weighed(costs, edges), Weighed(sizes, cap=cap))
+        time, memory = cost_of(found, costs, edges)[0], cost_of(found, sizes, {})[0]
+        assert memory <= cap
+        assert max(time / whole, memory / sum(sizes)) == pytest.approx(min(met))
+    else:
+        with pytest.raises(NoPartition):
+            partition(num_stages, Weighed(costs, edges), Weighed(sizes, cap=cap))
 
 
 def test_more_stages_than_layers():
     with pytest.raises(ValueError, match="3 stages for 2 layers"):
-        partition([1, 1], 3)
+        partition(3, Weighed([1, 1]))

@@ -51,6 +51,11 @@ class Trace:
         for op in operations:
             self._owners.setdefault(op.graph, {}).setdefault(op.name, (kind, owner, device))
 
+    def owner(self, op: tf.Operation) -> str | None:
+        """Returns the name of the layer that made an operation, or None."""
+        own = self._owners.get(op.graph, {}).get(op.name)
+        return own[1] if own is not None else None
+
     def operations(self) -> list[Noted]:
         """Returns every operation that belongs to somebody, those of the gradients included."""
         found = []

@@ -1,6 +1,6 @@
-"""Where to cut a model into stages: the optimal contiguous partition of its layers.
+"""The optimal cut of a model's layers into stages.
 
-The layers stand in a topological order, and a stage is a range of them. A stage's cost is that of
+The layers stand in topological order, and a stage is a run of them. A stage's cost is that of
 its layers plus that of the tensors that it is sent, each once, however many of its layers read it:
 
     cost(i, j) = Σ_{i ≤ k < j} c_k + Σ_{tensors made before i and read in [i, j)} t
@@ -10,14 +10,18 @@ sent. With every cost(i, j) in a table it is found by dynamic programming over t
 
     best(s, j) = min_i max(best(s - 1, i), cost(i, j))
 
+Where two things are to be balanced, time and memory, each is counted as a share of its own total,
+and a stage costs the larger of its shares.
+
 Plain Python and NumPy. The unit is the caller's: seconds, or bytes.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-__all__ = ["NoPartition", "partition"]
+__all__ = ["NoPartition", "Weighed", "partition"]
 
 Edges = Mapping[int, tuple[float, Sequence[int]]]
 """For each layer that others read: the cost of sending its output, and who reads it."""
@@ -35,48 +39,69 @@ class NoPartition(ValueError):
         self.smallest = smallest
 
 
-def partition(
-    costs: Sequence[float],
-    num_stages: int,
-    edges: Edges | None = None,
-    cap: float | None = None,
-) -> list[int]:
+@dataclasses.dataclass(frozen=True)
+class Weighed:
+    """What is to be balanced: seconds, or bytes.
+
+    Attributes:
+        costs: Of each layer, in topological order; 0 or more.
+        edges: What passes between the layers. None: what is sent costs nothing.
+        cap: What no stage may exceed.
+    """
+
+    costs: Sequence[float]
+    edges: Edges | None = None
+    cap: float | None = None
+
+    def table(self) -> np.ndarray:
+        """Row i, column j: the cost of the stage [i, j); infinite where there is none."""
+        ends = np.concatenate([[0.0], np.cumsum(self.costs)])
+        table = ends[None, :] - ends[:, None] + _received(len(self.costs), self.edges or {})
+        table[np.tril_indices(len(table))] = np.inf
+        return table
+
+
+def partition(num_stages: int, *balanced: Weighed, capped: Sequence[Weighed] = ()) -> list[int]:
     """Cuts layers into stages, none of them empty.
 
     Args:
-        costs: Of each layer, in topological order; 0 or more.
         num_stages: At least 1, at most the number of layers.
-        edges: What passes between the layers. None: what is sent costs nothing.
-        cap: What no stage may exceed.
+        *balanced: What is to be spread evenly; one, or more than one by their shares.
+        capped: What is not, but has a cap too.
 
     Returns:
         The number of layers of each stage.
 
     Raises:
         ValueError: If there are more stages than layers.
-        NoPartition: If no partition meets the cap.
+        NoPartition: If no partition meets a cap.
 
     Example:
-        >>> partition([3, 1, 1, 3], 2)
+        >>> partition(2, Weighed([3, 1, 1, 3]))
         [2, 2]
-        >>> partition([3, 1, 1, 3], 2, {1: (5, [2])})  # The tensor between 1 and 2 is large.
+        >>> # The tensor between 1 and 2 is large.
+        >>> partition(2, Weighed([3, 1, 1, 3], {1: (5, [2])}))
         [1, 3]
     """
-    num_layers = len(costs)
+    num_layers = len(balanced[0].costs)
     if not 1 <= num_stages <= num_layers:
         raise ValueError(
             "A stage needs a layer at least. Received: "
             f"{num_stages} stages for {num_layers} layers."
         )
-    sent = _received(num_layers, edges or {})
-    ends = np.concatenate([[0.0], np.cumsum(costs)])
-    table = ends[None, :] - ends[:, None] + sent
-    # Row i, column j: the stage [i, j). Below the diagonal there is none.
-    table[np.tril_indices(num_layers + 1)] = np.inf
+    table = np.zeros((num_layers + 1, num_layers + 1))
+    for weighed in balanced:
+        own = weighed.table()
+        table = np.maximum(table, own / (own[0, -1] or 1.0) if len(balanced) > 1 else own)
+    for weighed in (*balanced, *capped):
+        if weighed.cap is not None:
+            _check_cap(weighed, num_stages)
+            table = np.where(weighed.table() <= weighed.cap, table, np.inf)
     largest, _ = _solve(table, num_stages)
-    if cap is not None and largest > cap:
-        raise NoPartition(largest, cap)
+    if largest == np.inf:  # Each cap can be met, but not all of them by one partition.
+        raise NoPartition(np.inf, min(w.cap for w in (*balanced, *capped) if w.cap is not None))
     # Of the partitions with this largest stage, the one that is sent least.
+    sent = _received(num_layers, balanced[-1].edges or {})
     allowed = np.where(table <= largest * (1 + 1e-12), sent, np.inf)
     _, choices = _solve(allowed, num_stages, np.add)
     bounds = [num_layers]
@@ -84,6 +109,12 @@ def partition(
         bounds.append(int(choice[bounds[-1]]))
     bounds.reverse()
     return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def _check_cap(weighed, num_stages):
+    smallest, _ = _solve(weighed.table(), num_stages)
+    if smallest > weighed.cap:
+        raise NoPartition(smallest, weighed.cap)
 
 
 def _solve(table, num_stages, join=np.maximum):

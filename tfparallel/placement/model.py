@@ -29,11 +29,6 @@ class PlacedModel:
                 f"is required of layers on several. Received: jit_compile=True on {self.devices}."
             )
         super().compile(*args, jit_compile=False, **kwargs)
-        self.place_optimizer()
-
-    def place_optimizer(self):
-        """Puts the slots and the updates of a compiled model beside the weights."""
-        self.jit_compile = False
         if self.optimizer is not None:
             place_updates(self.optimizer)
             if not self.optimizer.built and self.trainable_variables:

@@ -11,9 +11,9 @@ from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
 from tfparallel.placement.model import PlacedModel, has_own_step
-from tfparallel.placement.storageless import StoragelessModel
+from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["model_parallel"]
+__all__ = ["check_model", "model_parallel"]
 
 
 def model_parallel(
@@ -22,6 +22,8 @@ def model_parallel(
     *,
     layers_per_stage: Sequence[int] | None = None,
     device_map: Mapping[str, str] | None = None,
+    balance: str = "memory",
+    device_memory: int | None = None,
     batch_size: int = 32,
 ) -> keras.Model:
     """Places the layers of a functional or Sequential model on several devices.
@@ -34,15 +36,19 @@ def model_parallel(
     Args:
         model_or_function: A built functional or Sequential model, whose weights come along, or a
             function that returns one. The model given is left as it is. What a function builds is
-            never held whole: each weight is initialized on its own device.
+            never held whole: each weight is initialized on its own device (a function that
+            compiles the model too is the exception).
         devices: Names of the devices, one stage each, such as `["GPU:0", "GPU:1"]`, or what
             `tfparallel.connect_to_cluster` returned, for stages in other processes. None, and no
             `device_map`: each layer where its variables are, which the user's own
             `with tf.device(...)` decided.
-        layers_per_stage: How many consecutive layers each device gets. Default: cut where the
-            largest device holds least, of weights, gradients, two slots and outputs.
+        layers_per_stage: How many consecutive layers each device gets. Default: the best cut.
         device_map: The device of each layer by the layer's name, instead of the other two.
-        batch_size: The examples of a batch, for the bytes of the outputs where the cut is chosen.
+        balance: What the best cut spreads evenly. "memory": weights, gradients, two slots, and
+            what is kept for the backward pass. "time": forward and backward seconds, measured
+            layer by layer before the model is placed. "both": the larger of the two shares.
+        device_memory: How many bytes each device may hold; no limit if None.
+        batch_size: The examples of a batch, for what the best cut costs.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
@@ -50,7 +56,8 @@ def model_parallel(
 
     Raises:
         ValueError: If the model is no functional or Sequential one, is compiled for a step of its
-            own or under a strategy, the layers do not fit the devices, or a device is unknown.
+            own or under a strategy, the layers do not fit the devices, a device is unknown, or
+            nothing meets `device_memory` (it says by how much the best cut misses).
 
     Example:
         >>> model = tfparallel.model_parallel(build_model, devices=["CPU:0", "CPU:1"])
@@ -58,14 +65,18 @@ def model_parallel(
         >>> model.fit(x, y)
     """
     _refuse_scope()
-    arguments = (devices, layers_per_stage, device_map, batch_size)
+    best = {"balance": balance, "device_memory": device_memory, "batch_size": batch_size}
+    arguments = (devices, layers_per_stage, device_map, best)
     if isinstance(model_or_function, keras.Model):
         return _copy_of(model_or_function, arguments)
     if devices is None and device_map is None:
         # The variables are to tell their devices, so they must have some.
         return _copy_of(_model_of(model_or_function), arguments)
-    built = StoragelessModel(lambda: _model_of(model_or_function))
-    layers = layers_in_order(_checked(built.model))
+    try:
+        built = StoragelessModel(lambda: _model_of(model_or_function))
+    except NeedsStorage:
+        return _copy_of(_model_of(model_or_function), arguments)
+    layers = layers_in_order(check_model(built.model))
     placement = _placement(built.model, *arguments)
     if not all(built.waits_for(variable) for layer in layers for variable in layer.variables):
         # A layer from elsewhere has its variables already, on a device of its own.
@@ -75,14 +86,11 @@ def model_parallel(
         built.initialize(layer.variables, placement[layer.name])
         extend(layer, PlacedLayer, _device=placement[layer.name])
     built.initialize_rest()
-    extend(built.model, PlacedModel, placement=placement)
-    if built.model.compiled:
-        built.model.place_optimizer()
-    return built.model
+    return extend(built.model, PlacedModel, placement=placement)
 
 
 def _copy_of(model: keras.Model, arguments) -> keras.Model:
-    placement = _placement(_checked(model), *arguments)
+    placement = _placement(check_model(model), *arguments)
 
     def placed(layer):
         if layer.name not in placement:
@@ -108,7 +116,7 @@ def _copy_of(model: keras.Model, arguments) -> keras.Model:
     return copy
 
 
-def _placement(model, devices, layers_per_stage, device_map, batch_size):
+def _placement(model, devices, layers_per_stage, device_map, best):
     layers = layers_in_order(model)
     if device_map is not None:
         if devices is not None or layers_per_stage is not None:
@@ -127,7 +135,7 @@ def _placement(model, devices, layers_per_stage, device_map, batch_size):
     names = device_lib.check_devices(devices)
     if layers_per_stage is not None:
         return stages.by_layers_per_stage(layers, names, layers_per_stage)
-    return stages.by_memory(model, names, batch_size)
+    return stages.by_balance(model, names, **best)
 
 
 def _model_of(function):
@@ -145,7 +153,8 @@ def _model_of(function):
     return model
 
 
-def _checked(model: keras.Model) -> keras.Model:
+def check_model(model: keras.Model) -> keras.Model:
+    """Returns the model if its layers can be placed; says what it lacks otherwise."""
     kind = type(model).__name__
     if has_own_step(model):
         raise ValueError(

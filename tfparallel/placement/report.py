@@ -8,9 +8,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.placement.audit import Noted, recording, short
+from tfparallel.placement.costs import bytes_of
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.processes import peak_memory_bytes
-from tfparallel.placement.stages import bytes_of
 
 __all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report"]
 
@@ -157,8 +157,8 @@ def _look(elsewhere, kind, owner, variable, expected):
         elsewhere.append(Noted(kind, owner, variable.path, expected, found))
 
 
-def _slots(model):
-    """Pairs of a trainable variable and a slot of it, which has its shape."""
+def _slots(model: keras.Model):
+    """Pairs a trainable variable and a slot of it, which has its shape."""
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     for part in getattr(optimizer, "optimizers", [optimizer] if optimizer is not None else []):

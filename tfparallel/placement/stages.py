@@ -3,15 +3,22 @@
 from collections.abc import Mapping, Sequence
 
 import keras
-import numpy as np
 
 from tfparallel import devices as device_lib
-from tfparallel.placement.balance import partition
+from tfparallel.placement.balance import NoPartition, Weighed, partition
+from tfparallel.placement.costs import LayerCost, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
 
-__all__ = ["by_device_map", "by_layers_per_stage", "by_memory", "by_variables", "bytes_of"]
+__all__ = [
+    "BALANCES",
+    "by_balance",
+    "by_device_map",
+    "by_layers_per_stage",
+    "by_variables",
+    "cut",
+]
 
-_COPIES = 4  # Of each weight while it trains: itself, its gradient, and two slots, as Adam's.
+BALANCES = ("memory", "time", "both")
 
 
 def by_layers_per_stage(
@@ -63,21 +70,76 @@ def by_device_map(
     return {name: device_lib.resolve(device_map[name]) for name in names}
 
 
-def by_memory(model: keras.Model, devices: Sequence[str], batch_size: int) -> dict[str, str]:
-    """Cuts the model where the largest device holds least.
+def by_balance(
+    model: keras.Model,
+    devices: Sequence[str],
+    *,
+    batch_size: int,
+    balance: str = "memory",
+    device_memory: int | None = None,
+) -> dict[str, str]:
+    """Cuts the model where the largest stage is smallest.
 
-    A layer holds its weights four times (the weight, its gradient, two slots), and its outputs for
-    the batch, which wait for the backward pass; so do the tensors that a device is sent.
+    Args:
+        model: A functional or Sequential model, with or without storage.
+        devices: The devices, one stage each.
+        batch_size: The examples of a batch.
+        balance: "memory", "time", or "both" by their shares of the whole.
+        device_memory: How many bytes a device may hold; None for no limit.
+
+    Raises:
+        ValueError: If there are more devices than layers, or nothing meets `device_memory`.
     """
-    layers, found = layers_in_order(model), edges(model)
+    layers = layers_in_order(model)
     _check_number(layers, devices)
-    outputs = {index: size * batch_size for index, (size, _) in found.items()}
-    costs = [
-        _COPIES * sum(bytes_of(weight) for weight in layer.weights) + outputs.get(index, 0)
-        for index, layer in enumerate(layers)
-    ]
-    sent = {index: (outputs[index], readers) for index, (_, readers) in found.items()}
-    return by_layers_per_stage(layers, devices, partition(costs, len(devices), sent))
+    if balance not in BALANCES:
+        raise ValueError(
+            f"`balance` must be one of {', '.join(BALANCES)}. Received: balance={balance!r}."
+        )
+    costs = layer_costs(model, batch_size, measure=balance != "memory")
+    try:
+        counts = cut(costs, edges(model), len(devices), batch_size, balance, device_memory)
+    except NoPartition as error:
+        raise ValueError(
+            f"No cut into {len(devices)} stages keeps each within `device_memory`. Received: "
+            f"device_memory={device_memory}; the best cut has a stage of {error.smallest:.0f} "
+            f"bytes, {error.smallest - device_memory:.0f} more. Take more devices, a smaller "
+            "batch, or an optimizer with fewer slots."
+        ) from error
+    return by_layers_per_stage(layers, devices, counts)
+
+
+def cut(
+    costs: Sequence[LayerCost],
+    passed: Mapping[int, tuple[int, Sequence[int]]],
+    num_stages: int,
+    batch_size: int,
+    balance: str,
+    device_memory: int | None = None,
+) -> list[int]:
+    """Returns the number of layers of each stage of the best cut.
+
+    A stage holds, beside its layers' bytes, the tensors that it is sent.
+
+    Args:
+        costs: Of each layer.
+        passed: What `graph.edges` returns.
+        num_stages: How many stages.
+        batch_size: The examples of a batch.
+        balance: "memory", "time" or "both".
+        device_memory: How many bytes a stage may hold.
+
+    Raises:
+        NoPartition: If nothing meets `device_memory`.
+    """
+    sent = {index: (size * batch_size, readers) for index, (size, readers) in passed.items()}
+    memory = Weighed([cost.held_bytes for cost in costs], sent, device_memory)
+    seconds = Weighed([cost.seconds for cost in costs])
+    if balance == "memory":
+        return partition(num_stages, memory)
+    if balance == "time":
+        return partition(num_stages, seconds, capped=[memory])
+    return partition(num_stages, seconds, memory)
 
 
 def by_variables(model: keras.Model) -> dict[str, str]:
@@ -111,12 +173,6 @@ def _check_number(layers, devices) -> None:
             f"Each device needs a layer. Received: {len(devices)} devices for {len(layers)} layers "
             f"({_names(layers)}). Name fewer devices."
         )
-
-
-def bytes_of(weight: keras.Variable) -> int:
-    """Returns how many bytes a variable holds."""
-    itemsize = 2 if weight.dtype == "bfloat16" else np.dtype(weight.dtype).itemsize
-    return int(np.prod(weight.shape, dtype=np.int64)) * itemsize
 
 
 def _names(layers) -> str:

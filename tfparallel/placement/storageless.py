@@ -7,6 +7,7 @@ so with the same values.
 Rests on internals of Keras: the list of variables that wait, and how one is initialized.
 """
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,16 +15,25 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
-__all__ = ["StoragelessModel"]
+__all__ = ["NeedsStorage", "StoragelessModel"]
 
 _WAITING = "uninitialized_variables"
+_CANNOT_WAIT = "create a variable while in a stateless scope"
+
+
+class NeedsStorage(Exception):
+    """A function makes a variable from a value, as `compile` does, and so needs storage at once."""
 
 
 class StoragelessModel:
     """A model whose variables wait for their devices.
 
     Args:
-        function: Builds a Keras model.
+        function: Builds a Keras model, and does not compile it.
+
+    Raises:
+        NeedsStorage: If the function makes a variable that cannot wait. What it drew from Python's
+            random numbers is put back, so that it may be called again in the plain way.
 
     Attributes:
         model: What the function returned.
@@ -33,10 +43,16 @@ class StoragelessModel:
         others = global_state.get_global_attribute(_WAITING) or []
         global_state.set_global_attribute(_WAITING, [])
         self._scope = keras.StatelessScope(initialize_variables=False)
+        drawn = random.getstate()
         try:
             with self._scope:
                 self.model = function()
             self._waiting = {id(v): v for v in global_state.get_global_attribute(_WAITING)}
+        except ValueError as error:
+            if _CANNOT_WAIT not in str(error):
+                raise
+            random.setstate(drawn)
+            raise NeedsStorage(str(error)) from error
         finally:
             global_state.set_global_attribute(_WAITING, others)
 

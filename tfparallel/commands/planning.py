@@ -1,0 +1,106 @@
+"""The body of `tfparallel plan`: everything that needs TensorFlow loaded."""
+
+from absl import flags
+
+from tfparallel.commands.flags import UsageError
+from tfparallel.diagnostics.report import versions, write_report
+from tfparallel.placement.plan import Plan, plan
+from tfparallel.task import load_task
+
+__all__ = ["answer"]
+
+
+def answer(path: str, values: flags.FlagValues, device_memory: int | None) -> int:
+    """Prints the plan of the task file at `path`; returns 1 if nothing fits."""
+    task = load_task(path)
+    try:
+        found = plan(
+            task.build_model,
+            task.compile_model,
+            num_devices=values.num_devices,
+            batch_size=values.global_batch_size,
+            device_memory=device_memory,
+            balance=values.balance,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print("\n".join(_lines(path, values, found)))
+    if values.report is not None:
+        write_report(
+            values.report,
+            {"command": "plan", "task": path, **found.as_json(), "versions": versions()},
+        )
+        print(f"wrote {values.report}")
+    return 0 if found.stages else 1
+
+
+def _lines(path: str, values: flags.FlagValues, found: Plan) -> list[str]:
+    lines = [*_head(path, values, found), ""]
+    if found.stages:
+        lines += [*_table(found), ""]
+        lines.append(
+            f"predicted step: {_milliseconds(found.step_seconds)} for {found.batch_size} examples, "
+            "the stages one after the other"
+        )
+    lines += ["", "devices  largest stage of the best cut"]
+    for number, largest in found.largest.items():
+        verdict = ""
+        if found.device_memory is not None:
+            over = largest - found.device_memory
+            verdict = f", {size(over)} too much" if over > 0 else ", fits"
+        lines.append(f"{number:>7}  {size(largest)}{verdict}")
+    return lines
+
+
+def _head(path, values, found) -> list[str]:
+    limit = "" if found.device_memory is None else f" of {size(found.device_memory)}"
+    if not found.stages:
+        over = min(found.largest.values()) - found.device_memory
+        return [
+            f"does not fit {values.num_devices} devices{limit}: the best cut misses by {size(over)}"
+            " on its largest stage. Take more devices, a smaller batch, an optimizer with fewer "
+            "slots, or smaller layers."
+        ]
+    number = len(found.stages)
+    batch = f" --global_batch_size={found.batch_size}"
+    if number == 1:
+        form, extra = ("none", "") if values.num_devices == 1 else ("data", "")
+        extra = f" --num_devices={values.num_devices}" if values.num_devices > 1 else ""
+        text = "fits one device" + limit
+    else:
+        form, text = "model", f"needs {number} devices" + limit
+        extra = f" --num_devices={number}"
+        if found.device_memory is None:
+            text = f"cut into {number} stages"
+        if values.balance != "memory":
+            extra += f" --balance={values.balance}"
+        if found.device_memory is not None:
+            extra += f" --device_memory={found.device_memory}"
+    command = f"tfparallel train {path} --parallel={form}{extra}{batch}"
+    return [f"{text}; take --parallel={form}; the command:", f"  {command}"]
+
+
+def _table(found: Plan) -> list[str]:
+    rows = [("stage", "layers", "parameters", "memory", "time", "received a batch")]
+    for index, stage in enumerate(found.stages):
+        first, last = stage.layers[0], stage.layers[-1]
+        names = first if first == last else f"{first} … {last} ({len(stage.layers)})"
+        rows.append(
+            (str(index), names, size(stage.parameter_bytes), size(stage.held_bytes),
+             _milliseconds(stage.seconds), size(stage.received_bytes))
+        )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def size(number: float) -> str:
+    """A number of bytes for people: "3.2 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(number) < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
