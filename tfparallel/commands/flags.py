@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,17 +12,25 @@ from absl import flags
 
 __all__ = [
     "Command",
+    "LostError",
+    "StartError",
     "UsageError",
+    "balance_flags",
     "common_flags",
     "common_problems",
+    "device_memory",
+    "device_memory_problems",
     "help_text",
     "parse",
+    "parse_bytes",
     "path_problems",
     "resolved",
     "run_command",
 ]
 
 _FORMS = ("none", "data", "model")
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class UsageError(Exception):
@@ -99,10 +108,57 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_integer(
         "global_batch_size", 64, "Examples in a step, over all devices.", flag_values=values
     )
+    balance_flags(values)
     flags.DEFINE_integer(
         "seed", 0, "Fixes the initial weights and the order of the data.", flag_values=values
     )
     return values
+
+
+def balance_flags(values: flags.FlagValues) -> None:
+    """Adds the flags that choose where a model is cut."""
+    flags.DEFINE_enum(
+        "balance",
+        "memory",
+        ("memory", "time", "both"),
+        "For model: what the cut between the devices spreads evenly.",
+        values,
+    )
+    flags.DEFINE_string(
+        "device_memory",
+        None,
+        "For model: what a device may hold, such as 16GiB; no limit if absent.",
+        flag_values=values,
+    )
+
+
+def device_memory(values: flags.FlagValues) -> int | None:
+    """Returns what --device_memory says, in bytes."""
+    return None if values.device_memory is None else parse_bytes(values.device_memory)
+
+
+def device_memory_problems(values: flags.FlagValues) -> list[str]:
+    """Returns what is wrong with --device_memory."""
+    try:
+        device_memory(values)
+    except ValueError as error:
+        return [f"--device_memory: {error}"]
+    return []
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a number of bytes: `"16GiB"`, `"500MB"`, `"1048576"`.
+
+    Raises:
+        ValueError: If it is none, or not above zero.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?) ?([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise ValueError(
+            f"A number of bytes such as 16GiB, 500MB or 1048576 is required. Received: {text!r}."
+        )
+    return int(float(match[1]) * unit)
 
 
 def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) -> str | None:
@@ -182,6 +238,13 @@ def common_problems(values: flags.FlagValues) -> list[str]:
         problems.append(
             "--strategy chooses among the forms of --parallel=data. Received: "
             f"--strategy={values.strategy} with --parallel={values.parallel}. Drop --strategy."
+        )
+    problems += device_memory_problems(values)
+    if values.parallel != "model" and (values.device_memory or values.balance != "memory"):
+        name = "device_memory" if values.device_memory else "balance"
+        problems.append(
+            f"--{name} says where --parallel=model cuts. Received: --{name}="
+            f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
         )
     count = len(values.devices) if values.devices is not None else values.num_devices
     if values.parallel == "none" and count is not None and count > 1:

@@ -10,9 +10,10 @@ from absl import flags
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
-from tfparallel.commands.flags import StartError, UsageError
+from tfparallel.commands.flags import StartError, UsageError, device_memory
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
+from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
@@ -28,11 +29,13 @@ class Form:
         name: What `--parallel` says.
         devices: The devices of this worker.
         strategy: What joins the workers of a job; None for one process.
+        cut: How layers are shared out to the devices, as `model_parallel` takes it.
     """
 
     name: str
     devices: list[str]
     strategy: MultiWorkerMirroredStrategy | None = None
+    cut: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def workers(self):
@@ -59,7 +62,10 @@ class Form:
         if self.name == "none":
             return build_model()
         if self.name == "model":
-            return model_parallel(build_model, self.devices)
+            try:
+                return model_parallel(build_model, self.devices, **self.cut)
+            except PlacementError as error:
+                raise UsageError(str(error)) from error
         if self.strategy is not None:
             return data_parallel(build_model, self.strategy)
         return data_parallel(build_model, devices=self.devices)
@@ -94,7 +100,8 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         )
         is_stage = cluster.num_workers > 1 and values.parallel == "model"
         if is_stage:
-            return Form("model", _devices_of_processes(values, cluster, facts))
+            devices = _devices_of_processes(values, cluster, facts)
+            return Form("model", devices, cut=_cut(values))
         if is_worker and values.device_type != "cpu" and has_nvidia_gpu():
             os.environ.update(cluster.device_environment())
         if not is_worker:
@@ -109,7 +116,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not is_worker:
-        return Form(values.parallel, devices)
+        return Form(values.parallel, devices, cut=_cut(values))
     try:
         with quiet_stderr():
             strategy = MultiWorkerMirroredStrategy.of_process(
@@ -121,6 +128,14 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except RuntimeError as error:
         raise StartError(str(error)) from error
     return Form(values.parallel, devices, strategy)
+
+
+def _cut(values) -> dict[str, Any]:
+    return {
+        "balance": values.balance,
+        "device_memory": device_memory(values),
+        "batch_size": values.global_batch_size,
+    }
 
 
 def _devices_of_processes(values, cluster: Cluster, facts) -> list[str]:

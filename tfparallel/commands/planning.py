@@ -2,7 +2,7 @@
 
 from absl import flags
 
-from tfparallel.commands.flags import UsageError
+from tfparallel.commands.flags import UsageError, device_memory
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.placement.plan import Plan, plan
 from tfparallel.task import load_task
@@ -10,7 +10,7 @@ from tfparallel.task import load_task
 __all__ = ["answer"]
 
 
-def answer(path: str, values: flags.FlagValues, device_memory: int | None) -> int:
+def answer(path: str, values: flags.FlagValues) -> int:
     """Prints the plan of the task file at `path`; returns 1 if nothing fits."""
     task = load_task(path)
     try:
@@ -19,7 +19,7 @@ def answer(path: str, values: flags.FlagValues, device_memory: int | None) -> in
             task.compile_model,
             num_devices=values.num_devices,
             batch_size=values.global_batch_size,
-            device_memory=device_memory,
+            device_memory=device_memory(values),
             balance=values.balance,
         )
     except ValueError as error:
@@ -74,8 +74,8 @@ def _head(path, values, found) -> list[str]:
             text = f"cut into {number} stages"
         if values.balance != "memory":
             extra += f" --balance={values.balance}"
-        if found.device_memory is not None:
-            extra += f" --device_memory={found.device_memory}"
+            if found.device_memory is not None:
+                extra += f" --device_memory={found.device_memory}"
     command = f"tfparallel train {path} --parallel={form}{extra}{batch}"
     return [f"{text}; take --parallel={form}; the command:", f"  {command}"]
 

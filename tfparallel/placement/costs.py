@@ -26,6 +26,7 @@ __all__ = ["LayerCost", "bytes_of", "layer_costs", "measured_seconds"]
 _SLOTS = 2  # Of an optimizer that is not known yet: as many as Adam's.
 # They hand on what they are given: no memory of their own.
 _ALIASES = {"Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
+_READ_NO_VALUE = {"Shape", "ShapeN", "Size", "Rank"}
 _NOT_HELD = {"Const", "Placeholder", "ReadVariableOp", "Shape", "StridedSlice"}
 _LEAST_RUNS, _LEAST_SECONDS, _MOST_RUNS = 5, 0.05, 50
 
@@ -178,7 +179,7 @@ def _kept_bytes(model, batch_size) -> dict[str, int]:
 def _read_backward(graph, forward) -> Iterable[tf.Tensor]:
     found = {}
     for op in graph.get_operations():
-        if op.name in forward:
+        if op.name in forward or op.type in _READ_NO_VALUE:
             continue
         for tensor in op.inputs:
             while tensor.op.type in _ALIASES:

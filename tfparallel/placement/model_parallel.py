@@ -11,6 +11,7 @@ from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
 from tfparallel.placement.model import PlacedModel, has_own_step
+from tfparallel.placement.stages import PlacementError
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 
 __all__ = ["check_model", "model_parallel"]
@@ -120,14 +121,14 @@ def _placement(model, devices, layers_per_stage, device_map, best):
     layers = layers_in_order(model)
     if device_map is not None:
         if devices is not None or layers_per_stage is not None:
-            raise ValueError(
+            raise PlacementError(
                 "`device_map` says all; leave `devices` and `layers_per_stage` out. Received: "
                 f"devices={devices}, layers_per_stage={layers_per_stage} beside a device_map."
             )
         return stages.by_device_map(layers, device_map)
     if devices is None:
         if layers_per_stage is not None:
-            raise ValueError(
+            raise PlacementError(
                 "`layers_per_stage` needs the devices that it counts for. Received: "
                 f"layers_per_stage={list(layers_per_stage)}, devices=None."
             )
@@ -140,13 +141,13 @@ def _placement(model, devices, layers_per_stage, device_map, best):
 
 def _model_of(function):
     if not callable(function):
-        raise ValueError(
+        raise PlacementError(
             "A keras.Model, or a function that returns one, is required. Received: "
             f"{function!r} (of type {type(function).__name__})."
         )
     model = function()
     if not isinstance(model, keras.Model):
-        raise ValueError(
+        raise PlacementError(
             f"{getattr(function, '__name__', 'The function')}() must return a keras.Model. "
             f"Received: {model!r} (of type {type(model).__name__}). Does it end in `return model`?"
         )
@@ -157,24 +158,24 @@ def check_model(model: keras.Model) -> keras.Model:
     """Returns the model if its layers can be placed; says what it lacks otherwise."""
     kind = type(model).__name__
     if has_own_step(model):
-        raise ValueError(
+        raise PlacementError(
             "A `train_step` of the user's own differentiates with a tape, whose operations would "
             "all be on one device. Keras's own `train_step` is required of placed layers. "
             f"Received: {kind}. Express the loss by `compile(loss=...)`, `add_loss` or layers."
         )
     if not isinstance(model, keras.Sequential) and not hasattr(model, "operations"):
-        raise ValueError(
+        raise PlacementError(
             "A functional or Sequential model is required; which tensors pass between the layers "
             f"of a subclassed one cannot be seen. Received: {kind}. Build it with "
             "`keras.Model(inputs, outputs)`, or as a `keras.Sequential` of its stages."
         )
     if not model.built:
-        raise ValueError(
+        raise PlacementError(
             f"Model '{model.name}' is not built, so its layers have no sizes. An input shape is "
             "required: begin it with `keras.Input(...)`. Received: a model without variables."
         )
     if isinstance(getattr(model, "_distribute_strategy", None), tf.distribute.Strategy):
-        raise ValueError(
+        raise PlacementError(
             "The model was built under a strategy's scope, which mirrors its variables. A model "
             f"built outside is required. Received: {type(model._distribute_strategy).__name__}."
         )
@@ -183,7 +184,7 @@ def check_model(model: keras.Model) -> keras.Model:
 
 def _refuse_scope() -> None:
     if tf.distribute.has_strategy():
-        raise ValueError(
+        raise PlacementError(
             "`model_parallel` must be called outside a strategy's scope, which mirrors each "
             f"variable on all its devices. Received: {type(tf.distribute.get_strategy()).__name__}"
             " in scope. Move the call out of the `with` block."

@@ -38,6 +38,10 @@ __all__ = ["connect_to_cluster", "naming_lost_process", "peak_memory_bytes"]
 # A step that waits for a process that has ended is given this long to fail by itself.
 _GRACE_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
+# So often in a row is a connection refused by a process that has ended.
+_REFUSALS, _REFUSED_SECONDS = 3, 0.2
+# A host that does not answer at all is gone after this long.
+_SILENCE_SECONDS = 15.0
 _LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
 
 _addresses: list[str] = []  # Of all processes, in process 0 once it is connected.
@@ -84,6 +88,7 @@ def connect_to_cluster(
     meet_peers(addresses, index, facts or {}, start_timeout)
     if index > 0:
         _serve(addresses, index, start_timeout)
+    _wait_for_servers(addresses, start_timeout)
     with quiet_stderr():
         devices = device_lib.connect(addresses)
     _addresses[:] = addresses
@@ -135,11 +140,8 @@ def _serve(addresses: Sequence[str], index: int, start_timeout: float) -> None:
     cluster = tf.train.ClusterSpec({"worker": list(addresses)})
     with quiet_stderr():
         server = tf.distribute.Server(cluster, job_name="worker", task_index=index)
-    deadline = time.monotonic() + start_timeout
-    while not _held_until_closed(addresses[0]) and time.monotonic() < deadline:
-        time.sleep(0.1)  # It has not come so far yet.
-    while _held_until_closed(addresses[0]):
-        pass
+    _wait_for_server(addresses[0], time.monotonic() + start_timeout)
+    _hold_until_gone(addresses[0])
     sys.stdout.flush()
     sys.stderr.flush()
     del server
@@ -148,8 +150,7 @@ def _serve(addresses: Sequence[str], index: int, start_timeout: float) -> None:
 
 def _watch(index: int) -> None:
     """Notes in process 0 that another has ended, and ends what would wait for it for ever."""
-    while _held_until_closed(_addresses[index]):
-        pass
+    _hold_until_gone(_addresses[index])
     _lost[index] = _addresses[index]
     time.sleep(_GRACE_SECONDS)
     # Still here: no step has failed. The main thread may be where no exception reaches it.
@@ -158,17 +159,45 @@ def _watch(index: int) -> None:
     os._exit(_LOST_EXIT_CODE)
 
 
-def _held_until_closed(address: str) -> bool:
-    """Holds a connection to a process until it closes; False if there is none to be had."""
-    try:
-        connection = socket.create_connection(split_address(address), _CONNECT_SECONDS)
-    except OSError:
-        return False
-    with connection, contextlib.suppress(OSError):
-        connection.settimeout(None)
-        while connection.recv(4096):
-            pass
-    return True
+def _wait_for_servers(addresses: Sequence[str], start_timeout: float) -> None:
+    """Waits until each other process, which was there a moment ago, executes."""
+    deadline = time.monotonic() + start_timeout
+    for index, address in enumerate(addresses[1:], start=1):
+        if not _wait_for_server(address, deadline):
+            raise RuntimeError(
+                f"Process {index} ({address}) was met, and has not started to serve within "
+                f"{start_timeout:.0f} s. Every process is required. See its output."
+            )
+
+
+def _wait_for_server(address: str, deadline: float) -> bool:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection(split_address(address), _CONNECT_SECONDS).close()
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _hold_until_gone(address: str) -> None:
+    """Holds connections to a process until nobody listens there any more.
+
+    TensorFlow closes one that says nothing, so that the next must be tried; and on a busy host an
+    answer may be slow, where a process that has ended refuses at once.
+    """
+    misses, seen = 0, time.monotonic()
+    while misses < _REFUSALS and time.monotonic() - seen < _SILENCE_SECONDS:
+        try:
+            with socket.create_connection(split_address(address), _CONNECT_SECONDS) as connection:
+                connection.settimeout(None)
+                while connection.recv(4096):
+                    pass
+            misses, seen = 0, time.monotonic()
+        except ConnectionRefusedError:
+            misses += 1
+            time.sleep(_REFUSED_SECONDS)
+        except OSError:
+            time.sleep(_REFUSED_SECONDS)
 
 
 def _explanation() -> str:

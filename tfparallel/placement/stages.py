@@ -11,6 +11,7 @@ from tfparallel.placement.graph import edges, layers_in_order
 
 __all__ = [
     "BALANCES",
+    "PlacementError",
     "by_balance",
     "by_device_map",
     "by_layers_per_stage",
@@ -19,6 +20,10 @@ __all__ = [
 ]
 
 BALANCES = ("memory", "time", "both")
+
+
+class PlacementError(ValueError):
+    """The model, the devices and what is asked of them do not fit together."""
 
 
 def by_layers_per_stage(
@@ -35,7 +40,7 @@ def by_layers_per_stage(
         or sum(counts) != len(layers)
         or any(not isinstance(n, int) or n < 1 for n in counts)
     ):
-        raise ValueError(
+        raise PlacementError(
             f"`layers_per_stage` must give each of the {len(devices)} devices one layer or more, "
             f"and all {len(layers)} layers together: {_names(layers)}. Received: {counts}, which "
             f"are {sum(counts)} on {len(counts)} devices."
@@ -62,7 +67,7 @@ def by_device_map(
     if missing or unknown:
         problems = [f"without a device: {', '.join(missing)}"] * bool(missing)
         problems += [f"no such layer: {', '.join(unknown)}"] * bool(unknown)
-        raise ValueError(
+        raise PlacementError(
             "`device_map` must name a device for each layer of the model, and no other. Received: "
             f"{'; '.join(problems)}. The layers are {', '.join(names)}."
         )
@@ -93,14 +98,14 @@ def by_balance(
     layers = layers_in_order(model)
     _check_number(layers, devices)
     if balance not in BALANCES:
-        raise ValueError(
+        raise PlacementError(
             f"`balance` must be one of {', '.join(BALANCES)}. Received: balance={balance!r}."
         )
     costs = layer_costs(model, batch_size, measure=balance != "memory")
     try:
         counts = cut(costs, edges(model), len(devices), batch_size, balance, device_memory)
     except NoPartition as error:
-        raise ValueError(
+        raise PlacementError(
             f"No cut into {len(devices)} stages keeps each within `device_memory`. Received: "
             f"device_memory={device_memory}; the best cut has a stage of {error.smallest:.0f} "
             f"bytes, {error.smallest - device_memory:.0f} more. Take more devices, a smaller "
@@ -155,7 +160,7 @@ def by_variables(model: keras.Model) -> dict[str, str]:
     for index, layer in enumerate(layers):
         own = {device_lib.resolve(v.value.device) for v in layer.variables if v.value.device}
         if len(own) > 1:
-            raise ValueError(
+            raise PlacementError(
                 "A layer's variables must be on one device. Received: layer "
                 f"'{layer.name}' with variables on {', '.join(sorted(own))}. Build the layer in "
                 "one `with tf.device(...)` block."
@@ -169,7 +174,7 @@ def by_variables(model: keras.Model) -> dict[str, str]:
 
 def _check_number(layers, devices) -> None:
     if len(devices) > len(layers):
-        raise ValueError(
+        raise PlacementError(
             f"Each device needs a layer. Received: {len(devices)} devices for {len(layers)} layers "
             f"({_names(layers)}). Name fewer devices."
         )

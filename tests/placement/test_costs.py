@@ -1,0 +1,115 @@
+"""What layers cost: bytes against what a graph holds, plans against what fits."""
+
+import json
+
+import keras
+import pytest
+from keras import layers
+
+import tfparallel
+from tests.commands.command_line import ROOT
+from tests.commands.command_line import tfparallel as run
+from tfparallel.commands.flags import parse_bytes
+from tfparallel.placement.costs import layer_costs, measured_seconds
+from tfparallel.placement.storageless import StoragelessModel
+
+MIB = 2**20
+
+
+def perceptron():
+    inputs = keras.Input((8,))
+    x = layers.Dense(16, activation="relu", name="wide")(inputs)
+    return keras.Model(inputs, layers.Dense(4, name="narrow")(x))
+
+
+def test_bytes_of_a_perceptron():
+    wide, narrow = layer_costs(perceptron(), 10, optimizer=keras.optimizers.SGD(momentum=0.9))
+    assert wide.parameter_bytes == wide.gradient_bytes == wide.slot_bytes == 4 * (8 * 16 + 16)
+    # What ReLU puts out is what its gradient and the next layer's read.
+    assert wide.activation_bytes == 4 * 10 * 16
+    assert narrow.activation_bytes == 0
+    assert layer_costs(perceptron(), 10)[1].slot_bytes == 2 * 4 * (16 * 4 + 4)
+    adafactor = layer_costs(perceptron(), 10, optimizer=keras.optimizers.Adafactor())
+    assert 0 < adafactor[0].slot_bytes < 2 * adafactor[0].parameter_bytes
+
+
+def test_frozen_weights_have_no_gradient():
+    model = perceptron()
+    model.get_layer("wide").trainable = False
+    wide, _ = layer_costs(model, 10)
+    assert wide.gradient_bytes == wide.slot_bytes == 0 < wide.parameter_bytes
+
+
+def test_it_leaves_the_model_as_it_is():
+    model = perceptron()
+    weights, classes = model.get_weights(), [type(layer) for layer in model.layers]
+    layer_costs(model, 10, measure=True)
+    assert [type(layer) for layer in model.layers] == classes
+    assert all((a == b).all() for a, b in zip(weights, model.get_weights(), strict=True))
+
+
+def test_seconds_follow_the_work():
+    inputs = keras.Input((512,))
+    x = layers.Dense(512, name="small")(inputs)
+    x = layers.Dense(4096, name="large")(x)
+    model = keras.Model(inputs, layers.Reshape((64, 64), name="shape")(x))
+    seconds = measured_seconds(model, 64, keras.optimizers.Adam())
+    assert seconds["large"] > seconds["small"] > 0
+    assert seconds["large"] > 5 * seconds["shape"]
+
+
+def test_nothing_is_stored():
+    def build():
+        inputs = keras.Input((2**14,))
+        return keras.Model(inputs, layers.Dense(2**20, name="vast")(inputs))
+
+    (cost,) = layer_costs(StoragelessModel(build).model, 2)  # 64 GiB of weights.
+    assert cost.parameter_bytes == 4 * 2**20 * (2**14 + 1)
+
+
+@pytest.mark.parametrize("balance", ["memory", "time", "both"])
+def test_every_balance_cuts_into_as_many_stages(balance):
+    model = tfparallel.model_parallel(
+        perceptron, devices=["CPU:0", "CPU:1"], balance=balance, batch_size=4
+    )
+    assert list(model.placement.values()) == ["CPU:0", "CPU:1"]
+
+
+def test_a_limit_that_nothing_meets_says_by_how_much():
+    with pytest.raises(ValueError, match=r"the best cut has a stage of \d+ bytes, \d+ more\."):
+        tfparallel.model_parallel(perceptron, devices=["CPU:0", "CPU:1"], device_memory=100)
+    with pytest.raises(ValueError, match="`balance` must be one of memory, time, both"):
+        tfparallel.model_parallel(perceptron, devices=["CPU:0", "CPU:1"], balance="weight")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("16GiB", 2**34), ("500MB", 5 * 10**8), ("1.5 kib", 1536), ("7", 7)]
+)
+def test_parse_bytes(text, number):
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "16XB", "-1GiB", "0", "GiB"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(ValueError, match="such as 16GiB, 500MB or 1048576 is required"):
+        parse_bytes(text)
+
+
+@pytest.mark.slow
+def test_plan(tmp_path):
+    """As many devices as are needed, and what `train` then does on them."""
+    task, report = ROOT / "models" / "transformer.py", tmp_path / "plan.json"
+    code, shown, _ = run("plan", task, "--num_devices=4", "--device_memory=50MiB", f"--report={report}")
+    assert code == 0
+    first, command = shown.splitlines()[:2]
+    assert first == "needs 3 devices of 50 MiB; take --parallel=model; the command:"
+    assert command.split()[1:4] == ["train", str(task), "--parallel=model"]
+    assert "--num_devices=3" in command
+    plan = json.loads(report.read_text())
+    assert len(plan["stages"]) == 3 and plan["step_seconds"] > 0
+    assert all(stage["held_bytes"] <= 50 * MIB for stage in plan["stages"])
+    assert plan["largest"]["2"] > 50 * MIB
+    code, shown, _ = run("plan", task, "--num_devices=2", "--device_memory=8MiB")
+    assert code == 1 and "does not fit 2 devices of 8 MiB" in shown
+    code, _, told = run("plan", task, "--device_memory=much", "--num_devices=0")
+    assert code == 2 and "such as 16GiB" in told and "--num_devices=0" in told
