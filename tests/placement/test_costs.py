@@ -99,7 +99,8 @@ def test_parse_bytes_refuses(text):
 def test_plan(tmp_path):
     """As many devices as are needed, and what `train` then does on them."""
     task, report = ROOT / "models" / "transformer.py", tmp_path / "plan.json"
-    code, shown, _ = run("plan", task, "--num_devices=4", "--device_memory=50MiB", f"--report={report}")
+    limit = "--device_memory=50MiB"
+    code, shown, _ = run("plan", task, "--num_devices=4", limit, f"--report={report}")
     assert code == 0
     first, command = shown.splitlines()[:2]
     assert first == "needs 3 devices of 50 MiB; take --parallel=model; the command:"

@@ -153,12 +153,12 @@ def _kept_bytes(model, batch_size) -> dict[str, int]:
             _noted(layers_in_order(model)),
         ):
             outputs = model(inputs, training=True)
-            graph = tf.compat.v1.get_default_graph()
-            forward = {op.name for op in graph.get_operations()}
             trained = {id(v) for v in model.trainable_variables}
             total = tf.add_n(
                 [tf.reduce_sum(tf.cast(o, "float32")) for o in keras.tree.flatten(outputs)]
             )
+            graph = tf.compat.v1.get_default_graph()
+            forward = {op.name for op in graph.get_operations()}
             weights = [w for v, w in zip(variables, values, strict=True) if id(v) in trained]
             if weights:
                 tf.compat.v1.gradients(total, weights)
