@@ -24,8 +24,9 @@ def build_contender(kind, num_replicas, build_model):
 
     Args:
         kind: `"plain"` for Keras without a strategy, `"stock"` for the same code under
-            `tf.distribute.MirroredStrategy`, `"ours"` for `tfparallel.data_parallel`.
-        num_replicas: Logical devices to split the CPU into, one replica each.
+            `tf.distribute.MirroredStrategy`, `"ours"` for `tfparallel.data_parallel`, `"placed"`
+            for `tfparallel.model_parallel`.
+        num_replicas: Logical devices to split the CPU into, one replica or one stage each.
         build_model: Function that returns a Keras model.
     """
     import keras
@@ -41,6 +42,13 @@ def build_contender(kind, num_replicas, build_model):
         names = tfparallel.devices.split_cpu(num_replicas)
         keras.utils.set_random_seed(SEED)
         model = tfparallel.data_parallel(build_model, devices=names)
+        compile_model(model)
+    elif kind == "placed":
+        import tfparallel
+
+        names = tfparallel.devices.split_cpu(num_replicas)
+        keras.utils.set_random_seed(SEED)
+        model = tfparallel.model_parallel(build_model, devices=names)
         compile_model(model)
     elif kind == "stock":
         with stock_strategy(num_replicas).scope():

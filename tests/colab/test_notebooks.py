@@ -20,7 +20,8 @@ def code_cells(notebook):
 
 
 def test_there_is_a_notebook():
-    assert [path.name for path in NOTEBOOKS] == ["data_parallel.ipynb", "multi_worker.ipynb"]
+    forms = ["data_parallel", "model_parallel", "multi_worker"]
+    assert [path.stem for path in NOTEBOOKS] == forms
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

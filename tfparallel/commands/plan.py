@@ -41,15 +41,20 @@ def _flags() -> flags.FlagValues:
     return values
 
 
+def _problems(values: flags.FlagValues) -> list[str]:
+    problems = path_problems("report", values.report, ".json") + device_memory_problems(values)
+    for name in ("num_devices", "global_batch_size"):
+        if getattr(values, name) < 1:
+            problems.append(f"At least 1 is required. Received: --{name}={getattr(values, name)}.")
+    return problems
+
+
 def _main(arguments: Sequence[str]) -> int:
     values = _flags()
     path = parse(_COMMAND, values, arguments)
     if path is None:
         return 0
-    problems = path_problems("report", values.report, ".json") + device_memory_problems(values)
-    for name in ("num_devices", "global_batch_size"):
-        if getattr(values, name) < 1:
-            problems.append(f"At least 1 is required. Received: --{name}={getattr(values, name)}.")
+    problems = _problems(values)
     if problems:
         raise UsageError("\n".join(problems))
     if not os.path.exists(path):

@@ -1,0 +1,149 @@
+"""Times a step of `model_parallel` on two devices against the plain model, on the same cores.
+
+    .venv/bin/python benchmarks/model_parallel.py
+
+The stages work one after the other, so nothing can be gained; this is what the placement costs. In
+a process of its own `tfparallel.placement.plan` predicts the plain model's step from layers that it
+runs one by one. Two minutes of two idle cores.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import blocks
+import environment
+from contender_process import ContenderProcess
+
+PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
+CONTENDERS = [("plain", 1), ("placed", 2)]
+NUM_CORES, NUM_WARM_UP_ROUNDS = 2, 2
+STEPS = {"dispatch_bound": (100, 5), "compute_bound": (12, 2)}
+TARGET = 1.10
+PREDICT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import tfparallel, contender, workloads
+from tfparallel.placement.plan import plan
+workload = workloads.WORKLOADS[sys.argv[2]]
+found = plan(workload.build_model, contender.compile_model, num_devices=1,
+             batch_size=workload.global_batch_size)
+print(json.dumps(found.as_json()))
+"""
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num_rounds", type=int, default=11, help="timed rounds (11)")
+    parser.add_argument(
+        "--write", metavar="PATH", default=PAGE, help="write the result here ('' for nowhere)"
+    )
+    options = parser.parse_args(arguments)
+    cores = environment.cores_to_pin(NUM_CORES)
+    described = environment.describe()
+    rows, versions = [], {}
+    for workload in STEPS:
+        seconds, told = measure(workload, options.num_rounds, cores)
+        versions = {"TensorFlow": told["tensorflow"], "Keras": told["keras"]}
+        rows.append((told["description"], seconds, predicted(workload, cores)))
+    described |= versions | {"Threads": f"{NUM_CORES} in each process"}
+    lines = page(rows, described, options)
+    print("\n".join(lines))
+    if options.write:
+        blocks.write(pathlib.Path(options.write), "model_parallel", lines)
+
+
+def measure(workload, num_rounds, cores):
+    """Returns the median step of each round by kind, and what a contender tells of itself."""
+    num_steps, skip = STEPS[workload]
+    with contextlib.ExitStack() as stack:
+        contenders = [
+            stack.enter_context(
+                contextlib.closing(
+                    ContenderProcess(
+                        workload, kind, number, cores=cores, num_threads=len(cores) or NUM_CORES
+                    )
+                )
+            )
+            for kind, number in CONTENDERS
+        ]
+        told = [contender.wait_until_ready() for contender in contenders]
+        seconds = {kind: [] for kind, _ in CONTENDERS}
+        for index in range(NUM_WARM_UP_ROUNDS + num_rounds):
+            # In turn, so that neither always runs behind the other.
+            for contender in contenders[:: 1 if index % 2 else -1]:
+                steps = contender.train(num_steps, skip)["step_seconds"]
+                if index >= NUM_WARM_UP_ROUNDS:
+                    seconds[contender.kind].append(statistics.median(steps))
+    return seconds, told[0]
+
+
+def predicted(workload, cores):
+    """The step that the plan predicts, in seconds."""
+    here = pathlib.Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", PREDICT, str(here), workload],
+        cwd=here.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    return json.loads(done.stdout.splitlines()[-1])["step_seconds"]
+
+
+def page(rows, described, options):
+    lines = [
+        "## Layers on two devices",
+        "",
+        "A step of `model.fit`, two logical devices of the CPU against one, on the same two cores: "
+        "the median of rounds, with the least and the largest; ratios by round.",
+        "",
+        "| model | plain, ms | `model_parallel`, 2 devices, ms | ratio | promised |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, seconds, _ in rows:
+        pairs = zip(seconds["placed"], seconds["plain"], strict=True)
+        ratios = [ours / plain for ours, plain in pairs]
+        lines.append(
+            f"| {name} | {spread(seconds['plain'], 1000)} | {spread(seconds['placed'], 1000)} "
+            f"| {spread(ratios, 1, 3)} | at most {TARGET:.2f} |"
+        )
+    lines += [
+        "",
+        "| model | step that `plan` predicts, ms | measured, ms | predicted / measured |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, seconds, guess in rows:
+        measured = statistics.median(seconds["plain"])
+        lines.append(
+            f"| {name} | {1000 * guess:.2f} | {1000 * measured:.2f} | {guess / measured:.2f} |"
+        )
+    return [
+        *lines,
+        "",
+        "Environment: " + "; ".join(f"{k}: {v}" for k, v in described.items()) + ".",
+        "",
+        "To reproduce: `.venv/bin/python benchmarks/model_parallel.py"
+        f" --num_rounds={options.num_rounds}`, on two idle cores.",
+    ]
+
+
+def spread(values, scale, digits=2):
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{scale * middle:.{digits}f} ({scale * least:.{digits}f} to {scale * most:.{digits}f})"
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except RuntimeError as error:
+        sys.exit(f"model_parallel.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
