@@ -6,6 +6,7 @@ object that builds and compiles the model:
     Plain()                        build(); compile(model)
     Builder(devices)               tfparallel.data_parallel(build, devices=...)
     DropIn(devices)                the same code under MirroredStrategy.scope()
+    Stages(devices)                tfparallel.model_parallel(build, devices=...)
 
 A case trains under a form and returns what it *observed*: a flat dictionary of
 arrays, every variable of the model and of its optimizers by path, every loss and
@@ -155,7 +156,24 @@ class DropIn(Plain):
             compile(model)
 
 
-FORMS = {form.name: form for form in (Builder, DropIn)}
+class Stages(Plain):
+    """`tfparallel.model_parallel` with a stage on each of `devices`."""
+
+    name = "model_parallel"
+
+    def __init__(self, devices: list[str]):
+        self.devices = devices
+
+    def make(self, build, compile=None) -> keras.Model:
+        import tfparallel
+
+        model = tfparallel.model_parallel(build, devices=self.devices)
+        if compile is not None:
+            compile(model)
+        return model
+
+
+FORMS = {form.name: form for form in (Builder, DropIn, Stages)}
 
 SEED = 7
 

@@ -37,6 +37,7 @@ MODE = os.environ.get("TFPARALLEL_PARITY", "")
 # The forms that this process can run, and the one that takes several.
 WORKERS = "workers"
 COLUMNS = (*FORMS, WORKERS)
+UNITS = {WORKERS: "", "model_parallel": " devices"}
 # Workers, and devices of each.
 JOBS = {"2": (2, 1), "3": (3, 1), "2 x 2": (2, 2)}
 
@@ -173,7 +174,8 @@ epoch, is compared by name. A cell is the worst of all its runs.
   for its end, so there one device gets the same batches in a data set that says how many they are.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
-Keras code under `tfparallel.MirroredStrategy(...).scope()`; `workers` is `data_parallel` on
+Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two
+stages, on two devices; `workers` is `data_parallel` on
 worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted below; of those not
 run for the page `make test` runs a sample.
 """
@@ -195,7 +197,7 @@ def runs() -> list[str]:
     """How many cases each form and number of replicas ran."""
     counts = collections.Counter((form, replicas) for _, _, form, replicas in SEEN)
     return ["What ran:", ""] + [
-        f"- `{form}` on {replicas}{' replicas' * (form != WORKERS)}: {number} cases"
+        f"- `{form}` on {replicas}{UNITS.get(form, ' replicas')}: {number} cases"
         for (form, replicas), number in sorted(counts.items(), key=str)
     ]
 

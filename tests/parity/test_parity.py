@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from tfparallel.placement.stages import PlacementError
+
 from . import table
 from .case import EXACT, FORMS, REFUSED, REPRODUCIBLE, Case, Plain, compare, run
 from .cases import ALL
@@ -93,8 +95,9 @@ def parameters():
 
     The sample of `make test`: on 3 replicas under `data_parallel` those of `FAST`, and of every
     other row without one of them a case; and every third of `FAST` in one more way, on 2 replicas,
-    on 4, or as plain code under the drop-in strategy, in turn. With TFPARALLEL_PARITY=all (or
-    write): every case on 2, 3 and 4 replicas, and on 3 under the drop-in strategy.
+    on 4, as plain code under the drop-in strategy, or in two stages, in turn. With
+    TFPARALLEL_PARITY=all (or write): every case on 2, 3 and 4 replicas, on 3 under the drop-in
+    strategy, and in 2 stages.
     """
     with_fast = {case.feature for case in ALL if case.name in FAST}
     others = {case.feature: case.name for case in reversed(ALL) if case.feature not in with_fast}
@@ -104,11 +107,12 @@ def parameters():
         ("data_parallel", 2),
         ("data_parallel", 4),
         ("MirroredStrategy", 3),
+        ("model_parallel", 2),
     ]
     for case in ALL:
         sample = [ways[0]] if case.name in sampled else []
         if case.name in FAST:
-            sample += [ways[1 + turn // 3 % 3]] if turn % 3 == 0 else []
+            sample += [ways[1 + turn // 3 % 4]] if turn % 3 == 0 else []
             turn += 1
         for form, replicas in ways if table.MODE else sample:
             if form == "MirroredStrategy" and not case.drop_in:
@@ -146,6 +150,8 @@ def judge(case: Case, form) -> tuple[str, float | str]:
     try:
         seen = run(case, form)
     except (ValueError, RuntimeError, NotImplementedError) as error:
+        if isinstance(error, PlacementError):
+            return REFUSED, str(error)
         if REFUSED in case.verdicts and re.search(case.message, str(error)):
             return REFUSED, str(error)
         raise

@@ -10,6 +10,7 @@ from tfparallel.extend import original_class
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.optimizer import place_updates
 from tfparallel.placement.processes import naming_lost_process
+from tfparallel.placement.stages import PlacementError
 
 __all__ = ["PlacedModel"]
 
@@ -24,7 +25,7 @@ class PlacedModel:
     def compile(self, *args, jit_compile="auto", **kwargs):
         """Compiles the model, as `keras.Model.compile`; the slots are made beside their weights."""
         if jit_compile is True:
-            raise ValueError(
+            raise PlacementError(
                 "`jit_compile=True` compiles a step for one device. `jit_compile=False` or 'auto' "
                 f"is required of layers on several. Received: jit_compile=True on {self.devices}."
             )
