@@ -290,3 +290,53 @@ def test_a_report_needs_a_placed_model():
         placement_report(sequential())
     with pytest.raises(ValueError, match="not compiled"):
         placement_report(tfparallel.model_parallel(sequential, DEVICES), data())
+
+
+@keras.saving.register_keras_serializable(package="tests_placement")
+class Encoder(keras.Model):
+    """What no graph can be seen of."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+        self.inner = layers.Dense(units, activation="tanh")
+        self.drop = layers.Dropout(0.3)
+
+    def build(self, input_shape):
+        self.inner.build(input_shape)
+        self.built = True
+
+    def call(self, x, training=False):
+        return self.drop(self.inner(x), training=training)
+
+    def get_config(self):
+        return {**super().get_config(), "units": self.units}
+
+
+def stages():
+    return [keras.Input((5,)), Encoder(7, name="one"), Encoder(6, name="two"), layers.Dense(3)]
+
+
+@pytest.mark.parametrize("as_list", [False, True], ids=["function", "list"])
+def test_a_list_of_subclassed_stages(as_list):
+    x, y = np.random.default_rng(0).normal(size=(20, 5)), np.arange(20) % 3
+    trained = []
+    for build in (
+        lambda: keras.Sequential(stages()),
+        lambda: tfparallel.model_parallel(stages() if as_list else stages, devices=DEVICES),
+    ):
+        keras.utils.set_random_seed(7)
+        model = build()
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        trained.append(model)
+    plain, placed = trained
+    assert list(placed.placement.values()) == DEVICES
+    for one, other in zip(plain.get_weights(), placed.get_weights(), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-12)
+    assert placement_report(placed, (x[:8], y[:8]), strict=True).elsewhere == []
+
+
+def test_a_subclassed_model_is_told_what_to_give():
+    with pytest.raises(ValueError, match="give a list of its stages"):
+        tfparallel.model_parallel(lambda: Encoder(4), devices=DEVICES[:2])

@@ -18,7 +18,7 @@ __all__ = ["check_model", "model_parallel"]
 
 
 def model_parallel(
-    model_or_function: keras.Model | Callable[[], keras.Model],
+    model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
     devices: Sequence[str] | None = None,
     *,
     layers_per_stage: Sequence[int] | None = None,
@@ -36,7 +36,9 @@ def model_parallel(
 
     Args:
         model_or_function: A built functional or Sequential model, whose weights come along, or a
-            function that returns one. The model given is left as it is. What a function builds is
+            function that returns one. Or a list of stages, or a function that returns one: layers
+            or subclassed models, each of which reads what the one before returns, behind a
+            `keras.Input`. The model given is left as it is. What a function builds is
             never held whole: each weight is initialized on its own device (a function that
             compiles the model too is the exception).
         devices: Names of the devices, one stage each, such as `["GPU:0", "GPU:1"]`, or what
@@ -140,12 +142,14 @@ def _placement(model, devices, layers_per_stage, device_map, best):
 
 
 def _model_of(function):
-    if not callable(function):
+    if not callable(function) and not isinstance(function, list | tuple):
         raise PlacementError(
             "A keras.Model, or a function that returns one, is required. Received: "
             f"{function!r} (of type {type(function).__name__})."
         )
-    model = function()
+    model = function() if callable(function) else function
+    if isinstance(model, list | tuple):
+        model = keras.Sequential(list(model))
     if not isinstance(model, keras.Model):
         raise PlacementError(
             f"{getattr(function, '__name__', 'The function')}() must return a keras.Model. "
@@ -167,7 +171,8 @@ def check_model(model: keras.Model) -> keras.Model:
         raise PlacementError(
             "A functional or Sequential model is required; which tensors pass between the layers "
             f"of a subclassed one cannot be seen. Received: {kind}. Build it with "
-            "`keras.Model(inputs, outputs)`, or as a `keras.Sequential` of its stages."
+            "`keras.Model(inputs, outputs)`, or give a list of its stages, `[keras.Input(shape), "
+            "first, second]`, layers or models that each have a `get_config`."
         )
     if not model.built:
         raise PlacementError(
