@@ -1,9 +1,9 @@
 """One run of memory.py, in each of its processes: sets the limit, then trains.
 
-    memory_run.py LIMIT NUM_LAYERS NUM_STEPS OUTPUT {plain|placed|start}
+    memory_run.py LIMIT NUM_LAYERS NUM_STEPS OUTPUT {plain|single|placed|start}
 
-`plain` is Keras in one process, `placed` is `model_parallel` on all processes of the job, `start`
-tells what TensorFlow itself takes. LIMIT is in bytes, 0 for none.
+`plain` is Keras in one process, `placed` is `model_parallel` on all processes of the job, `single`
+the same on one device, `start` tells what TensorFlow itself takes. LIMIT is in bytes, 0 for none.
 """
 
 import json
@@ -12,17 +12,20 @@ import pathlib
 import resource
 import sys
 
-WIDTH, BATCH, SEED = 4096, 16, 7
+WIDTH, BATCH, SEED = 2896, 16, 7
 
 
 def main(limit, num_layers, num_steps, output, mode):
+    # oneDNN's allocator takes regions each twice the last, and may hold twice what is needed.
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
     if limit:
         if mode == "placed":
             reserve_little()
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # Before TensorFlow takes any.
     import tfparallel
 
-    devices = tfparallel.connect_to_cluster() if mode == "placed" else None
+    devices = {"placed": tfparallel.connect_to_cluster, "single": lambda: ["CPU:0"]}.get(mode)
+    devices = devices and devices()
     import keras
     from sklearn.datasets import load_digits
 
@@ -44,15 +47,14 @@ def main(limit, num_layers, num_steps, output, mode):
     number = num_steps * BATCH
     x, y = digits.data[:number].astype("float32") / 16, digits.target[:number]
     history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=2).history
-    if devices is None:
-        # Keras would hold a whole .keras file in memory, slots too; weights alone it streams.
-        model.save_weights(output)
-        held = []
-    else:
+    held = []
+    if mode == "placed":
         from tfparallel.placement.report import held_by_device
 
         model.save(output)
         held = held_by_device(model)
+    else:
+        model.save_weights(output)
     report = {"loss": history["loss"][-1], "num_parameters": model.count_params(), "held": held}
     pathlib.Path(f"{output}.json").write_text(json.dumps(report))
 

@@ -171,7 +171,8 @@ epoch, is compared by name. A cell is the worst of all its runs.
   one seed are identical.
 - **refused**: an error before or at the first step, quoted.
 - Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
-  for its end, so there one device gets the same batches in a data set that says how many they are.
+  for its end, so there one device gets the same batches in a data set that says how many they are,
+  and so does `model_parallel`, whose loop is Keras's own.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two

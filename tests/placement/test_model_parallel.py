@@ -340,3 +340,35 @@ def test_a_list_of_subclassed_stages(as_list):
 def test_a_subclassed_model_is_told_what_to_give():
     with pytest.raises(ValueError, match="give a list of its stages"):
         tfparallel.model_parallel(lambda: Encoder(4), devices=DEVICES[:2])
+
+
+def test_large_updates_on_a_device_wait_for_one_another():
+    """Or the arrays that Adam makes on its way would be there for all of them at once."""
+    def build():
+        names = ["one", "two", "three"]
+        return keras.Sequential(
+            [keras.Input((512,)), *(layers.Dense(512, name=name) for name in names)]
+        )
+
+    x = np.random.default_rng(0).normal(size=(6, 512))
+    trained = []
+    two_and_one = {"devices": DEVICES[:2], "layers_per_stage": [2, 1]}
+    for make in (build, lambda: tfparallel.model_parallel(build, **two_and_one)):
+        keras.utils.set_random_seed(7)
+        model = make()
+        model.compile(keras.optimizers.Adam(clipnorm=1.0), "mse")
+        model.fit(x, x, batch_size=3, verbose=0)
+        trained.append(model)
+    plain, placed = trained
+    for one, other in zip(plain.get_weights(), placed.get_weights(), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-14)
+    spec = tf.TensorSpec((3, 512), "float64")
+    graph = tf.function(placed.train_step).get_concrete_function((spec, spec)).graph
+    waiting = [
+        (other.device, op.type)
+        for op in graph.get_operations()
+        for other in op.control_inputs
+        if other.type == "NoOp" and "group_deps" in other.name
+    ]
+    # Layer "two" reads when "one" on the same device is written; "three" is alone on its own.
+    assert any(device.endswith("CPU:0") and read == "ReadVariableOp" for device, read in waiting)
