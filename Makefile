@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast parity lint bench bench-memory
+.PHONY: setup demo test test-fast parity lint bench
 
 setup: $(READY)
 
@@ -45,7 +45,3 @@ bench: $(READY)
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/model_parallel.py
 	$(BIN)/python benchmarks/restarts.py
-
-# Takes 22 GiB of memory and 15 GiB of disk.
-bench-memory: $(READY)
-	$(BIN)/python benchmarks/memory.py
