@@ -6,7 +6,8 @@ arrays, a `keras.utils.PyDataset`, and files too many for memory (`TFRecords`, `
 Divided by one of
 * *batch partition*, the default: every worker and replica sees the global batch, and computes the
   rows of it that are its own (`rows_by_replica` tells which);
-* *sample partition*: each worker reads examples of its own (`by_sample`).
+* *sample partition*: each worker reads examples of its own (`by_sample`);
+* *feature partition*: each device reads features of its own, of every example (`by_feature`).
 """
 
 import importlib
@@ -15,6 +16,7 @@ _FACE = {
     "EpochBatches": "tfparallel.data.batches",
     "NPZShards": "tfparallel.data.files",
     "TFRecords": "tfparallel.data.files",
+    "by_feature": "tfparallel.data.feature_partition",
     "by_sample": "tfparallel.replication.sample_partition",
     "rows_by_replica": "tfparallel.data.partition",
 }

@@ -1,0 +1,71 @@
+"""Feature partition: each example is split along its features, and each device reads a part.
+
+What reads a part holds only the weights of its features. A dense layer is then a sum of dense
+layers: x·W = x_1·W_1 + … + x_K·W_K, with x_k the features and W_k the rows of part k.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.data.partition import row_ranges
+
+__all__ = ["by_feature"]
+
+
+def by_feature(
+    data: Any, num_parts: int, *, axis: int = -1, weights: Sequence[int] | None = None
+) -> Any:
+    """Splits inputs along their feature axis, for a model with an input for each part.
+
+    Args:
+        data: An array or tensor of examples, `(examples, …)`, or a `tf.data.Dataset` of them or of
+            `(x, y[, sample_weight])`, batched or not, of which `x` is split.
+        num_parts: K, how many parts; at most the number of features.
+        axis: Which axis holds the features; the last by default. Never the examples'.
+        weights: K whole numbers, for parts of unequal size: `[3, 1]` gives the first of two parts
+            three features of every four.
+
+    Returns:
+        K arrays or tensors in a tuple; or the data set with such a tuple as its `x`.
+
+    Raises:
+        ValueError: If there is not a feature for each part, or `x` is not one tensor.
+
+    Example:
+        >>> left, right = by_feature(np.ones((10, 7)), 2)
+        >>> left.shape, right.shape
+        ((10, 3), (10, 4))
+    """
+    if isinstance(data, tf.data.Dataset):
+        spec = data.element_spec
+        if not isinstance(spec, tuple):
+            return data.map(lambda x: _parts(x, num_parts, axis, weights))
+        _check_spec(spec[0])
+        return data.map(lambda x, *rest: (_parts(x, num_parts, axis, weights), *rest))
+    return _parts(data, num_parts, axis, weights)
+
+
+def _check_spec(spec):
+    if not isinstance(spec, tf.TensorSpec):
+        raise ValueError(
+            "One tensor of inputs is required, whose features can be split. Received: "
+            f"{spec}. Split the one that is meant, by `dataset.map`."
+        )
+
+
+def _parts(x, num_parts, axis, weights):
+    rank = len(x.shape)
+    position = axis % rank if -rank <= axis < rank else None
+    num_features = x.shape[position] if position else None
+    if not num_features or not 1 <= num_parts <= num_features:
+        raise ValueError(
+            "Each part needs a feature, of an axis that is known and not the examples'. Received: "
+            f"num_parts={num_parts}, axis={axis}, for inputs of shape {tuple(x.shape)}."
+        )
+    before = (slice(None),) * position
+    return tuple(
+        x[(*before, slice(part.start, part.start + part.size))]
+        for part in row_ranges(num_features, num_parts, weights)
+    )
