@@ -98,7 +98,11 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         is_worker = (
             cluster.num_workers > 1 and values.parallel == "data" and values.strategy != "mirrored"
         )
-        is_stage = cluster.num_workers > 1 and values.parallel == "model"
+        is_stage = (
+            cluster.num_workers > 1
+            and values.parallel == "model"
+            and not values.allow_independent_workers
+        )
         if is_stage:
             devices = _devices_of_processes(values, cluster, facts)
             return Form("model", devices, cut=_cut(values))
