@@ -94,14 +94,14 @@ def parameters():
     """The pairs of this session, the fast ones unmarked.
 
     The sample of `make test`: on 3 replicas under `data_parallel` those of `FAST`, and of every
-    third row without one of them a case; and every third of `FAST` in one more way, on 2 replicas,
+    fourth row without one of them a case; and every sixth of `FAST` in one more way, on 2 replicas,
     on 4, as plain code under the drop-in strategy, or in two stages, in turn. With
     TFPARALLEL_PARITY=all (or write): every case on 2, 3 and 4 replicas, on 3 under the drop-in
     strategy, and in 2 stages.
     """
     with_fast = {case.feature for case in ALL if case.name in FAST}
     others = {case.feature: case.name for case in reversed(ALL) if case.feature not in with_fast}
-    sampled, turn = {*FAST, *list(others.values())[::3]}, 0
+    sampled, turn = {*FAST, *list(others.values())[::4]}, 0
     ways = [
         ("data_parallel", 3),
         ("data_parallel", 2),
@@ -112,7 +112,7 @@ def parameters():
     for case in ALL:
         sample = [ways[0]] if case.name in sampled else []
         if case.name in FAST:
-            sample += [ways[1 + turn // 3 % 4]] if turn % 3 == 0 else []
+            sample += [ways[1 + turn // 6 % 4]] if turn % 6 == 0 else []
             turn += 1
         for form, replicas in ways if table.MODE else sample:
             if form == "MirroredStrategy" and not case.drop_in:
