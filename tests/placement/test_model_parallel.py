@@ -10,6 +10,8 @@ import tfparallel
 from tfparallel.placement.model import PlacedModel
 from tfparallel.placement.report import placement_report
 
+pytestmark = pytest.mark.slow
+
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 NUM_EXAMPLES, NUM_CLASSES = 20, 3
 
