@@ -1,22 +1,17 @@
 """`tfparallel check TASK.py`: does a form train to the weights of one device."""
 
 import importlib
-import os
 from collections.abc import Sequence
 
 from absl import flags
 
 from tfparallel.commands.flags import (
     Command,
-    UsageError,
     common_flags,
     common_problems,
-    parse,
     path_problems,
-    run_command,
 )
-from tfparallel.commands.own_workers import run_as_workers
-from tfparallel.task import TaskError, load_task
+from tfparallel.commands.on_task import run_on_task
 
 __all__ = ["main"]
 
@@ -30,7 +25,7 @@ _COMMAND = Command(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command("check", lambda: _main(arguments), (TaskError,))
+    return run_on_task(_COMMAND, _flags(), _problems, _check, arguments)
 
 
 def _flags() -> flags.FlagValues:
@@ -58,19 +53,5 @@ def _problems(values: flags.FlagValues) -> list[str]:
     return problems + path_problems("report", values.report, ".json")
 
 
-def _main(arguments: Sequence[str]) -> int:
-    values = _flags()
-    path = parse(_COMMAND, values, arguments)
-    if path is None:
-        return 0
-    problems = _problems(values)
-    if problems:
-        raise UsageError("\n".join(problems))
-    if not os.path.exists(path):
-        load_task(path)  # Says so now, not after the seconds that TensorFlow takes to load.
-    exit_code = run_as_workers("check", arguments, values)
-    if exit_code is not None:
-        return exit_code
-    # Only now, so that help and mistakes cost no start of TensorFlow.
-    importlib.import_module("tfparallel.startup").prepare()
+def _check(path: str, values: flags.FlagValues) -> int:
     return importlib.import_module("tfparallel.commands.checking").check(path, values)

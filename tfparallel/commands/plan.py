@@ -1,21 +1,17 @@
 """`tfparallel plan TASK.py`: how many devices does a task need, and which layers go where."""
 
 import importlib
-import os
 from collections.abc import Sequence
 
 from absl import flags
 
 from tfparallel.commands.flags import (
     Command,
-    UsageError,
     balance_flags,
     device_memory_problems,
-    parse,
     path_problems,
-    run_command,
 )
-from tfparallel.task import TaskError, load_task
+from tfparallel.commands.on_task import run_on_task
 
 __all__ = ["main"]
 
@@ -29,7 +25,7 @@ _COMMAND = Command(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command("plan", lambda: _main(arguments), (TaskError,))
+    return run_on_task(_COMMAND, _flags(), _problems, _plan, arguments)
 
 
 def _flags() -> flags.FlagValues:
@@ -49,16 +45,5 @@ def _problems(values: flags.FlagValues) -> list[str]:
     return problems
 
 
-def _main(arguments: Sequence[str]) -> int:
-    values = _flags()
-    path = parse(_COMMAND, values, arguments)
-    if path is None:
-        return 0
-    problems = _problems(values)
-    if problems:
-        raise UsageError("\n".join(problems))
-    if not os.path.exists(path):
-        load_task(path)  # Says so now, not after the seconds that TensorFlow takes to load.
-    # Only now, so that help and mistakes cost no start of TensorFlow.
-    importlib.import_module("tfparallel.startup").prepare()
+def _plan(path: str, values: flags.FlagValues) -> int:
     return importlib.import_module("tfparallel.commands.planning").answer(path, values)

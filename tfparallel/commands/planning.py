@@ -5,6 +5,8 @@ from absl import flags
 from tfparallel.commands.flags import UsageError, device_memory
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.placement.plan import Plan, plan
+from tfparallel.placement.report import size_text
+from tfparallel.placement.stages import PlacementError
 from tfparallel.task import load_task
 
 __all__ = ["answer"]
@@ -22,7 +24,7 @@ def answer(path: str, values: flags.FlagValues) -> int:
             device_memory=device_memory(values),
             balance=values.balance,
         )
-    except ValueError as error:
+    except PlacementError as error:
         raise UsageError(str(error)) from error
     print("\n".join(_lines(path, values, found)))
     if values.report is not None:
@@ -47,19 +49,19 @@ def _lines(path: str, values: flags.FlagValues, found: Plan) -> list[str]:
         verdict = ""
         if found.device_memory is not None:
             over = largest - found.device_memory
-            verdict = f", {size(over)} too much" if over > 0 else ", fits"
-        lines.append(f"{number:>7}  {size(largest)}{verdict}")
+            verdict = f", {size_text(over)} too much" if over > 0 else ", fits"
+        lines.append(f"{number:>7}  {size_text(largest)}{verdict}")
     return lines
 
 
 def _head(path, values, found) -> list[str]:
-    limit = "" if found.device_memory is None else f" of {size(found.device_memory)}"
+    limit = "" if found.device_memory is None else f" of {size_text(found.device_memory)}"
     if not found.stages:
         over = min(found.largest.values()) - found.device_memory
         return [
-            f"does not fit {values.num_devices} devices{limit}: the best cut misses by {size(over)}"
-            " on its largest stage. Take more devices, a smaller batch, an optimizer with fewer "
-            "slots, or smaller layers."
+            f"does not fit {values.num_devices} devices{limit}: the best cut misses by "
+            f"{size_text(over)} on its largest stage. Take more devices, a smaller batch, an "
+            "optimizer with fewer slots, or smaller layers."
         ]
     number = len(found.stages)
     batch = f" --global_batch_size={found.batch_size}"
@@ -86,20 +88,11 @@ def _table(found: Plan) -> list[str]:
         first, last = stage.layers[0], stage.layers[-1]
         names = first if first == last else f"{first} … {last} ({len(stage.layers)})"
         rows.append(
-            (str(index), names, size(stage.parameter_bytes), size(stage.held_bytes),
-             _milliseconds(stage.seconds), size(stage.received_bytes))
+            (str(index), names, size_text(stage.parameter_bytes), size_text(stage.held_bytes),
+             _milliseconds(stage.seconds), size_text(stage.received_bytes))
         )  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def size(number: float) -> str:
-    """A number of bytes for people: "3.2 MiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(number) < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} GiB"
 
 
 def _milliseconds(seconds: float) -> str:

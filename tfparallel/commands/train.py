@@ -11,17 +11,13 @@ from absl import flags
 
 from tfparallel.commands.flags import (
     Command,
-    UsageError,
     common_flags,
     common_problems,
-    parse,
     path_problems,
     resolved,
-    run_command,
 )
-from tfparallel.commands.own_workers import run_as_workers
+from tfparallel.commands.on_task import run_on_task
 from tfparallel.diagnostics.faults import parse_fault
-from tfparallel.task import TaskError, load_task
 
 __all__ = ["main"]
 
@@ -35,7 +31,7 @@ _COMMAND = Command(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_command("train", lambda: _main(arguments), (TaskError,))
+    return run_on_task(_COMMAND, _flags(), _problems, _train, arguments)
 
 
 def _flags() -> flags.FlagValues:
@@ -115,21 +111,7 @@ def _checkpoint_problems(values) -> list[str]:
     return problems
 
 
-def _main(arguments: Sequence[str]) -> int:
-    values = _flags()
-    path = parse(_COMMAND, values, arguments)
-    if path is None:
-        return 0
-    problems = _problems(values)
-    if problems:
-        raise UsageError("\n".join(problems))
-    if not os.path.exists(path):
-        load_task(path)  # Says so now, not after the seconds that TensorFlow takes to load.
-    exit_code = run_as_workers("train", arguments, values)
-    if exit_code is not None:
-        return exit_code
-    # Only now, so that help and mistakes cost no start of TensorFlow.
-    importlib.import_module("tfparallel.startup").prepare()
+def _train(path: str, values: flags.FlagValues) -> int:
     training = importlib.import_module("tfparallel.commands.training")
     started = time.perf_counter()
     result = training.train(path, values)

@@ -86,14 +86,14 @@ def plan(
         balance: "memory", "time" or "both".
 
     Raises:
-        ValueError: If the model's layers cannot be seen, or are fewer than the devices.
+        PlacementError: If the model's layers cannot be seen, or are fewer than the devices.
     """
     model = check_model(StoragelessModel(build_model).model)
     if not model.compiled:
         compile_model(model)
     layers = layers_in_order(model)
     if num_devices > len(layers):
-        raise ValueError(
+        raise stages.PlacementError(
             f"Each device needs a layer. Received: {num_devices} devices for {len(layers)} layers."
         )
     costs = layer_costs(
@@ -105,7 +105,8 @@ def plan(
         counts = stages.cut(costs, passed, number, batch_size, "memory")
         found = _stages(costs, passed, counts, batch_size)
         largest[number] = max(stage.held_bytes for stage in found)
-        if chosen is None and (number == num_devices if device_memory is None else True):
+        # Without a limit all devices are taken.
+        if chosen is None and (device_memory is not None or number == num_devices):
             try:
                 counts = stages.cut(costs, passed, number, batch_size, balance, device_memory)
             except NoPartition:

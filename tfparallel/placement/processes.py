@@ -46,6 +46,7 @@ _LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
 
 _addresses: list[str] = []  # Of all processes, in process 0 once it is connected.
 _lost: dict[int, str] = {}  # The processes that have ended, by index.
+_told = threading.Event()  # The program has had the error that names them.
 _held: list[tuple[str, str]] = []  # Layer and device of the model that trained last.
 
 
@@ -113,13 +114,14 @@ def naming_lost_process(placement: Mapping[str, str]) -> Iterator[None]:
     try:
         with naming_lost_worker():
             yield
-    except (tf.errors.OpError, WorkerLostError) as error:
+    except (tf.errors.OpError, WorkerLostError):
         deadline = time.monotonic() + 2.0
         while _addresses and not _lost and time.monotonic() < deadline:
             time.sleep(0.05)
-        if _lost:
-            raise WorkerLostError(_explanation()) from None
-        raise error from None
+        if not _lost:
+            raise
+        _told.set()
+        raise WorkerLostError(_explanation()) from None
 
 
 def peak_memory_bytes(device: str) -> int | None:
@@ -152,8 +154,9 @@ def _watch(index: int) -> None:
     """Notes in process 0 that another has ended, and ends what would wait for it for ever."""
     _hold_until_gone(_addresses[index])
     _lost[index] = _addresses[index]
-    time.sleep(_GRACE_SECONDS)
-    # Still here: no step has failed. The main thread may be where no exception reaches it.
+    if _told.wait(_GRACE_SECONDS):
+        return
+    # No step has failed. The main thread may be where no exception reaches it.
     print(f"\n{_explanation()}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(_LOST_EXIT_CODE)

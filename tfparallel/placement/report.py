@@ -12,7 +12,7 @@ from tfparallel.placement.costs import bytes_of
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.processes import peak_memory_bytes
 
-__all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report"]
+__all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report", "size_text"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,8 @@ class PlacementReport:
 
     def __str__(self):
         rows = [("layer", "device", "parameters", "slots", "outputs an example"), *(
-            (r.layer, r.device, _text(r.parameter_bytes), _text(r.slot_bytes),
-             _text(r.activation_bytes))
+            (r.layer, r.device, size_text(r.parameter_bytes), size_text(r.slot_bytes),
+             size_text(r.activation_bytes))
             for r in self.layers
         )]  # fmt: skip
         totals: dict[str, list[int]] = {}
@@ -59,7 +59,7 @@ class PlacementReport:
             total = totals.setdefault(r.device, [0, 0, 0])
             for i, n in enumerate((r.parameter_bytes, r.slot_bytes, r.activation_bytes)):
                 total[i] += n
-        rows += [("all", device, *map(_text, total)) for device, total in totals.items()]
+        rows += [("all", device, *map(size_text, total)) for device, total in totals.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         wrong = collections.Counter(noted.kind for noted in self.elsewhere)
@@ -189,7 +189,8 @@ def _trace(model, data) -> list[Noted]:
         return trace.operations()
 
 
-def _text(number: int) -> str:
+def size_text(number: float) -> str:
+    """A number of bytes for people: "3.2 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.4g} {unit}"
