@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tfparallel.placement.balance import NoPartition, Weighed, partition
 
 
-def cost_of(stages, costs, edges):
+def cost_of(stages, costs, edges, peaks=None):
     """The largest stage, and all that is sent, of one partition."""
     ends = list(itertools.accumulate(stages, initial=0))
     largest, everything = 0.0, 0.0
@@ -20,7 +20,8 @@ def cost_of(stages, costs, edges):
             for producer, (cost, readers) in edges.items()
             if producer < start and any(start <= reader < end for reader in readers)
         )
-        largest = max(largest, sum(costs[start:end]) + sent)
+        peak = max(peaks[start:end]) if peaks else 0
+        largest = max(largest, sum(costs[start:end]) + peak + sent)
         everything += sent
     return largest, everything
 
@@ -29,26 +30,27 @@ def cost_of(stages, costs, edges):
 def graphs(draw):
     num_layers = draw(st.integers(1, 16))
     sizes = st.integers(0, 20)
-    costs = draw(st.lists(sizes, min_size=num_layers, max_size=num_layers))
+    numbers = st.lists(sizes, min_size=num_layers, max_size=num_layers)
+    costs, peaks = draw(numbers), draw(numbers)
     edges = {}
     for producer in range(num_layers - 1):
         readers = draw(st.sets(st.integers(producer + 1, num_layers - 1), max_size=4))
         if readers:
             edges[producer] = (draw(sizes), sorted(readers))
-    return costs, edges, draw(st.integers(1, min(num_layers, 5)))
+    return costs, edges, peaks, draw(st.integers(1, min(num_layers, 5)))
 
 
 @settings(deadline=None, max_examples=200)
 @given(graphs())
 def test_no_other_cut_is_better(graph):
-    costs, edges, num_stages = graph
-    found = partition(num_stages, Weighed(costs, edges))
+    costs, edges, peaks, num_stages = graph
+    found = partition(num_stages, Weighed(costs, edges, peaks=peaks))
     assert len(found) == num_stages and sum(found) == len(costs) and min(found) >= 1
     best = min(
-        cost_of(np.diff([0, *cuts, len(costs)]), costs, edges)
+        cost_of(np.diff([0, *cuts, len(costs)]), costs, edges, peaks)
         for cuts in itertools.combinations(range(1, len(costs)), num_stages - 1)
     )
-    assert cost_of(found, costs, edges) == pytest.approx(best)
+    assert cost_of(found, costs, edges, peaks) == pytest.approx(best)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_a_cap_that_nothing_meets_says_by_how_much():
 @settings(deadline=None, max_examples=200)
 @given(graphs(), st.data())
 def test_no_other_cut_of_two_things_under_a_cap_is_better(graph, data):
-    costs, edges, num_stages = graph
+    costs, edges, _, num_stages = graph
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(costs), max_size=len(costs)))
     cap = data.draw(st.integers(1, sum(sizes)))
     whole = sum(costs) or 1.0

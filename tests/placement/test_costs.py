@@ -10,9 +10,10 @@ import tfparallel
 from tests.commands.command_line import ROOT
 from tests.commands.command_line import tfparallel as run
 from tfparallel.commands.flags import parse_bytes
-from tfparallel.placement import costs
-from tfparallel.placement.costs import layer_costs, measured_seconds
+from tfparallel.placement import timing
+from tfparallel.placement.costs import layer_costs
 from tfparallel.placement.storageless import StoragelessModel
+from tfparallel.placement.timing import measured_seconds
 
 MIB = 2**20
 
@@ -114,17 +115,13 @@ def test_plan(tmp_path):
 
 
 def test_a_shared_layer_counts_each_call_and_equal_layers_are_run_once(monkeypatch):
-    run = []
-
-    def clock(function, *arguments):
-        run.append(arguments)
-        return 3.0 if arguments else 1.0  # A layer; a program that does nothing.
-
-    monkeypatch.setattr(costs, "_median_seconds", clock)
+    measured = iter([2.0, 1.0, 0.5])
+    monkeypatch.setattr(timing, "_marginal_seconds", lambda step: next(measured))
     inputs = keras.Input((4,))
     shared = layers.Dense(4, name="shared")
-    x = shared(shared(inputs))
+    x = shared(shared(layers.Dense(4, name="first")(inputs)))
     x = layers.Dense(4, name="equal")(x)
     model = keras.Model(inputs, layers.Dense(2, name="other")(x))
-    assert measured_seconds(model, 8) == {"shared": 4.0, "equal": 2.0, "other": 2.0}
-    assert len(run) == 1 + 2
+    # "first" is of the same kind, but sends no gradient back.
+    seconds = measured_seconds(model, 8)
+    assert seconds == {"first": 2.0, "shared": 2.0, "equal": 1.0, "other": 0.5}

@@ -344,33 +344,79 @@ def test_a_subclassed_model_is_told_what_to_give():
         tfparallel.model_parallel(lambda: Encoder(4), devices=DEVICES[:2])
 
 
-def test_large_updates_on_a_device_wait_for_one_another():
-    """Or the arrays that Adam makes on its way would be there for all of them at once."""
-    def build():
-        names = ["one", "two", "three"]
-        return keras.Sequential(
-            [keras.Input((512,)), *(layers.Dense(512, name=name) for name in names)]
-        )
+def three_large():
+    names = ["one", "two", "three"]
+    return keras.Sequential(
+        [keras.Input((512,)), *(layers.Dense(512, name=name) for name in names)]
+    )
 
+
+def step_graph(model):
+    spec = tf.TensorSpec((3, 512), "float64")
+    return tf.function(model.train_step).get_concrete_function((spec, spec)).graph
+
+
+def ancestors(op):
+    found, waiting = set(), [op]
+    while waiting:
+        op = waiting.pop()
+        if op.name not in found:
+            found.add(op.name)
+            waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    return found
+
+
+def large_products(graph):
+    """The operations that make a gradient as large as a weight, first layer first."""
+    made = [op for op in graph.get_operations() if op.type == "MatMul"]
+    return [op for op in made[::-1] if op.outputs[0].shape == (512, 512)]
+
+
+def large_writes(graph):
+    """The operations that write a weight or a slot, first layer first."""
+    return [
+        op
+        for op in graph.get_operations()
+        if op.type.startswith("Assign") and op.inputs[1].shape == (512, 512)
+    ][::-1]
+
+
+TWO_AND_ONE = {"devices": DEVICES[:2], "layers_per_stage": [2, 1]}
+
+
+@pytest.mark.parametrize("clipping", [{}, {"clipnorm": 1.0}, {"global_clipnorm": 1.0}])
+def test_large_updates_in_order_give_the_same_weights(clipping):
     x = np.random.default_rng(0).normal(size=(6, 512))
     trained = []
-    two_and_one = {"devices": DEVICES[:2], "layers_per_stage": [2, 1]}
-    for make in (build, lambda: tfparallel.model_parallel(build, **two_and_one)):
+    for make in (three_large, lambda: tfparallel.model_parallel(three_large, **TWO_AND_ONE)):
         keras.utils.set_random_seed(7)
         model = make()
-        model.compile(keras.optimizers.Adam(clipnorm=1.0), "mse")
+        model.compile(keras.optimizers.Adam(**clipping), "mse")
         model.fit(x, x, batch_size=3, verbose=0)
         trained.append(model)
     plain, placed = trained
     for one, other in zip(plain.get_weights(), placed.get_weights(), strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-14)
-    spec = tf.TensorSpec((3, 512), "float64")
-    graph = tf.function(placed.train_step).get_concrete_function((spec, spec)).graph
-    waiting = [
-        (other.device, op.type)
-        for op in graph.get_operations()
-        for other in op.control_inputs
-        if other.type == "NoOp" and "group_deps" in other.name
-    ]
-    # Layer "two" reads when "one" on the same device is written; "three" is alone on its own.
-    assert any(device.endswith("CPU:0") and read == "ReadVariableOp" for device, read in waiting)
+
+
+def test_a_large_gradient_is_made_when_the_last_large_update_has_ended():
+    """Or all gradients are there at once, and what Adam makes on its way for each of them."""
+    placed = tfparallel.model_parallel(three_large, **TWO_AND_ONE)
+    placed.compile(keras.optimizers.SGD(), "mse")
+    graph = step_graph(placed)
+    one, two, three = large_products(graph)
+    write_one, write_two, write_three = large_writes(graph)
+    assert write_two.name in ancestors(one) and two.name in ancestors(write_two)
+    # Layer "three" is alone on its device.
+    assert write_three.name not in ancestors(two) | ancestors(write_two)
+    assert one.name in ancestors(write_one)
+
+
+def test_a_norm_of_all_gradients_waits_for_all_of_them():
+    placed = tfparallel.model_parallel(three_large, **TWO_AND_ONE)
+    placed.compile(keras.optimizers.SGD(global_clipnorm=1.0), "mse")
+    graph = step_graph(placed)
+    write_one, write_two, _ = large_writes(graph)
+    for write in (write_one, write_two):
+        assert {op.name for op in large_products(graph)} <= ancestors(write)
+    assert write_two.name in ancestors(write_one)

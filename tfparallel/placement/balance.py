@@ -3,8 +3,10 @@
 The layers stand in topological order, and a stage is a run of them. A stage's cost is that of
 its layers plus that of the tensors that it is sent, each once, however many of its layers read it:
 
-    cost(i, j) = Σ_{i ≤ k < j} c_k + Σ_{tensors made before i and read in [i, j)} t
+    cost(i, j) = Σ_{i ≤ k < j} c_k + max_{i ≤ k < j} p_k
+                 + Σ_{tensors made before i and read in [i, j)} t
 
+where the peak p_k is what layer k needs in passing, and gives back before the next one's turn.
 The best partition makes the largest of these as small as can be, and among those the sum of what is
 sent. With every cost(i, j) in a table it is found by dynamic programming over the number of stages:
 
@@ -47,16 +49,21 @@ class Weighed:
         costs: Of each layer, in topological order; 0 or more.
         edges: What passes between the layers. None: what is sent costs nothing.
         cap: What no stage may exceed.
+        peaks: Of each layer, what it needs in passing. None: nothing.
     """
 
     costs: Sequence[float]
     edges: Edges | None = None
     cap: float | None = None
+    peaks: Sequence[float] | None = None
 
     def table(self) -> np.ndarray:
         """Row i, column j: the cost of the stage [i, j); infinite where there is none."""
         ends = np.concatenate([[0.0], np.cumsum(self.costs)])
         table = ends[None, :] - ends[:, None] + _received(len(self.costs), self.edges or {})
+        if self.peaks is not None:
+            for start in range(len(self.costs)):
+                table[start, start + 1 :] += np.maximum.accumulate(self.peaks[start:])
         table[np.tril_indices(len(table))] = np.inf
         return table
 

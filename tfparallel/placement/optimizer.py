@@ -6,7 +6,6 @@ clipping, decay, averages and accumulation follow too, whose loops over variable
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 
 import keras
@@ -14,12 +13,9 @@ import tensorflow as tf
 
 from tfparallel.extend import extend
 from tfparallel.placement.audit import device_of, device_outside, noting
+from tfparallel.placement.update_order import one_large_update_at_a_time
 
 __all__ = ["place_updates"]
-
-_LARGE = 2**18  # Elements: 1 MiB in float32.
-# By the graph that is traced: the last update of each device.
-_last_updates: "weakref.WeakKeyDictionary[tf.Graph, dict]" = weakref.WeakKeyDictionary()
 
 
 class PlacedOptimizer:
@@ -30,13 +26,18 @@ class PlacedOptimizer:
         with _following_inputs():
             return super().apply(grads, trainable_variables)
 
+    def _all_reduce_sum_gradients(self, grads_and_vars):
+        # No replicas are there to sum over, and Keras's sum would have each update wait for all
+        # gradients. In the order in which the backward pass finds them: last layer first.
+        return [pair for pair in grads_and_vars[::-1] if pair[0] is not None]
+
     def update_step(self, gradient, variable, learning_rate):
         """Updates one variable, constants and all, on its device."""
         held = variable.value if isinstance(variable, keras.Variable) else variable
         with (
             tf.device(held.device),
             noting("update", held.name, held.device),
-            _one_large_update_at_a_time(held),
+            one_large_update_at_a_time(gradient, held),
         ):
             return super().update_step(gradient, variable, learning_rate)
 
@@ -47,30 +48,6 @@ def place_updates(optimizer: keras.Optimizer) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     for wrapped in [inner] if inner is not None else getattr(optimizer, "optimizers", []):
         place_updates(wrapped)
-
-
-@contextlib.contextmanager
-def _one_large_update_at_a_time(variable: tf.Variable) -> Iterator[None]:
-    """Has the update of a large variable wait for that of the last one on its device.
-
-    Keras's Adam makes five arrays of the variable's size on its way. TensorFlow begins the updates
-    of all variables before it ends any, so these arrays would be there for all of them at once:
-    more than weights, gradients and slots together.
-    """
-    if tf.executing_eagerly() or variable.shape.num_elements() < _LARGE:
-        yield
-        return
-    graph = tf.compat.v1.get_default_graph()
-    last_updates = _last_updates.setdefault(graph, {})
-    with tf.control_dependencies([last_updates.get(variable.device, tf.no_op())]):
-        yield
-        last_updates[variable.device] = tf.group(*_writes(graph, variable))
-
-
-def _writes(graph, variable) -> list[tf.Operation]:
-    """The operations so far that write a variable."""
-    handle = graph.capture(variable.handle)
-    return [op for op in handle.consumers() if op.type.startswith("Assign")]
 
 
 @contextlib.contextmanager

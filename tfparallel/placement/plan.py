@@ -12,10 +12,11 @@ import keras
 
 from tfparallel.placement import stages
 from tfparallel.placement.balance import NoPartition
-from tfparallel.placement.costs import LayerCost, layer_costs
+from tfparallel.placement.costs import LayerCost, held_bytes, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.model_parallel import check_model
 from tfparallel.placement.storageless import StoragelessModel
+from tfparallel.placement.timing import measured_overhead
 
 __all__ = ["Plan", "Stage", "plan"]
 
@@ -49,17 +50,19 @@ class Plan:
         largest: By number of stages, from 1: the bytes of the largest stage of the best cut.
         device_memory: What a device may hold; None for no limit.
         batch_size: The examples of a batch.
+        overhead_seconds: What a step takes with next to nothing to do.
     """
 
     stages: list[Stage]
     largest: dict[int, int]
     device_memory: int | None
     batch_size: int
+    overhead_seconds: float
 
     @property
     def step_seconds(self) -> float:
         """The predicted step: the stages work one after the other."""
-        return sum(stage.seconds for stage in self.stages)
+        return self.overhead_seconds + sum(stage.seconds for stage in self.stages)
 
     def as_json(self) -> dict[str, Any]:
         """All of it, as JSON holds it."""
@@ -96,9 +99,7 @@ def plan(
         raise stages.PlacementError(
             f"Each device needs a layer. Received: {num_devices} devices for {len(layers)} layers."
         )
-    costs = layer_costs(
-        model, batch_size, optimizer=model.optimizer, measure=True
-    )
+    costs = layer_costs(model, batch_size, optimizer=model.optimizer, measure=True)
     passed = edges(model)
     largest, chosen = {}, None
     for number in range(1, num_devices + 1):
@@ -112,7 +113,8 @@ def plan(
             except NoPartition:
                 continue
             chosen = _stages(costs, passed, counts, batch_size)
-    return Plan(chosen or [], largest, device_memory, batch_size)
+    overhead = measured_overhead(model.optimizer)
+    return Plan(chosen or [], largest, device_memory, batch_size, overhead)
 
 
 def _stages(
@@ -131,7 +133,7 @@ def _stages(
             Stage(
                 [cost.layer for cost in own],
                 sum(cost.parameter_bytes for cost in own),
-                sum(cost.held_bytes for cost in own) + received,
+                held_bytes(own) + received,
                 sum(cost.seconds for cost in own),
                 received,
             )

@@ -124,7 +124,7 @@ def cut(
 ) -> list[int]:
     """Returns the number of layers of each stage of the best cut.
 
-    A stage holds, beside its layers' bytes, the tensors that it is sent.
+    A stage holds, beside its layers' bytes, the tensors that it is sent, and one update's arrays.
 
     Args:
         costs: Of each layer.
@@ -138,7 +138,9 @@ def cut(
         NoPartition: If nothing meets `device_memory`.
     """
     sent = {index: (size * batch_size, readers) for index, (size, readers) in passed.items()}
-    memory = Weighed([cost.held_bytes for cost in costs], sent, device_memory)
+    held = [cost.held_bytes for cost in costs]
+    updates = [cost.update_bytes for cost in costs]
+    memory = Weighed(held, sent, device_memory, updates)
     seconds = Weighed([cost.seconds for cost in costs])
     if balance == "memory":
         return partition(num_stages, memory)

@@ -1,0 +1,188 @@
+"""A model that no process may hold, trained by many, each under a limit of the operating system.
+
+    .venv/bin/python benchmarks/memory.py
+
+Takes Linux, 22 GiB of memory, 25 GiB of disk and half an hour. Under RLIMIT_DATA a process may hold
+the limit less what it takes to train next to nothing. The model's parameters alone are twice what
+is left, its training state (parameters and Adam's two slots) six times. It is trained
+
+1. by plain Keras in one process under the limit, which fails;
+2. by `tfparallel.model_parallel` in processes that each are under the limit, and saved;
+3. by `model_parallel` on one device of one process without a limit, whose weights are compared with
+   the saved ones. (Plain Keras holds all gradients at once, and what Adam makes on its way.)
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+import blocks
+import environment
+import h5py
+import memory_run
+import numpy as np
+
+from tfparallel.commands.flags import parse_bytes
+
+TOP = pathlib.Path(__file__).parents[1]
+PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
+RUN = pathlib.Path(__file__).with_name("memory_run.py")
+LAYER_BYTES = 4 * memory_run.WIDTH * (memory_run.WIDTH + 3)
+NUM_STEPS = 3
+DEADLINE_SECONDS = 1800.0
+
+
+def main(arguments):
+    options = parse(arguments)
+    limit = parse_bytes(options.limit)
+    described = environment.describe()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = pathlib.Path(name)
+        run(limit, 0, folder / "start", "start")
+        own = limit - json.loads((folder / "start.json").read_text())["data_bytes"]
+        num_layers = math.ceil(2 * own / LAYER_BYTES)
+        failed = run(limit, num_layers, folder / "limited.weights.h5", "plain", check=False)
+        say(f"one process under the limit: exit code {failed.returncode}")
+        launched = [sys.executable, "-m", "tfparallel", "launch"]
+        launched += [f"--nproc_per_node={options.num_processes}", "--"]
+        run(limit, num_layers, folder / "placed.keras", "placed", launched)
+        placed = json.loads((folder / "placed.keras.json").read_text())
+        say(f"{options.num_processes} processes: loss {placed['loss']}")
+        run(0, num_layers, folder / "single.weights.h5", "single")
+        single = json.loads((folder / "single.weights.h5.json").read_text())
+        largest = difference(folder / "single.weights.h5", folder / "placed.keras")
+        file_bytes = (folder / "placed.keras").stat().st_size
+    rows = {
+        "limit": limit, "own": own, "failed": failed, "placed": placed, "single": single,
+        "largest": largest, "file_bytes": file_bytes,
+    }  # fmt: skip
+    lines = page(rows, described, options)
+    print("\n".join(lines))
+    if options.write:
+        blocks.write(pathlib.Path(options.write), "memory", lines)
+    return 0 if failed.returncode and largest <= 1e-4 else 1
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--limit", default="3GB", help="what a process may hold (3GB)")
+    parser.add_argument("--num_processes", type=int, default=11, help="processes (11)")
+    parser.add_argument("--folder", help="where the files of a run go (the system's own place)")
+    parser.add_argument(
+        "--write", metavar="PATH", default=PAGE, help="write the result here ('' for nowhere)"
+    )
+    return parser.parse_args(arguments)
+
+
+def run(limit, num_layers, output, mode, launched=(), check=True):
+    """Trains once, in a process or in those of a job; returns how it ended."""
+    program = [sys.executable, RUN, limit, num_layers, NUM_STEPS, output, mode]
+    done = subprocess.run(
+        [*launched, *map(str, program)],
+        cwd=TOP,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    if check and done.returncode:
+        raise RuntimeError(f"{mode} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return done
+
+
+def difference(weights_path, keras_path):
+    """The largest difference of a weight, read one by one."""
+    largest = 0.0
+    with (
+        h5py.File(weights_path) as single,
+        zipfile.ZipFile(keras_path) as archive,
+        archive.open("model.weights.h5") as file,
+        h5py.File(file) as placed,
+    ):
+
+        def compare(name, item):
+            nonlocal largest
+            if isinstance(item, h5py.Dataset):
+                largest = max(largest, float(np.max(np.abs(item[()] - placed[name][()]))))
+
+        single.visititems(compare)
+    return largest
+
+
+def page(rows, described, options):
+    held = rows["placed"]["held"]
+    parameters = 4 * rows["placed"]["num_parameters"]
+    slots = sum(own["slot_bytes"] for own in held)
+    lines = [
+        "## Memory: a model that no process may hold",
+        "",
+        f"Dense layers of {memory_run.WIDTH} units, {rows['placed']['num_parameters']:,} weights "
+        f"in float32, Adam, {NUM_STEPS} steps of {memory_run.BATCH} of scikit-learn's digits. "
+        f"RLIMIT_DATA is {options.limit} a process; TensorFlow takes some of it.",
+        "",
+        "| | GB | of what a process may hold |",
+        "| --- | --- | --- |",
+        f"| what a process may hold | {gigabytes(rows['own'])} | 1.00 |",
+        f"| parameters | {gigabytes(parameters)} | {parameters / rows['own']:.2f} |",
+        f"| training state: parameters and slots | {gigabytes(parameters + slots)} "
+        f"| {(parameters + slots) / rows['own']:.2f} |",
+        f"| the saved file | {gigabytes(rows['file_bytes'])} "
+        f"| {rows['file_bytes'] / rows['own']:.2f} |",
+        "",
+        "| run | result |",
+        "| --- | --- |",
+        f"| plain Keras, 1 process under the limit | fails: exit code {rows['failed'].returncode}, "
+        f"\"{last_words(rows['failed'].stdout)}\" |",
+        f"| `model_parallel`, {options.num_processes} processes under the limit "
+        f"| trains and saves, loss {rows['placed']['loss']:.7g} |",
+        f"| `model_parallel`, 1 process without a limit | loss {rows['single']['loss']:.7g} |",
+        f"| largest difference of a weight | {rows['largest']:.1e} |",
+        f"| resident memory of a process, the largest | {gigabytes(peak(held))} GB |",
+    ]
+    return [
+        *lines,
+        "",
+        "Environment: " + "; ".join(f"{k}: {v}" for k, v in described.items()) + ".",
+        "",
+        f"To reproduce: `.venv/bin/python benchmarks/memory.py --limit={options.limit}"
+        f" --num_processes={options.num_processes}`.",
+    ]
+
+
+def last_words(text):
+    """The line of a failed run that tells why."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [
+        line for line in lines if any(word in line for word in ("OOM", "bad_alloc", "MemoryError"))
+    ]
+    return ((told or lines or ["killed"])[-1])[:120].replace("|", "/")
+
+
+def peak(held):
+    return max(own["peak_memory_bytes"] for own in held)
+
+
+def gigabytes(number):
+    return f"{number / 1e9:.2f}"
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except RuntimeError as error:
+        sys.exit(f"memory.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

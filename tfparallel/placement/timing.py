@@ -1,0 +1,182 @@
+"""How long each layer takes in a step: measured, layer by layer, on copies.
+
+A layer that is run alone pays for a call of a program, which in the model's step all layers share.
+So a program runs it several times, each time behind the last, and the time of one more run counts:
+
+    seconds = (T(1 + n) − T(1)) / n
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.callbacks.step_time import StepTime
+from tfparallel.placement.graph import layers_in_order
+
+__all__ = ["copy_of", "inputs_of", "measured_overhead", "measured_seconds", "specs"]
+
+_LEAST_RUNS, _LEAST_SECONDS, _MOST_RUNS = 5, 0.1, 100
+_MORE_RUNS, _MOST_SECONDS = 8, 0.02  # Behind the first; none for a layer that takes so long.
+_OVERHEAD_STEPS = 60
+
+
+def measured_seconds(
+    model: keras.Model, batch_size: int, optimizer: keras.Optimizer | None = None
+) -> dict[str, float]:
+    """Measures each layer's forward and backward pass, and its update by an optimizer like this.
+
+    Each layer runs alone, on a copy with weights and inputs of its own; layers of one configuration
+    and one input shape are measured once. One that is called twice in the model counts twice. What
+    reads the model's inputs alone sends no gradient back.
+
+    Returns:
+        The seconds for a batch, by the layer's name.
+    """
+    known: dict[str, float] = {}
+    found = {}
+    given = {id(tensor) for tensor in keras.tree.flatten(inputs_of(model))}
+    for layer in layers_in_order(model):
+        found[layer.name] = 0.0
+        for inputs, outputs in _nodes_of(layer, model):
+            is_first = all(id(tensor) in given for tensor in keras.tree.flatten(inputs))
+            key = _kind(layer, inputs, outputs, is_first)
+            if key not in known:
+                known[key] = _marginal_seconds(
+                    _step_of(keras.Model(inputs, outputs), batch_size, optimizer, not is_first)
+                )
+            found[layer.name] += known[key]
+    return found
+
+
+def measured_overhead(optimizer: keras.Optimizer) -> float:
+    """Measures what a step of `fit` takes with next to nothing to do, in seconds."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(copy_of(optimizer), "mse")
+    steps = StepTime()
+    x = np.zeros((_OVERHEAD_STEPS, 1), "float32")
+    model.fit(x, x, batch_size=1, verbose=0, callbacks=[steps])
+    return statistics.median(steps.seconds[1:])
+
+
+def copy_of(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Returns an optimizer of the same configuration, without slots."""
+    return keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+
+
+def inputs_of(model: keras.Model) -> Any:
+    """Returns the symbolic inputs in the structure that the model is called with."""
+    return model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+
+
+def specs(tensors: Any, batch_size: int) -> Any:
+    """Returns what a batch looks like; another axis of unknown length counts as 1."""
+    return keras.tree.map_structure(
+        lambda t: tf.TensorSpec([batch_size, *(n or 1 for n in t.shape[1:])], t.dtype), tensors
+    )
+
+
+def _marginal_seconds(step: Callable[[int], Callable[[], None]]) -> float:
+    once = step(1)
+    alone = _median_seconds(once)
+    if alone > _MOST_SECONDS:
+        return alone
+    several = _median_seconds(step(1 + _MORE_RUNS))
+    return max(0.0, several - alone) / _MORE_RUNS
+
+
+def _step_of(model, batch_size, optimizer, has_input_gradient) -> Callable[[int], Callable]:
+    """Returns a function from a number of runs to a program that takes so many steps."""
+    copy = keras.models.clone_model(model)
+    variables = copy.trainable_variables
+    if optimizer is not None and variables:
+        optimizer = copy_of(optimizer)
+        optimizer.build(variables)
+
+    def one_step(inputs):
+        floating = [x for x in keras.tree.flatten(inputs) if x.dtype.is_floating]
+        sources = floating if has_input_gradient else []
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            outputs = copy(inputs, training=True)
+            total = tf.add_n(
+                [tf.reduce_sum(tf.cast(o, "float32")) for o in keras.tree.flatten(outputs)]
+            )
+        found = tape.gradient(total, [*sources, *(v.value for v in variables)])
+        own = found[len(sources) :]
+        if optimizer is not None and any(gradient is not None for gradient in own):
+            optimizer.apply(own, variables)
+        return [keras.tree.flatten(outputs), [g for g in found if g is not None]]
+
+    def program(num_runs):
+        # Inputs of their own, or TensorFlow would see that all runs are one.
+        batches = [_examples(specs(inputs_of(model), batch_size), i) for i in range(num_runs)]
+
+        @tf.function(autograph=False)
+        def run(batches):
+            done: list[tf.Tensor] = []
+            for batch in batches:
+                with tf.control_dependencies(done):
+                    batch = keras.tree.map_structure(tf.identity, batch)
+                    done = keras.tree.flatten(one_step(batch))
+            with tf.control_dependencies(done):
+                return tf.zeros(())
+
+        return lambda: run(batches).numpy()
+
+    return program
+
+
+def _median_seconds(function: Callable[[], Any]) -> float:
+    function()  # The first call traces.
+    seconds: list[float] = []
+    while len(seconds) < _LEAST_RUNS or (
+        sum(seconds) < _LEAST_SECONDS and len(seconds) < _MOST_RUNS
+    ):
+        started = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _examples(specifications, seed):
+    def example(spec):
+        if spec.dtype.is_floating:
+            return tf.random.stateless_normal(spec.shape, [seed, 2], dtype=spec.dtype)
+        return tf.cast(tf.fill(spec.shape, seed % 2), spec.dtype)
+
+    return keras.tree.map_structure(example, specifications)
+
+
+def _nodes_of(layer, model) -> list[tuple[Any, Any]]:
+    """What each call of a layer was given and returned, as Keras's symbolic tensors."""
+    if isinstance(layer, keras.Model):
+        return [(layer.inputs, layer.outputs)]
+    own = set(map(id, _tensors_of(model)))
+    nodes = [
+        # One that is read twice, as query and as value, is one input.
+        (list({id(t): t for t in node.input_tensors}.values()), node.output_tensors)
+        for node in layer._inbound_nodes
+        if all(id(tensor) in own for tensor in node.output_tensors)
+    ]
+    return nodes or [(layer.input, layer.output)]
+
+
+def _tensors_of(model) -> Iterable[Any]:
+    functional = model._functional if isinstance(model, keras.Sequential) else model
+    for nodes in functional._nodes_by_depth.values():
+        for node in nodes:
+            yield from node.output_tensors
+
+
+def _kind(layer, inputs, outputs, is_first) -> str:
+    config = {**layer.get_config(), "name": None}
+    tensors = keras.tree.flatten((inputs, outputs))
+    shapes = [(str(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    what = [type(layer).__name__, config, shapes, is_first]
+    return json.dumps(what, default=str, sort_keys=True)
