@@ -1,7 +1,8 @@
 """Writes the state of a run while it trains, and goes on from there when it is started again."""
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -118,9 +119,9 @@ class Checkpoint(keras.callbacks.Callback):
             return
         content, specs = found
         self._check(content, specs)
-        arrays = self._send(content, specs)
-        state.restore_training(self.model, arrays)
-        self._metrics = arrays["metrics"]
+        training, metrics, seeds = self._send(content, specs)
+        state.restore_training(self.model, training, seeds)
+        self._metrics = list(metrics)
         self.resumed = {name: content[name] for name in ("step", "epoch", "step_in_epoch")}
         self._written_at = content["step"]
         self._epoch_start = content["step"] - content["step_in_epoch"]
@@ -179,10 +180,9 @@ class Checkpoint(keras.callbacks.Callback):
         }
         specs, captured = state.describe(self.model), state.capture(self.model)
         content["num_arrays"] = [len(specs[group]) for group in state.GROUPS]
+        arrays = itertools.chain.from_iterable(captured.values())
         self._by_chief(
-            lambda: self._folder.write(
-                step, sum(specs.values(), []), sum(captured.values(), []), content
-            )
+            lambda: self._folder.write(step, sum(specs.values(), []), arrays, content)
         )
         self._written_at = step
 
@@ -219,20 +219,18 @@ class Checkpoint(keras.callbacks.Callback):
                 f"{'; '.join(problems)}. Use what the run began with, or an empty folder."
             )
 
-    def _send(self, content, specs) -> dict[str, list[np.ndarray]]:
-        """Returns the chief's arrays, by group, on all workers."""
+    def _send(self, content, specs) -> list[Iterable[np.ndarray]]:
+        """Returns the chief's arrays, group by group, on all workers."""
+        ends = list(itertools.accumulate(content["num_arrays"], initial=0))
+        if self._workers is None:  # One by one: the model may be on many devices.
+            return [self._found.arrays(*ends_of) for ends_of in itertools.pairwise(ends)]
         if self._is_chief:
-            arrays = self._found.arrays()
+            arrays = list(self._found.arrays())
         else:
             arrays = [np.zeros(shape, np.dtype(dtype)) for _, shape, dtype in specs]
-        if self._workers is not None:
-            tensors = [keras.ops.convert_to_tensor(array, array.dtype.name) for array in arrays]
-            arrays = [tensor.numpy() for tensor in self._workers.broadcast(tensors)]
-        remaining = iter(arrays)
-        return {
-            group: [next(remaining) for _ in range(number)]
-            for group, number in zip(state.GROUPS, content["num_arrays"], strict=True)
-        }
+        tensors = [keras.ops.convert_to_tensor(array, array.dtype.name) for array in arrays]
+        arrays = [tensor.numpy() for tensor in self._workers.broadcast(tensors)]
+        return [arrays[slice(*ends_of)] for ends_of in itertools.pairwise(ends)]
 
     def _announcement(self) -> str:
         epoch, done = self.resumed["epoch"], self.resumed["step_in_epoch"]

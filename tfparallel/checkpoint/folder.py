@@ -14,12 +14,13 @@ stay as they were. Disks and copies fail in other ways, too; what is read is ver
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,15 +56,16 @@ class Found:
     content: dict[str, Any]
     specs: list[list[Any]]
 
-    def arrays(self) -> list[np.ndarray]:
-        """Reads the arrays."""
+    def arrays(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
+        """Reads arrays, each when it is asked for: all, or those from `start` up to `stop`."""
         with open(os.path.join(self.path, _ARRAYS), "rb") as file:
-            loaded = [np.load(file, allow_pickle=False) for _ in self.specs]
-        # NumPy has no name for bfloat16 and its like, and keeps their bytes.
-        return [
-            array.view(np.dtype(dtype)) if array.dtype.kind == "V" else array
-            for array, (_, _, dtype) in zip(loaded, self.specs, strict=True)
-        ]
+            for index, (_, _, dtype) in enumerate(self.specs[:stop]):
+                if index < start:
+                    _skip_array(file)
+                    continue
+                array = np.load(file, allow_pickle=False)
+                # NumPy has no name for bfloat16 and its like, and keeps their bytes.
+                yield array.view(np.dtype(dtype)) if array.dtype.kind == "V" else array
 
 
 class CheckpointFolder:
@@ -123,7 +125,7 @@ class CheckpointFolder:
         self,
         step: int,
         specs: Sequence[Sequence[Any]],
-        arrays: Sequence[np.ndarray],
+        arrays: Iterable[np.ndarray],
         content: dict[str, Any],
     ) -> str:
         """Writes a checkpoint beside the others, renames it into place and removes the oldest.
@@ -131,7 +133,7 @@ class CheckpointFolder:
         Args:
             step: How many steps the run has made.
             specs: `[name, shape, dtype]` of each array.
-            arrays: The state.
+            arrays: The state; each is written before the next is asked for.
             content: What the run says of itself, as JSON holds it.
 
         Returns:
@@ -227,6 +229,12 @@ class _HashedFile:
             if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+
+
+def _skip_array(file) -> None:
+    np.lib.format.read_magic(file)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    file.seek(math.prod(shape) * dtype.itemsize, os.SEEK_CUR)
 
 
 def _verified(path) -> Found:

@@ -14,7 +14,7 @@ import contextlib
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -35,6 +35,7 @@ __all__ = [
 
 GROUPS = ("training", "metrics", "seeds")
 _SHOWN = 8
+_PLAIN = keras.optimizers.Optimizer  # Its slots are saved and loaded one by one.
 
 
 def build(model: keras.Model) -> None:
@@ -70,34 +71,50 @@ def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
     }
 
 
-def capture(model: keras.Model) -> dict[str, list[np.ndarray]]:
-    """Returns the values by group. Every worker must call it: accumulators are summed over them."""
+def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
+    """Returns the values by group, each read when it is asked for: a model may be on many devices.
+
+    Every worker must call it: accumulators are summed over them.
+    """
     values = {}
     for optimizer in _optimizers(model):
+        if type(optimizer).save_own_variables is _PLAIN.save_own_variables:
+            continue
         store: dict[str, np.ndarray] = {}
         optimizer.save_own_variables(store)
         for index, variable in enumerate(optimizer.variables):
             values[id(variable)] = np.asarray(store[str(index)])
-    return {
-        group: [
-            values[id(v)] if id(v) in values else tf.convert_to_tensor(v.value).numpy()
-            for v in variables
-        ]
-        for group, variables in _variables(model).items()
-    }
+
+    def read(variable):
+        if id(variable) in values:
+            return values[id(variable)]
+        return tf.convert_to_tensor(variable.value).numpy()
+
+    return {group: map(read, variables) for group, variables in _variables(model).items()}
 
 
-def restore_training(model: keras.Model, state: dict[str, Sequence[np.ndarray]]) -> None:
+def restore_training(
+    model: keras.Model, training: Iterable[np.ndarray], seeds: Iterable[np.ndarray]
+) -> None:
     """Gives a built model, its optimizers and Keras's generator the values of `capture`."""
-    by_id = dict(zip(map(id, _training_variables(model)), state["training"], strict=True))
+    by_id: dict[int, np.ndarray] = {}
+    with_own_way = [
+        optimizer
+        for optimizer in _optimizers(model)
+        if type(optimizer).load_own_variables is not _PLAIN.load_own_variables
+    ]
+    kept = {id(variable) for optimizer in with_own_way for variable in optimizer.variables}
     with model.distribute_strategy.scope():
-        for variable in model.variables:
-            variable.assign(by_id[id(variable)])
-        for optimizer in _optimizers(model):
+        for variable, array in zip(_training_variables(model), training, strict=True):
+            if id(variable) in kept:
+                by_id[id(variable)] = array
+            else:
+                variable.assign(array)
+        for optimizer in with_own_way:
             optimizer.load_own_variables(
                 {str(index): by_id[id(v)] for index, v in enumerate(optimizer.variables)}
             )
-        for value in state["seeds"]:
+        for value in seeds:
             if not _seed_variables():
                 python_state = random.getstate()  # A new generator takes its seed from Python's.
                 keras_seeds.global_seed_generator()
