@@ -1,4 +1,4 @@
-"""A perceptron with two hidden layers, 64 and 32 units, on a table of measurements.
+"""A perceptron with hidden layers of 64, 32 and 16 units, on a table of measurements.
 
 The data are the 569 cell samples of the Wisconsin breast cancer set that
 scikit-learn carries: 30 measurements each, malignant or benign.
@@ -22,6 +22,7 @@ def build_model():
             keras.Input((NUM_MEASUREMENTS,), name="measurements"),
             keras.layers.Dense(64, activation="relu", name="hidden1"),
             keras.layers.Dense(32, activation="relu", name="hidden2"),
+            keras.layers.Dense(16, activation="relu", name="hidden3"),
             keras.layers.Dense(1, name="logit"),
         ],
         name="mlp",

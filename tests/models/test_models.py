@@ -72,7 +72,7 @@ def test_data_and_split_are_the_same_in_every_run(name):
                 "logits": (50, 10),
             },
         ),
-        ("mlp", {"hidden1": (30, 64), "hidden2": (64, 32), "logit": (32, 1)}),
+        ("mlp", {"hidden1": (30, 64), "hidden2": (64, 32), "hidden3": (32, 16), "logit": (16, 1)}),
     ],
 )
 def test_shapes(name, shapes):
