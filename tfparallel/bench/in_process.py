@@ -1,0 +1,91 @@
+"""Contenders on the devices of one process, each a `tf.distribute.CrossDeviceOps`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.collectives import cross_device
+
+
+class DeviceContender:
+    """An algorithm between the devices of this process.
+
+    Args:
+        name: One that `cross_device.make` knows.
+        devices: Names of the devices, a rank each.
+        inputs: Shared by the contenders of a measurement.
+    """
+
+    collectives = ("all_reduce",)
+
+    def __init__(self, name: str, devices: Sequence[str], inputs: "_Inputs"):
+        self.name = name
+        self._ops = cross_device.make(name, devices)
+        self._inputs = inputs
+        self.implementation = cross_device.implementation(name)
+
+    def prepare(self, collective: str, count: int, dtype: str) -> "_PreparedReduce":
+        """Traces an all-reduce of `count` elements."""
+        del collective  # There is one.
+        return _PreparedReduce(self._ops, self._inputs.variables(count, dtype))
+
+
+def device_contenders(devices: Sequence[str], names: Sequence[str]) -> list[DeviceContender]:
+    """Returns the contenders of these names, over the same inputs."""
+    inputs = _Inputs(devices)
+    return [DeviceContender(name, devices, inputs) for name in names]
+
+
+class _Inputs:
+    """A variable on each device, one set for all contenders of a size: large ones add up."""
+
+    def __init__(self, devices):
+        self._devices = devices
+        self._key, self._held = None, []
+
+    def variables(self, count, dtype):
+        if self._key != (count, dtype):
+            self._key, self._held = (count, dtype), []
+            for device in self._devices:
+                with tf.device(device):
+                    self._held.append(tf.Variable(tf.zeros([count], dtype), trainable=False))
+        return self._held
+
+
+class _PreparedReduce:
+    def __init__(self, ops, inputs):
+        self._inputs = inputs
+        self._run = tf.function(lambda: self._step(ops), autograph=False)
+        self._run_null = tf.function(lambda: self._step(None), autograph=False)
+
+    def _step(self, ops):
+        values = []
+        for variable in self._inputs:
+            # Read from a variable: a constant would be summed once, when the step is traced.
+            with tf.device(variable.device):
+                values.append(variable.read_value())
+        results = values
+        if ops is not None:
+            (results,) = cross_device.all_reduce(ops, [values])
+        lasts = [result[-1] for result in results]
+        with tf.device("CPU:0"):
+            return results, tf.stack(lasts)
+
+    def load(self, inputs: Sequence[np.ndarray]) -> None:
+        for variable, values in zip(self._inputs, inputs, strict=True):
+            variable.assign(values)
+
+    def run(self):
+        return self._concrete(self._run)
+
+    def run_null(self) -> None:
+        self._concrete(self._run_null)
+
+    def arrays(self, outcome) -> list[np.ndarray]:
+        return [result.numpy() for result in outcome]
+
+    def _concrete(self, step):
+        results, lasts = step()
+        lasts.numpy()  # An element of each device's result: it is there, and so are the others.
+        return results
