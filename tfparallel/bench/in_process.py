@@ -56,8 +56,11 @@ class _Inputs:
 class _PreparedReduce:
     def __init__(self, ops, inputs):
         self._inputs = inputs
-        self._run = tf.function(lambda: self._step(ops), autograph=False)
-        self._run_null = tf.function(lambda: self._step(None), autograph=False)
+        # Concrete at once: many functions that are traced once look like one that retraces.
+        self._run, self._run_null = [
+            tf.function(lambda ops=ops: self._step(ops), autograph=False).get_concrete_function()
+            for ops in (ops, None)
+        ]
 
     def _step(self, ops):
         values = []
