@@ -22,7 +22,7 @@ def terms(shape, dtype, devices):
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
 def test_the_sum_of_any_shape_and_type(num_devices):
     devices = DEVICES[:num_devices]
-    for name in cross_device.runnable(devices):  # Not parameters: what comes after each test takes longer than this.
+    for name in cross_device.runnable(devices):  # Not parameters: what follows a test takes longer.
         check_sums(name, devices)
 
 
