@@ -195,7 +195,9 @@ def _assumptions(values, model) -> list[str]:
         return f"{alpha * 1e6:.3g} us a message, {1e-9 / beta if beta else float('inf'):.3g} GB/s"
 
     ranks = f"{values.ranks} ranks"
-    if model.across is None:
+    if model.transport == "shared":
+        lines = [f"{ranks}, devices of one process that share cores and memory"]
+    elif model.across is None:
         lines = [f"{ranks}, one kind of wire: {wire(model.alpha, model.beta)}"]
     else:
         lines = [
