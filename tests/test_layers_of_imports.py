@@ -20,6 +20,7 @@ ROWS = [
     ["startup", "cluster", "device_names"],
     ["devices", "data", "task", "extend", "peers"],
     ["collectives", "mesh"],
+    ["bench"],
     ["strategies", "checkpoint"],
     ["callbacks"],
     ["replication", "placement", "pipeline", "layers"],
@@ -32,7 +33,8 @@ ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packa
 
 # What decides in plain Python, and can be imported in milliseconds.
 PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
-PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main"]
+PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.bench"]
+PLAIN += ["bench.contender", "bench.measure", "bench.table"]
 HEAVY = {"tensorflow", "keras"}
 
 

@@ -108,6 +108,19 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_integer(
         "global_batch_size", 64, "Examples in a step, over all devices.", flag_values=values
     )
+    flags.DEFINE_string(
+        "all_reduce",
+        None,
+        "For data: the algorithm that sums gradients, by name (`tfparallel bench all_reduce` lists "
+        "those that run here), or auto for the fastest, measured; TensorFlow's default if absent.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "calibrate",
+        True,
+        "For --all_reduce=auto: measure at the first step if no profile was saved.",
+        flag_values=values,
+    )
     balance_flags(values)
     flags.DEFINE_integer(
         "seed", 0, "Fixes the initial weights and the order of the data.", flag_values=values
@@ -238,6 +251,17 @@ def common_problems(values: flags.FlagValues) -> list[str]:
         problems.append(
             "--strategy chooses among the forms of --parallel=data. Received: "
             f"--strategy={values.strategy} with --parallel={values.parallel}. Drop --strategy."
+        )
+    if values.parallel != "data" and values.all_reduce is not None:
+        problems.append(
+            "--all_reduce says how the replicas of --parallel=data are summed. Received: "
+            f"--all_reduce={values.all_reduce} with --parallel={values.parallel}. "
+            "Drop --all_reduce."
+        )
+    if not values.calibrate and values.all_reduce != "auto":
+        problems.append(
+            "--nocalibrate is for --all_reduce=auto. Received: --nocalibrate with "
+            f"--all_reduce={values.all_reduce}. Drop --nocalibrate."
         )
     problems += device_memory_problems(values)
     if values.parallel != "model" and (values.device_memory or values.balance != "memory"):

@@ -13,6 +13,7 @@ _COMMANDS = {
     "train": "trains a task file under the form that --parallel names",
     "check": "proves that a form trains to the same weights as one device",
     "launch": "starts, watches, restarts and stops the workers of a job",
+    "bench": "measures collectives: which algorithm is fast here, and is it right",
     "plan": "says how many devices a task needs, and which layers go where",
     "doctor": "says what will fail on this host, in this cluster, with these versions",
 }
@@ -20,6 +21,8 @@ _COMMANDS = {
 _USAGE = """\
 usage: tfparallel COMMAND TASK.py [--flags]
        tfparallel launch [--flags] -- PROGRAM [ARGUMENTS]
+       tfparallel bench all_reduce [TASK.py] [--flags]
+       tfparallel plan all_reduce [--flags]
        tfparallel doctor [--flags]
 
 commands:

@@ -1,0 +1,111 @@
+"""Contenders on the devices of one process, each a `tf.distribute.CrossDeviceOps`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.collectives import cross_device
+
+
+class DeviceContender:
+    """An algorithm between the devices of this process.
+
+    Args:
+        name: One that `cross_device.make` knows.
+        devices: Names of the devices, a rank each.
+        inputs: Shared by the contenders of a measurement.
+    """
+
+    collectives = ("all_reduce",)
+
+    def __init__(self, name: str, devices: Sequence[str], inputs: "_Inputs"):
+        self.name = name
+        self._ops = cross_device.make(name, devices)
+        self._inputs = inputs
+        self.implementation = cross_device.implementation(name)
+
+    def prepare(self, collective: str, count: int, dtype: str) -> "_PreparedReduce":
+        """Traces an all-reduce of `count` elements."""
+        del collective  # There is one.
+        return _PreparedReduce(self._ops, self._inputs.variables(count, dtype))
+
+
+def device_contenders(
+    devices: Sequence[str], names: Sequence[str], parts: Sequence[int] | None = None
+) -> list[DeviceContender]:
+    """Returns the contenders of these names, over the same inputs.
+
+    Args:
+        devices: Names of the devices.
+        names: The algorithms.
+        parts: The elements of each of the tensors that a vector is handed over in; by default it
+            is one.
+    """
+    inputs = _Inputs(devices, parts)
+    return [DeviceContender(name, devices, inputs) for name in names]
+
+
+class _Inputs:
+    """Variables on each device, one set for all contenders of a size: large ones add up."""
+
+    def __init__(self, devices, parts):
+        self._devices = devices
+        self._parts = parts
+        self._key, self._held = None, []
+
+    def variables(self, count, dtype):
+        """For each tensor one variable on each device."""
+        if self._key != (count, dtype):
+            self._key, self._held = (count, dtype), []
+            for part in self._parts or [count]:
+                self._held.append([])
+                for device in self._devices:
+                    with tf.device(device):
+                        variable = tf.Variable(tf.zeros([part], dtype), trainable=False)
+                        self._held[-1].append(variable)
+        return self._held
+
+
+class _PreparedReduce:
+    def __init__(self, ops, inputs):
+        self._inputs = inputs
+        # Concrete at once: many functions that are traced once look like one that retraces.
+        self._run, self._run_null = [
+            tf.function(lambda ops=ops: self._step(ops), autograph=False).get_concrete_function()
+            for ops in (ops, None)
+        ]
+
+    def _step(self, ops):
+        values = []
+        for of_all in self._inputs:
+            values.append([])
+            for variable in of_all:
+                # Read from a variable: a constant would be summed once, when the step is traced.
+                with tf.device(variable.device):
+                    values[-1].append(variable.read_value())
+        results = values if ops is None else cross_device.all_reduce(ops, values)
+        lasts = [result[-1] for of_all in results for result in of_all]
+        with tf.device("CPU:0"):
+            return results, tf.stack(lasts)
+
+    def load(self, inputs: Sequence[np.ndarray]) -> None:
+        ends = np.cumsum([of_all[0].shape[0] for of_all in self._inputs])
+        for rank, values in enumerate(inputs):
+            for of_all, part in zip(self._inputs, np.split(values, ends[:-1]), strict=True):
+                of_all[rank].assign(part)
+
+    def run(self):
+        return self._concrete(self._run)
+
+    def run_null(self) -> None:
+        self._concrete(self._run_null)
+
+    def arrays(self, outcome) -> list[np.ndarray]:
+        by_rank = zip(*outcome, strict=True)
+        return [np.concatenate([part.numpy() for part in of_rank]) for of_rank in by_rank]
+
+    def _concrete(self, step):
+        results, lasts = step()
+        lasts.numpy()  # An element of each device's result: it is there, and so are the others.
+        return results

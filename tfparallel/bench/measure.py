@@ -1,0 +1,110 @@
+"""The sweep: every contender at every size, interleaved, checked before it is timed.
+
+    for each size:
+        check       whole numbers: every element exact, every rank the same bits;
+                    random numbers: within the rounding of a sum
+        warm up
+        for each iteration, for each contender:   barrier; start the clock; run; stop it
+        time of an iteration = the slowest process's
+
+Contenders take turns within an iteration, so that what disturbs the machine disturbs them alike.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from tfparallel.bench import inputs
+from tfparallel.bench.contender import Contender, Prepared, World
+from tfparallel.bench.row import Row
+
+MIN_WARMUP = 4  # TensorFlow traces, allocates and plans in the first calls.
+_NUM_NULL = 5
+
+
+def measure(
+    world: World,
+    contenders: Sequence[Contender],
+    counts: Sequence[int],
+    *,
+    collective: str = "all_reduce",
+    dtype: str = "float32",
+    iters: int = 20,
+    warmup_iters: int = MIN_WARMUP,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Row]:
+    """Measures a collective.
+
+    Args:
+        world: Who takes part.
+        contenders: What is measured, the same and in the same order on all processes.
+        counts: Elements of each rank, size after size.
+        collective: One of `COLLECTIVES`.
+        dtype: One of `tfparallel.bench.inputs.DTYPES`.
+        iters: Timed calls of each contender.
+        warmup_iters: Calls before, at least `MIN_WARMUP`.
+        clock: Seconds that go by.
+
+    Yields:
+        A row for each size and contender, size by size; equal on all processes.
+    """
+    for count in counts:
+        prepared = [contender.prepare(collective, count, dtype) for contender in contenders]
+        wrong = [_num_wrong(world, one, count, dtype) for one in prepared]
+        for _ in range(warmup_iters):
+            for one in prepared:
+                world.barrier()
+                one.run()
+                one.run_null()
+        seconds: list[list[float]] = [[] for _ in prepared]
+        nulls: list[list[float]] = [[] for _ in prepared]
+        for iteration in range(iters):
+            # Each begins as often as any other.
+            turn = [(iteration + k) % len(prepared) for k in range(len(prepared))]
+            for k in turn:
+                seconds[k].append(_timed(world, prepared[k].run, clock))
+        for _ in range(_NUM_NULL):
+            for k, one in enumerate(prepared):
+                nulls[k].append(_timed(world, one.run_null, clock))
+        for k, contender in enumerate(contenders):
+            slowest = [max(times) for times in zip(*world.gather(seconds[k]), strict=True)]
+            slowest_null = [max(times) for times in zip(*world.gather(nulls[k]), strict=True)]
+            yield Row(
+                algorithm=contender.name,
+                implementation=contender.implementation,
+                collective=collective,
+                num_ranks=world.num_ranks,
+                count=count,
+                size_bytes=count * inputs.itemsize(dtype),
+                dtype=dtype,
+                times_seconds=tuple(slowest),
+                null_seconds=statistics.median(slowest_null),
+                num_wrong=wrong[k],
+            )
+
+
+def _timed(world, call, clock) -> float:
+    world.barrier()
+    start = clock()
+    outcome = call()
+    elapsed = clock() - start
+    del outcome  # Not within the time: freeing large arrays is no part of a collective.
+    return elapsed
+
+
+def _num_wrong(world: World, one: Prepared, count: int, dtype: str) -> int:
+    """Runs on whole and on random numbers; the sum over all processes of what is wrong."""
+    num_ranks = world.num_ranks
+    one.load([inputs.whole_numbers(count, dtype, rank, num_ranks) for rank in world.ranks])
+    world.barrier()
+    whole = one.arrays(one.run())
+    wrong = inputs.num_wrong_whole(whole, num_ranks, dtype)
+    one.load([inputs.random_numbers(count, dtype, rank) for rank in world.ranks])
+    world.barrier()
+    random = one.arrays(one.run())
+    wrong += inputs.num_wrong_random(random, num_ranks, dtype)
+    # Between ranks of one process element by element, between processes as a whole.
+    wrong += inputs.num_different(random)
+    found = world.gather([float(wrong), inputs.digest(random[0])])
+    differing = sum(count for _, digest in found if digest != found[0][1])
+    return int(sum(number for number, _ in found)) + differing
