@@ -28,7 +28,7 @@ __all__ = [
     "run_command",
 ]
 
-_FORMS = ("none", "data", "model")
+_FORMS = ("none", "data", "model", "tensor")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -70,7 +70,7 @@ def common_flags() -> flags.FlagValues:
         "data",
         _FORMS,
         "The form: none is one device and plain Keras; data splits the batch over devices and "
-        "workers; model puts layers on devices.",
+        "workers; model puts layers on devices; tensor splits layers over devices.",
         values,
     )
     flags.DEFINE_integer(

@@ -11,6 +11,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.commands.flags import StartError, UsageError, device_memory
+from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.placement.stages import PlacementError
@@ -66,6 +67,11 @@ class Form:
                 return model_parallel(build_model, self.devices, **self.cut)
             except PlacementError as error:
                 raise UsageError(str(error)) from error
+        if self.name == "tensor":
+            try:
+                return tensor_parallel(build_model, self.devices)
+            except PlacementError as error:
+                raise UsageError(str(error)) from error
         if self.strategy is not None:
             return data_parallel(build_model, self.strategy)
         return data_parallel(build_model, devices=self.devices)
@@ -77,6 +83,8 @@ class Form:
         number = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
         if self.name == "model":
             return f"layers on {number} ({names})"
+        if self.name == "tensor":
+            return f"layers split over {number} ({names})"
         if self.workers is not None:
             return f"data parallel on {self.workers.num_workers} workers, {number} each ({names})"
         return f"data parallel on {number} ({names})"
