@@ -76,7 +76,10 @@ def plan(
     in_parts: set[str] = set()
     for layer in layers_in_order(model):
         name, sources = layer.name, graph.sources[layer.name]
-        reads_parts = len(sources) == 1 and sources[0] in in_parts
+        # Parts that somebody else wants as a whole would be joined all the same.
+        reads_parts = (
+            len(sources) == 1 and sources[0] in in_parts and len(graph.readers[sources[0]]) == 1
+        )
         kind = _kind(layer, num_devices, reads_parts, graph)
         if name in asked:
             kind = _asked_kind(layer, asked[name], num_devices, graph)
@@ -164,7 +167,7 @@ class Graph:
     Attributes:
         nodes: The calls of each layer, by its name.
         sources: The names of the layers that it reads.
-        readers: The names of the layers that read it.
+        readers: The names of the layers that read it; the model's caller reads its outputs.
     """
 
     def __init__(self, model: keras.Model):
@@ -186,6 +189,8 @@ class Graph:
             name: [reader for reader, sources in self.sources.items() if name in sources]
             for name in self.nodes
         }
+        for tensor in functional.outputs:
+            self.readers[tensor._keras_history.operation.name].append("the model's caller")
 
 
 def _count(layer) -> int | None:

@@ -136,7 +136,7 @@ def _split_layers(model, devices, kinds, initialize) -> None:
     graph = plan.Graph(model)
     sizes: dict[str, list[int]] = {}
     for layer in layers_in_order(model):
-        if isinstance(layer, keras.Model) and hasattr(layer, "operations"):
+        if _is_graph(layer):
             continue  # It is split by itself.
         kind = kinds.get(layer.name)
         initialize(layer)
@@ -187,9 +187,14 @@ def _models_in(model) -> list[keras.Model]:
     """The model and the functional ones nested in it, the innermost first."""
     found = []
     for layer in layers_in_order(model):
-        if isinstance(layer, keras.Model) and hasattr(layer, "operations"):
+        if _is_graph(layer):
             found += [each for each in _models_in(layer) if each not in found]
     return [*found, model]
+
+
+def _is_graph(layer) -> bool:
+    """Whether a layer is a functional or Sequential model, with an input shape."""
+    return hasattr(getattr(layer, "_functional", None) or layer, "_nodes_by_depth")
 
 
 def _nothing(model, models, num_devices) -> str:
