@@ -61,7 +61,7 @@ class ParallelMultiHeadAttention(SplitLayer):
                 [local.get_config()[max(heads, key=heads.get)] for local in locals_],
                 axis=-1 - 2 * len(getattr(self, "_attention_axes", None) or (1,)),
             )  # fmt: skip
-        object.__setattr__(self, "_locals", locals_)
+        self._hold(locals_)
 
     def call(self, query, value, key=None, **kwargs):
         """Computes the heads, each on its device, and sums what they say."""
@@ -73,7 +73,7 @@ class ParallelMultiHeadAttention(SplitLayer):
             if id(tensor) not in copies:  # Self-attention reads one tensor three times.
                 copies[id(tensor)] = on_each(tensor, self._devices)
         outputs = []
-        for k, (local, device) in enumerate(zip(self._locals, self._devices, strict=True)):
+        for k, (local, device) in enumerate(zip(self._small.layers, self._devices, strict=True)):
             own = {**kwargs, **{name: copies[id(kwargs[name])][k] for name in names}}
             with tf.device(device):
                 outputs.append(local(*(copies[id(tensor)][k] for tensor in inputs), **own))

@@ -89,12 +89,12 @@ class FeaturewiseWeights(SplitLayer):
         if mask is not None and isinstance(self, keras.layers.BatchNormalization):
             # Keras itself hands a mask on with tensors alone.
             kwargs["mask"] = mask
-        for local in self._locals:
+        for local in self._small.layers:
             if local.trainable != self.trainable:  # Frozen batch normalization is another.
                 local.trainable = self.trainable
         if not isinstance(inputs, Parts):
             shape = _shape(self)
-            sizes = [local.get_build_config()["input_shape"][-1] for local in self._locals]
+            sizes = [local.get_build_config()["input_shape"][-1] for local in self._small.layers]
             inputs = Parts(tf.split(inputs, sizes, len(shape) - 1), -1, self._devices)
         return Parts(self._on_devices(inputs.tensors, **kwargs), -1, self._devices)
 

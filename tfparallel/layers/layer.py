@@ -15,6 +15,16 @@ from tfparallel.layers.variable import split_variable
 __all__ = ["SplitLayer", "WholeLayer", "local_layer", "sizes_of"]
 
 
+class _Held:
+    """What holds the smaller layers, so that Keras writes and reads the whole one's weights alone.
+
+    It looks for layers in all attributes, and in lists and dictionaries there.
+    """
+
+    def __init__(self, layers: list[keras.Layer]):
+        self.layers = layers
+
+
 class WholeLayer:
     """Extends a layer that is left in place: on the first device, it reads whole tensors."""
 
@@ -41,9 +51,12 @@ class SplitLayer:
         """Makes the smaller layers, and has them take over the weights."""
         raise NotImplementedError
 
+    def _hold(self, locals_: Sequence[keras.Layer]) -> None:
+        object.__setattr__(self, "_small", _Held(list(locals_)))
+
     def _take(self, locals_: Sequence[keras.Layer], axes: dict[str, int]) -> None:
         """Keeps the smaller layers; their variables become the parts, by name, along the axes."""
-        object.__setattr__(self, "_locals", list(locals_))
+        self._hold(locals_)
         for variable in self.variables:
             if variable.name in axes:
                 parts = [
@@ -56,7 +69,7 @@ class SplitLayer:
         """Calls each smaller layer on its device with its part of each input."""
         outputs = []
         for local, device, own in zip(
-            self._locals, self._devices, zip(*inputs, strict=True), strict=True
+            self._small.layers, self._devices, zip(*inputs, strict=True), strict=True
         ):
             with tf.device(device):
                 outputs.append(local(*own, **kwargs))

@@ -144,7 +144,7 @@ def _clipped(gradients, clipnorm) -> list:
     norm = tf.where(is_some, tf.sqrt(tf.where(is_some, total, tf.ones_like(total))), total)
     found = []
     for gradient, value in zip(gradients, values, strict=True):
-        own = value * tf.cast(clipnorm, value.dtype) / tf.maximum(norm, clipnorm)
+        own = value * clipnorm / tf.maximum(norm, clipnorm)
         if isinstance(gradient, tf.IndexedSlices):
             own = tf.IndexedSlices(own, gradient.indices, gradient.dense_shape)
         found.append(own)
