@@ -109,6 +109,13 @@ def common_flags() -> flags.FlagValues:
         "global_batch_size", 64, "Examples in a step, over all devices.", flag_values=values
     )
     balance_flags(values)
+    flags.DEFINE_enum(
+        "convolutions",
+        "channels",
+        ("channels", "height"),
+        "For tensor: what convolutions are split by.",
+        values,
+    )
     flags.DEFINE_integer(
         "seed", 0, "Fixes the initial weights and the order of the data.", flag_values=values
     )
@@ -245,6 +252,11 @@ def common_problems(values: flags.FlagValues) -> list[str]:
         problems.append(
             f"--{name} says where --parallel=model cuts. Received: --{name}="
             f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
+        )
+    if values.parallel != "tensor" and values.convolutions != "channels":
+        problems.append(
+            "--convolutions says how --parallel=tensor splits. Received: --convolutions="
+            f"{values.convolutions} with --parallel={values.parallel}. Drop --convolutions."
         )
     count = len(values.devices) if values.devices is not None else values.num_devices
     if values.parallel == "none" and count is not None and count > 1:

@@ -30,7 +30,7 @@ class Form:
         name: What `--parallel` says.
         devices: The devices of this worker.
         strategy: What joins the workers of a job; None for one process.
-        cut: How layers are shared out to the devices, as `model_parallel` takes it.
+        cut: How layers are shared out to the devices, as the form's builder takes it.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Form:
                 raise UsageError(str(error)) from error
         if self.name == "tensor":
             try:
-                return tensor_parallel(build_model, self.devices)
+                return tensor_parallel(build_model, self.devices, **self.cut)
             except PlacementError as error:
                 raise UsageError(str(error)) from error
         if self.strategy is not None:
@@ -143,6 +143,8 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
 
 
 def _cut(values) -> dict[str, Any]:
+    if values.parallel == "tensor":
+        return {"convolutions": values.convolutions}
     return {
         "balance": values.balance,
         "device_memory": device_memory(values),

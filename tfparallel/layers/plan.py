@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import keras
 
 from tfparallel.extend import original_class
+from tfparallel.layers.spatial_plan import HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.stages import PlacementError
 
@@ -26,7 +27,7 @@ __all__ = ["KINDS", "Graph", "plan"]
 _layers = keras.layers
 COLUMN, GATHERED, ROW, FEATURES = "column", "column, gathered", "row", "features"
 HEADS, VOCABULARY, JOINED = "heads", "vocabulary", "joined"
-KINDS = (COLUMN, GATHERED, ROW, FEATURES, HEADS, VOCABULARY, JOINED)
+KINDS = (COLUMN, GATHERED, ROW, FEATURES, HEADS, VOCABULARY, JOINED, HEIGHT)
 
 _PAIRED = {_layers.Dense, _layers.Conv2D}
 _ATTENTION = {_layers.MultiHeadAttention, _layers.GroupQueryAttention}
@@ -55,14 +56,19 @@ _MIX_FEATURES = {"softmax", "log_softmax", "glu", "sparsemax"}
 
 
 def plan(
-    model: keras.Model, num_devices: int, asked: Mapping[str, str | None] | None = None
+    model: keras.Model,
+    num_devices: int,
+    asked: Mapping[str, str | None] | None = None,
+    by_height: bool = False,
 ) -> dict[str, str]:
     """Says how each layer of a functional or Sequential model is split.
 
     Args:
         model: A built model. Models nested in it are looked at by themselves.
         num_devices: How many parts there are to be.
-        asked: A kind of `SPLITS` by the layer's name; None leaves the layer in place.
+        asked: How single layers are split, by their names; None leaves one in place.
+        by_height: Whether convolutions, and what is between them, are split by the picture's height
+            and not by channels.
 
     Returns:
         One of `KINDS` by the layer's name; what is left in place is not named.
@@ -74,6 +80,7 @@ def plan(
     graph = Graph(model)
     found: dict[str, str] = {}
     in_parts: set[str] = set()
+    in_rows: set[str] = set()
     for layer in layers_in_order(model):
         name, sources = layer.name, graph.sources[layer.name]
         # Parts that somebody else wants as a whole would be joined all the same.
@@ -81,11 +88,18 @@ def plan(
             len(sources) == 1 and sources[0] in in_parts and len(graph.readers[sources[0]]) == 1
         )
         kind = _kind(layer, num_devices, reads_parts, graph)
+        if by_height and _is_plain(layer) and len(graph.nodes[name]) == 1:
+            if is_split_by_height(layer, graph, num_devices, in_rows):
+                kind = HEIGHT
+            elif isinstance(layer, _layers.Conv2D):
+                kind = None
         if name in asked:
             kind = _asked_kind(layer, asked[name], num_devices, graph)
         if kind is None:
             continue
         found[name] = kind
+        if kind == HEIGHT and is_in_rows(layer):
+            in_rows.add(name)
         if kind in (FEATURES, JOINED) or (kind == COLUMN and not _mixes(layer)):
             in_parts.add(name)
     return _used(found, graph)
@@ -191,6 +205,10 @@ class Graph:
         }
         for tensor in functional.outputs:
             self.readers[tensor._keras_history.operation.name].append("the model's caller")
+
+    def reading_layers(self, name: str) -> list[str]:
+        """The names of the layers that read a layer's output."""
+        return [reader for reader in self.readers[name] if reader in self.nodes]
 
 
 def _count(layer) -> int | None:

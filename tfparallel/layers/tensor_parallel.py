@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.extend import classes_of, extend, original_class
-from tfparallel.layers import featurewise, plan
+from tfparallel.layers import featurewise, plan, spatial_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
 from tfparallel.layers.convolution import ChannelParallelConv2D, ChannelReducingConv2D
 from tfparallel.layers.dense import ColumnParallelDense, RowParallelDense
@@ -27,6 +27,7 @@ def tensor_parallel(
     devices: Sequence[str],
     *,
     split: Mapping[str, str | None] | None = None,
+    convolutions: str = "channels",
 ) -> keras.Model:
     """Splits the layers of a functional or Sequential model over several devices.
 
@@ -46,6 +47,10 @@ def tensor_parallel(
         split: How single layers are split, by their names, where that is not what the model's
             graph suggests: "column" or "row" for `Dense` and `Conv2D`, "heads" for attention,
             "vocabulary" for `Embedding`, None to leave a layer in place.
+        convolutions: "channels": convolutions are split by channels, weights and all. "height": they
+            are split by the height of the picture, and so is what stands between them; each device
+            holds some rows of each activation, reads the whole kernels, and exchanges the rows at
+            the border. For large pictures and small kernels.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
@@ -67,28 +72,34 @@ def tensor_parallel(
         raise PlacementError(
             f"A layer is split over two devices or more. Received: devices={list(devices)}."
         )
+    if convolutions not in ("channels", "height"):
+        raise PlacementError(
+            "`convolutions` must be 'channels' or 'height'. Received: "
+            f"convolutions={convolutions!r}."
+        )
+    asked = (dict(split or {}), convolutions == "height")
     if isinstance(model_or_function, keras.Model):
-        return _copy_of(model_or_function, names, split)
+        return _copy_of(model_or_function, names, asked)
     try:
         built = StoragelessModel(lambda: model_of(model_or_function))
     except NeedsStorage:
-        return _copy_of(model_of(model_or_function), names, split)
+        return _copy_of(model_of(model_or_function), names, asked)
     check_model(built.model)
     if not all(built.waits_for(variable) for variable in built.model.variables):
         # A layer from elsewhere has its variables already.
         built.initialize_rest()
-        return _copy_of(built.model, names, split)
+        return _copy_of(built.model, names, asked)
     model = _split(
         built.model,
         names,
-        split,
+        asked,
         lambda layer: built.initialize(layer.variables, names[0]),
     )
     built.initialize_rest()
     return model
 
 
-def _copy_of(model: keras.Model, devices, split) -> keras.Model:
+def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
     check_model(model)
     with keras.saving.custom_object_scope(classes_of(model)), tf.device(devices[0]):
         copy = keras.models.clone_model(
@@ -98,7 +109,7 @@ def _copy_of(model: keras.Model, devices, split) -> keras.Model:
             target.assign(source)
     for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
         target.trainable = source.trainable
-    _split(copy, devices, split, lambda layer: None)
+    _split(copy, devices, asked, lambda layer: None)
     if model.compiled and (config := model.get_compile_config()) is not None:
         copy.compile_from_config(config)
         if model.optimizer is not None and model.optimizer.built:
@@ -108,9 +119,9 @@ def _copy_of(model: keras.Model, devices, split) -> keras.Model:
     return copy
 
 
-def _split(model, devices, split, initialize) -> keras.Model:
+def _split(model, devices, asked, initialize) -> keras.Model:
     """Splits a model's layers in place, one after the other."""
-    asked = dict(split or {})
+    asked, by_height = asked
     models = _models_in(model)
     names = {layer.name for each in models for layer in layers_in_order(each)}
     unknown = [name for name in asked if name not in names]
@@ -121,7 +132,7 @@ def _split(model, devices, split, initialize) -> keras.Model:
         )
     kinds = {}
     for each in models:
-        kinds[id(each)] = plan.plan(each, len(devices), asked)
+        kinds[id(each)] = plan.plan(each, len(devices), asked, by_height)
     found = {name: kind for each in models for name, kind in kinds[id(each)].items()}
     if not found:
         raise PlacementError(_nothing(model, models, len(devices)))
@@ -145,7 +156,7 @@ def _split_layers(model, devices, kinds, initialize) -> None:
             continue
         source = sizes.get(graph.sources[layer.name][0])
         extend(layer, _class_of(layer, kind), _devices=devices, _allow_non_tensor_positional_args=True)
-        layer.split(**_options(kind, source))
+        layer.split(**_options(kind, source, graph.nodes[layer.name][0]))
         if kind == plan.COLUMN:
             sizes[layer.name] = sizes_of(getattr(layer, layer._count), devices)
         elif kind == plan.FEATURES:
@@ -157,6 +168,8 @@ def _split_layers(model, devices, kinds, initialize) -> None:
 
 
 def _class_of(layer, kind) -> type:
+    if kind == plan.HEIGHT:
+        return spatial_plan.class_of(layer)
     if kind == plan.FEATURES:
         if isinstance(layer, keras.layers.Dropout):
             return featurewise.FeaturewiseDropout
@@ -175,7 +188,9 @@ def _class_of(layer, kind) -> type:
     }[kind]
 
 
-def _options(kind, source) -> dict:
+def _options(kind, source, node) -> dict:
+    if kind == plan.HEIGHT:
+        return {"shape": node.input_tensors[0].shape, "height": node.outputs[0].shape[1]}
     if kind == plan.GATHERED:
         return {"gather": True}
     if kind in (plan.ROW, plan.FEATURES, plan.JOINED):
