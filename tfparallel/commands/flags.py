@@ -230,9 +230,9 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             "The number of workers must be at least 1. "
             f"Received: --num_workers={values.num_workers}."
         )
-    if values.num_workers is not None and values.parallel == "none":
+    if values.num_workers is not None and values.parallel in ("none", "tensor"):
         problems.append(
-            "--parallel=none has no workers. "
+            f"--parallel={values.parallel} has no workers. "
             f"Received: --num_workers={values.num_workers}. Use --parallel=data or model."
         )
     for name in ("start_timeout", "stall_timeout"):
