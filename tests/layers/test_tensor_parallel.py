@@ -59,7 +59,7 @@ def convolutions():
 
 
 def attention():
-    """Heads that 2 and 3 devices do not divide, dropout on the scores, a mask, a model in a model."""
+    """Heads that 2 and 3 devices do not divide, dropout on the scores, a mask, a nested model."""
     inputs = keras.Input((6, 6, 2))
     x = layers.Reshape((12, 6), name="rows")(inputs)
     x = layers.Masking(0.0, name="mask")(x)
@@ -335,6 +335,38 @@ def test_an_input_split_by_features_meets_a_row_parallel_layer():
     # A whole input is cut by features where that is asked for.
     asked = tfparallel.tensor_parallel(two_layers, DEVICES[:2], split={"a": "row"})
     assert asked.split == {"a": "row", "b": "column", "e": "row"}
+
+
+def test_operations_that_are_no_layers_read_whole_tensors():
+    def build():
+        inputs = keras.Input((6, 6, 2))
+        y = layers.Conv2D(4, 3, name="a")(inputs)
+        x = layers.Dense(6, name="b")(layers.Flatten(name="flatten")(y * 2.0))
+        y = layers.Dense(6, name="c")(x)
+        return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="e")(keras.ops.tanh(x) + y))
+
+    plain = seeded(build)
+    for convolutions in ("channels", "height"):
+        model = tfparallel.tensor_parallel(plain, DEVICES[:2], convolutions=convolutions)
+        assert model.split.get("a") == {"channels": "column, gathered"}.get(convolutions)
+        assert model.split["b"] == "column, gathered"
+        np.testing.assert_allclose(
+            model.predict(data()[0], verbose=0), plain.predict(data()[0], verbose=0), rtol=1e-12
+        )
+
+
+@pytest.mark.parametrize("from_logits", [True, False])
+@pytest.mark.parametrize("activation", [None, "softmax", "relu", "sigmoid"])
+def test_a_softmax_loss_of_any_output_is_that_of_plain_keras(activation, from_logits):
+    x, y = np.random.default_rng(0).normal(size=(9, 6)), np.arange(9) % NUM_CLASSES
+    losses = []
+    plain = seeded(
+        lambda: keras.Sequential([keras.Input((6,)), layers.Dense(NUM_CLASSES, activation)])
+    )
+    for model in (plain, tfparallel.tensor_parallel(plain, DEVICES[:2])):
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits))
+        losses.append(model.evaluate(x, y, verbose=0))
+    np.testing.assert_allclose(*losses, rtol=1e-12)
 
 
 def test_several_steps_an_execution_and_eager_steps():

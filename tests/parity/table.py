@@ -185,9 +185,9 @@ epoch, is compared by name. A cell is the worst of all its runs.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two
-stages, on two devices; `tensor_parallel` has each layer that can be split in two parts; `workers` is `data_parallel` on
-worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted below; of those not
-run for the page `make test` runs a sample.
+stages, on two devices; `tensor_parallel` has each layer that can be split in two parts; `workers`
+is `data_parallel` on worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted
+below; of those not run for the page `make test` runs a sample.
 """
 
 UPSTREAM = """\

@@ -24,9 +24,9 @@ class ParallelMultiHeadAttention(SplitLayer):
 
         y = Σ_k attention(x·Q_k, x·K_k, x·V_k)·O_k + b
 
-    A column-parallel projection, softmax head by head, and a row-parallel one: one reduction forward,
-    one backward. Of grouped-query attention a device gets whole groups: key and value heads, with
-    the query heads that read them.
+    A column-parallel projection, softmax head by head, and a row-parallel one: one reduction
+    forward, one backward. Of grouped-query attention a device gets whole groups: key and value
+    heads, with the query heads that read them.
 
     Input: query `(batch, T, width)`, value and key `(batch, S, width)`, masks, all whole. Output:
     `(batch, T, width)`, whole, on the first device.

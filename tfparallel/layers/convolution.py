@@ -36,6 +36,6 @@ class ChannelParallelConv2D(ColumnParallel):
 
 
 class ChannelReducingConv2D(RowParallel):
-    """The second convolution of a pair: it reads channels in parts (see `ChannelParallelConv2D`)."""
+    """The second convolution of a pair, which reads parts (see `ChannelParallelConv2D`)."""
 
     _axis = 2

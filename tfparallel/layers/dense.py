@@ -42,8 +42,9 @@ class ColumnParallel(SplitLayer):
         outputs = parts.whole()
         if self.activation is not None:
             outputs = self.activation(outputs)
-        # A softmax loss finds the logits here, and need not wait for the whole.
-        outputs._tfparallel_logits = parts
+        if self.activation in (None, keras.activations.linear, keras.activations.softmax):
+            # A softmax loss finds the logits here, and need not wait for the whole.
+            outputs._tfparallel_logits = parts
         return outputs
 
 

@@ -17,8 +17,8 @@ class VocabParallelEmbedding(SplitLayer):
         5…9 │    E_1    │ CPU:1   ── E_1[4], E_1[4] ──┘
             └───────────┘
 
-    Each id is sent to its owner, and its row back: nothing is added up, and no row that nobody asked
-    for travels. The gradient of a part stays sparse, in the order in which the ids came.
+    Each id is sent to its owner, and its row back: nothing is added up, and no row travels that
+    nobody asked for. The gradient of a part stays sparse, in the order in which the ids came.
 
     Input: ids `(batch, …)`, whole. Output: `(batch, …, width)`, whole.
 

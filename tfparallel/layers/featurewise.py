@@ -105,4 +105,5 @@ def _shape(layer):
 
 def _feature_axis(layer, variable) -> int:
     # A depthwise kernel is (height, width, channels, multiplier); all others end in the features.
-    return 2 if isinstance(layer, keras.layers.DepthwiseConv2D) and variable.ndim == 4 else variable.ndim - 1
+    is_depthwise = isinstance(layer, keras.layers.DepthwiseConv2D) and variable.ndim == 4
+    return 2 if is_depthwise else variable.ndim - 1

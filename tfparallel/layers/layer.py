@@ -39,17 +39,14 @@ class SplitLayer:
     """Extends a built layer of Keras that is computed by smaller ones, one on each device.
 
     The smaller ones are plain layers of the same class. Their variables are the parts of this
-    one's, which keep their place, names and shapes in the model.
+    one's, which keep their place, names and shapes in the model. Each class has a method `split`
+    that makes the smaller layers, and a `call` that puts together what they compute.
     """
 
     def __call__(self, *args, **kwargs):
         """Calls the layer; a tensor in parts may stand where a tensor does."""
         with tf.device(self._devices[0]):
             return super().__call__(*args, **kwargs)
-
-    def split(self, **options: Any) -> None:
-        """Makes the smaller layers, and has them take over the weights."""
-        raise NotImplementedError
 
     def _hold(self, locals_: Sequence[keras.Layer]) -> None:
         object.__setattr__(self, "_small", _Held(list(locals_)))

@@ -2,15 +2,16 @@
 
 Walked in the order of the layers:
 
-    Dense, Conv2D           column: its output is in parts
-    … whose input is in parts   row: it sums
-    featurewise layers behind a column   stay in parts, if a row follows them
-    attention               by heads
-    Embedding               by the vocabulary
-    Concatenate of as many inputs as devices    joined: parts for a row, the feature partition
+    Dense, Conv2D                           column: its output is in parts
+    Dense, Conv2D, if its input is          row: it sums
+    what works feature by feature           features: stays in parts, between column and row
+    attention                               heads
+    Embedding                               vocabulary
+    Concatenate of an input for each device joined: parts for a row, the feature partition
+    convolutions and pooling, if so asked   height: rows of the picture (`spatial_plan.py`)
 
-A column whose parts nobody can use hands its output on whole. A layer that is called more than once,
-belongs to a class of the user's own, or adds a loss for its activity, is left in place.
+A column whose parts nobody can use hands its output on whole. A layer that is called more than
+once, belongs to a class of the user's own, or adds a loss for its activity, is left in place.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 import keras
 
 from tfparallel.extend import original_class
-from tfparallel.layers.spatial_plan import HEIGHT, is_in_rows, is_split_by_height
+from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.stages import PlacementError
 
@@ -179,18 +180,20 @@ class Graph:
     """Who reads what, in one functional or Sequential model.
 
     Attributes:
-        nodes: The calls of each layer, by its name.
-        sources: The names of the layers that it reads.
-        readers: The names of the layers that read it; the model's caller reads its outputs.
+        nodes: The calls of each layer, and of each operation that is no layer, by name.
+        sources: The names of what it reads.
+        layers: The names of those that are layers.
+        readers: The names of what reads it; the model's caller reads its outputs.
     """
 
     def __init__(self, model: keras.Model):
         functional = getattr(model, "_functional", None) or model
         own = {id(node) for nodes in functional._nodes_by_depth.values() for node in nodes}
         self.nodes = {
-            layer.name: [node for node in layer._inbound_nodes if id(node) in own]
-            for layer in functional.layers
+            operation.name: [node for node in operation._inbound_nodes if id(node) in own]
+            for operation in functional.operations
         }
+        self.layers = {layer.name for layer in functional.layers}
         self.sources = {
             name: [
                 tensor._keras_history.operation.name
@@ -204,11 +207,7 @@ class Graph:
             for name in self.nodes
         }
         for tensor in functional.outputs:
-            self.readers[tensor._keras_history.operation.name].append("the model's caller")
-
-    def reading_layers(self, name: str) -> list[str]:
-        """The names of the layers that read a layer's output."""
-        return [reader for reader in self.readers[name] if reader in self.nodes]
+            self.readers[tensor._keras_history.operation.name].append(CALLER)
 
 
 def _count(layer) -> int | None:

@@ -11,9 +11,9 @@ Weights are whole; the pictures, and with them the activations, are in parts:
                 │  rows 4 … 7                  │
                 └──────────────────────────────┘
 
-Output rows [a, b) of a window of extent e and stride s, with p rows of padding above, need the input
-rows [a·s − p, (b − 1)·s − p + e). Those of them that another device holds are sent: the halo. Rows
-outside of the picture are padding, which only the first and the last part have.
+Output rows [a, b) of a window of extent e and stride s, with p rows of padding above, need the
+input rows [a·s − p, (b − 1)·s − p + e). Those of them that another device holds are sent: the halo.
+Rows outside of the picture are padding, which only the first and the last part have.
 
 References:
     Dryden, Maruyama, Benson, Moon, Snir, Van Essen. Improving Strong-Scaling of CNN Training by
@@ -95,9 +95,6 @@ class SpatialWindow(SplitLayer):
         tensors = [keras.ops.convert_to_tensor(v) for v in variables if v is not None]
         copies = [on_each(tensor, self._devices) for tensor in tensors]
         return zip(*copies, strict=True) if copies else [()] * len(self._devices)
-
-    def _slide(self, picture, *weights, pad):
-        raise NotImplementedError
 
 
 class SpatialParallelConv2D(SpatialWindow):

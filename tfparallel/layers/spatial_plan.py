@@ -10,9 +10,10 @@ import keras
 from tfparallel.extend import original_class
 from tfparallel.layers import spatial
 
-__all__ = ["HEIGHT", "class_of", "is_in_rows", "is_split_by_height"]
+__all__ = ["CALLER", "HEIGHT", "class_of", "is_in_rows", "is_split_by_height"]
 
 HEIGHT = "height"
+CALLER = "the model's caller"
 
 _layers = keras.layers
 _WINDOWS = {
@@ -58,10 +59,14 @@ def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set
         return False
     if getattr(layer, "data_format", None) == "channels_first":
         return False
-    is_output = len(graph.readers[layer.name]) > len(graph.reading_layers(layer.name))
-    if is_output and getattr(layer, "activation", None) is not None:
-        if getattr(layer.activation, "__name__", "") != "linear":
-            return False
+    others = [name for name in graph.readers[layer.name] if name not in graph.layers]
+    if others and others != [CALLER]:
+        return False  # An operation that is no layer cannot join parts.
+    if others and getattr(layer, "activation", keras.activations.linear) not in (
+        None,
+        keras.activations.linear,
+    ):
+        return False
     if cls in _WINDOWS:
         return outputs[1] >= num_devices
     if not all(source in in_rows for source in graph.sources[layer.name]):

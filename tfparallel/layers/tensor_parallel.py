@@ -31,9 +31,9 @@ def tensor_parallel(
 ) -> keras.Model:
     """Splits the layers of a functional or Sequential model over several devices.
 
-    Use it when single layers are too large for a device, or too slow on one: the devices work at the
-    same time, each on its part of every split layer. Weights, gradients, slots and updates of a part
-    are where the part is. The weights that come out are those of one device.
+    Use it when single layers are too large for a device, or too slow on one: the devices work at
+    the same time, each on its part of every split layer. Weights, gradients, slots and updates of a
+    part are where the part is. The weights that come out are those of one device.
 
     What is split, and what is exchanged for it, is told by `docs/split_layers.md`; the rest of the
     model is on the first device.
@@ -47,10 +47,10 @@ def tensor_parallel(
         split: How single layers are split, by their names, where that is not what the model's
             graph suggests: "column" or "row" for `Dense` and `Conv2D`, "heads" for attention,
             "vocabulary" for `Embedding`, None to leave a layer in place.
-        convolutions: "channels": convolutions are split by channels, weights and all. "height": they
-            are split by the height of the picture, and so is what stands between them; each device
-            holds some rows of each activation, reads the whole kernels, and exchanges the rows at
-            the border. For large pictures and small kernels.
+        convolutions: "channels": convolutions are split by channels, weights and all. "height":
+            they are split by the height of the picture, and so is what stands between them; each
+            device holds some rows of each activation, reads the whole kernels, and exchanges the
+            rows at the border. For large pictures and small kernels.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
@@ -58,8 +58,8 @@ def tensor_parallel(
 
     Raises:
         ValueError: If the model is no functional or Sequential one, is compiled for a step of its
-            own or under a strategy, nothing in it can be split, a layer cannot be split as is asked,
-            or a device is unknown.
+            own or under a strategy, nothing in it can be split, a layer cannot be split as is
+            asked, or a device is unknown.
 
     Example:
         >>> model = tfparallel.tensor_parallel(build_model, devices=["CPU:0", "CPU:1"])
@@ -101,10 +101,11 @@ def tensor_parallel(
 
 def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
     check_model(model)
+    def plain(layer):
+        return original_class(layer).from_config(layer.get_config())
+
     with keras.saving.custom_object_scope(classes_of(model)), tf.device(devices[0]):
-        copy = keras.models.clone_model(
-            model, clone_function=lambda layer: original_class(layer).from_config(layer.get_config())
-        )
+        copy = keras.models.clone_model(model, clone_function=plain)
         for source, target in zip(model.variables, copy.variables, strict=True):
             target.assign(source)
     for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
@@ -155,7 +156,9 @@ def _split_layers(model, devices, kinds, initialize) -> None:
             extend(layer, WholeLayer, _devices=devices)
             continue
         source = sizes.get(graph.sources[layer.name][0])
-        extend(layer, _class_of(layer, kind), _devices=devices, _allow_non_tensor_positional_args=True)
+        extend(layer, _class_of(layer, kind), _devices=devices)
+        # Keras would refuse a tensor in parts.
+        object.__setattr__(layer, "_allow_non_tensor_positional_args", True)
         layer.split(**_options(kind, source, graph.nodes[layer.name][0]))
         if kind == plan.COLUMN:
             sizes[layer.name] = sizes_of(getattr(layer, layer._count), devices)
@@ -221,9 +224,9 @@ def _nothing(model, models, num_devices) -> str:
     return (
         f"Nothing in model '{model.name}' can be split over {num_devices} devices. Required is one "
         f"layer at least: Dense or Conv2D with {num_devices} units or filters, attention with "
-        f"{num_devices} heads, or an Embedding of {num_devices} ids; of Keras's own classes, called "
-        f"once, without activity regularizer. Received: {', '.join(layers)}. Take fewer devices, or "
-        "`tfparallel.data_parallel`."
+        f"{num_devices} heads, or an Embedding of {num_devices} ids; of Keras's own classes, "
+        f"called once, without activity regularizer. Received: {', '.join(layers)}. Take fewer "
+        "devices, or `tfparallel.data_parallel`."
     )
 
 
