@@ -31,7 +31,7 @@ WINDOWS = [
     *itertools.product(
         [layers.Conv2D, layers.DepthwiseConv2D, layers.MaxPooling2D, layers.AveragePooling2D],
         ["same", "valid"],
-        [(2, 1), (3, 1), (3, 2), (5, 3), (2, 3)],
+        [(3, 1), (3, 2), (2, 3)],
         [1],
     ),
     (layers.Conv2D, "same", (3, 1), 2),
@@ -57,7 +57,7 @@ def test_windows_of_all_kinds_are_those_of_the_whole_picture():
             outputs.append(layers.Flatten()(output))
         return keras.Model(inputs, outputs), used
 
-    for height, num_devices in ((16, 2), (13, 3), (11, 4)):
+    for height, num_devices in ((8, 2), (11, 4)):
         plain, used = seeded(lambda h=height, n=num_devices: build(h, n))
         model = tfparallel.tensor_parallel(plain, DEVICES[:num_devices], convolutions="height")
         for index, is_split in enumerate(used):

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tfparallel.layers.parts import Parts
 from tfparallel.layers.variable import SplitVariable, parts_of
 from tfparallel.placement.audit import device_of, short
 
@@ -377,6 +378,15 @@ def test_several_steps_an_execution_and_eager_steps():
             model.compile("sgd", "sparse_categorical_crossentropy", **options)
             results.append(train(model, epochs=1))
         assert_equal(*results)
+
+
+def test_keras_refuses_a_tensor_in_parts():
+    """Canary: the day it does not, no layer need be told that it may."""
+    layer = layers.Dense(2)
+    layer.build((None, 4))
+    parts = Parts([tf.zeros((3, 2)), tf.zeros((3, 2))], -1, DEVICES[:2])
+    with pytest.raises(ValueError, match="Only input tensors may be passed"):
+        layer(parts)
 
 
 # --- What is refused --------------------------------------------------------------------------
