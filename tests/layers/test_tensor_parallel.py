@@ -182,6 +182,22 @@ def test_what_an_optimizer_does_is_that_of_the_whole_weight(optimizer, options):
     assert_equal(train(model), expected)
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_what_weight_decay_leaves_out_is_left_out(by_name):
+    results = []
+    plain = seeded(two_layers)
+    parts = tfparallel.tensor_parallel(lambda: seeded(two_layers), DEVICES[:2])
+    for model in (plain, parts):
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        kernel = model.get_layer("a").kernel
+        optimizer.exclude_from_weight_decay(
+            **({"var_names": ["a/", "b/bias"]} if by_name else {"var_list": [kernel]})
+        )
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        results.append(train(model, epochs=1))
+    assert_equal(*results)
+
+
 @pytest.mark.parametrize("optimizer", ["Lamb", "Adafactor", "Muon"])
 def test_an_optimizer_that_looks_at_whole_weights_is_refused(optimizer):
     model = tfparallel.tensor_parallel(two_layers, DEVICES[:2])

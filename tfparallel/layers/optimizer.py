@@ -29,6 +29,10 @@ class SplitOptimizer(PlacedOptimizer):
 
     def build(self, variables):
         """Makes the slots, each beside its part."""
+        left_out = getattr(self, "_exclude_from_weight_decay", set())
+        for variable in variables:
+            if isinstance(variable, SplitVariable) and self._var_key(variable) in left_out:
+                left_out.update(map(self._var_key, variable.parts))
         super().build(parts_of(variables))
 
     def apply(self, grads, trainable_variables=None):

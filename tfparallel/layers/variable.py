@@ -32,7 +32,11 @@ class SplitVariable:
     def value(self):
         """The whole value, joined on the first part's device."""
         with tf.device(self.parts[0].value.device):
-            return tf.concat([part.value for part in self.parts], self.axis)
+            value = tf.concat([part.value for part in self.parts], self.axis)
+        if tf.executing_eagerly():
+            # By which an optimizer knows a variable that it is told to leave out.
+            value._unique_id = f"split_{id(self)}"
+        return value
 
     def assign(self, value):
         """Cuts a whole value into the parts.
