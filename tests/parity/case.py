@@ -7,6 +7,7 @@ object that builds and compiles the model:
     Builder(devices)               tfparallel.data_parallel(build, devices=...)
     DropIn(devices)                the same code under MirroredStrategy.scope()
     Stages(devices)                tfparallel.model_parallel(build, devices=...)
+    Split(devices)                 tfparallel.tensor_parallel(build, devices=...)
 
 A case trains under a form and returns what it *observed*: a flat dictionary of
 arrays, every variable of the model and of its optimizers by path, every loss and
@@ -173,7 +174,24 @@ class Stages(Plain):
         return model
 
 
-FORMS = {form.name: form for form in (Builder, DropIn, Stages)}
+class Split(Plain):
+    """`tfparallel.tensor_parallel` with a part of each layer on each of `devices`."""
+
+    name = "tensor_parallel"
+
+    def __init__(self, devices: list[str]):
+        self.devices = devices
+
+    def make(self, build, compile=None) -> keras.Model:
+        import tfparallel
+
+        model = tfparallel.tensor_parallel(build, devices=self.devices)
+        if compile is not None:
+            compile(model)
+        return model
+
+
+FORMS = {form.name: form for form in (Builder, DropIn, Stages, Split)}
 
 SEED = 7
 
@@ -234,8 +252,8 @@ def of_known_size(x):
 def fit_arguments(case: Case, form: Plain | None = None) -> dict[str, Any]:
     """Keyword arguments of `fit` for a case: its data, 24 steps, no shuffling."""
     arguments = {"epochs": 4, "verbose": 0} | case.data() | case.fit
-    # Stages train by Keras's own loop, which counts as it does on one device.
-    if type(form) in (Plain, Stages) and "steps_per_epoch" not in arguments:
+    # Placed layers train by Keras's own loop, which counts as it does on one device.
+    if type(form) in (Plain, Stages, Split) and "steps_per_epoch" not in arguments:
         arguments["x"] = of_known_size(arguments["x"])
     if isinstance(arguments["x"], (np.ndarray, dict, list, tuple)):
         arguments = {"batch_size": 17, "shuffle": False} | arguments

@@ -37,7 +37,7 @@ MODE = os.environ.get("TFPARALLEL_PARITY", "")
 # The forms that this process can run, and the one that takes several.
 WORKERS = "workers"
 COLUMNS = (*FORMS, WORKERS)
-UNITS = {WORKERS: "", "model_parallel": " devices"}
+UNITS = {WORKERS: "", "model_parallel": " devices", "tensor_parallel": " devices"}
 # Workers, and devices of each.
 JOBS = {"2": (2, 1), "3": (3, 1), "2 x 2": (2, 2)}
 
@@ -129,7 +129,10 @@ def read_seen() -> None:
 def refuse_stale(case: Case, form: str, replicas: int | str) -> None:
     """Fails if the page's cell does not allow what this session saw of a pair."""
     seen = SEEN[case.feature, case.name, form, replicas]
-    written = parse(PAGE.read_text()).get((case.feature, form))
+    page = PAGE.read_text()
+    if form not in columns_of(page):
+        return  # A page from before there was this form; `--write` gives it the column.
+    written = parse(page).get((case.feature, form))
     if written is None or not written.allows(seen):
         raise AssertionError(
             f"docs/parity.md is stale. {case.feature}, {form}: the page says “{written}”; "
@@ -137,14 +140,20 @@ def refuse_stale(case: Case, form: str, replicas: int | str) -> None:
         )
 
 
+def columns_of(page: str) -> list[str]:
+    """The forms that the page has columns for."""
+    head = re.search(r"^\| feature \|(.*)\|$", page, re.MULTILINE)
+    return re.findall(r"`(\w+)`", head[1]) if head else list(COLUMNS)
+
+
 def parse(page: str) -> dict[tuple[str, str], Cell]:
     """The cells of the page by feature and form."""
-    cells = {}
+    cells, columns = {}, columns_of(page)
     for line in page.splitlines():
         parts = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(parts) != 1 + len(COLUMNS):
+        if len(parts) != 1 + len(columns):
             continue
-        for form, text in zip(COLUMNS, parts[1:], strict=True):
+        for form, text in zip(columns, parts[1:], strict=True):
             parsed = Cell.parse(text)
             if parsed is not None:
                 cells[parts[0], form] = parsed
@@ -172,13 +181,13 @@ epoch, is compared by name. A cell is the worst of all its runs.
 - **refused**: an error before or at the first step, quoted.
 - Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
   for its end, so there one device gets the same batches in a data set that says how many they are,
-  and so does `model_parallel`, whose loop is Keras's own.
+  and so do `model_parallel` and `tensor_parallel`, whose loop is Keras's own.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two
-stages, on two devices; `workers` is `data_parallel` on
-worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted below; of those not
-run for the page `make test` runs a sample.
+stages, on two devices; `tensor_parallel` has each layer that can be split in two parts; `workers`
+is `data_parallel` on worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted
+below; of those not run for the page `make test` runs a sample.
 """
 
 UPSTREAM = """\

@@ -28,7 +28,7 @@ __all__ = [
     "run_command",
 ]
 
-_FORMS = ("none", "data", "model")
+_FORMS = ("none", "data", "model", "tensor")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -70,7 +70,7 @@ def common_flags() -> flags.FlagValues:
         "data",
         _FORMS,
         "The form: none is one device and plain Keras; data splits the batch over devices and "
-        "workers; model puts layers on devices.",
+        "workers; model puts layers on devices; tensor splits layers over devices.",
         values,
     )
     flags.DEFINE_integer(
@@ -122,6 +122,13 @@ def common_flags() -> flags.FlagValues:
         flag_values=values,
     )
     balance_flags(values)
+    flags.DEFINE_enum(
+        "convolutions",
+        "channels",
+        ("channels", "height"),
+        "For tensor: what convolutions are split by.",
+        values,
+    )
     flags.DEFINE_integer(
         "seed", 0, "Fixes the initial weights and the order of the data.", flag_values=values
     )
@@ -236,9 +243,9 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             "The number of workers must be at least 1. "
             f"Received: --num_workers={values.num_workers}."
         )
-    if values.num_workers is not None and values.parallel == "none":
+    if values.num_workers is not None and values.parallel in ("none", "tensor"):
         problems.append(
-            "--parallel=none has no workers. "
+            f"--parallel={values.parallel} has no workers. "
             f"Received: --num_workers={values.num_workers}. Use --parallel=data or model."
         )
     for name in ("start_timeout", "stall_timeout"):
@@ -269,6 +276,11 @@ def common_problems(values: flags.FlagValues) -> list[str]:
         problems.append(
             f"--{name} says where --parallel=model cuts. Received: --{name}="
             f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
+        )
+    if values.parallel != "tensor" and values.convolutions != "channels":
+        problems.append(
+            "--convolutions says how --parallel=tensor splits. Received: --convolutions="
+            f"{values.convolutions} with --parallel={values.parallel}. Drop --convolutions."
         )
     count = len(values.devices) if values.devices is not None else values.num_devices
     if values.parallel == "none" and count is not None and count > 1:

@@ -12,6 +12,7 @@ from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.commands.flags import StartError, UsageError, device_memory
+from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.placement.stages import PlacementError
@@ -20,6 +21,8 @@ from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirrored
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
 __all__ = ["Form", "start_form"]
+
+_BUILDERS = {"model": model_parallel, "tensor": tensor_parallel}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Form:
         name: What `--parallel` says.
         devices: The devices of this worker.
         strategy: What joins the workers of a job; None for one process.
-        cut: How layers are shared out to the devices, as `model_parallel` takes it.
+        cut: How layers are shared out to the devices, as the form's builder takes it.
         all_reduce: What sums the replicas of this process, as `tfparallel.MirroredStrategy` takes
             it: `all_reduce` and `calibrate`.
     """
@@ -65,9 +68,9 @@ class Form:
         """Returns the model, built under the form."""
         if self.name == "none":
             return build_model()
-        if self.name == "model":
+        if self.name in _BUILDERS:
             try:
-                return model_parallel(build_model, self.devices, **self.cut)
+                return _BUILDERS[self.name](build_model, self.devices, **self.cut)
             except PlacementError as error:
                 raise UsageError(str(error)) from error
         if self.strategy is not None:
@@ -87,6 +90,8 @@ class Form:
         number = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
         if self.name == "model":
             return f"layers on {number} ({names})"
+        if self.name == "tensor":
+            return f"layers split over {number} ({names})"
         if self.workers is not None:
             return f"data parallel on {self.workers.num_workers} workers, {number} each ({names})"
         return f"data parallel on {number} ({names})"
@@ -164,6 +169,8 @@ def _check_between_workers(values) -> None:
 
 
 def _cut(values) -> dict[str, Any]:
+    if values.parallel == "tensor":
+        return {"convolutions": values.convolutions}
     return {
         "balance": values.balance,
         "device_memory": device_memory(values),

@@ -134,6 +134,8 @@ def train(path: str, values: flags.FlagValues) -> Result:
         report["all_reduce"] = all_reduce_report(model)
     if form.name == "model":
         report["placement"] = held_by_device(model)
+    if form.name == "tensor":
+        report["split"] = model.split
     if checkpoint is not None and checkpoint.resumed is not None:
         report["resumed_at_epoch"] = checkpoint.resumed["epoch"] + 1
         report["resumed_at_step"] = checkpoint.resumed["step"]

@@ -31,9 +31,16 @@ class PlacedModel:
             )
         super().compile(*args, jit_compile=False, **kwargs)
         if self.optimizer is not None:
-            place_updates(self.optimizer)
+            self._place_updates()
             if not self.optimizer.built and self.trainable_variables:
                 self.optimizer.build(self.trainable_variables)
+
+    def _place_updates(self):
+        place_updates(self.optimizer)
+
+    def _trained(self):
+        """The variables that hold what is trained."""
+        return self.trainable_weights
 
     def compile_from_config(self, config):
         """Compiles the model as a saved one, or another, was."""
@@ -41,17 +48,17 @@ class PlacedModel:
 
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`."""
-        with naming_lost_process(self.placement):
+        with naming_lost_process(self._held):
             return super().fit(*args, **kwargs)
 
     def evaluate(self, *args, **kwargs):
         """Tells loss and metrics, as `keras.Model.evaluate`."""
-        with naming_lost_process(self.placement):
+        with naming_lost_process(self._held):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args, **kwargs):
         """Returns the outputs, as `keras.Model.predict`."""
-        with naming_lost_process(self.placement):
+        with naming_lost_process(self._held):
             return super().predict(*args, **kwargs)
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
@@ -69,13 +76,24 @@ class PlacedModel:
         """The devices, in the order of the stages."""
         return list(dict.fromkeys(self.placement.values()))
 
+    @property
+    def _held(self) -> dict[str, str]:
+        """What is lost with a device, by name."""
+        return self.placement
+
+    @property
+    def _last_device(self) -> str:
+        """Where the outputs are."""
+        return self.devices[-1]
+
     def train_step(self, data):
         """One step of training, as Keras's own; every operation on its layer's device."""
         if tf.executing_eagerly():  # `run_eagerly`: the tape alone can differentiate.
             return super().train_step(data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         # Loss and metrics belong to no layer; they stand where the outputs are.
-        with tf.device(self.devices[-1]):
+        trained = self._trained()
+        with tf.device(self._last_device):
             y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
             loss = self._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
@@ -83,11 +101,11 @@ class PlacedModel:
             batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
             self._loss_tracker.update_state(loss, sample_weight=batch_size)
             loss = self.optimizer.scale_loss(loss)
-            if self.trainable_weights:
-                found = gradients(loss, self.trainable_weights)
-        if self.trainable_weights:
-            self.optimizer.apply(found, self.trainable_weights)
-        with tf.device(self.devices[-1]):
+            if trained:
+                found = gradients(loss, trained)
+        if trained:
+            self.optimizer.apply(found, trained)
+        with tf.device(self._last_device):
             return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 

@@ -14,7 +14,7 @@ from tfparallel.placement.model import PlacedModel, has_own_step
 from tfparallel.placement.stages import PlacementError
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["check_model", "model_parallel"]
+__all__ = ["check_model", "model_of", "model_parallel"]
 
 
 def model_parallel(
@@ -74,11 +74,11 @@ def model_parallel(
         return _copy_of(model_or_function, arguments)
     if devices is None and device_map is None:
         # The variables are to tell their devices, so they must have some.
-        return _copy_of(_model_of(model_or_function), arguments)
+        return _copy_of(model_of(model_or_function), arguments)
     try:
-        built = StoragelessModel(lambda: _model_of(model_or_function))
+        built = StoragelessModel(lambda: model_of(model_or_function))
     except NeedsStorage:
-        return _copy_of(_model_of(model_or_function), arguments)
+        return _copy_of(model_of(model_or_function), arguments)
     layers = layers_in_order(check_model(built.model))
     placement = _placement(built.model, *arguments)
     if not all(built.waits_for(variable) for layer in layers for variable in layer.variables):
@@ -141,7 +141,8 @@ def _placement(model, devices, layers_per_stage, device_map, best):
     return stages.by_balance(model, names, **best)
 
 
-def _model_of(function):
+def model_of(function: Callable[[], keras.Model] | Sequence[keras.Layer]) -> keras.Model:
+    """Returns the model that a function builds, or that a list of stages makes."""
     if not callable(function) and not isinstance(function, list | tuple):
         raise PlacementError(
             "A keras.Model, or a function that returns one, is required. Received: "

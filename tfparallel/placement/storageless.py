@@ -68,7 +68,9 @@ class StoragelessModel:
         for variable in variables:
             if self._waiting.pop(id(variable), None) is None:
                 continue
-            with tf.device(device):
+            scope = variable.path.rpartition("/")[0]
+            # The name that it has on one device, by which an optimizer may leave it out.
+            with tf.device(device), tf.name_scope(f"{scope}/" if scope else ""):
                 variable._deferred_initialize()
                 assigned = self._scope.get_current_value(variable)
                 if assigned is not None:

@@ -1,0 +1,109 @@
+"""Multi-head attention in parts, by heads."""
+
+import keras
+import tensorflow as tf
+
+from tfparallel.layers.dropout import share_draws
+from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
+from tfparallel.layers.parts import on_each
+from tfparallel.layers.variable import split_variable
+
+__all__ = ["ParallelMultiHeadAttention"]
+
+
+class ParallelMultiHeadAttention(SplitLayer):
+    """Attention whose heads are split: each device computes some of them from end to end.
+
+               query, key, value kernels                    output kernel
+                (width, heads, key_dim)                (heads, value_dim, width)
+               ┌───────────┬───────────┐                     ┌───────────┐
+               │ heads 0…1 │ heads 2…3 │                     │ heads 0…1 │ CPU:0
+               └───────────┴───────────┘                     ├───────────┤
+                   CPU:0       CPU:1                         │ heads 2…3 │ CPU:1
+                                                             └───────────┘
+
+        y = Σ_k attention(x·Q_k, x·K_k, x·V_k)·O_k + b
+
+    A column-parallel projection, softmax head by head, and a row-parallel one: one reduction
+    forward, one backward. Of grouped-query attention a device gets whole groups: key and value
+    heads, with the query heads that read them.
+
+    Input: query `(batch, T, width)`, value and key `(batch, S, width)`, masks, all whole. Output:
+    `(batch, T, width)`, whole, on the first device.
+
+    References:
+        Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+        Parallelism, arXiv 1909.08053, 2019.
+        Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
+        Checkpoints, arXiv 2305.13245, 2023.
+    """
+
+    def split(self) -> None:
+        """Makes the parts."""
+        heads = _head_counts(self)
+        groups = sizes_of(min(heads.values()), self._devices)
+        locals_ = []
+        for device, size in zip(self._devices, groups, strict=True):
+            own = {name: size * number // min(heads.values()) for name, number in heads.items()}
+            locals_.append(local_layer(self, device, **own))
+        object.__setattr__(self, "_output_bias", self._output_dense.bias)
+        for projection in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
+            if getattr(self, projection, None) is not None:
+                _take_projection(self, locals_, projection, {"kernel": 1, "bias": 0})
+        _take_projection(self, locals_, "_output_dense", {"kernel": 0})
+        for local in locals_:
+            # It is added once, to the sum.
+            object.__setattr__(local._output_dense, "bias", None)
+        if self.dropout > 0:
+            # Scores are (batch, …, heads, T, S).
+            share_draws(
+                self._dropout_layer, [local._dropout_layer for local in locals_],
+                [local.get_config()[max(heads, key=heads.get)] for local in locals_],
+                axis=-1 - 2 * len(getattr(self, "_attention_axes", None) or (1,)),
+            )  # fmt: skip
+        self._hold(locals_)
+
+    def call(self, query, value, key=None, **kwargs):
+        """Computes the heads, each on its device, and sums what they say."""
+        scores_too = kwargs.get("return_attention_scores", False)
+        names = [name for name in kwargs if tf.is_tensor(kwargs[name])]
+        copies: dict[int, list] = {}
+        inputs = [query, value] if key is None else [query, value, key]
+        for tensor in [*inputs, *(kwargs[name] for name in names)]:
+            if id(tensor) not in copies:  # Self-attention reads one tensor three times.
+                copies[id(tensor)] = on_each(tensor, self._devices)
+        outputs = []
+        for k, (local, device) in enumerate(zip(self._small.layers, self._devices, strict=True)):
+            own = {**kwargs, **{name: copies[id(kwargs[name])][k] for name in names}}
+            with tf.device(device):
+                outputs.append(local(*(copies[id(tensor)][k] for tensor in inputs), **own))
+        scores = None
+        if scores_too:
+            outputs, scores = zip(*outputs, strict=True)
+        total = tf.add_n(list(outputs), name="sum_of_parts")
+        if self._output_bias is not None:
+            total = total + keras.ops.cast(self._output_bias, total.dtype)
+        if getattr(outputs[0], "_keras_mask", None) is not None:
+            total._keras_mask = outputs[0]._keras_mask
+        if not scores_too:
+            return total
+        axis = -1 - 2 * len(getattr(self, "_attention_axes", None) or (1,))
+        return total, tf.concat(scores, axis)
+
+
+def _head_counts(layer) -> dict[str, int]:
+    """The numbers of heads in a layer's configuration, by their names there."""
+    config = layer.get_config()
+    names = ("num_heads", "num_query_heads", "num_key_value_heads")
+    return {name: config[name] for name in names if name in config}
+
+
+def _take_projection(layer, locals_, name, axes) -> None:
+    from_whole = getattr(layer, name)
+    for variable in from_whole.variables:
+        if variable.name in axes:
+            parts = [
+                next(v for v in getattr(local, name).variables if v.name == variable.name)
+                for local in locals_
+            ]
+            split_variable(variable, parts, axes[variable.name])

@@ -1,0 +1,62 @@
+"""Embeddings in parts, by the vocabulary."""
+
+import tensorflow as tf
+
+from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
+
+__all__ = ["VocabParallelEmbedding"]
+
+
+class VocabParallelEmbedding(SplitLayer):
+    """An embedding whose rows are split: each device holds a part of the vocabulary.
+
+        table (vocabulary, width)          ids        2   9   0   9
+            ┌───────────┐                  owner      0   1   0   1
+        0…4 │    E_0    │ CPU:0   ── E_0[2], E_0[0] ──┐
+            ├───────────┤                             ├── stitched in the order of the ids
+        5…9 │    E_1    │ CPU:1   ── E_1[4], E_1[4] ──┘
+            └───────────┘
+
+    Each id is sent to its owner, and its row back: nothing is added up, and no row travels that
+    nobody asked for. The gradient of a part stays sparse, in the order in which the ids came.
+
+    Input: ids `(batch, …)`, whole. Output: `(batch, …, width)`, whole.
+
+    References:
+        Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+        Parallelism, arXiv 1909.08053, 2019. (There each device looks up zeros for the ids of
+        others, and the sum of all is reduced.)
+    """
+
+    def split(self) -> None:
+        """Makes the parts."""
+        sizes = sizes_of(self.input_dim, self._devices)
+        object.__setattr__(self, "_starts", [sum(sizes[:k]) for k in range(len(sizes))])
+        self._take(
+            [
+                local_layer(self, device, input_dim=size)
+                for device, size in zip(self._devices, sizes, strict=True)
+            ],
+            {"embeddings": 0},
+        )
+
+    def call(self, inputs):
+        """Looks ids up, each where its row is."""
+        ids = tf.convert_to_tensor(inputs)
+        if ids.dtype not in (tf.int32, tf.int64):
+            ids = tf.cast(ids, tf.int32)
+        flat = tf.reshape(ids, [-1])
+        flat = tf.where(flat < 0, flat + self.input_dim, flat)
+        starts = tf.constant(self._starts, flat.dtype)
+        # An id past the table is its last part's, which says so as the whole table would.
+        owners = tf.searchsorted(starts, flat, side="right") - 1
+        owners = tf.maximum(owners, 0)
+        local_ids = tf.dynamic_partition(
+            flat - tf.gather(starts, owners), owners, len(self._devices)
+        )
+        places = tf.dynamic_partition(tf.range(tf.size(flat)), owners, len(self._devices))
+        rows = self._on_devices(local_ids)
+        shape = tf.concat([tf.shape(ids), [self.output_dim]], 0)
+        outputs = tf.reshape(tf.dynamic_stitch(places, rows), shape)
+        outputs.set_shape([*ids.shape, self.output_dim])
+        return outputs

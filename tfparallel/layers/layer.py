@@ -1,0 +1,110 @@
+"""What all layers of a model with split layers share: how they meet a tensor in parts."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.data.partition import row_ranges
+from tfparallel.extend import original_class
+from tfparallel.layers.parts import whole
+from tfparallel.layers.variable import split_variable
+
+__all__ = ["SplitLayer", "WholeLayer", "local_layer", "sizes_of"]
+
+
+class _Held:
+    """What holds the smaller layers, so that Keras writes and reads the whole one's weights alone.
+
+    It looks for layers in all attributes, and in lists and dictionaries there.
+    """
+
+    def __init__(self, layers: list[keras.Layer]):
+        self.layers = layers
+
+
+class WholeLayer:
+    """Extends a layer that is left in place: on the first device, it reads whole tensors."""
+
+    def __call__(self, *args, **kwargs):
+        """Calls the layer, with parts joined."""
+        args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
+        with tf.device(self._devices[0]):
+            return super().__call__(*args, **kwargs)
+
+
+class SplitLayer:
+    """Extends a built layer of Keras that is computed by smaller ones, one on each device.
+
+    The smaller ones are plain layers of the same class. Their variables are the parts of this
+    one's, which keep their place, names and shapes in the model. Each class has a method `split`
+    that makes the smaller layers, and a `call` that puts together what they compute.
+    """
+
+    def __call__(self, *args, **kwargs):
+        """Calls the layer; a tensor in parts may stand where a tensor does."""
+        with tf.device(self._devices[0]):
+            return super().__call__(*args, **kwargs)
+
+    def _hold(self, locals_: Sequence[keras.Layer]) -> None:
+        object.__setattr__(self, "_small", _Held(list(locals_)))
+
+    def _take(self, locals_: Sequence[keras.Layer], axes: dict[str, int]) -> None:
+        """Keeps the smaller layers; their variables become the parts, by name, along the axes."""
+        self._hold(locals_)
+        for variable in self.variables:
+            if variable.name in axes:
+                parts = [
+                    next(v for v in local.variables if v.name == variable.name)
+                    for local in locals_
+                ]
+                split_variable(variable, parts, axes[variable.name])
+
+    def _on_devices(self, *inputs, **kwargs) -> list:
+        """Calls each smaller layer on its device with its part of each input."""
+        outputs = []
+        for local, device, own in zip(
+            self._small.layers, self._devices, zip(*inputs, strict=True), strict=True
+        ):
+            with tf.device(device):
+                outputs.append(local(*own, **kwargs))
+        return outputs
+
+
+def sizes_of(number: int, devices: Sequence[str]) -> list[int]:
+    """How many of that many units, heads, channels or rows each device gets."""
+    return [part.size for part in row_ranges(number, len(devices))]
+
+
+def local_layer(
+    layer: keras.Layer, device: str, shape: Sequence[int | None] | None = None, **changes: Any
+) -> keras.Layer:
+    """Makes a plain layer like this one, but smaller, on a device.
+
+    Args:
+        layer: The whole.
+        device: Where its variables go.
+        shape: Of its input; that of the whole layer's inputs by default.
+        **changes: What differs in its configuration.
+    """
+    config = {**layer.get_config(), **changes}
+    for key in config:
+        # The values come from the whole; so do penalties, and constraints.
+        if key.endswith("_initializer"):
+            config[key] = "zeros"
+        elif key.endswith(("_regularizer", "_constraint")):
+            config[key] = None
+    drawn = random.getstate()
+    try:
+        # What the new layer draws as seeds must not be missed by those that come after it.
+        with tf.device(device):
+            local = original_class(layer).from_config(config)
+            if shape is not None:
+                local.build(shape)
+            else:
+                local.build_from_config(layer.get_build_config())
+    finally:
+        random.setstate(drawn)
+    return local

@@ -1,0 +1,80 @@
+"""The Keras model whose layers are split into parts."""
+
+import keras
+import tensorflow as tf
+
+from tfparallel.layers.layer import WholeLayer
+from tfparallel.layers.optimizer import split_updates
+from tfparallel.layers.parts import whole
+from tfparallel.layers.softmax_loss import in_parts
+from tfparallel.layers.variable import parts_of
+from tfparallel.placement.model import PlacedModel
+
+__all__ = ["NestedLayer", "SplitModel"]
+
+
+class NestedModel:
+    """Extends a model inside of another: it reads and returns whole tensors."""
+
+    def call(self, *args, **kwargs):
+        """Calls the model."""
+        return keras.tree.map_structure(whole, super().call(*args, **kwargs))
+
+
+class NestedLayer(NestedModel, WholeLayer):
+    """Extends a model that is a layer of another."""
+
+
+class SplitModel(NestedModel, PlacedModel):
+    """Extends a functional or Sequential model of split layers.
+
+    Attributes:
+        split: How each split layer is split, by the layer's name; the others are on the first
+            device.
+    """
+
+    placement = None  # No layer has one device.
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices, in the order of the parts."""
+        return list(self._devices)
+
+    @property
+    def _held(self) -> dict[str, str]:
+        return {f"part {k} of each split layer": device for k, device in enumerate(self._devices)}
+
+    @property
+    def _last_device(self) -> str:
+        return self._devices[0]
+
+    def compile(self, optimizer="rmsprop", loss=None, *args, **kwargs):
+        """Compiles the model, as `keras.Model.compile`; a softmax loss is computed in parts."""
+        super().compile(optimizer, keras.tree.map_structure(in_parts, loss), *args, **kwargs)
+
+    def _place_updates(self):
+        split_updates(self.optimizer)
+
+    def _trained(self):
+        return parts_of(self.trainable_weights)
+
+    def train_step(self, data):
+        """One step of training, as Keras's own; every operation where its part is."""
+        if not tf.executing_eagerly():
+            return super().train_step(data)
+        # `run_eagerly`: a tape differentiates, and knows no variables but those with memory.
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
+            loss = self._compute_loss(
+                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            )
+            self._loss_tracker.update_state(
+                loss, sample_weight=tf.shape(keras.tree.flatten(x)[0])[0]
+            )
+            loss = self.optimizer.scale_loss(loss)
+        trained = self._trained()
+        if trained:
+            found = tape.gradient(loss, [variable.value for variable in trained])
+            self.optimizer.apply(found, trained)
+        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)

@@ -1,0 +1,96 @@
+"""A tensor in parts, a part on each device, on its way from one split layer to the next."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+__all__ = ["Parts", "on_each", "pieces", "whole"]
+
+
+class Parts:
+    """A tensor that is nowhere whole, unless somebody asks.
+
+    Keras's graph of layers hands it from layer to layer as it is.
+
+    Attributes:
+        tensors: The parts, each on its device, in order.
+        axis: Along which axis of the whole they follow one another; -1 for the last.
+        devices: The devices.
+    """
+
+    def __init__(self, tensors: Sequence[tf.Tensor], axis: int, devices: Sequence[str], mask=None):
+        self.tensors = list(tensors)
+        self.axis = axis
+        self.devices = list(devices)
+        # The name under which Keras hands a mask on.
+        self._keras_mask = mask
+        self._whole: tf.Tensor | None = None
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The shape of the whole."""
+        shape = self.tensors[0].shape.as_list()
+        sizes = [tensor.shape[self.axis] for tensor in self.tensors]
+        shape[self.axis] = None if None in sizes else sum(sizes)
+        return tf.TensorShape(shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.tensors[0].shape)
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type of its elements."""
+        return self.tensors[0].dtype
+
+    @property
+    def sizes(self) -> list[int | None]:
+        """How long each part is along the axis."""
+        return [tensor.shape[self.axis] for tensor in self.tensors]
+
+    def whole(self) -> tf.Tensor:
+        """Joins the parts on the first device; once, however many ask."""
+        if self._whole is None:
+            with tf.device(self.devices[0]):
+                self._whole = tf.concat(self.tensors, self.axis)
+            if self._keras_mask is not None:
+                self._whole._keras_mask = self._keras_mask
+        return self._whole
+
+
+def whole(value):
+    """Returns a tensor in parts as one; anything else as it is."""
+    return value.whole() if isinstance(value, Parts) else value
+
+
+def on_each(tensor, devices: Sequence[str]) -> list:
+    """Copies a tensor, and its mask, to each device.
+
+    One copy a device, whoever reads it there: so the gradients of its readers are summed there
+    first, and one sum a device travels back.
+    """
+    copies = []
+    for device in devices:
+        with tf.device(device):
+            copy = tf.identity(tensor)
+            mask = getattr(tensor, "_keras_mask", None)
+            if mask is not None:
+                copy._keras_mask = tf.identity(mask)
+        copies.append(copy)
+    return copies
+
+
+def pieces(tensor, sizes: Sequence[int], axis: int, devices: Sequence[str]) -> list[tf.Tensor]:
+    """Returns each device's part of a tensor that may be in such parts already."""
+    if isinstance(tensor, Parts):
+        same = tensor.sizes == list(sizes) and axis in (tensor.axis, tensor.axis - tensor.ndim)
+        if same:
+            return tensor.tensors
+        tensor = tensor.whole()
+    shares = tf.split(tensor, sizes, axis)
+    found = []
+    for share, device in zip(shares, devices, strict=True):
+        with tf.device(device):
+            found.append(tf.identity(share))
+    return found

@@ -1,0 +1,254 @@
+"""Which layers of a model are split, and how.
+
+Walked in the order of the layers:
+
+    Dense, Conv2D                           column: its output is in parts
+    Dense, Conv2D, if its input is          row: it sums
+    what works feature by feature           features: stays in parts, between column and row
+    attention                               heads
+    Embedding                               vocabulary
+    Concatenate of an input for each device joined: parts for a row, the feature partition
+    convolutions and pooling, if so asked   height: rows of the picture (`spatial_plan.py`)
+
+A column whose parts nobody can use hands its output on whole. A layer that is called more than
+once, belongs to a class of the user's own, or adds a loss for its activity, is left in place.
+"""
+
+from collections.abc import Mapping
+
+import keras
+
+from tfparallel.extend import original_class
+from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
+from tfparallel.placement.graph import layers_in_order
+from tfparallel.placement.stages import PlacementError
+
+__all__ = ["KINDS", "Graph", "plan"]
+
+_layers = keras.layers
+COLUMN, GATHERED, ROW, FEATURES = "column", "column, gathered", "row", "features"
+HEADS, VOCABULARY, JOINED = "heads", "vocabulary", "joined"
+KINDS = (COLUMN, GATHERED, ROW, FEATURES, HEADS, VOCABULARY, JOINED, HEIGHT)
+
+_PAIRED = {_layers.Dense, _layers.Conv2D}
+_ATTENTION = {_layers.MultiHeadAttention, _layers.GroupQueryAttention}
+_COUNTS = {
+    _layers.Dense: "units",
+    _layers.Conv2D: "filters",
+    _layers.MultiHeadAttention: "num_heads",
+    _layers.GroupQueryAttention: "num_key_value_heads",
+    _layers.Embedding: "input_dim",
+}
+_WHAT = {
+    _layers.Dense: "units",
+    _layers.Conv2D: "channels",
+    _layers.MultiHeadAttention: "heads",
+    _layers.GroupQueryAttention: "key and value heads",
+    _layers.Embedding: "rows of vocabulary",
+}
+_FEATUREWISE = {
+    _layers.ReLU, _layers.LeakyReLU, _layers.ELU, _layers.ZeroPadding2D, _layers.Cropping2D,
+    _layers.UpSampling2D, _layers.MaxPooling2D, _layers.AveragePooling2D, _layers.Dropout,
+    _layers.GlobalAveragePooling2D, _layers.GlobalMaxPooling2D, _layers.Activation,
+    _layers.BatchNormalization, _layers.DepthwiseConv2D, _layers.PReLU,
+}  # fmt: skip
+# What an activation does to one feature must not depend on the others.
+_MIX_FEATURES = {"softmax", "log_softmax", "glu", "sparsemax"}
+
+
+def plan(
+    model: keras.Model,
+    num_devices: int,
+    asked: Mapping[str, str | None] | None = None,
+    by_height: bool = False,
+) -> dict[str, str]:
+    """Says how each layer of a functional or Sequential model is split.
+
+    Args:
+        model: A built model. Models nested in it are looked at by themselves.
+        num_devices: How many parts there are to be.
+        asked: How single layers are split, by their names; None leaves one in place.
+        by_height: Whether convolutions, and what is between them, are split by the picture's height
+            and not by channels.
+
+    Returns:
+        One of `KINDS` by the layer's name; what is left in place is not named.
+
+    Raises:
+        PlacementError: If a layer cannot be split as is asked.
+    """
+    asked = asked or {}
+    graph = Graph(model)
+    found: dict[str, str] = {}
+    in_parts: set[str] = set()
+    in_rows: set[str] = set()
+    for layer in layers_in_order(model):
+        name, sources = layer.name, graph.sources[layer.name]
+        # Parts that somebody else wants as a whole would be joined all the same.
+        reads_parts = (
+            len(sources) == 1 and sources[0] in in_parts and len(graph.readers[sources[0]]) == 1
+        )
+        kind = _kind(layer, num_devices, reads_parts, graph)
+        if by_height and _is_plain(layer) and len(graph.nodes[name]) == 1:
+            if is_split_by_height(layer, graph, num_devices, in_rows):
+                kind = HEIGHT
+            elif isinstance(layer, _layers.Conv2D):
+                kind = None
+        if name in asked:
+            kind = _asked_kind(layer, asked[name], num_devices, graph)
+        if kind is None:
+            continue
+        found[name] = kind
+        if kind == HEIGHT and is_in_rows(layer):
+            in_rows.add(name)
+        if kind in (FEATURES, JOINED) or (kind == COLUMN and not _mixes(layer)):
+            in_parts.add(name)
+    return _used(found, graph)
+
+
+def _kind(layer, num_devices, reads_parts, graph) -> str | None:
+    cls = original_class(layer)
+    if not _is_plain(layer) or len(graph.nodes[layer.name]) != 1:
+        return None
+    count = _count(layer)
+    if cls in _PAIRED:
+        if not _is_simple(layer):
+            return None
+        return ROW if reads_parts else COLUMN if count >= num_devices else None
+    if count is not None:
+        kind = VOCABULARY if cls is _layers.Embedding else HEADS
+        return kind if count >= num_devices else None
+    inputs = graph.nodes[layer.name][0].input_tensors
+    if cls is _layers.Concatenate and len(inputs) == num_devices and not reads_parts:
+        is_last = layer.axis % len(inputs[0].shape) == len(inputs[0].shape) - 1
+        # Only of the model's inputs: an example's features, one part a device.
+        names = [tensor._keras_history.operation for tensor in inputs]
+        if is_last and all(isinstance(op, _layers.InputLayer) for op in names):
+            return JOINED
+    if reads_parts and _is_featurewise(layer, cls, inputs[0]):
+        return FEATURES
+    return None
+
+
+def _asked_kind(layer, kind, num_devices, graph) -> str | None:
+    if kind is None:
+        return None
+    cls = original_class(layer)
+    could = (
+        (COLUMN, ROW) if cls in _PAIRED
+        else (VOCABULARY,) if cls is _layers.Embedding
+        else (HEADS,) if cls in _ATTENTION
+        else ()
+    )  # fmt: skip
+    if kind not in could:
+        answer = f"It can be {' or '.join(could)}." if could else "It can only be left in place."
+        raise PlacementError(
+            f"Layer '{layer.name}' of class {cls.__name__} cannot be split by {kind!r}. {answer} "
+            f"Received: split={{{layer.name!r}: {kind!r}}}."
+        )
+    if not _is_plain(layer) or not _is_simple(layer) or len(graph.nodes[layer.name]) != 1:
+        raise PlacementError(
+            "A layer that is split must be called once, and have no activity regularizer, no LoRA, "
+            "no quantization, no groups and the channels last. Received: "
+            f"split={{{layer.name!r}: {kind!r}}}. Leave the layer out."
+        )
+    if kind == ROW:
+        count, what = graph.nodes[layer.name][0].input_tensors[0].shape[-1], "features"
+    else:
+        count, what = _count(layer), _WHAT[cls]
+    if count < num_devices:
+        raise PlacementError(
+            f"Each device needs a part. Received: layer '{layer.name}' with {count} {what}, for "
+            f"{num_devices} devices. It can be split over {count} devices at most."
+        )
+    return kind
+
+
+def _used(found, graph) -> dict[str, str]:
+    """Takes out what stays in parts for nobody: no row-parallel layer is behind it."""
+    kept: dict[str, str] = {}
+    for name in reversed(found):
+        use = any(kept.get(reader) in (ROW, FEATURES) for reader in graph.readers[name])
+        if found[name] in (FEATURES, JOINED) and not use:
+            continue
+        gathered = found[name] == COLUMN and not use
+        kept[name] = GATHERED if gathered else found[name]
+    return dict(reversed(kept.items()))
+
+
+class Graph:
+    """Who reads what, in one functional or Sequential model.
+
+    Attributes:
+        nodes: The calls of each layer, and of each operation that is no layer, by name.
+        sources: The names of what it reads.
+        layers: The names of those that are layers.
+        readers: The names of what reads it; the model's caller reads its outputs.
+    """
+
+    def __init__(self, model: keras.Model):
+        functional = getattr(model, "_functional", None) or model
+        own = {id(node) for nodes in functional._nodes_by_depth.values() for node in nodes}
+        self.nodes = {
+            operation.name: [node for node in operation._inbound_nodes if id(node) in own]
+            for operation in functional.operations
+        }
+        self.layers = {layer.name for layer in functional.layers}
+        self.sources = {
+            name: [
+                tensor._keras_history.operation.name
+                for node in nodes
+                for tensor in node.input_tensors
+            ]
+            for name, nodes in self.nodes.items()
+        }
+        self.readers = {
+            name: [reader for reader, sources in self.sources.items() if name in sources]
+            for name in self.nodes
+        }
+        for tensor in functional.outputs:
+            self.readers[tensor._keras_history.operation.name].append(CALLER)
+
+
+def _count(layer) -> int | None:
+    """How many units, filters, heads or ids there are to share out; None for another layer."""
+    name = _COUNTS.get(original_class(layer))
+    return getattr(layer, name) if name else None
+
+
+def _is_plain(layer) -> bool:
+    return (
+        getattr(layer, "activity_regularizer", None) is None
+        and not getattr(layer, "lora_enabled", False)
+        and not getattr(layer, "quantization_mode", None)
+        and layer.built
+    )
+
+
+def _is_simple(layer) -> bool:
+    return _channels_last(layer) and getattr(layer, "groups", 1) == 1
+
+
+def _channels_last(layer) -> bool:
+    return getattr(layer, "data_format", None) != "channels_first"
+
+
+def _mixes(layer) -> bool:
+    activation = getattr(layer, "activation", None)
+    module = getattr(activation, "__module__", "keras.src.activations")
+    name = getattr(activation, "__name__", "linear")
+    # What a function of the user's own does is not known.
+    return not module.startswith("keras.src.activations") or name in _MIX_FEATURES
+
+
+def _is_featurewise(layer, cls, tensor) -> bool:
+    if not _channels_last(layer):
+        return False
+    if cls in (_layers.Activation, _layers.DepthwiseConv2D):
+        return not _mixes(layer)
+    if cls is _layers.Dropout:
+        return layer.noise_shape is None
+    if cls is _layers.BatchNormalization:
+        is_last = layer.axis % len(tensor.shape) == len(tensor.shape) - 1
+        return is_last and not layer.synchronized
+    return cls in _FEATUREWISE

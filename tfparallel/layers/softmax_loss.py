@@ -1,0 +1,98 @@
+"""Cross-entropy of a softmax whose logits lie in parts.
+
+With z_k the logits of device k, and m the largest of all:
+
+    loss = log Σ_k Σ_j exp(z_kj − m) + m − z_label
+
+What travels between the devices is one number an example for each term (the largest, the sum, the
+label's logit), whatever the number of classes; the gradient, softmax(z) − onehot, is computed where
+the logits are.
+
+References:
+    Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+    Parallelism, arXiv 1909.08053, 2019 (section 3).
+"""
+
+import keras
+import tensorflow as tf
+
+from tfparallel.extend import extend, original_class
+from tfparallel.layers.parts import Parts
+
+__all__ = ["cross_entropy", "in_parts"]
+
+
+class LossInParts:
+    """Extends a sparse categorical cross-entropy: logits in parts stay so."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        """Computes the loss."""
+        parts = getattr(y_pred, "_tfparallel_logits", None)
+        # Of probabilities, only those that a softmax made of these logits.
+        is_known = parts is not None and (
+            self._fn_kwargs["from_logits"] != hasattr(y_pred, "_keras_logits")
+        )
+        object.__setattr__(self, "_parts", parts if is_known else None)
+        try:
+            return super().__call__(y_true, y_pred, sample_weight)
+        finally:
+            object.__setattr__(self, "_parts", None)
+
+    def call(self, y_true, y_pred):
+        """Computes the loss of each example."""
+        if self._parts is None:
+            return super().call(y_true, y_pred)
+        if len(y_true.shape) == len(y_pred.shape) and y_true.shape[-1] == 1:
+            y_true = tf.squeeze(y_true, -1)
+        return cross_entropy(tf.cast(y_true, tf.int64), self._parts, y_pred.dtype)
+
+
+def in_parts(loss):
+    """Extends a loss that can be computed of parts, in place; returns any other as it is."""
+    if (
+        isinstance(loss, keras.losses.Loss)
+        and original_class(loss) is keras.losses.SparseCategoricalCrossentropy
+        and loss._fn_kwargs.get("ignore_class") is None
+        and loss._fn_kwargs.get("axis", -1) == -1
+    ):
+        return extend(loss, LossInParts, _parts=None)
+    return loss
+
+
+def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
+    """Returns −log softmax(logits)[label].
+
+    Args:
+        labels: `(batch, …)`, whole numbers from 0 to the number of classes.
+        logits: `(batch, …, classes)` in parts along the last axis.
+        dtype: What to compute in.
+
+    Returns:
+        `(batch, …)`, on the first device.
+    """
+    starts = [sum(logits.sizes[:k]) for k in range(len(logits.sizes))]
+    parts, largest = [], []
+    for tensor, device in zip(logits.tensors, logits.devices, strict=True):
+        with tf.device(device):
+            parts.append(tf.cast(tensor, dtype))
+            largest.append(tf.reduce_max(tf.stop_gradient(parts[-1]), -1))
+    # A label that no part has would cost nothing; the whole softmax raises for it.
+    with tf.control_dependencies(
+        [
+            tf.debugging.assert_non_negative(labels, "A label is negative."),
+            tf.debugging.assert_less(
+                labels, tf.cast(sum(logits.sizes), labels.dtype), "A label is no class."
+            ),
+        ]
+    ):
+        labels = tf.identity(labels)
+    top = tf.reduce_max(tf.stack(largest), 0)
+    sums, chosen = [], []
+    for tensor, device, start, size in zip(
+        parts, logits.devices, starts, logits.sizes, strict=True
+    ):
+        with tf.device(device):
+            sums.append(tf.reduce_sum(tf.exp(tensor - tf.identity(top)[..., None]), -1))
+            own = tf.one_hot(labels - start, size, on_value=True, off_value=False, dtype=tf.bool)
+            chosen.append(tf.reduce_sum(tf.where(own, tensor, tf.zeros_like(tensor)), -1))
+    return tf.math.log(tf.add_n(sums)) + top - tf.add_n(chosen)

@@ -1,0 +1,90 @@
+"""Which layers of a model are split along the height of the picture.
+
+Convolutions and pooling with at least one row of output a device; and what treats each pixel by
+itself, or merges pictures, behind them. A layer whose output is the model's is left in place if it
+ends in an activation: Keras looks there for the logits of a loss.
+"""
+
+import keras
+
+from tfparallel.extend import original_class
+from tfparallel.layers import spatial
+
+__all__ = ["CALLER", "HEIGHT", "class_of", "is_in_rows", "is_split_by_height"]
+
+HEIGHT = "height"
+CALLER = "the model's caller"
+
+_layers = keras.layers
+_WINDOWS = {
+    _layers.Conv2D: spatial.SpatialParallelConv2D,
+    _layers.DepthwiseConv2D: spatial.SpatialParallelConv2D,
+    _layers.MaxPooling2D: spatial.SpatialParallelPooling2D,
+    _layers.AveragePooling2D: spatial.SpatialParallelPooling2D,
+}
+_BEHIND = {
+    _layers.ZeroPadding2D: spatial.SpatialZeroPadding2D,
+    _layers.ReLU: spatial.SpatialPixelwise,
+    _layers.LeakyReLU: spatial.SpatialPixelwise,
+    _layers.ELU: spatial.SpatialPixelwise,
+    _layers.Activation: spatial.SpatialPixelwise,
+    _layers.Rescaling: spatial.SpatialPixelwise,
+    _layers.Dropout: spatial.SpatialDropout,
+    _layers.BatchNormalization: spatial.SpatialBatchNormalization,
+    _layers.Add: spatial.SpatialMerge,
+    _layers.Multiply: spatial.SpatialMerge,
+    _layers.Concatenate: spatial.SpatialMerge,
+    _layers.GlobalAveragePooling2D: spatial.SpatialGlobalPooling2D,
+    _layers.GlobalMaxPooling2D: spatial.SpatialGlobalPooling2D,
+}
+
+
+def class_of(layer: keras.Layer) -> type:
+    """Returns what extends a layer that is split by height."""
+    return (_WINDOWS | _BEHIND)[original_class(layer)]
+
+
+def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set[str]) -> bool:
+    """Whether a layer is split by height.
+
+    Args:
+        layer: A plain layer that is called once.
+        graph: Who reads what.
+        num_devices: How many parts there are to be.
+        in_rows: The layers before it whose outputs are split by height.
+    """
+    cls, node = original_class(layer), graph.nodes[layer.name][0]
+    shape, outputs = node.input_tensors[0].shape, node.outputs[0].shape
+    if cls not in _WINDOWS | _BEHIND or len(shape) != 4 or None in shape[1:]:
+        return False
+    if getattr(layer, "data_format", None) == "channels_first":
+        return False
+    others = [name for name in graph.readers[layer.name] if name not in graph.layers]
+    if others and others != [CALLER]:
+        return False  # An operation that is no layer cannot join parts.
+    if others and getattr(layer, "activation", keras.activations.linear) not in (
+        None,
+        keras.activations.linear,
+    ):
+        return False
+    if cls in _WINDOWS:
+        return outputs[1] >= num_devices
+    if not all(source in in_rows for source in graph.sources[layer.name]):
+        return False
+    if cls in (_layers.GlobalAveragePooling2D, _layers.GlobalMaxPooling2D):
+        return True
+    if cls is _layers.BatchNormalization:
+        return layer.axis in (-1, 3) and not layer.renorm and not layer.synchronized
+    if cls is _layers.Dropout:
+        return layer.noise_shape is None
+    if cls is _layers.Concatenate and layer.axis not in (-1, 3):
+        return False
+    if cls is _layers.ZeroPadding2D and max(layer.padding[0]) >= outputs[1] // num_devices:
+        return False  # A device would hold nothing but padding.
+    heights = {tensor.shape[1:3] for tensor in node.input_tensors}
+    return len(heights) == 1 and outputs[1] >= num_devices
+
+
+def is_in_rows(layer: keras.Layer) -> bool:
+    """Whether what a layer split by height returns is in rows, too."""
+    return class_of(layer) is not spatial.SpatialGlobalPooling2D

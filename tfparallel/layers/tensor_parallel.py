@@ -1,0 +1,239 @@
+"""The builder `tensor_parallel`: the layers of a plain Keras model split over several devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfparallel import devices as device_lib
+from tfparallel.extend import classes_of, extend, original_class
+from tfparallel.layers import featurewise, plan, spatial_plan
+from tfparallel.layers.attention import ParallelMultiHeadAttention
+from tfparallel.layers.convolution import ChannelParallelConv2D, ChannelReducingConv2D
+from tfparallel.layers.dense import ColumnParallelDense, RowParallelDense
+from tfparallel.layers.embedding import VocabParallelEmbedding
+from tfparallel.layers.layer import WholeLayer, sizes_of
+from tfparallel.layers.model import NestedLayer, SplitModel
+from tfparallel.placement.graph import layers_in_order
+from tfparallel.placement.model_parallel import check_model, model_of
+from tfparallel.placement.stages import PlacementError
+from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
+
+__all__ = ["tensor_parallel"]
+
+
+def tensor_parallel(
+    model_or_function: keras.Model | Callable[[], keras.Model],
+    devices: Sequence[str],
+    *,
+    split: Mapping[str, str | None] | None = None,
+    convolutions: str = "channels",
+) -> keras.Model:
+    """Splits the layers of a functional or Sequential model over several devices.
+
+    Use it when single layers are too large for a device, or too slow on one: the devices work at
+    the same time, each on its part of every split layer. Weights, gradients, slots and updates of a
+    part are where the part is. The weights that come out are those of one device.
+
+    What is split, and what is exchanged for it, is told by `docs/split_layers.md`; the rest of the
+    model is on the first device.
+
+    Args:
+        model_or_function: A built functional or Sequential model, whose weights come along and
+            which is left as it is, or a function that returns one. What a function builds is
+            never held whole: each layer is initialized, with the values that it has on one device,
+            and split before the next one.
+        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`; two or more.
+        split: How single layers are split, by their names, where that is not what the model's
+            graph suggests: "column" or "row" for `Dense` and `Conv2D`, "heads" for attention,
+            "vocabulary" for `Embedding`, None to leave a layer in place.
+        convolutions: "channels": convolutions are split by channels, weights and all. "height":
+            they are split by the height of the picture, and so is what stands between them; each
+            device holds some rows of each activation, reads the whole kernels, and exchanges the
+            rows at the border. For large pictures and small kernels.
+
+    Returns:
+        A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
+        writes plain Keras, with whole weights. `model.split` tells how each layer is split.
+
+    Raises:
+        ValueError: If the model is no functional or Sequential one, is compiled for a step of its
+            own or under a strategy, nothing in it can be split, a layer cannot be split as is
+            asked, or a device is unknown.
+
+    Example:
+        >>> model = tfparallel.tensor_parallel(build_model, devices=["CPU:0", "CPU:1"])
+        >>> model.compile("adam", "mse")
+        >>> model.fit(x, y)
+    """
+    _refuse_scope()
+    names = device_lib.check_devices(devices)
+    if len(names) < 2:
+        raise PlacementError(
+            f"A layer is split over two devices or more. Received: devices={list(devices)}."
+        )
+    if convolutions not in ("channels", "height"):
+        raise PlacementError(
+            "`convolutions` must be 'channels' or 'height'. Received: "
+            f"convolutions={convolutions!r}."
+        )
+    asked = (dict(split or {}), convolutions == "height")
+    if isinstance(model_or_function, keras.Model):
+        return _copy_of(model_or_function, names, asked)
+    try:
+        built = StoragelessModel(lambda: model_of(model_or_function))
+    except NeedsStorage:
+        return _copy_of(model_of(model_or_function), names, asked)
+    check_model(built.model)
+    if not all(built.waits_for(variable) for variable in built.model.variables):
+        # A layer from elsewhere has its variables already.
+        built.initialize_rest()
+        return _copy_of(built.model, names, asked)
+    model = _split(
+        built.model,
+        names,
+        asked,
+        lambda layer: built.initialize(layer.variables, names[0]),
+    )
+    built.initialize_rest()
+    return model
+
+
+def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
+    check_model(model)
+    def plain(layer):
+        return original_class(layer).from_config(layer.get_config())
+
+    with keras.saving.custom_object_scope(classes_of(model)), tf.device(devices[0]):
+        copy = keras.models.clone_model(model, clone_function=plain)
+        for source, target in zip(model.variables, copy.variables, strict=True):
+            target.assign(source)
+    for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
+        target.trainable = source.trainable
+    _split(copy, devices, asked, lambda layer: None)
+    if model.compiled and (config := model.get_compile_config()) is not None:
+        copy.compile_from_config(config)
+        if model.optimizer is not None and model.optimizer.built:
+            pairs = zip(model.optimizer.variables, copy.optimizer.variables, strict=True)
+            for source, target in pairs:
+                target.assign(source)
+    return copy
+
+
+def _split(model, devices, asked, initialize) -> keras.Model:
+    """Splits a model's layers in place, one after the other."""
+    asked, by_height = asked
+    models = _models_in(model)
+    names = {layer.name for each in models for layer in layers_in_order(each)}
+    unknown = [name for name in asked if name not in names]
+    if unknown:
+        raise PlacementError(
+            f"`split` must name layers of the model. Received: no such layer: {', '.join(unknown)}."
+            f" The layers are {', '.join(sorted(names))}."
+        )
+    kinds = {}
+    for each in models:
+        kinds[id(each)] = plan.plan(each, len(devices), asked, by_height)
+    found = {name: kind for each in models for name, kind in kinds[id(each)].items()}
+    if not found:
+        raise PlacementError(_nothing(model, models, len(devices)))
+    for each in models:
+        _split_layers(each, devices, kinds[id(each)], initialize)
+        if each is not model:
+            extend(each, NestedLayer, _devices=devices)
+    return extend(model, SplitModel, split=found, _devices=devices)
+
+
+def _split_layers(model, devices, kinds, initialize) -> None:
+    graph = plan.Graph(model)
+    sizes: dict[str, list[int]] = {}
+    for layer in layers_in_order(model):
+        if _is_graph(layer):
+            continue  # It is split by itself.
+        kind = kinds.get(layer.name)
+        initialize(layer)
+        if kind is None:
+            extend(layer, WholeLayer, _devices=devices)
+            continue
+        source = sizes.get(graph.sources[layer.name][0])
+        extend(layer, _class_of(layer, kind), _devices=devices)
+        # Keras would refuse a tensor in parts.
+        object.__setattr__(layer, "_allow_non_tensor_positional_args", True)
+        layer.split(**_options(kind, source, graph.nodes[layer.name][0]))
+        if kind == plan.COLUMN:
+            sizes[layer.name] = sizes_of(getattr(layer, layer._count), devices)
+        elif kind == plan.FEATURES:
+            factor = getattr(layer, "depth_multiplier", 1)
+            sizes[layer.name] = [size * factor for size in source]
+        elif kind == plan.JOINED:
+            inputs = graph.nodes[layer.name][0].input_tensors
+            sizes[layer.name] = [tensor.shape[-1] for tensor in inputs]
+
+
+def _class_of(layer, kind) -> type:
+    if kind == plan.HEIGHT:
+        return spatial_plan.class_of(layer)
+    if kind == plan.FEATURES:
+        if isinstance(layer, keras.layers.Dropout):
+            return featurewise.FeaturewiseDropout
+        if layer.variables:
+            return featurewise.FeaturewiseWeights
+        return featurewise.FeaturewiseLayer
+    if isinstance(layer, keras.layers.Conv2D):
+        return ChannelReducingConv2D if kind == plan.ROW else ChannelParallelConv2D
+    return {
+        plan.COLUMN: ColumnParallelDense,
+        plan.GATHERED: ColumnParallelDense,
+        plan.ROW: RowParallelDense,
+        plan.HEADS: ParallelMultiHeadAttention,
+        plan.VOCABULARY: VocabParallelEmbedding,
+        plan.JOINED: featurewise.FeaturewiseJoin,
+    }[kind]
+
+
+def _options(kind, source, node) -> dict:
+    if kind == plan.HEIGHT:
+        return {"shape": node.input_tensors[0].shape, "height": node.outputs[0].shape[1]}
+    if kind == plan.GATHERED:
+        return {"gather": True}
+    if kind in (plan.ROW, plan.FEATURES, plan.JOINED):
+        return {"sizes": source}
+    return {}
+
+
+def _models_in(model) -> list[keras.Model]:
+    """The model and the functional ones nested in it, the innermost first."""
+    found = []
+    for layer in layers_in_order(model):
+        if _is_graph(layer):
+            found += [each for each in _models_in(layer) if each not in found]
+    return [*found, model]
+
+
+def _is_graph(layer) -> bool:
+    """Whether a layer is a functional or Sequential model, with an input shape."""
+    return hasattr(getattr(layer, "_functional", None) or layer, "_nodes_by_depth")
+
+
+def _nothing(model, models, num_devices) -> str:
+    layers = [
+        f"{layer.name} ({original_class(layer).__name__})"
+        for each in models
+        for layer in layers_in_order(each)
+    ]
+    return (
+        f"Nothing in model '{model.name}' can be split over {num_devices} devices. Required is one "
+        f"layer at least: Dense or Conv2D with {num_devices} units or filters, attention with "
+        f"{num_devices} heads, or an Embedding of {num_devices} ids; of Keras's own classes, "
+        f"called once, without activity regularizer. Received: {', '.join(layers)}. Take fewer "
+        "devices, or `tfparallel.data_parallel`."
+    )
+
+
+def _refuse_scope() -> None:
+    if tf.distribute.has_strategy():
+        raise PlacementError(
+            "`tensor_parallel` must be called outside a strategy's scope, which mirrors each "
+            f"variable on all its devices. Received: {type(tf.distribute.get_strategy()).__name__}"
+            " in scope. Move the call out of the `with` block."
+        )
