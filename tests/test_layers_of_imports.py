@@ -22,7 +22,8 @@ ROWS = [
     ["collectives", "mesh"],
     ["strategies", "checkpoint"],
     ["callbacks"],
-    ["replication", "placement", "pipeline", "layers"],
+    ["replication", "placement", "layers"],
+    ["pipeline"],
     ["hybrid"],
     ["diagnostics"],
     ["commands"],
@@ -32,7 +33,8 @@ ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packa
 
 # What decides in plain Python, and can be imported in milliseconds.
 PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
-PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main"]
+PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "pipeline.schedule"]
+PLAIN += ["pipeline.simulator", "pipeline.drawing"]
 HEAVY = {"tensorflow", "keras"}
 
 

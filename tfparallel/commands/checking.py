@@ -12,6 +12,7 @@ from tfparallel.data.batches import first_batches
 from tfparallel.diagnostics.check import CheckReport, check_parity
 from tfparallel.diagnostics.determinism import make_deterministic
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
+from tfparallel.pipeline.batch_norm import grouped, ungrouped
 from tfparallel.task import load_task
 
 __all__ = ["check"]
@@ -53,11 +54,16 @@ def check(path: str, values: flags.FlagValues) -> int:
     )
     if on_gpu:
         form.say("on a GPU: deterministic operations are on, TF32 is off")
+    build_single, build_form = task.build_model, form.build
+    if values.batch_normalization is not None:
+        form.say("on one device each micro-batch is normalized by its own moments, too")
+        build_single = grouped(task.build_model, form.cut["num_micro_batches"])
+        build_form = lambda build: form.build(ungrouped(build))  # noqa: E731
     report = check_parity(
-        task.build_model,
+        build_single,
         task.compile_model,
         batches,
-        make_parallel_model=form.build,
+        make_parallel_model=build_form,
         seed=values.seed,
     )
     form.say(to_text(report))

@@ -24,11 +24,20 @@ __all__ = [
     "parse",
     "parse_bytes",
     "path_problems",
+    "pipeline_flags",
+    "pipeline_problems",
     "resolved",
     "run_command",
 ]
 
-_FORMS = ("none", "data", "model")
+_PIPELINE_FLAGS = (
+    "num_micro_batches",
+    "schedule",
+    "chunks_per_device",
+    "recompute",
+    "batch_normalization",
+)
+_FORMS = ("none", "data", "model", "pipeline")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -70,7 +79,7 @@ def common_flags() -> flags.FlagValues:
         "data",
         _FORMS,
         "The form: none is one device and plain Keras; data splits the batch over devices and "
-        "workers; model puts layers on devices.",
+        "workers; model puts layers on devices; pipeline has them work on micro-batches.",
         values,
     )
     flags.DEFINE_integer(
@@ -109,6 +118,7 @@ def common_flags() -> flags.FlagValues:
         "global_batch_size", 64, "Examples in a step, over all devices.", flag_values=values
     )
     balance_flags(values)
+    pipeline_flags(values)
     flags.DEFINE_integer(
         "seed", 0, "Fixes the initial weights and the order of the data.", flag_values=values
     )
@@ -121,15 +131,74 @@ def balance_flags(values: flags.FlagValues) -> None:
         "balance",
         "memory",
         ("memory", "time", "both"),
-        "For model: what the cut between the devices spreads evenly.",
+        "For model and pipeline: what the cut between the devices spreads evenly. Without the "
+        "flag a pipeline is cut by time.",
         values,
     )
     flags.DEFINE_string(
         "device_memory",
         None,
-        "For model: what a device may hold, such as 16GiB; no limit if absent.",
+        "For model and pipeline: what a stage may hold, such as 16GiB; no limit if absent.",
         flag_values=values,
     )
+
+
+def pipeline_flags(values: flags.FlagValues) -> None:
+    """Adds the flags that say how micro-batches go through the stages."""
+    flags.DEFINE_integer(
+        "num_micro_batches", None, "For pipeline: parts of a batch; 8 if absent.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_enum(
+        "schedule",
+        None,
+        ("gpipe", "1f1b", "interleaved"),
+        "For pipeline: which device does what, in which order; 1f1b if absent.",
+        values,
+    )
+    flags.DEFINE_integer(
+        "chunks_per_device", None, "For interleaved: stages on each device; 2 if absent.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_enum(
+        "recompute",
+        None,
+        ("never", "always", "except_last"),
+        "For pipeline: whether a backward pass computes its forward pass again; never if absent.",
+        values,
+    )
+    flags.DEFINE_enum(
+        "batch_normalization",
+        None,
+        ("deferred",),
+        "For pipeline: normalize each micro-batch by its own moments, move the averages once a "
+        "step. Without it such layers are refused.",
+        values,
+    )
+
+
+def pipeline_problems(values: flags.FlagValues) -> list[str]:
+    """Returns what is wrong with the flags of a pipeline."""
+    given = [name for name in _PIPELINE_FLAGS if getattr(values, name) is not None]
+    if values.parallel != "pipeline":
+        return [
+            f"--{name} belongs to --parallel=pipeline. Received: --{name}="
+            f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
+            for name in given
+        ]
+    problems = []
+    number = 8 if values.num_micro_batches is None else values.num_micro_batches
+    if not 1 <= number <= values.global_batch_size:
+        problems.append(
+            "A batch must have an example for each micro-batch. Received: --num_micro_batches="
+            f"{number} with --global_batch_size={values.global_batch_size}."
+        )
+    if values.chunks_per_device is not None and values.schedule != "interleaved":
+        problems.append(
+            "--chunks_per_device belongs to --schedule=interleaved. Received: --chunks_per_device="
+            f"{values.chunks_per_device} with --schedule={values.schedule or '1f1b'}."
+        )
+    return problems
 
 
 def device_memory(values: flags.FlagValues) -> int | None:
@@ -240,10 +309,12 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             f"--strategy={values.strategy} with --parallel={values.parallel}. Drop --strategy."
         )
     problems += device_memory_problems(values)
-    if values.parallel != "model" and (values.device_memory or values.balance != "memory"):
+    problems += pipeline_problems(values)
+    has_stages = values.parallel in ("model", "pipeline")
+    if not has_stages and (values.device_memory or values.balance != "memory"):
         name = "device_memory" if values.device_memory else "balance"
         problems.append(
-            f"--{name} says where --parallel=model cuts. Received: --{name}="
+            f"--{name} says where --parallel=model and pipeline cut. Received: --{name}="
             f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
         )
     count = len(values.devices) if values.devices is not None else values.num_devices

@@ -11,6 +11,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.commands.flags import StartError, UsageError, device_memory
+from tfparallel.pipeline.pipeline_parallel import TooFewLayersError, pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.placement.stages import PlacementError
@@ -18,7 +19,7 @@ from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = ["Form", "start_form"]
+__all__ = ["Form", "pipeline_choices", "start_form"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +62,30 @@ class Form:
         """Returns the model, built under the form."""
         if self.name == "none":
             return build_model()
-        if self.name == "model":
-            try:
+        try:
+            if self.name == "model":
                 return model_parallel(build_model, self.devices, **self.cut)
-            except PlacementError as error:
-                raise UsageError(str(error)) from error
+            if self.name == "pipeline":
+                return self._pipeline(build_model)
+        except PlacementError as error:
+            raise UsageError(str(error)) from error
         if self.strategy is not None:
             return data_parallel(build_model, self.strategy)
         return data_parallel(build_model, devices=self.devices)
+
+    def _pipeline(self, build_model):
+        try:
+            return pipeline_parallel(build_model, self.devices, **self.cut)
+        except TooFewLayersError as error:
+            # The program is to run anyway; the function leaves the choice to its caller.
+            counts = [1] * error.num_layers + [0] * (error.num_stages - error.num_layers)
+            self.say(
+                f"note: {error.num_layers} layers for {error.num_stages} stages: the last "
+                f"{counts.count(0)} stages only pass on what they are given"
+            )
+            return pipeline_parallel(
+                build_model, self.devices, layers_per_stage=counts, **self.cut
+            )
 
     def __str__(self):
         names = ", ".join(self.devices)
@@ -77,6 +94,11 @@ class Form:
         number = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
         if self.name == "model":
             return f"layers on {number} ({names})"
+        if self.name == "pipeline":
+            return (
+                f"{self.cut['num_micro_batches']} micro-batches through {number} ({names}), "
+                f"schedule {self.cut['schedule']}"
+            )
         if self.workers is not None:
             return f"data parallel on {self.workers.num_workers} workers, {number} each ({names})"
         return f"data parallel on {number} ({names})"
@@ -100,12 +122,12 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         )
         is_stage = (
             cluster.num_workers > 1
-            and values.parallel == "model"
+            and values.parallel in ("model", "pipeline")
             and not values.allow_independent_workers
         )
         if is_stage:
             devices = _devices_of_processes(values, cluster, facts)
-            return Form("model", devices, cut=_cut(values))
+            return Form(values.parallel, devices, cut=_cut(values))
         if is_worker and values.device_type != "cpu" and has_nvidia_gpu():
             os.environ.update(cluster.device_environment())
         if not is_worker:
@@ -135,10 +157,23 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
 
 
 def _cut(values) -> dict[str, Any]:
-    return {
+    cut = {
         "balance": values.balance,
         "device_memory": device_memory(values),
         "batch_size": values.global_batch_size,
+    }
+    return cut | pipeline_choices(values) if values.parallel == "pipeline" else cut
+
+
+def pipeline_choices(values: flags.FlagValues) -> dict[str, Any]:
+    """What the flags say of a pipeline, as `pipeline_parallel` takes it."""
+    return {
+        "num_micro_batches": values.num_micro_batches or 8,
+        "schedule": values.schedule or "1f1b",
+        "recompute": values.recompute or "never",
+        "chunks_per_device": values.chunks_per_device,
+        "batch_normalization": values.batch_normalization,
+        "balance": values.balance if values["balance"].present else "time",
     }
 
 

@@ -129,7 +129,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
         "step_time_seconds": step_time.summary(),
         "peak_memory_bytes": peak_memory_bytes(),
     }
-    if form.name == "model":
+    if form.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)
     if checkpoint is not None and checkpoint.resumed is not None:
         report["resumed_at_epoch"] = checkpoint.resumed["epoch"] + 1
