@@ -19,7 +19,6 @@ of the joined outputs in every step.
 Rests on how `keras.losses.Loss.__call__` and `CompileLoss` reduce (`docs/upstream.md`).
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -90,10 +89,11 @@ class MicroBatchLoss:
 
     def _call(self, instead: Callable, y, predictions, sample_weight):
         """Calls Keras's own, which finds each loss's targets, with others in the losses' place."""
-        own = copy.copy(self._compiled)
+        own = object.__new__(CompileLoss)  # It refuses to be copied.
         terms = [term._replace(loss=instead(term.loss)) for term in self._compiled._flat_losses]
         # Past Keras's tracking. Without metrics: those see the joined outputs.
-        vars(own).update(_flat_losses=terms, metrics=[None] * len(terms))
+        nothing = [None] * len(terms)
+        vars(own).update(vars(self._compiled) | {"_flat_losses": terms, "_metrics": nothing})
         return CompileLoss.call(own, y, predictions, sample_weight)
 
 

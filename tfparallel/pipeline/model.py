@@ -44,6 +44,7 @@ class PipelinedModel(PlacedModel):
         """The devices, in the order of the stages."""
         return list(self.pipeline_devices)
 
+    @tf.autograph.experimental.do_not_convert
     def train_step(self, data):
         """One step of training: all micro-batches forward and backward, then one update."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
