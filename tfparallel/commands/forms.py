@@ -11,7 +11,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.commands.flags import StartError, UsageError, device_memory
-from tfparallel.pipeline.pipeline_parallel import TooFewLayersError, pipeline_parallel
+from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.placement.stages import PlacementError
@@ -74,18 +74,15 @@ class Form:
         return data_parallel(build_model, devices=self.devices)
 
     def _pipeline(self, build_model):
-        try:
-            return pipeline_parallel(build_model, self.devices, **self.cut)
-        except TooFewLayersError as error:
-            # The program is to run anyway; the function leaves the choice to its caller.
-            counts = [1] * error.num_layers + [0] * (error.num_stages - error.num_layers)
+        # The program is to run anyway; the function leaves the choice to its caller.
+        model = pipeline_parallel(build_model, self.devices, allow_empty_stages=True, **self.cut)
+        empty = model.schedule.num_stages - len(set(model.stage_of.values()))
+        if empty:
             self.say(
-                f"note: {error.num_layers} layers for {error.num_stages} stages: the last "
-                f"{counts.count(0)} stages only pass on what they are given"
+                f"note: {len(model.stage_of)} layers for {model.schedule.num_stages} stages: the "
+                f"last {empty} only hand on what they are given"
             )
-            return pipeline_parallel(
-                build_model, self.devices, layers_per_stage=counts, **self.cut
-            )
+        return model
 
     def __str__(self):
         names = ", ".join(self.devices)

@@ -10,6 +10,8 @@ from tfparallel.commands.flags import (
     balance_flags,
     device_memory_problems,
     path_problems,
+    pipeline_flags,
+    pipeline_problems,
 )
 from tfparallel.commands.on_task import run_on_task
 
@@ -30,15 +32,44 @@ def main(arguments: Sequence[str]) -> int:
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
+    flags.DEFINE_enum(
+        "parallel",
+        "auto",
+        ("auto", "pipeline"),
+        "auto: whether one device is enough, and which layers go where; pipeline: what each device "
+        "does, when, with micro-batches.",
+        values,
+    )
     flags.DEFINE_integer("num_devices", 1, "How many devices there are.", flag_values=values)
     flags.DEFINE_integer("global_batch_size", 64, "Examples in a step.", flag_values=values)
     balance_flags(values)
+    pipeline_flags(values)
+    flags.DEFINE_string(
+        "draw", None, "For pipeline: draw the schedule here (.png or .txt).", flag_values=values
+    )
+    flags.DEFINE_string(
+        "trace",
+        None,
+        "For pipeline: write it as a trace for chrome://tracing here (.json).",
+        flag_values=values,
+    )
     flags.DEFINE_string("report", None, "Write the plan here (.json).", flag_values=values)
     return values
 
 
 def _problems(values: flags.FlagValues) -> list[str]:
     problems = path_problems("report", values.report, ".json") + device_memory_problems(values)
+    problems += pipeline_problems(values)
+    problems += path_problems("trace", values.trace, ".json")
+    if values.draw is not None:
+        is_text = values.draw.endswith(".txt")
+        problems += path_problems("draw", values.draw, ".txt" if is_text else ".png")
+    for name in ("draw", "trace"):
+        if getattr(values, name) is not None and values.parallel != "pipeline":
+            problems.append(
+                f"--{name} shows what --parallel=pipeline does. Received: --{name}="
+                f"{getattr(values, name)} with --parallel={values.parallel}."
+            )
     for name in ("num_devices", "global_batch_size"):
         if getattr(values, name) < 1:
             problems.append(f"At least 1 is required. Received: --{name}={getattr(values, name)}.")
@@ -46,4 +77,5 @@ def _problems(values: flags.FlagValues) -> list[str]:
 
 
 def _plan(path: str, values: flags.FlagValues) -> int:
-    return importlib.import_module("tfparallel.commands.planning").answer(path, values)
+    name = "planning_pipeline" if values.parallel == "pipeline" else "planning"
+    return importlib.import_module(f"tfparallel.commands.{name}").answer(path, values)

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
+from tfparallel.data.shard import Shard
 from tfparallel.extend import extend, original_class
 from tfparallel.pipeline.micro_batch import StepMemory, current_pass
 from tfparallel.replication.batch_norm import SynchronizedBatchNormalization
@@ -84,12 +85,15 @@ class GroupedBatchNormalization:
         """Normalizes M consecutive groups of rows; the averages are moved by the whole batch."""
         if not training or not self.trainable:
             return super().call(inputs, training=training, mask=mask)
-        parts = []
+        parts, number, num_rows = [], self._num_groups, tf.shape(inputs)[0]
         with keras.StatelessScope():
-            for start, size in row_ranges(tf.shape(inputs)[0], self._num_groups):
-                rows = slice(start, start + size)
+            for k, (start, size) in enumerate(row_ranges(num_rows, number)):
+                # A group without rows computes one of another's, and drops it.
+                shard = Shard(k, number, start, size, num_rows)
+                rows = slice(shard.first_row_used, shard.first_row_used + shard.num_rows_used)
                 own_mask = None if mask is None else mask[rows]
-                parts.append(super().call(inputs[rows], training=True, mask=own_mask))
+                part = super().call(inputs[rows], training=True, mask=own_mask)
+                parts.append(shard.without_dummy_row(part))
         wide = keras.ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         _move(self, *self._moments(wide, mask))
         return keras.ops.concatenate(parts, 0)

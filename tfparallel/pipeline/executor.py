@@ -53,6 +53,7 @@ class Step:
     Attributes:
         stamps: If timed, the begin and end of each instruction, scalars in seconds.
         ends: The last operation of each instruction, in a graph.
+        checked: What must be done before the weights may change.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Step:
         self._loss: MicroBatchLoss | None = None
         self.stamps: dict[Instruction, tuple[tf.Tensor, tf.Tensor]] = {}
         self.ends: dict[Instruction, Any] = {}
+        self.checked: list[tf.Operation] = []
 
     @property
     def _is_joined(self) -> bool:
@@ -311,12 +313,13 @@ class Step:
             object.__setattr__(model, "_losses_override", [])
 
     def _check(self, loss, added):
-        """The parts must add up; whoever reads the loss waits for the answer."""
+        """The parts must add up, or no weight may change."""
         if not self._parts:
             return
         others = [tf.cast(tf.reduce_sum(term), loss.dtype) for term in added]
         parts = tf.add_n([tf.cast(part, loss.dtype) for part in self._parts] + others)
-        check_equal(parts, loss, self._model.compute_dtype)
+        check = check_equal(parts, loss, self._model.compute_dtype)
+        self.checked = [] if check is None else [check]
 
     def _send_back(self, symbols, gradients):
         for key, gradient in zip(symbols, gradients, strict=True):

@@ -34,7 +34,7 @@ from keras.src.trainers.compile_utils import CompileLoss
 from tfparallel.extend import original_class
 from tfparallel.placement.stages import PlacementError
 
-__all__ = ["MicroBatchLoss", "check_decomposes", "check_equal"]
+__all__ = ["COMPARES", "MicroBatchLoss", "check_decomposes", "check_equal"]
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 # Of what a sum in another order may differ by, relative; a loss that compares examples differs more.
@@ -111,6 +111,9 @@ def check_decomposes(model: keras.Model, schedule: str) -> None:
         )
 
 
+COMPARES = "The loss compares examples of different micro-batches"
+
+
 def check_equal(parts: tf.Tensor, whole: tf.Tensor, compute_dtype: str) -> tf.Operation:
     """An operation that fails the step if the parts of a loss do not add up to the whole."""
     tolerance = tf.cast(_TOLERANCE.get(compute_dtype, 1e-2), whole.dtype)
@@ -119,8 +122,8 @@ def check_equal(parts: tf.Tensor, whole: tf.Tensor, compute_dtype: str) -> tf.Op
     return tf.debugging.Assert(
         close | tf.math.is_nan(whole) | tf.math.is_inf(whole),
         [
-            "The loss compares examples of different micro-batches: the parts do not add up to the "
-            "whole. A sum or a mean over the examples is required. " + _WAY_OUT + " Received: of "
+            f"{COMPARES}: the parts do not add up to the whole. A sum or a mean over "
+            "the examples is required. " + _WAY_OUT + " Received: of "
             "the parts, and of the whole batch:",
             parts,
             whole,

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
-from tfparallel.pipeline.loss import check_decomposes
+from tfparallel.pipeline.loss import COMPARES, check_decomposes
 from tfparallel.placement.model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 
@@ -37,7 +37,14 @@ class PipelinedModel(PlacedModel):
         """Trains the model, as `keras.Model.fit`."""
         asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
         self._check_batch_size(asked.get("x"), asked.get("batch_size"))
-        return super().fit(*args, **kwargs)
+        try:
+            return super().fit(*args, **kwargs)
+        except tf.errors.InvalidArgumentError as error:
+            if COMPARES not in error.message:
+                raise
+            said = error.message[error.message.index(COMPARES) :].partition("\n\t")[0]
+            said = " ".join(said.split()).replace("\\'", "'")  # As TensorFlow quotes it.
+            raise PlacementError(said) from None
 
     @property
     def devices(self) -> list[str]:
@@ -48,11 +55,14 @@ class PipelinedModel(PlacedModel):
     def train_step(self, data):
         """One step of training: all micro-batches forward and backward, then one update."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred, loss, gradients = self.passes(x, y, sample_weight).run(x, y, sample_weight)
+        step = self.passes(x, y, sample_weight)
+        y_pred, loss, gradients = step.run(x, y, sample_weight)
         with tf.device(self.devices[-1]):
             batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
             self._loss_tracker.update_state(loss, sample_weight=batch_size)
         if self.trainable_weights:
+            with tf.control_dependencies(step.checked):
+                gradients = [_identity(gradient) for gradient in gradients]
             self.optimizer.apply(gradients, self.trainable_weights)
         with tf.device(self.devices[-1]):
             return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
@@ -80,3 +90,15 @@ class PipelinedModel(PlacedModel):
                 f"fewer). Received: batches of {batch_size} for {number} micro-batches. Take "
                 f"batch_size={number} or more, or fewer micro-batches."
             )
+
+
+def _identity(gradient):
+    """The same, on its own device; sparse values stay sparse."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        with tf.device(gradient.values.device):
+            values = tf.identity(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    with tf.device(gradient.device):
+        return tf.identity(gradient)

@@ -35,8 +35,8 @@ class TooFewLayersError(PlacementError):
         super().__init__(
             f"Each stage needs a layer. Received: {num_layers} layers for {schedule.num_stages} "
             f"stages, {schedule.chunks_per_device} on each of {schedule.num_devices} devices "
-            f"(schedule={schedule.name!r}). Name fewer devices, or say in `layers_per_stage` which "
-            "stages are to have none."
+            f"(schedule={schedule.name!r}). Name fewer devices, or pass allow_empty_stages=True: "
+            "the last stages then only hand on what they are given."
         )
 
 
@@ -50,6 +50,7 @@ def pipeline_parallel(
     chunks_per_device: int | None = None,
     batch_normalization: str | None = None,
     layers_per_stage: Sequence[int] | None = None,
+    allow_empty_stages: bool = False,
     balance: str = "time",
     device_memory: int | None = None,
     batch_size: int = 32,
@@ -81,8 +82,9 @@ def pipeline_parallel(
         batch_normalization: None refuses layers that normalize by the batch. "deferred" normalizes
             each micro-batch by its own moments and moves the averages once a step, by those of the
             whole batch; other weights than plain Keras's.
-        layers_per_stage: How many consecutive layers each stage gets, 0 for one that only passes on
-            what it is given. Default: the best cut.
+        layers_per_stage: How many consecutive layers each stage gets. Default: the best cut.
+        allow_empty_stages: Whether a model with fewer layers than stages is taken; the last stages
+            then only hand on what they are given.
         balance: What the best cut spreads evenly: "memory", "time" or "both", as for
             `model_parallel`.
         device_memory: How many bytes each stage may hold; no limit if None.
@@ -120,6 +122,7 @@ def pipeline_parallel(
                 model,
                 planned,
                 layers_per_stage=layers_per_stage,
+                allow_empty_stages=allow_empty_stages,
                 balance=balance,
                 device_memory=device_memory,
                 batch_size=batch_size,
@@ -147,6 +150,7 @@ def stages_by_layer(
     schedule: Schedule,
     *,
     layers_per_stage: Sequence[int] | None = None,
+    allow_empty_stages: bool = False,
     **best,
 ) -> dict[str, int]:
     """Returns the stage of each layer, by name, in topological order.
@@ -155,23 +159,28 @@ def stages_by_layer(
         model: A functional or Sequential model, with or without storage.
         schedule: How many stages there are.
         layers_per_stage: How many layers each has; None for the best cut.
+        allow_empty_stages: Whether a stage may have none.
         **best: `balance`, `device_memory` and `batch_size`, as `pipeline_parallel` takes them.
 
     Raises:
         ValueError: If the layers do not fit the stages.
     """
     layers = layers_in_order(model)
-    if layers_per_stage is None:
-        if len(layers) < schedule.num_stages:
+    missing = schedule.num_stages - len(layers)
+    if missing > 0 and layers_per_stage is None:
+        if not allow_empty_stages:
             raise TooFewLayersError(len(layers), schedule)
+        layers_per_stage = [1] * len(layers) + [0] * missing
+    if layers_per_stage is None:
         # By number, where the cut takes any names.
         return stages.by_balance(model, range(schedule.num_stages), **best)
     counts = list(layers_per_stage)
     fits = len(counts) == schedule.num_stages and sum(counts) == len(layers)
-    if not fits or any(not isinstance(n, int) or n < 0 for n in counts):
+    fewest = 0 if allow_empty_stages else 1
+    if not fits or any(not isinstance(n, int) or n < fewest for n in counts):
         raise PlacementError(
-            f"`layers_per_stage` must give each of the {schedule.num_stages} stages a number of "
-            f"layers, and all {len(layers)} layers together. Received: {counts}, which are "
+            f"`layers_per_stage` must give each of the {schedule.num_stages} stages {fewest} or "
+            f"more layers, and all {len(layers)} layers together. Received: {counts}, which are "
             f"{sum(counts)} in {len(counts)} stages."
         )
     index = [stage for stage, count in enumerate(counts) for _ in range(count)]

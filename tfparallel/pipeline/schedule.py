@@ -7,9 +7,9 @@ drawn twice as long:
               1 │  F0F1F2F3      B0--B1--B2--B3--    │
               2 │    F0F1F2F3B0--B1--B2--B3--        │
 
-    1f1b      0 │F0F1F2            B0--F3B1--  B2--    B3--│
-              1 │  F0F1      B0--F2B1--F3B2--    B3--      │
-              2 │    F0B0--F1B1--F2B2--F3B3--              │
+    1f1b      0 │F0F1F2        B0--F3B1--  B2--  B3--│
+              1 │  F0F1    B0--F2B1--F3B2--  B3--    │
+              2 │    F0B0--F1B1--F2B2--F3B3--        │
 
 What is drawn, simulated and executed is one object, the `Schedule`: for each device, what it does,
 in order. It says no times; a device waits until what it needs has arrived.

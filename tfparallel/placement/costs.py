@@ -100,9 +100,15 @@ def layer_costs(
 
 
 def measured_seconds(
-    model: keras.Model, batch_size: int, optimizer: keras.Optimizer | None = None
+    model: keras.Model,
+    batch_size: int,
+    optimizer: keras.Optimizer | None = None,
+    *,
+    backward: bool = True,
 ) -> dict[str, float]:
     """Measures each layer's forward and backward pass, and its update by an optimizer like this.
+
+    With `backward=False` it is the forward pass alone.
 
     Each layer runs alone, on a copy with weights and inputs of its own; layers of one configuration
     and one input shape are measured once. One that is called twice in the model counts twice.
@@ -118,7 +124,7 @@ def measured_seconds(
         key = _kind(layer, nodes[0])
         if key not in known:
             alone = keras.Model(*nodes[0])
-            known[key] = max(0.0, _seconds_alone(alone, batch_size, optimizer) - overhead)
+            known[key] = max(0.0, _seconds_alone(alone, batch_size, optimizer, backward) - overhead)
         found[layer.name] = known[key] * len(nodes)
     return found
 
@@ -240,7 +246,7 @@ def _kind(layer, node) -> str:
     return json.dumps([type(layer).__name__, config, shapes], default=str, sort_keys=True)
 
 
-def _seconds_alone(model, batch_size, optimizer) -> float:
+def _seconds_alone(model, batch_size, optimizer, backward) -> float:
     copy = keras.models.clone_model(model)
     if optimizer is not None and copy.trainable_variables:
         optimizer = _copy_of(optimizer)
@@ -263,6 +269,8 @@ def _seconds_alone(model, batch_size, optimizer) -> float:
             optimizer.apply(own, variables)
         return outputs, [gradient for gradient in gradients if gradient is not None]
 
+    if not backward:
+        return _median_seconds(tf.function(lambda given: copy(given, training=True)), inputs)
     return _median_seconds(step, inputs)
 
 
