@@ -60,10 +60,10 @@ def masked_text():
 
 def normalized():
     inputs = keras.Input((6, 6, 2))
-    x = layers.Conv2D(4, 3, name="first")(inputs)
+    x = layers.Conv2D(4, 3, use_bias=False, name="first")(inputs)
     x = layers.BatchNormalization(name="normalize", momentum=0.8)(x)
     x = layers.Flatten(name="flatten")(x)
-    x = layers.Dense(5, name="dense")(x)
+    x = layers.Dense(5, use_bias=False, name="dense")(x)
     x = layers.BatchNormalization(name="normalize_again", scale=False)(x)
     return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
 

@@ -14,6 +14,7 @@ _COMMANDS = {
     "check": "proves that a form trains to the same weights as one device",
     "launch": "starts, watches, restarts and stops the workers of a job",
     "plan": "says how many devices a task needs, and which layers go where",
+    "bench": "measures: `bench pipeline` stages, micro-batches and schedules",
     "doctor": "says what will fail on this host, in this cluster, with these versions",
 }
 
@@ -66,5 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    if name == "bench":
+        if rest[:1] != ["pipeline"]:
+            print(
+                f"tfparallel: bench measures `pipeline`. Received: {' '.join(rest) or 'nothing'}.",
+                file=sys.stderr,
+            )
+            return 2
+        name, rest = "bench_pipeline", rest[1:]
     command = importlib.import_module(f"tfparallel.commands.{name}")
     return command.main(rest)
