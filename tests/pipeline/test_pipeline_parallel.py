@@ -285,3 +285,12 @@ def test_what_micro_batches_would_change_is_refused():
 
     with pytest.raises(ValueError, match="recur"):
         pipelined(stateful, DEVICES[:2])
+
+
+def test_keras_divides_by_what_a_loss_sees():
+    """The mean of the parts' losses is not the loss of the whole, where weights differ."""
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    y, predicted = np.zeros((4, 1)), np.arange(4.0)[:, None]
+    weights = np.array([1.0, 1.0, 1.0, 5.0])
+    parts = [float(loss(y[rows], predicted[rows], weights[rows])) for rows in (slice(2), slice(2, 4))]
+    assert abs(sum(parts) / 2 - float(loss(y, predicted, weights))) > 1.0
