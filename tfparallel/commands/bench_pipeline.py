@@ -1,4 +1,4 @@
-"""`tfparallel bench pipeline TASK.py`: stages, micro-batches and schedules, each in its processes."""
+"""`tfparallel bench pipeline TASK.py`: stages, micro-batches and schedules, measured."""
 
 import itertools
 import json

@@ -10,6 +10,8 @@ from typing import Any
 
 from absl import flags
 
+from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
+
 __all__ = [
     "Command",
     "LostError",
@@ -24,19 +26,10 @@ __all__ = [
     "parse",
     "parse_bytes",
     "path_problems",
-    "pipeline_flags",
-    "pipeline_problems",
     "resolved",
     "run_command",
 ]
 
-_PIPELINE_FLAGS = (
-    "num_micro_batches",
-    "schedule",
-    "chunks_per_device",
-    "recompute",
-    "batch_normalization",
-)
 _FORMS = ("none", "data", "model", "pipeline")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -141,64 +134,6 @@ def balance_flags(values: flags.FlagValues) -> None:
         "For model and pipeline: what a stage may hold, such as 16GiB; no limit if absent.",
         flag_values=values,
     )
-
-
-def pipeline_flags(values: flags.FlagValues) -> None:
-    """Adds the flags that say how micro-batches go through the stages."""
-    flags.DEFINE_integer(
-        "num_micro_batches", None, "For pipeline: parts of a batch; 8 if absent.",
-        flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_enum(
-        "schedule",
-        None,
-        ("gpipe", "1f1b", "interleaved"),
-        "For pipeline: which device does what, in which order; 1f1b if absent.",
-        values,
-    )
-    flags.DEFINE_integer(
-        "chunks_per_device", None, "For interleaved: stages on each device; 2 if absent.",
-        flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_enum(
-        "recompute",
-        None,
-        ("never", "always", "except_last"),
-        "For pipeline: whether a backward pass computes its forward pass again; never if absent.",
-        values,
-    )
-    flags.DEFINE_enum(
-        "batch_normalization",
-        None,
-        ("deferred",),
-        "For pipeline: normalize each micro-batch by its own moments, move the averages once a "
-        "step. Without it such layers are refused.",
-        values,
-    )
-
-
-def pipeline_problems(values: flags.FlagValues) -> list[str]:
-    """Returns what is wrong with the flags of a pipeline."""
-    given = [name for name in _PIPELINE_FLAGS if getattr(values, name) is not None]
-    if values.parallel != "pipeline":
-        return [
-            f"--{name} belongs to --parallel=pipeline. Received: --{name}="
-            f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
-            for name in given
-        ]
-    problems = []
-    number = 8 if values.num_micro_batches is None else values.num_micro_batches
-    if not 1 <= number <= values.global_batch_size:
-        problems.append(
-            "A batch must have an example for each micro-batch. Received: --num_micro_batches="
-            f"{number} with --global_batch_size={values.global_batch_size}."
-        )
-    if values.chunks_per_device is not None and values.schedule != "interleaved":
-        problems.append(
-            "--chunks_per_device belongs to --schedule=interleaved. Received: --chunks_per_device="
-            f"{values.chunks_per_device} with --schedule={values.schedule or '1f1b'}."
-        )
-    return problems
 
 
 def device_memory(values: flags.FlagValues) -> int | None:

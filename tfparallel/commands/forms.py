@@ -11,6 +11,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.commands.flags import StartError, UsageError, device_memory
+from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
@@ -19,7 +20,7 @@ from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = ["Form", "pipeline_choices", "start_form"]
+__all__ = ["Form", "start_form"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,18 +161,6 @@ def _cut(values) -> dict[str, Any]:
         "batch_size": values.global_batch_size,
     }
     return cut | pipeline_choices(values) if values.parallel == "pipeline" else cut
-
-
-def pipeline_choices(values: flags.FlagValues) -> dict[str, Any]:
-    """What the flags say of a pipeline, as `pipeline_parallel` takes it."""
-    return {
-        "num_micro_batches": values.num_micro_batches or 8,
-        "schedule": values.schedule or "1f1b",
-        "recompute": values.recompute or "never",
-        "chunks_per_device": values.chunks_per_device,
-        "batch_normalization": values.batch_normalization,
-        "balance": values.balance if values["balance"].present else "time",
-    }
 
 
 def _devices_of_processes(values, cluster: Cluster, facts) -> list[str]:

@@ -10,10 +10,9 @@ from tfparallel.commands.flags import (
     balance_flags,
     device_memory_problems,
     path_problems,
-    pipeline_flags,
-    pipeline_problems,
 )
 from tfparallel.commands.on_task import run_on_task
+from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
 
 __all__ = ["main"]
 

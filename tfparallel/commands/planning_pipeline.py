@@ -5,7 +5,7 @@ import pathlib
 from absl import flags
 
 from tfparallel.commands.flags import UsageError, device_memory
-from tfparallel.commands.forms import pipeline_choices
+from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.pipeline.drawing import as_text, write_picture, write_trace
 from tfparallel.pipeline.plan import PipelinePlan, plan_pipeline

@@ -7,8 +7,8 @@ batch (torchgpipe's `DeferredBatchNorm`; Kim et al., arXiv 2004.09910, 2020):
 
     n = Σ n_m,    μ = Σ n_m μ_m / n,    v = (Σ M_m + Σ n_m (μ_m − μ)²) / n
 
-with the count n_m, the mean μ_m and the sum of squared deviations M_m of micro-batch m. So a step is
-not that of plain Keras on one device; it is that of `GroupedBatchNormalization` on one device.
+with the count n_m, the mean μ_m and the sum of squared deviations M_m of micro-batch m. So a step
+is not that of plain Keras on one device; it is that of `GroupedBatchNormalization` on one device.
 """
 
 from collections.abc import Callable

@@ -13,8 +13,8 @@ and its divisor D is known beforehand, for it holds no prediction:
 | `sum_over_batch_size`, `mean` | the number of losses ℓ; under a mask, of those that are valid |
 | `mean_with_sample_weight` | Σ w, a mask included |
 
-A loss that compares examples has no such form. Its values show: Σ_m N_m / D is held against the loss
-of the joined outputs in every step.
+A loss that compares examples has no such form. Its values show: Σ_m N_m / D is held against the
+loss of the joined outputs in every step.
 
 Rests on how `keras.losses.Loss.__call__` and `CompileLoss` reduce (`docs/upstream.md`).
 """
@@ -37,7 +37,7 @@ from tfparallel.placement.stages import PlacementError
 __all__ = ["COMPARES", "MicroBatchLoss", "check_decomposes", "check_equal"]
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-# Of what a sum in another order may differ by, relative; a loss that compares examples differs more.
+# By how much sums in another order may differ, relative; what compares examples differs more.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _WAY_OUT = (
     "Take schedule='gpipe', which computes the loss of the whole batch, once, between the forward "

@@ -34,9 +34,9 @@ def measured_timelines(model: keras.Model, data: Any, num_steps: int = 5) -> lis
     def passes(x, y, sample_weight):
         step = model.passes(x, y, sample_weight, timed=True)
         _, loss, gradients = step.run(x, y, sample_weight)
-        order[:] = step.stamps
+        order[:] = step.order.stamps
         # What nobody reads TensorFlow does not compute, even if something is to come behind it.
-        return list(step.stamps.values()), loss, [g for g in gradients if g is not None]
+        return list(step.order.stamps.values()), loss, [g for g in gradients if g is not None]
 
     arguments = keras.tree.map_structure(
         lambda array: None if array is None else tf.convert_to_tensor(array), (x, y, sample_weight)

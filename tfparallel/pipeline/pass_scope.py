@@ -4,7 +4,11 @@ A state that a layer changes in each call (a counter, a running average) would c
 where one device changes it once, by the part where one device sees the whole.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator as keras_seeds
 
@@ -13,17 +17,32 @@ from tfparallel.placement.stages import PlacementError
 
 __all__ = ["PassScope", "check_state", "writable"]
 
+_STATEFUL_DRAWS = {
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomGamma",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "RngReadAndSkip",
+    "TruncatedNormal",
+}
+
 
 class PassScope(keras.StatelessScope):
     """Keeps the losses that layers add in `losses`; looks at each write.
 
     Args:
         allowed: The ids of the variables that may be written.
+        is_recomputed: Whether the pass is done again.
     """
 
-    def __init__(self, allowed: set[int]):
+    def __init__(self, allowed: set[int], is_recomputed: bool):
         super().__init__(collect_losses=True)
         self._allowed = allowed
+        self._is_recomputed = is_recomputed
 
     def add_update(self, update) -> None:
         """Writes at once, where Keras would keep the value for later.
@@ -32,7 +51,9 @@ class PassScope(keras.StatelessScope):
             ValueError: If the variable's value would depend on the micro-batches.
         """
         variable, value = update
-        if id(variable) not in self._allowed and not _is_global_seed(variable):
+        if _is_global_seed(variable):
+            self._refuse_recompute("Keras's global seed generator")
+        elif id(variable) not in self._allowed:
             raise PlacementError(
                 "A layer that changes its state in each call would change it once a micro-batch, "
                 "where one device does so once a step; and in each recompute. Layers without such "
@@ -40,6 +61,32 @@ class PassScope(keras.StatelessScope):
                 "with `tfparallel.model_parallel`."
             )
         variable._value.assign(keras.ops.cast(value, variable.dtype))
+
+
+    @contextlib.contextmanager
+    def refusing_stateful_draws(self) -> Iterator[None]:
+        """Looks at the operations that are made, where the pass is done again.
+
+        Raises:
+            ValueError: If one of them draws other numbers each time.
+        """
+        if not self._is_recomputed or tf.executing_eagerly():
+            yield
+            return
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        yield
+        for op in graph.get_operations()[before:]:
+            if op.type in _STATEFUL_DRAWS:
+                self._refuse_recompute(f"{op.type} '{op.name}'")
+
+    def _refuse_recompute(self, what: str) -> None:
+        if self._is_recomputed:
+            raise PlacementError(
+                "In a recompute a layer must draw the numbers that it drew the first time. A "
+                "`keras.random.SeedGenerator` of the layer's own is required (`seed=self.seed_"
+                f"generator`). Received: a draw from {what}. Or take recompute='never'."
+            )
 
 
 def writable(model: keras.Model, recompute: str) -> set[int]:

@@ -58,8 +58,8 @@ def pipeline_parallel(
     """Cuts a functional or Sequential model into stages, and each batch into micro-batches.
 
     Use it when the model does not fit one device, or one device is too slow: where `model_parallel`
-    has one device at work at a time, here each works on another micro-batch. Of M micro-batches on
-    K devices with equal stages, the devices stand still for (K − 1)/(M + K − 1) of the time, at best.
+    has one device at work at a time, here each works on another micro-batch. With M micro-batches
+    K devices with equal stages stand still for (K − 1)/(M + K − 1) of the time, at best.
 
     The weights that come out are those of one device: the gradients are summed over the
     micro-batches, each loss has the divisor that it has over the whole batch, metrics see the whole

@@ -1,7 +1,7 @@
 """Which stage works on which micro-batch, in which order: GPipe, 1F1B, interleaved.
 
-Three devices, four micro-batches; `F2` is the forward pass of micro-batch 2, `B2` its backward pass,
-drawn twice as long:
+Three devices, four micro-batches; `F2` is the forward pass of micro-batch 2, `B2` its backward
+pass, drawn twice as long:
 
     gpipe     0 │F0F1F2F3            B0--B1--B2--B3--│
               1 │  F0F1F2F3      B0--B1--B2--B3--    │
