@@ -37,7 +37,7 @@ MODE = os.environ.get("TFPARALLEL_PARITY", "")
 # The forms that this process can run, and the one that takes several.
 WORKERS = "workers"
 COLUMNS = (*FORMS, WORKERS)
-UNITS = {WORKERS: "", "model_parallel": " devices"}
+UNITS = {WORKERS: "", "model_parallel": " devices", "pipeline_parallel": " devices"}
 # Workers, and devices of each.
 JOBS = {"2": (2, 1), "3": (3, 1), "2 x 2": (2, 2)}
 
@@ -139,12 +139,14 @@ def refuse_stale(case: Case, form: str, replicas: int | str) -> None:
 
 def parse(page: str) -> dict[tuple[str, str], Cell]:
     """The cells of the page by feature and form."""
-    cells = {}
+    cells, columns = {}, COLUMNS
     for line in page.splitlines():
         parts = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(parts) != 1 + len(COLUMNS):
+        if parts[:1] == ["feature"]:  # A page may be older than the newest form.
+            columns = [part.strip("`") for part in parts[1:]]
+        if len(parts) != 1 + len(columns):
             continue
-        for form, text in zip(COLUMNS, parts[1:], strict=True):
+        for form, text in zip(columns, parts[1:], strict=True):
             parsed = Cell.parse(text)
             if parsed is not None:
                 cells[parts[0], form] = parsed
@@ -172,11 +174,12 @@ epoch, is compared by name. A cell is the worst of all its runs.
 - **refused**: an error before or at the first step, quoted.
 - Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
   for its end, so there one device gets the same batches in a data set that says how many they are,
-  and so does `model_parallel`, whose loop is Keras's own.
+  and so do `model_parallel` and `pipeline_parallel`, whose loop is Keras's own.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two
-stages, on two devices; `workers` is `data_parallel` on
+stages, on two devices; `pipeline_parallel` sends 4 micro-batches through such stages, by 1F1B on
+two devices; `workers` is `data_parallel` on
 worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted below; of those not
 run for the page `make test` runs a sample.
 """
