@@ -36,6 +36,8 @@ ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packa
 PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
 PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.bench"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table"]
+PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "pipeline.schedule"]
+PLAIN += ["pipeline.simulator", "pipeline.drawing"]
 HEAVY = {"tensorflow", "keras"}
 
 

@@ -47,8 +47,11 @@ def extend(instance: Extended, mixin: type, **attributes: Any) -> Extended:
 
 
 def original_class(instance: Any) -> type:
-    """Returns the class that `instance` had before it was extended."""
-    return getattr(type(instance), "_extended_from", type(instance))
+    """Returns the class that `instance` had before it was extended, once or several times."""
+    original = type(instance)
+    while hasattr(original, "_extended_from"):
+        original = original._extended_from
+    return original
 
 
 def classes_of(model: keras.Model) -> dict[str, type]:

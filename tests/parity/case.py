@@ -8,6 +8,7 @@ object that builds and compiles the model:
     DropIn(devices)                the same code under MirroredStrategy.scope()
     Stages(devices)                tfparallel.model_parallel(build, devices=...)
     Split(devices)                 tfparallel.tensor_parallel(build, devices=...)
+    Pipeline(devices)              tfparallel.pipeline_parallel(build, devices=...)
 
 A case trains under a form and returns what it *observed*: a flat dictionary of
 arrays, every variable of the model and of its optimizers by path, every loss and
@@ -191,7 +192,30 @@ class Split(Plain):
         return model
 
 
-FORMS = {form.name: form for form in (Builder, DropIn, Stages, Split)}
+class Pipeline(Plain):
+    """`tfparallel.pipeline_parallel` with a stage on each of `devices`, and 4 micro-batches.
+
+    A model with fewer layers than stages has stages without a layer.
+    """
+
+    name = "pipeline_parallel"
+
+    def __init__(self, devices: list[str], schedule: str = "1f1b", **options):
+        self.devices = devices
+        self.options = {"num_micro_batches": 4, "schedule": schedule, "balance": "memory"} | options
+
+    def make(self, build, compile=None) -> keras.Model:
+        import tfparallel
+
+        model = tfparallel.pipeline_parallel(
+            build, self.devices, allow_empty_stages=True, **self.options
+        )
+        if compile is not None:
+            compile(model)
+        return model
+
+
+FORMS = {form.name: form for form in (Builder, DropIn, Stages, Split, Pipeline)}
 
 SEED = 7
 
@@ -253,7 +277,7 @@ def fit_arguments(case: Case, form: Plain | None = None) -> dict[str, Any]:
     """Keyword arguments of `fit` for a case: its data, 24 steps, no shuffling."""
     arguments = {"epochs": 4, "verbose": 0} | case.data() | case.fit
     # Placed layers train by Keras's own loop, which counts as it does on one device.
-    if type(form) in (Plain, Stages, Split) and "steps_per_epoch" not in arguments:
+    if type(form) in (Plain, Stages, Split, Pipeline) and "steps_per_epoch" not in arguments:
         arguments["x"] = of_known_size(arguments["x"])
     if isinstance(arguments["x"], (np.ndarray, dict, list, tuple)):
         arguments = {"batch_size": 17, "shuffle": False} | arguments

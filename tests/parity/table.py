@@ -37,7 +37,9 @@ MODE = os.environ.get("TFPARALLEL_PARITY", "")
 # The forms that this process can run, and the one that takes several.
 WORKERS = "workers"
 COLUMNS = (*FORMS, WORKERS)
-UNITS = {WORKERS: "", "model_parallel": " devices", "tensor_parallel": " devices"}
+UNITS = {WORKERS: ""} | dict.fromkeys(
+    ("model_parallel", "tensor_parallel", "pipeline_parallel"), " devices"
+)
 # Workers, and devices of each.
 JOBS = {"2": (2, 1), "3": (3, 1), "2 x 2": (2, 2)}
 
@@ -181,11 +183,12 @@ epoch, is compared by name. A cell is the worst of all its runs.
 - **refused**: an error before or at the first step, quoted.
 - Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
   for its end, so there one device gets the same batches in a data set that says how many they are,
-  and so do `model_parallel` and `tensor_parallel`, whose loop is Keras's own.
+  and so do `model_parallel`, `tensor_parallel` and `pipeline_parallel`, whose loop is Keras's own.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two
-stages, on two devices; `tensor_parallel` has each layer that can be split in two parts; `workers`
+stages, on two devices; `tensor_parallel` has each layer that can be split in two parts;
+`pipeline_parallel` sends 4 micro-batches through two stages, by 1F1B; `workers`
 is `data_parallel` on worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted
 below; of those not run for the page `make test` runs a sample.
 """

@@ -95,9 +95,9 @@ def parameters():
 
     The sample of `make test`: on 3 replicas under `data_parallel` those of `FAST`, and of every
     fourth row without one of them a case; and every sixth of `FAST` in one more way, on 2 replicas,
-    on 4, as plain code under the drop-in strategy, in two stages, or split in two, in turn. With
-    TFPARALLEL_PARITY=all (or write): every case on 2, 3 and 4 replicas, on 3 under the drop-in
-    strategy, in 2 stages, and split in 2.
+    on 4, as plain code under the drop-in strategy, in two stages, split in two, or as a pipeline,
+    in turn. With TFPARALLEL_PARITY=all (or write): every case on 2, 3 and 4 replicas, on 3 under
+    the drop-in strategy, in 2 stages, split in 2, and as a pipeline of 2.
     """
     with_fast = {case.feature for case in ALL if case.name in FAST}
     others = {case.feature: case.name for case in reversed(ALL) if case.feature not in with_fast}
@@ -109,6 +109,7 @@ def parameters():
         ("MirroredStrategy", 3),
         ("model_parallel", 2),
         ("tensor_parallel", 2),
+        ("pipeline_parallel", 2),
     ]
     for case in ALL:
         sample = [ways[0]] if case.name in sampled else []

@@ -116,7 +116,7 @@ def test_plan(tmp_path):
 
 def test_a_shared_layer_counts_each_call_and_equal_layers_are_run_once(monkeypatch):
     measured = iter([2.0, 1.0, 0.5])
-    monkeypatch.setattr(timing, "_marginal_seconds", lambda step: next(measured))
+    monkeypatch.setattr(timing, "_marginal_seconds", lambda program: next(measured))
     inputs = keras.Input((4,))
     shared = layers.Dense(4, name="shared")
     x = shared(shared(layers.Dense(4, name="first")(inputs)))

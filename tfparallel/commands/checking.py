@@ -13,6 +13,7 @@ from tfparallel.data.batches import first_batches
 from tfparallel.diagnostics.check import CheckReport, check_parity
 from tfparallel.diagnostics.determinism import make_deterministic
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
+from tfparallel.pipeline.batch_norm import grouped, ungrouped
 from tfparallel.task import load_task
 
 __all__ = ["check"]
@@ -54,14 +55,18 @@ def check(path: str, values: flags.FlagValues) -> int:
     )
     if on_gpu:
         form.say("on a GPU: deterministic operations are on, TF32 is off")
-    built = []
+    built, build_single, unwrapped = [], task.build_model, lambda build: build
+    if values.batch_normalization is not None:
+        form.say("on one device each micro-batch is normalized by its own moments, too")
+        build_single = grouped(task.build_model, form.cut["num_micro_batches"])
+        unwrapped = ungrouped
 
     def build(build_model):
-        built.append(form.build(build_model))
+        built.append(form.build(unwrapped(build_model)))
         return built[-1]
 
     report = check_parity(
-        task.build_model,
+        build_single,
         task.compile_model,
         batches,
         make_parallel_model=build,

@@ -10,6 +10,8 @@ from typing import Any
 
 from absl import flags
 
+from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
+
 __all__ = [
     "Command",
     "LostError",
@@ -28,7 +30,7 @@ __all__ = [
     "run_command",
 ]
 
-_FORMS = ("none", "data", "model", "tensor")
+_FORMS = ("none", "data", "model", "tensor", "pipeline")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -70,7 +72,8 @@ def common_flags() -> flags.FlagValues:
         "data",
         _FORMS,
         "The form: none is one device and plain Keras; data splits the batch over devices and "
-        "workers; model puts layers on devices; tensor splits layers over devices.",
+        "workers; model puts layers on devices; tensor splits layers over devices; pipeline has "
+        "layers on devices work on micro-batches.",
         values,
     )
     flags.DEFINE_integer(
@@ -129,6 +132,7 @@ def common_flags() -> flags.FlagValues:
         "For tensor: what convolutions are split by.",
         values,
     )
+    pipeline_flags(values)
     flags.DEFINE_integer(
         "seed", 0, "Fixes the initial weights and the order of the data.", flag_values=values
     )
@@ -141,13 +145,14 @@ def balance_flags(values: flags.FlagValues) -> None:
         "balance",
         "memory",
         ("memory", "time", "both"),
-        "For model: what the cut between the devices spreads evenly.",
+        "For model and pipeline: what the cut between the devices spreads evenly. Without the "
+        "flag a pipeline is cut by time.",
         values,
     )
     flags.DEFINE_string(
         "device_memory",
         None,
-        "For model: what a device may hold, such as 16GiB; no limit if absent.",
+        "For model and pipeline: what a stage may hold, such as 16GiB; no limit if absent.",
         flag_values=values,
     )
 
@@ -271,10 +276,12 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             f"--all_reduce={values.all_reduce}. Drop --nocalibrate."
         )
     problems += device_memory_problems(values)
-    if values.parallel != "model" and (values.device_memory or values.balance != "memory"):
+    problems += pipeline_problems(values)
+    has_stages = values.parallel in ("model", "pipeline")
+    if not has_stages and (values.device_memory or values.balance != "memory"):
         name = "device_memory" if values.device_memory else "balance"
         problems.append(
-            f"--{name} says where --parallel=model cuts. Received: --{name}="
+            f"--{name} says where --parallel=model and pipeline cut. Received: --{name}="
             f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
         )
     if values.parallel != "tensor" and values.convolutions != "channels":

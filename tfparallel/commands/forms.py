@@ -12,7 +12,9 @@ from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.commands.flags import StartError, UsageError, device_memory
+from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.layers.tensor_parallel import tensor_parallel
+from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.placement.stages import PlacementError
@@ -68,11 +70,13 @@ class Form:
         """Returns the model, built under the form."""
         if self.name == "none":
             return build_model()
-        if self.name in _BUILDERS:
-            try:
+        try:
+            if self.name in _BUILDERS:
                 return _BUILDERS[self.name](build_model, self.devices, **self.cut)
-            except PlacementError as error:
-                raise UsageError(str(error)) from error
+            if self.name == "pipeline":
+                return self._pipeline(build_model)
+        except PlacementError as error:
+            raise UsageError(str(error)) from error
         if self.strategy is not None:
             return data_parallel(build_model, self.strategy)
         if self.all_reduce and len(self.devices) > 1:
@@ -83,6 +87,17 @@ class Form:
             return data_parallel(build_model, strategy)
         return data_parallel(build_model, devices=self.devices)
 
+    def _pipeline(self, build_model):
+        # The program is to run anyway; the function leaves the choice to its caller.
+        model = pipeline_parallel(build_model, self.devices, allow_empty_stages=True, **self.cut)
+        empty = model.schedule.num_stages - len(set(model.stage_of.values()))
+        if empty:
+            self.say(
+                f"note: {len(model.stage_of)} layers for {model.schedule.num_stages} stages: the "
+                f"last {empty} only hand on what they are given"
+            )
+        return model
+
     def __str__(self):
         names = ", ".join(self.devices)
         if self.name == "none":
@@ -92,6 +107,11 @@ class Form:
             return f"layers on {number} ({names})"
         if self.name == "tensor":
             return f"layers split over {number} ({names})"
+        if self.name == "pipeline":
+            return (
+                f"{self.cut['num_micro_batches']} micro-batches through {number} ({names}), "
+                f"schedule {self.cut['schedule']}"
+            )
         if self.workers is not None:
             return f"data parallel on {self.workers.num_workers} workers, {number} each ({names})"
         return f"data parallel on {number} ({names})"
@@ -115,12 +135,12 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         )
         is_stage = (
             cluster.num_workers > 1
-            and values.parallel == "model"
+            and values.parallel in ("model", "pipeline")
             and not values.allow_independent_workers
         )
         if is_stage:
             devices = _devices_of_processes(values, cluster, facts)
-            return Form("model", devices, cut=_cut(values))
+            return Form(values.parallel, devices, cut=_cut(values))
         if is_worker and values.device_type != "cpu" and has_nvidia_gpu():
             os.environ.update(cluster.device_environment())
         if not is_worker:
@@ -171,11 +191,12 @@ def _check_between_workers(values) -> None:
 def _cut(values) -> dict[str, Any]:
     if values.parallel == "tensor":
         return {"convolutions": values.convolutions}
-    return {
+    cut = {
         "balance": values.balance,
         "device_memory": device_memory(values),
         "batch_size": values.global_batch_size,
     }
+    return cut | pipeline_choices(values) if values.parallel == "pipeline" else cut
 
 
 def _devices_of_processes(values, cluster: Cluster, facts) -> list[str]:

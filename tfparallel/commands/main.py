@@ -13,15 +13,22 @@ _COMMANDS = {
     "train": "trains a task file under the form that --parallel names",
     "check": "proves that a form trains to the same weights as one device",
     "launch": "starts, watches, restarts and stops the workers of a job",
-    "bench": "measures collectives: which algorithm is fast here, and is it right",
+    "bench": "measures collectives (which algorithm is fast here, and is it right), and pipelines",
     "plan": "says how many devices a task needs, and which layers go where",
     "doctor": "says what will fail on this host, in this cluster, with these versions",
+}
+
+# What a first argument makes another program.
+_PROGRAMS = {
+    ("bench", "pipeline"): "bench_pipeline",
+    ("plan", "all_reduce"): "plan_all_reduce",
 }
 
 _USAGE = """\
 usage: tfparallel COMMAND TASK.py [--flags]
        tfparallel launch [--flags] -- PROGRAM [ARGUMENTS]
        tfparallel bench all_reduce [TASK.py] [--flags]
+       tfparallel bench pipeline TASK.py [--flags]
        tfparallel plan all_reduce [--flags]
        tfparallel doctor [--flags]
 
@@ -69,5 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    if (program := _PROGRAMS.get((name, *rest[:1]))) is not None:
+        name, rest = program, rest[1:]
     command = importlib.import_module(f"tfparallel.commands.{name}")
     return command.main(rest)

@@ -1,7 +1,4 @@
-"""`tfparallel plan TASK.py`: how many devices does a task need, and which layers go where.
-
-`tfparallel plan all_reduce` is another program: see `plan_all_reduce`.
-"""
+"""`tfparallel plan TASK.py`: how many devices does a task need, and which layers go where."""
 
 import importlib
 from collections.abc import Sequence
@@ -15,6 +12,7 @@ from tfparallel.commands.flags import (
     path_problems,
 )
 from tfparallel.commands.on_task import run_on_task
+from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
 
 __all__ = ["main"]
 
@@ -28,23 +26,49 @@ _COMMAND = Command(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    if "all_reduce" in arguments:
-        rest = [argument for argument in arguments if argument != "all_reduce"]
-        return importlib.import_module("tfparallel.commands.plan_all_reduce").main(rest)
     return run_on_task(_COMMAND, _flags(), _problems, _plan, arguments)
 
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
+    flags.DEFINE_enum(
+        "parallel",
+        "auto",
+        ("auto", "pipeline"),
+        "auto: whether one device is enough, and which layers go where; pipeline: what each device "
+        "does, when, with micro-batches.",
+        values,
+    )
     flags.DEFINE_integer("num_devices", 1, "How many devices there are.", flag_values=values)
     flags.DEFINE_integer("global_batch_size", 64, "Examples in a step.", flag_values=values)
     balance_flags(values)
+    pipeline_flags(values)
+    flags.DEFINE_string(
+        "draw", None, "For pipeline: draw the schedule here (.png or .txt).", flag_values=values
+    )
+    flags.DEFINE_string(
+        "trace",
+        None,
+        "For pipeline: write it as a trace for chrome://tracing here (.json).",
+        flag_values=values,
+    )
     flags.DEFINE_string("report", None, "Write the plan here (.json).", flag_values=values)
     return values
 
 
 def _problems(values: flags.FlagValues) -> list[str]:
     problems = path_problems("report", values.report, ".json") + device_memory_problems(values)
+    problems += pipeline_problems(values)
+    problems += path_problems("trace", values.trace, ".json")
+    if values.draw is not None:
+        is_text = values.draw.endswith(".txt")
+        problems += path_problems("draw", values.draw, ".txt" if is_text else ".png")
+    for name in ("draw", "trace"):
+        if getattr(values, name) is not None and values.parallel != "pipeline":
+            problems.append(
+                f"--{name} shows what --parallel=pipeline does. Received: --{name}="
+                f"{getattr(values, name)} with --parallel={values.parallel}."
+            )
     for name in ("num_devices", "global_batch_size"):
         if getattr(values, name) < 1:
             problems.append(f"At least 1 is required. Received: --{name}={getattr(values, name)}.")
@@ -52,4 +76,5 @@ def _problems(values: flags.FlagValues) -> list[str]:
 
 
 def _plan(path: str, values: flags.FlagValues) -> int:
-    return importlib.import_module("tfparallel.commands.planning").answer(path, values)
+    name = "planning_pipeline" if values.parallel == "pipeline" else "planning"
+    return importlib.import_module(f"tfparallel.commands.{name}").answer(path, values)

@@ -132,7 +132,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     }
     if form.all_reduce:
         report["all_reduce"] = all_reduce_report(model)
-    if form.name == "model":
+    if form.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)
     if form.name == "tensor":
         report["split"] = model.split

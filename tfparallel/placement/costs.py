@@ -73,6 +73,7 @@ def layer_costs(
     *,
     optimizer: keras.Optimizer | None = None,
     measure: bool = False,
+    all_gradients: bool = False,
 ) -> list[LayerCost]:
     """Tells what each layer costs, in topological order.
 
@@ -82,11 +83,13 @@ def layer_costs(
         optimizer: Tells the slots, and its update is measured too. None: two slots are assumed
             for each trained weight, and the update is left out.
         measure: Whether to measure the seconds too.
+        all_gradients: Whether all gradients are held at once, as sums over micro-batches are. An
+            optimizer that needs all of them holds them anyway.
     """
     kept = _kept_bytes(model, batch_size)
     seconds = measured_seconds(model, batch_size, optimizer) if measure else {}
 
-    at_once = optimizer is not None and _needs_all_gradients(optimizer)
+    at_once = all_gradients or (optimizer is not None and _needs_all_gradients(optimizer))
 
     @functools.cache
     def slots(shape, dtype):

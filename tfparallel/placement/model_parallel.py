@@ -1,6 +1,7 @@
 """The builder `model_parallel`: the layers of a plain Keras model on several devices."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,7 +15,7 @@ from tfparallel.placement.model import PlacedModel, has_own_step
 from tfparallel.placement.stages import PlacementError
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["check_model", "model_of", "model_parallel"]
+__all__ = ["check_model", "model_of", "model_parallel", "place"]
 
 
 def model_parallel(
@@ -67,33 +68,60 @@ def model_parallel(
         >>> model.compile("adam", "mse")
         >>> model.fit(x, y)
     """
-    _refuse_scope()
     best = {"balance": balance, "device_memory": device_memory, "batch_size": batch_size}
-    arguments = (devices, layers_per_stage, device_map, best)
+    return place(
+        model_or_function,
+        lambda model: _placement(model, devices, layers_per_stage, device_map, best),
+        # Where the variables are to tell their devices, they must have some.
+        needs_storage=devices is None and device_map is None,
+    )
+
+
+def place(
+    model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
+    placement_of: Callable[[keras.Model], Mapping[str, str]],
+    mixin: type[PlacedModel] = PlacedModel,
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    needs_storage: bool = False,
+) -> keras.Model:
+    """Builds or copies a model, each layer on its device.
+
+    Args:
+        model_or_function: As for `model_parallel`.
+        placement_of: Returns the device of each layer, by name, of the model that it is given.
+        mixin: What extends the model's class.
+        attributes: What the extended model has beside `placement`.
+        needs_storage: Whether the model that it is given must have its variables.
+
+    Raises:
+        ValueError: If the model's layers cannot be placed.
+    """
+    _refuse_scope()
+    attributes = attributes or {}
     if isinstance(model_or_function, keras.Model):
-        return _copy_of(model_or_function, arguments)
-    if devices is None and device_map is None:
-        # The variables are to tell their devices, so they must have some.
-        return _copy_of(model_of(model_or_function), arguments)
+        return _copy_of(model_or_function, placement_of, mixin, attributes)
+    if needs_storage:
+        return _copy_of(model_of(model_or_function), placement_of, mixin, attributes)
     try:
         built = StoragelessModel(lambda: model_of(model_or_function))
     except NeedsStorage:
-        return _copy_of(model_of(model_or_function), arguments)
+        return _copy_of(model_of(model_or_function), placement_of, mixin, attributes)
     layers = layers_in_order(check_model(built.model))
-    placement = _placement(built.model, *arguments)
+    placement = placement_of(built.model)
     if not all(built.waits_for(variable) for layer in layers for variable in layer.variables):
         # A layer from elsewhere has its variables already, on a device of its own.
         built.initialize_rest()
-        return _copy_of(built.model, arguments)
+        return _copy_of(built.model, lambda _: placement, mixin, attributes)
     for layer in layers:
         built.initialize(layer.variables, placement[layer.name])
         extend(layer, PlacedLayer, _device=placement[layer.name])
     built.initialize_rest()
-    return extend(built.model, PlacedModel, placement=placement)
+    return extend(built.model, mixin, placement=placement, **attributes)
 
 
-def _copy_of(model: keras.Model, arguments) -> keras.Model:
-    placement = _placement(check_model(model), *arguments)
+def _copy_of(model: keras.Model, placement_of, mixin, attributes) -> keras.Model:
+    placement = placement_of(check_model(model))
 
     def placed(layer):
         if layer.name not in placement:
@@ -105,7 +133,7 @@ def _copy_of(model: keras.Model, arguments) -> keras.Model:
 
     with keras.saving.custom_object_scope(classes_of(model)):
         copy = keras.models.clone_model(model, clone_function=placed)
-    extend(copy, PlacedModel, placement=placement)
+    extend(copy, mixin, placement=placement, **attributes)
     for source, target in zip(model.variables, copy.variables, strict=True):
         target.assign(source)
     for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):

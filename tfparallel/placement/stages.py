@@ -82,6 +82,7 @@ def by_balance(
     batch_size: int,
     balance: str = "memory",
     device_memory: int | None = None,
+    all_gradients: bool = False,
 ) -> dict[str, str]:
     """Cuts the model where the largest stage is smallest.
 
@@ -91,6 +92,7 @@ def by_balance(
         batch_size: The examples of a batch.
         balance: "memory", "time", or "both" by their shares of the whole.
         device_memory: How many bytes a device may hold; None for no limit.
+        all_gradients: Whether all gradients are held at once.
 
     Raises:
         ValueError: If there are more devices than layers, or nothing meets `device_memory`.
@@ -101,7 +103,9 @@ def by_balance(
         raise PlacementError(
             f"`balance` must be one of {', '.join(BALANCES)}. Received: balance={balance!r}."
         )
-    costs = layer_costs(model, batch_size, measure=balance != "memory")
+    costs = layer_costs(
+        model, batch_size, measure=balance != "memory", all_gradients=all_gradients
+    )
     try:
         counts = cut(costs, edges(model), len(devices), batch_size, balance, device_memory)
     except NoPartition as error:

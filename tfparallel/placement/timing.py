@@ -27,9 +27,15 @@ _OVERHEAD_STEPS = 60
 
 
 def measured_seconds(
-    model: keras.Model, batch_size: int, optimizer: keras.Optimizer | None = None
+    model: keras.Model,
+    batch_size: int,
+    optimizer: keras.Optimizer | None = None,
+    *,
+    backward: bool = True,
 ) -> dict[str, float]:
     """Measures each layer's forward and backward pass, and its update by an optimizer like this.
+
+    With `backward=False` it is the forward pass alone.
 
     Each layer runs alone, on a copy with weights and inputs of its own; layers of one configuration
     and one input shape are measured once. One that is called twice in the model counts twice. What
@@ -47,9 +53,9 @@ def measured_seconds(
             is_first = all(id(tensor) in given for tensor in keras.tree.flatten(inputs))
             key = _kind(layer, inputs, outputs, is_first)
             if key not in known:
-                known[key] = _marginal_seconds(
-                    _step_of(keras.Model(inputs, outputs), batch_size, optimizer, not is_first)
-                )
+                alone = keras.Model(inputs, outputs)
+                program = _program_of(alone, batch_size, optimizer, backward, not is_first)
+                known[key] = _marginal_seconds(program)
             found[layer.name] += known[key]
     return found
 
@@ -81,16 +87,15 @@ def specs(tensors: Any, batch_size: int) -> Any:
     )
 
 
-def _marginal_seconds(step: Callable[[int], Callable[[], None]]) -> float:
-    once = step(1)
-    alone = _median_seconds(once)
+def _marginal_seconds(program: Callable[[int], Callable[[], Any]]) -> float:
+    alone = _median_seconds(program(1))
     if alone > _MOST_SECONDS:
         return alone
-    several = _median_seconds(step(1 + _MORE_RUNS))
+    several = _median_seconds(program(1 + _MORE_RUNS))
     return max(0.0, several - alone) / _MORE_RUNS
 
 
-def _step_of(model, batch_size, optimizer, has_input_gradient) -> Callable[[int], Callable]:
+def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
     """Returns a function from a number of runs to a program that takes so many steps."""
     copy = keras.models.clone_model(model)
     variables = copy.trainable_variables
@@ -99,6 +104,8 @@ def _step_of(model, batch_size, optimizer, has_input_gradient) -> Callable[[int]
         optimizer.build(variables)
 
     def one_step(inputs):
+        if not backward:
+            return copy(inputs, training=True)
         floating = [x for x in keras.tree.flatten(inputs) if x.dtype.is_floating]
         sources = floating if has_input_gradient else []
         with tf.GradientTape() as tape:

@@ -1,0 +1,123 @@
+"""TensorFlow's contenders of `pipeline.py`: plain Keras, or one process of two of a pipeline.
+
+Speaks as `contender.py` does. Process 1 of a pipeline serves process 0, and answers nothing.
+"""
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+from contender import compile_model, end_with_parent, make_clock
+
+SEED = 7
+NUM_BYTES, SEQUENCE_LENGTH, NUM_SEQUENCES = 256, 64, 16
+WIDTH, NUM_HEADS, NUM_BLOCKS = 384, 6, 6
+NUM_BATCHES = 8
+NUM_TIMELINES = 5
+BLOCK = ("norm1", "attention", "add1", "norm2", "wide", "narrow", "add2")
+
+
+def build_transformer():
+    """Returns a GPT on bytes of 10.8 M parameters; `torch_pipeline_contender.py` has the same."""
+    import keras
+    from keras import layers
+
+    inputs = keras.Input((SEQUENCE_LENGTH,), dtype="int32")
+    x = layers.Embedding(NUM_BYTES, WIDTH, name="embedding")(inputs)
+    for index in range(NUM_BLOCKS):
+        norm1, attention, add1, norm2, wide, narrow, add2 = (f"{index}_{part}" for part in BLOCK)
+        y = layers.LayerNormalization(name=norm1)(x)
+        y = layers.MultiHeadAttention(NUM_HEADS, WIDTH // NUM_HEADS, name=attention)(
+            y, y, use_causal_mask=True
+        )
+        x = layers.Add(name=add1)([x, y])
+        y = layers.LayerNormalization(name=norm2)(x)
+        y = layers.Dense(4 * WIDTH, activation="gelu", name=wide)(y)
+        x = layers.Add(name=add2)([x, layers.Dense(WIDTH, name=narrow)(y)])
+    x = layers.LayerNormalization(name="norm")(x)
+    return keras.Model(inputs, layers.Dense(NUM_BYTES, name="logits")(x), name="transformer")
+
+
+def layers_per_stage():
+    """Half of the blocks each: the cut that PyTorch's stages have, too."""
+    half = NUM_BLOCKS // 2 * len(BLOCK)
+    return [1 + half, half + 2]
+
+
+def stage_times(model, batch):
+    """The stages' seconds at this size of a micro-batch, and what their schedule should take."""
+    from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
+    from tfparallel.pipeline.simulator import simulate
+
+    timelines = measured_timelines(model, batch, NUM_TIMELINES)
+    found = stage_seconds(timelines)
+    number = model.schedule.num_micro_batches
+    return {
+        "serial_seconds": number * sum(stage.forward + stage.backward for stage in found),
+        "passes_seconds": median_timeline(timelines).makespan,
+        "simulated_seconds": simulate(model.schedule, found).makespan,
+        "bubble": median_timeline(timelines).bubble,
+    }
+
+
+def main():
+    end_with_parent(int(sys.argv[1]))
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(**fields):
+        print(json.dumps(fields), file=channel, flush=True)
+
+    order = json.loads(sys.stdin.readline())
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])
+    num_micro_batches = int(order["workload"])
+    devices = None
+    if order["kind"] == "ours":
+        import tfparallel
+
+        devices = tfparallel.connect_to_cluster()
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(SEED)
+    if devices is None:
+        model = build_transformer()
+    else:
+        model = tfparallel.pipeline_parallel(
+            build_transformer,
+            devices,
+            num_micro_batches,
+            schedule="1f1b",
+            layers_per_stage=layers_per_stage(),
+        )
+    compile_model(model)
+    generator = np.random.default_rng(SEED)
+    size = (NUM_BATCHES, NUM_SEQUENCES, SEQUENCE_LENGTH)
+    x, y = (generator.integers(NUM_BYTES, size=size).astype("int32") for _ in range(2))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(2)
+    reply(
+        num_parameters=model.count_params(), tensorflow=tf.__version__, keras=keras.__version__
+    )
+    clock = make_clock()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request.get("steps") == 0:
+            reply(**stage_times(model, (x[0], y[0])))
+            continue
+        before = time.process_time()
+        history = model.fit(
+            dataset, steps_per_epoch=request["steps"], verbose=0, callbacks=[clock]
+        ).history
+        ends = clock.readings[max(request["skip"] - 1, 0) :]
+        reply(
+            step_seconds=[after - before for before, after in zip(ends, ends[1:], strict=False)],
+            cpu_seconds_a_step=(time.process_time() - before) / request["steps"],
+            loss=history["loss"][-1],
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Micro-batches through stages: the weights of one device, in the order of the schedule."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+from tfparallel.pipeline.batch_norm import grouped
+from tfparallel.pipeline.measure import measured_timelines, stage_seconds
+from tfparallel.pipeline.schedule import Instruction
+from tfparallel.pipeline.simulator import simulate
+
+pytestmark = pytest.mark.slow
+
+DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
+NUM_EXAMPLES, NUM_CLASSES = 23, 3
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def residual():
+    """Skips from the first stage to the last, dropout, noise by the example, regularizers."""
+    inputs = keras.Input((6, 6, 2))
+    x = layers.Conv2D(4, 3, padding="same", name="first", kernel_regularizer="l2")(inputs)
+    y = layers.SpatialDropout2D(0.3, name="channels")(x)
+    y = layers.Conv2D(4, 3, padding="same", activation="relu", name="second")(y)
+    y = layers.LayerNormalization(name="normalize")(y)
+    x = layers.Add(name="skip")([x, y])
+    x = layers.GlobalAveragePooling2D(name="pool")(x)
+    x = layers.Dense(5, activation="tanh", activity_regularizer="l1", name="dense")(x)
+    x = layers.Dropout(0.4, name="drop")(x)
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
+
+
+def shared_and_two_outputs():
+    """A layer in the first stage that the last calls again; an output of an early stage."""
+    inputs = keras.Input((6, 6, 2))
+    shared = layers.Dense(4, activation="tanh", name="shared")
+    x = shared(layers.Reshape((36, 2), name="reshape")(inputs))
+    early = layers.Dense(NUM_CLASSES, name="early")(layers.Flatten(name="flatten")(x))
+    x = shared(layers.Dense(2, activation="tanh", name="narrow")(x))
+    x = layers.Flatten(name="flatten_again")(x)
+    return keras.Model(inputs, [early, layers.Dense(NUM_CLASSES, name="late")(x)])
+
+
+def masked_text():
+    """A mask that the loss reads, sparse gradients, weights for each token."""
+    inputs = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True, name="embed")(inputs)
+    x = layers.LSTM(4, return_sequences=True, name="recur")(x)
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
+
+
+def normalized():
+    inputs = keras.Input((6, 6, 2))
+    x = layers.Conv2D(4, 3, use_bias=False, name="first")(inputs)
+    x = layers.BatchNormalization(name="normalize", momentum=0.8)(x)
+    x = layers.Flatten(name="flatten")(x)
+    x = layers.Dense(5, use_bias=False, activation="tanh", name="dense")(x)
+    x = layers.BatchNormalization(name="normalize_again", scale=False)(x)
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
+
+
+def data(build):
+    generator = np.random.default_rng(0)
+    if build is masked_text:
+        x = generator.integers(1, 9, size=(NUM_EXAMPLES, 7))
+        x[np.arange(7) >= generator.integers(1, 8, size=(NUM_EXAMPLES, 1))] = 0
+        y = generator.integers(0, NUM_CLASSES, size=x.shape)
+        return x.astype("int32"), y, generator.uniform(size=x.shape)
+    x = generator.normal(size=(NUM_EXAMPLES, 6, 6, 2))
+    y = np.arange(NUM_EXAMPLES) % NUM_CLASSES
+    if build is shared_and_two_outputs:
+        return x, [y, y[::-1].copy()], None
+    return x, y, generator.uniform(size=NUM_EXAMPLES)
+
+
+def compile_model(model, reduction="sum_over_batch_size", **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    if len(model.outputs) > 1:
+        loss = [loss, keras.losses.SparseCategoricalCrossentropy(from_logits=True)]
+        options["loss_weights"] = [0.3, 1.0]
+    else:
+        options["weighted_metrics"] = ["accuracy"]
+    model.compile(keras.optimizers.Adam(0.01), loss, **options)
+    return model
+
+
+def train(model, build, batch_size=10):
+    """Three epochs of batches of 10, 10 and 3: the last has fewer examples than micro-batches."""
+    x, y, weights = data(build)
+    keras.utils.set_random_seed(5)
+    history = model.fit(
+        x, y, sample_weight=weights, batch_size=batch_size, epochs=3, shuffle=False, verbose=0
+    ).history
+    return history, [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+
+def seeded(build):
+    keras.utils.set_random_seed(3)
+    return build()
+
+
+def assert_equal(found, expected):
+    for name in expected[0]:
+        np.testing.assert_allclose(found[0][name], expected[0][name], rtol=1e-10, err_msg=name)
+    for value, wanted in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-10, atol=1e-12)
+
+
+def pipelined(build, devices=DEVICES, num_micro_batches=4, **options):
+    options = {"balance": "memory"} | options
+    return tfparallel.pipeline_parallel(
+        lambda: seeded(build), devices, num_micro_batches, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (residual, {"schedule": "gpipe", "recompute": "except_last"}),
+        (residual, {"schedule": "1f1b", "recompute": "always"}),
+        (residual, {"schedule": "interleaved", "devices": DEVICES[:2]}),
+        (shared_and_two_outputs, {"schedule": "1f1b"}),
+        (masked_text, {"schedule": "1f1b", "recompute": "always"}),
+    ],
+)
+def test_it_trains_to_the_weights_of_one_device(build, options):
+    """Dropout included: its masks are drawn by the example, and again in a recompute."""
+    reduction = "mean_with_sample_weight" if build is masked_text else "sum_over_batch_size"
+    expected = train(compile_model(seeded(build), reduction), build)
+    model = compile_model(pipelined(build, **options), reduction)
+    assert_equal(train(model, build), expected)
+
+
+def test_a_trained_model_comes_along_and_is_saved_as_plain_keras(tmp_path):
+    plain = compile_model(seeded(residual))
+    train(plain, residual)
+    model = tfparallel.pipeline_parallel(plain, DEVICES, 4, balance="memory")
+    expected = train(plain, residual)
+    assert_equal(train(model, residual), expected)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded).__module__.startswith("keras.")
+    x = data(residual)[0]
+    np.testing.assert_allclose(loaded.predict(x, verbose=0), plain.predict(x, verbose=0))
+
+
+def test_deferred_batch_normalization_is_that_of_groups_on_one_device():
+    with pytest.raises(ValueError, match="normalize', 'normalize_again"):
+        pipelined(normalized)
+    model = pipelined(normalized, batch_normalization="deferred", schedule="1f1b")
+    expected = train(compile_model(grouped(lambda: seeded(normalized), 4)()), normalized)
+    assert_equal(train(compile_model(model), normalized), expected)
+
+
+def ancestors(op):
+    found, waiting = set(), [op]
+    while waiting:
+        own = waiting.pop()
+        for before in [*own.control_inputs, *(tensor.op for tensor in own.inputs)]:
+            if before.name not in found:
+                found.add(before.name)
+                waiting.append(before)
+    return found
+
+
+def test_the_graph_has_the_order_of_the_schedule():
+    """At most K − d micro-batches are in flight on device d, whenever anything happens."""
+    model = compile_model(pipelined(residual, num_micro_batches=6, schedule="1f1b"))
+    x, y, _ = (array[:12] for array in data(residual))
+    ends = {}
+
+    @tf.function(autograph=False)
+    def step(x, y):
+        passes = model.passes(x, y, None)
+        _, loss, gradients = passes.run(x, y, None)
+        ends.update(passes.order.ends)
+        return loss, gradients
+
+    step.get_concrete_function(tf.constant(x), tf.constant(y))
+    behind = {instruction: ancestors(end) for instruction, end in ends.items()}
+    for device, own in enumerate(model.schedule.instructions):
+        for first, second in zip(own, own[1:], strict=False):
+            assert ends[first].name in behind[second]
+        for m in range(len(DEVICES) - device, 6):
+            ended = Instruction("backward", device, m - (len(DEVICES) - device))
+            assert ends[ended].name in behind[Instruction("forward", device, m)]
+    # And the devices do not wait for more: the last stage begins before the first has done all.
+    assert ends[Instruction("forward", 0, 3)].name not in behind[Instruction("backward", 2, 0)]
+
+
+def test_a_run_has_no_more_in_flight_than_the_schedule_says():
+    model = compile_model(pipelined(residual, num_micro_batches=6, schedule="1f1b"))
+    x, y, _ = (array[:12] for array in data(residual))
+    timelines = measured_timelines(model, (x, y), num_steps=2)
+    for timeline in timelines:
+        assert timeline.most_in_flight <= len(DEVICES)
+        for own in model.schedule.instructions:
+            spans = [timeline.seconds[instruction] for instruction in own]
+            for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+                assert end <= begin
+    assert simulate(model.schedule, stage_seconds(timelines)).makespan > 0
+
+
+class Counting(layers.Layer):
+    """Changes its state in each call."""
+
+    def build(self, _):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x
+
+
+class Noisy(layers.Layer):
+    """Draws other numbers each time."""
+
+    def call(self, x):
+        return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
+
+
+class Comparing(keras.losses.Loss):
+    """Compares each example with the next."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.sum(keras.ops.square(y_pred - keras.ops.roll(y_pred, 1, 0)), -1)
+
+
+def stack(*middle):
+    inputs = [keras.Input((4,)), layers.Dense(3, name="first")]
+    return keras.Sequential([*inputs, *middle, layers.Dense(NUM_CLASSES, name="last")])
+
+
+def fit_stack(model, loss="mse", **options):
+    model.compile("sgd", loss, **options)
+    x = np.random.default_rng(0).normal(size=(8, 4))
+    return model.fit(x, x[:, :NUM_CLASSES], batch_size=8, verbose=0)
+
+
+def test_a_loss_that_compares_examples_is_refused_before_a_weight_moves():
+    model = pipelined(stack, DEVICES[:2], schedule="1f1b")
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="different micro-batches.*schedule='gpipe'"):
+        fit_stack(model, Comparing())
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(new, old)
+    expected = fit_stack(seeded(stack), Comparing()).history["loss"]
+    found = fit_stack(pipelined(stack, DEVICES[:2], schedule="gpipe"), Comparing())
+    np.testing.assert_allclose(found.history["loss"], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": "interleaved"}, "2 layers for 4 stages, 2 on each of 2 devices"),
+        ({"recompute": "sometimes"}, "recompute='sometimes'"),
+        ({"batch_normalization": "frozen"}, "batch_normalization='frozen'"),
+        ({"layers_per_stage": [2, 0]}, r"\[2, 0\], which are 2 in 2 stages"),
+        ({"num_micro_batches": 0}, "Received: 0"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        pipelined(stack, DEVICES[:2], **options)
+
+
+def test_what_micro_batches_would_change_is_refused():
+    with pytest.raises(ValueError, match="a write to '.*calls'"):
+        fit_stack(pipelined(lambda: stack(Counting(name="counting")), DEVICES[:2]))
+    with pytest.raises(ValueError, match="a draw from RandomStandardNormal"):
+        fit_stack(pipelined(lambda: stack(Noisy(name="noisy")), DEVICES[:2], recompute="always"))
+    with pytest.raises(ValueError, match="batches of 3 for 4 micro-batches"):
+        model = pipelined(stack, DEVICES[:2])
+        model.compile("sgd", "mse")
+        model.fit(np.zeros((9, 4)), np.zeros((9, 3)), batch_size=3, verbose=0)
+    with pytest.raises(ValueError, match="jit_compile=True"):
+        fit_stack(pipelined(stack, DEVICES[:2]), jit_compile=True)
+    with pytest.raises(ValueError, match="puts out one number"):
+        fit_stack(pipelined(stack, DEVICES[:2]), keras.losses.Dice())
+
+    def stateful():
+        inputs = keras.Input(batch_shape=(8, 3, 4))
+        x = layers.LSTM(3, stateful=True, name="recur")(inputs)
+        return keras.Model(inputs, layers.Dense(2, name="last")(x))
+
+    with pytest.raises(ValueError, match="recur"):
+        pipelined(stateful, DEVICES[:2])
+
+
+def test_keras_divides_by_what_a_loss_sees():
+    """The mean of the parts' losses is not the loss of the whole, where weights differ."""
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    y, predicted = np.zeros((4, 1)), np.arange(4.0)[:, None]
+    weights = np.array([1.0, 1.0, 1.0, 5.0])
+    halves = (slice(2), slice(2, 4))
+    parts = [float(loss(y[rows], predicted[rows], weights[rows])) for rows in halves]
+    assert abs(sum(parts) / 2 - float(loss(y, predicted, weights))) > 1.0

@@ -1,0 +1,225 @@
+"""`tfparallel bench pipeline TASK.py`: stages, micro-batches and schedules, measured."""
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from tfparallel.commands.flags import (
+    Command,
+    StartError,
+    UsageError,
+    parse,
+    path_problems,
+    run_command,
+)
+
+__all__ = ["main"]
+
+_COMMAND = Command(
+    name="bench pipeline",
+    summary="Measures a task's step for each number of stages, of micro-batches and schedule: each "
+    "stage is a process on a core of its own. Beside each the step that the schedule should take "
+    "with the stages' measured times, and the bubble; and plain Keras in one process on one core.",
+    example="tfparallel bench pipeline models/transformer.py --num_devices=2 "
+    "--num_micro_batches=2,4,8 --schedule=gpipe,1f1b --report=pipeline.json --plot=pipeline.png",
+)
+_JOB = "tfparallel.commands.bench_pipeline_job"
+_DEADLINE_SECONDS = 900.0
+_THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+_CHOICES = {
+    "schedule": ("gpipe", "1f1b", "interleaved"),
+    "recompute": ("never", "always", "except_last"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    values = _flags()
+
+    def run() -> int:
+        path = parse(_COMMAND, values, arguments)
+        if path is None:
+            return 0
+        problems = _problems(values)
+        if not os.path.exists(path):
+            problems.append(f"No such task file. Received: {path}.")
+        if problems:
+            raise UsageError("\n".join(problems))
+        return _bench(path, values)
+
+    return run_command(_COMMAND.name, run, ())
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_list("num_devices", ["2"], "Numbers of stages' processes.", flag_values=values)
+    flags.DEFINE_list(
+        "num_micro_batches", ["2", "4", "8"], "Numbers of micro-batches.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "schedule", ["gpipe", "1f1b"], "gpipe, 1f1b, interleaved.", flag_values=values
+    )
+    flags.DEFINE_list("recompute", ["never"], "never, always, except_last.", flag_values=values)
+    flags.DEFINE_enum(
+        "batch_normalization", None, ("deferred",), "As for `train`.", flag_values=values
+    )
+    flags.DEFINE_integer("global_batch_size", 64, "Examples in a step.", flag_values=values)
+    flags.DEFINE_integer("steps", 20, "Timed steps of each.", flag_values=values)
+    flags.DEFINE_string("report", None, "Write all figures here (.json).", flag_values=values)
+    flags.DEFINE_string("plot", None, "Draw the steps here (.png).", flag_values=values)
+    return values
+
+
+def _problems(values) -> list[str]:
+    problems = path_problems("report", values.report, ".json")
+    problems += path_problems("plot", values.plot, ".png")
+    for name in ("num_devices", "num_micro_batches"):
+        given = getattr(values, name)
+        if not given or any(not text.isdigit() or int(text) < 1 for text in given):
+            problems.append(
+                f"Whole numbers of at least 1 are required. Received: --{name}={','.join(given)}."
+            )
+    for name, choices in _CHOICES.items():
+        unknown = [text for text in getattr(values, name) if text not in choices]
+        if unknown:
+            problems.append(
+                f"--{name} takes {', '.join(choices)}. Received: {', '.join(unknown)}."
+            )
+    for name in ("steps", "global_batch_size"):
+        if getattr(values, name) < 1:
+            problems.append(f"At least 1 is required. Received: --{name}={getattr(values, name)}.")
+    return problems
+
+
+def _bench(path: str, values) -> int:
+    plain = _run(path, values, ["--parallel=none"], num_processes=1)
+    print(f"plain Keras, one process on one core: {_ms(plain['step_seconds'])} a step", flush=True)
+    print(_line(_HEAD), flush=True)
+    rows = []
+    for number, schedule, micro_batches, recompute in itertools.product(
+        values.num_devices, values.schedule, values.num_micro_batches, values.recompute
+    ):
+        asked = [
+            "--parallel=pipeline",
+            f"--num_micro_batches={micro_batches}",
+            f"--schedule={schedule}",
+            f"--recompute={recompute}",
+        ]
+        if values.batch_normalization is not None:
+            asked.append(f"--batch_normalization={values.batch_normalization}")
+        row = {
+            "num_devices": int(number),
+            "schedule": schedule,
+            "num_micro_batches": int(micro_batches),
+            "recompute": recompute,
+            **_run(path, values, asked, num_processes=int(number)),
+        }
+        row["over_one_process"] = plain["step_seconds"] / row["step_seconds"]
+        rows.append(row)
+        print(_line(_cells(row)), flush=True)
+    if values.report is not None:
+        content = {"command": "bench pipeline", "task": path, "plain": plain, "pipelines": rows}
+        pathlib.Path(values.report).write_text(json.dumps(content, indent=2) + "\n")
+        print(f"wrote {values.report}")
+    if values.plot is not None:
+        _plot(values.plot, path, plain, rows)
+        print(f"wrote {values.plot}")
+    return 0
+
+
+def _run(path, values, asked, num_processes) -> dict[str, Any]:
+    """Measures one of them, in processes of its own; returns what the job reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = os.path.join(folder, "row.json")
+        job = [sys.executable, "-m", _JOB, path, *asked, f"--report={report}"]
+        job += [f"--steps={values.steps}", f"--global_batch_size={values.global_batch_size}"]
+        if num_processes > 1:
+            launch = [sys.executable, "-m", "tfparallel", "launch"]
+            job = [*launch, f"--nproc_per_node={num_processes}", "--", *job]
+        try:
+            done = subprocess.run(
+                job,
+                env=os.environ | _THREADS,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=_DEADLINE_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise StartError(
+                f"{' '.join(asked)} on {num_processes} processes has not ended within "
+                f"{_DEADLINE_SECONDS:.0f} s. Ask for fewer --steps or a smaller batch."
+            ) from error
+        if done.returncode:
+            raise StartError(
+                f"{' '.join(asked)} on {num_processes} processes failed with exit code "
+                f"{done.returncode}:\n{done.stdout[-3000:]}"
+            )
+        return json.loads(pathlib.Path(report).read_text())
+
+
+_HEAD = (
+    "stages", "schedule", "M", "recompute", "step", "over plain", "over serial", "ideal",
+    "bubble", "simulated", "simulated/measured", "peak memory",
+)  # fmt: skip
+_WIDTHS = (6, 11, 3, 11, 9, 10, 11, 6, 7, 9, 18, 11)
+
+
+def _cells(row) -> tuple[str, ...]:
+    peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in row["peak_memory_bytes"])
+    return (
+        str(row["num_devices"]), row["schedule"], str(row["num_micro_batches"]), row["recompute"],
+        _ms(row["step_seconds"]), f"{row['over_one_process']:.2f}",
+        f"{row['over_one_after_the_other']:.2f}", f"{row['ideal_over_one_after_the_other']:.2f}",
+        f"{row['bubble']:.0%}/{row['simulated_bubble']:.0%}", _ms(row["simulated_step_seconds"]),
+        f"{row['simulated_step_seconds'] / row['step_seconds']:.2f}", f"{peaks} MiB",
+    )  # fmt: skip
+
+
+def _line(cells) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _plot(path, task, plain, rows) -> None:
+    """Draws steps over micro-batches, a line for each number of stages and schedule."""
+    try:
+        from matplotlib.figure import Figure  # Heavy, and an extra: pictures alone need it.
+    except ImportError as error:
+        raise UsageError(
+            f"A picture needs matplotlib, which is missing. Received: --plot={path}. Install it "
+            "(`pip install matplotlib`), or leave the flag out."
+        ) from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    kinds = dict.fromkeys((row["num_devices"], row["schedule"], row["recompute"]) for row in rows)
+    for number, schedule, recompute in kinds:
+        own = [
+            row
+            for row in rows
+            if (row["num_devices"], row["schedule"], row["recompute"])
+            == (number, schedule, recompute)
+        ]
+        label = f"{number} stages, {schedule}" + f", recompute {recompute}" * (recompute != "never")
+        x = [row["num_micro_batches"] for row in own]
+        (line,) = axes.plot(x, [1e3 * row["step_seconds"] for row in own], "o-", label=label)
+        simulated = [1e3 * row["simulated_step_seconds"] for row in own]
+        axes.plot(x, simulated, "--", color=line.get_color(), linewidth=0.8)
+    axes.axhline(1e3 * plain["step_seconds"], color="black", linewidth=0.8)
+    axes.annotate("plain Keras, one core", (x[-1], 1e3 * plain["step_seconds"]), fontsize=8,
+                  ha="right", va="bottom")  # fmt: skip
+    axes.set(xlabel="micro-batches", ylabel="step, ms", ylim=(0, None))
+    axes.set_title(f"{task} (dashed: simulated from the stages' times)", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,97 @@
+"""The body of one measurement of `bench pipeline`: everything that needs TensorFlow loaded."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import flags
+
+from tfparallel.commands.forms import start_form
+from tfparallel.data.batches import first_batches
+from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
+from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
+from tfparallel.pipeline.simulator import simulate, theoretical_bubble
+from tfparallel.placement.report import held_by_device
+from tfparallel.task import load_task
+
+__all__ = ["measure"]
+
+_NUM_WARM_UP_STEPS = 3
+_NUM_TIMELINES = 7
+
+
+def measure(path: str, values: flags.FlagValues) -> int:
+    """Measures what the flags say, and writes it as JSON."""
+    form = start_form(values, {"command": "bench pipeline"})
+    keras.utils.set_random_seed(values.seed)
+    task = load_task(path)
+    data, _ = task.load_data()
+    (batch,) = first_batches(
+        data, global_batch_size=values.global_batch_size, seed=values.seed, num_batches=1
+    )
+    batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
+    model = form.build(task.build_model)
+    task.compile_model(model)
+    found: dict[str, Any] = {"versions": versions(), "num_parameters": model.count_params()}
+    model._symbolic_build(data_batch=batch)  # The metrics' variables: Keras's own first act.
+    step = tf.function(model.train_step, autograph=False)
+    found["step_seconds"] = _median_seconds(lambda: step(batch), values.steps)
+    if form.name == "pipeline":
+        found |= _of_pipeline(model, batch, found["step_seconds"])
+    else:
+        found["peak_memory_bytes"] = [peak_memory_bytes()]
+    write_report(values.report, found)
+    return 0
+
+
+def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
+    # Before anything else takes memory.
+    peaks = [own.get("peak_memory_bytes", 0) for own in held_by_device(model)]
+    timelines = measured_timelines(model, batch, _NUM_TIMELINES)
+    passes, stages = median_timeline(timelines), stage_seconds(timelines)
+    simulated = simulate(model.schedule, stages)
+    update = _update_seconds(model)
+    number = model.schedule.num_micro_batches
+    serial = number * sum(stage.forward + stage.backward for stage in stages)
+    return {
+        "peak_memory_bytes": peaks,
+        "stages": [vars(stage) for stage in stages],
+        "passes_seconds": passes.makespan,
+        "update_seconds": update,
+        "bubble": passes.bubble,
+        "bubble_of_equal_stages": theoretical_bubble(model.schedule),
+        "simulated_bubble": simulated.bubble,
+        "simulated_step_seconds": simulated.makespan + update,
+        "one_after_the_other_seconds": serial + update,
+        "over_one_after_the_other": (serial + update) / step_seconds,
+        "ideal_over_one_after_the_other": serial / simulated.makespan,
+        "most_in_flight": passes.most_in_flight,
+    }
+
+
+def _update_seconds(model) -> float:
+    """Of the optimizer alone, with gradients of zero."""
+
+    @tf.function(autograph=False)
+    def update():
+        gradients = []
+        for variable in model.trainable_variables:
+            with tf.device(variable._value.device):
+                gradients.append(tf.zeros_like(variable._value))
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": tf.zeros([])}
+
+    return _median_seconds(update, 10)
+
+
+def _median_seconds(step: Callable[[], dict[str, Any]], num_steps: int) -> float:
+    seconds = []
+    for _ in range(_NUM_WARM_UP_STEPS + num_steps):
+        started = time.perf_counter()
+        for value in keras.tree.flatten(step()):
+            value.numpy()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[_NUM_WARM_UP_STEPS:])

@@ -1,0 +1,87 @@
+"""The flags that say how micro-batches go through the stages, and what they mean."""
+
+from typing import Any
+
+from absl import flags
+
+__all__ = ["pipeline_choices", "pipeline_flags", "pipeline_problems"]
+
+_PIPELINE_FLAGS = (
+    "num_micro_batches",
+    "schedule",
+    "chunks_per_device",
+    "recompute",
+    "batch_normalization",
+)
+_NUM_MICRO_BATCHES, _SCHEDULE, _RECOMPUTE = 8, "1f1b", "never"
+
+
+def pipeline_flags(values: flags.FlagValues) -> None:
+    """Adds the flags that say how micro-batches go through the stages."""
+    flags.DEFINE_integer(
+        "num_micro_batches", None, "For pipeline: parts of a batch; 8 if absent.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_enum(
+        "schedule",
+        None,
+        ("gpipe", "1f1b", "interleaved"),
+        "For pipeline: which device does what, in which order; 1f1b if absent.",
+        values,
+    )
+    flags.DEFINE_integer(
+        "chunks_per_device", None, "For interleaved: stages on each device; 2 if absent.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_enum(
+        "recompute",
+        None,
+        ("never", "always", "except_last"),
+        "For pipeline: whether a backward pass computes its forward pass again; never if absent.",
+        values,
+    )
+    flags.DEFINE_enum(
+        "batch_normalization",
+        None,
+        ("deferred",),
+        "For pipeline: normalize each micro-batch by its own moments, move the averages once a "
+        "step. Without it such layers are refused.",
+        values,
+    )
+
+
+def pipeline_problems(values: flags.FlagValues) -> list[str]:
+    """Returns what is wrong with the flags of a pipeline."""
+    given = [name for name in _PIPELINE_FLAGS if getattr(values, name) is not None]
+    if values.parallel != "pipeline":
+        return [
+            f"--{name} belongs to --parallel=pipeline. Received: --{name}="
+            f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
+            for name in given
+        ]
+    problems = []
+    number = values.num_micro_batches
+    number = _NUM_MICRO_BATCHES if number is None else number
+    if not 1 <= number <= values.global_batch_size:
+        problems.append(
+            "A batch must have an example for each micro-batch. Received: --num_micro_batches="
+            f"{number} with --global_batch_size={values.global_batch_size}."
+        )
+    if values.chunks_per_device is not None and values.schedule != "interleaved":
+        problems.append(
+            "--chunks_per_device belongs to --schedule=interleaved. Received: --chunks_per_device="
+            f"{values.chunks_per_device} with --schedule={values.schedule or _SCHEDULE}."
+        )
+    return problems
+
+
+def pipeline_choices(values: flags.FlagValues) -> dict[str, Any]:
+    """What the flags say of a pipeline, as `pipeline_parallel` takes it."""
+    return {
+        "num_micro_batches": values.num_micro_batches or _NUM_MICRO_BATCHES,
+        "schedule": values.schedule or _SCHEDULE,
+        "recompute": values.recompute or _RECOMPUTE,
+        "chunks_per_device": values.chunks_per_device,
+        "batch_normalization": values.batch_normalization,
+        "balance": values.balance if values["balance"].present else "time",
+    }

@@ -1,0 +1,134 @@
+"""The body of `tfparallel plan --parallel=pipeline`: everything that needs TensorFlow loaded."""
+
+import pathlib
+
+from absl import flags
+
+from tfparallel.commands.flags import UsageError, device_memory
+from tfparallel.commands.pipeline_flags import pipeline_choices
+from tfparallel.diagnostics.report import versions, write_report
+from tfparallel.pipeline.drawing import as_text, write_picture, write_trace
+from tfparallel.pipeline.plan import PipelinePlan, plan_pipeline
+from tfparallel.pipeline.schedule import ScheduleError, make_schedule
+from tfparallel.pipeline.simulator import theoretical_bubble
+from tfparallel.placement.report import size_text
+from tfparallel.placement.stages import PlacementError
+from tfparallel.task import load_task
+
+__all__ = ["answer"]
+
+
+def answer(path: str, values: flags.FlagValues) -> int:
+    """Prints what a pipeline of the task file at `path` would be, and draws it if asked to."""
+    choices = pipeline_choices(values)
+    task = load_task(path)
+    try:
+        schedule = make_schedule(
+            choices["schedule"],
+            values.num_devices,
+            choices["num_micro_batches"],
+            choices["chunks_per_device"],
+        )
+        found = plan_pipeline(
+            task.build_model,
+            task.compile_model,
+            schedule,
+            batch_size=values.global_batch_size,
+            recompute=choices["recompute"],
+            balance=choices["balance"],
+            device_memory=device_memory(values),
+        )
+    except (PlacementError, ScheduleError) as error:
+        raise UsageError(str(error)) from error
+    print("\n".join(_lines(path, values, found)))
+    _write(path, values, found)
+    return 0
+
+
+def _write(path: str, values: flags.FlagValues, found: PipelinePlan) -> None:
+    devices = [f"device {index}" for index in range(found.schedule.num_devices)]
+    if values.draw is not None:
+        if values.draw.endswith(".txt"):
+            pathlib.Path(values.draw).write_text(as_text(found.timeline) + "\n")
+        else:
+            title = f"{_title(path, found)}: {_milliseconds(found.timeline.makespan)} a step"
+            try:
+                write_picture(values.draw, found.timeline, devices, title)
+            except ImportError as error:
+                raise UsageError(
+                    "A picture needs matplotlib, which is missing. Received: "
+                    f"--draw={values.draw}. Install it (`pip install matplotlib`), or draw text: "
+                    "--draw=plan.txt."
+                ) from error
+    if values.trace is not None:
+        write_trace(values.trace, found.timeline, devices)
+    if values.report is not None:
+        content = {"command": "plan", "task": path, **found.as_json(), "versions": versions()}
+        write_report(values.report, content)
+    for name in ("draw", "trace", "report"):
+        if getattr(values, name) is not None:
+            print(f"wrote {getattr(values, name)}")
+
+
+def _title(path, found) -> str:
+    schedule = found.schedule
+    return (
+        f"{path}: {schedule.num_micro_batches} micro-batches through {schedule.num_devices} "
+        f"devices, schedule {schedule.name}"
+    )
+
+
+def _lines(path: str, values: flags.FlagValues, found: PipelinePlan) -> list[str]:
+    rows = [("stage", "device", "layers", "parameters", "a micro-batch", "forward", "backward")]
+    for index, stage in enumerate(found.stages):
+        names = stage.layers or ["none: passes on what it is given"]
+        text = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+        rows.append(
+            (str(index), str(stage.device), text, size_text(stage.parameter_bytes),
+             size_text(stage.activation_bytes), _milliseconds(stage.forward_seconds),
+             _milliseconds(stage.backward_seconds))
+        )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    step, serial = found.timeline.makespan, found.one_after_the_other
+    held = enumerate(found.schedule.most_in_flight())
+    return [
+        f"{_title(path, found)}; the command:",
+        f"  {_command(path, values, found)}",
+        "",
+        *table,
+        "",
+        as_text(found.timeline),
+        "",
+        f"predicted step: {_milliseconds(step)} for {found.batch_size} examples, without transfers "
+        f"and the update; the stages one after the other: {_milliseconds(serial)}, "
+        f"{serial / step if step else 1:.2f} times as long",
+        f"devices stand still {found.timeline.bubble:.0%} of the time; equal stages would "
+        f"{theoretical_bubble(found.schedule):.0%}",
+        *(
+            f"device {device}: holds {most} at most of the micro-batches' activations, "
+            f"{size_text(found.held_bytes(device))} in all"
+            for device, most in held
+        ),
+    ]
+
+
+def _command(path, values, found) -> str:
+    schedule = found.schedule
+    parts = [
+        f"tfparallel train {path} --parallel=pipeline --num_devices={schedule.num_devices}",
+        f"--num_micro_batches={schedule.num_micro_batches} --schedule={schedule.name}",
+    ]
+    if schedule.chunks_per_device > 2:
+        parts.append(f"--chunks_per_device={schedule.chunks_per_device}")
+    if found.recompute != "never":
+        parts.append(f"--recompute={found.recompute}")
+    if values["balance"].present:
+        parts.append(f"--balance={values.balance}")
+    if values.batch_normalization is not None:
+        parts.append(f"--batch_normalization={values.batch_normalization}")
+    return " ".join([*parts, f"--global_batch_size={found.batch_size}"])
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"

@@ -1,0 +1,109 @@
+"""A batch, cut into micro-batches and joined again, by rows."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.data.partition import row_ranges
+from tfparallel.data.shard import Shard
+from tfparallel.pipeline.cut import Values, functional_of
+
+__all__ = ["Batch"]
+
+
+class Batch:
+    """The whole batch of a step, and which of its rows each micro-batch has.
+
+    Args:
+        model: The functional or Sequential model that it is for.
+        x: Inputs, as `fit` takes them.
+        y: Targets, or None.
+        sample_weight: Weights, or None.
+        num_micro_batches: M. The sizes differ by one at most; with fewer rows than M some
+            micro-batches compute one dummy row, which is dropped before anybody reads it.
+
+    Attributes:
+        shards: The rows of each micro-batch; `shard.replica` is its index.
+        num_rows: Of the whole batch, a tensor if it is not known when the step is traced.
+    """
+
+    def __init__(self, model: keras.Model, x, y, sample_weight, num_micro_batches: int):
+        self.x, self.y, self.sample_weight = x, y, sample_weight
+        self._functional = functional_of(model)
+        given = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
+        self._flat = self._functional._standardize_inputs(given)
+        first = next(tensor for tensor in self._flat if tensor is not None)
+        self.num_rows = first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+        self.shards = [
+            Shard(m, num_micro_batches, start, size, self.num_rows)
+            for m, (start, size) in enumerate(row_ranges(self.num_rows, num_micro_batches))
+        ]
+
+    @property
+    def output_keys(self) -> list[int]:
+        """The ids of the model's symbolic outputs."""
+        return [id(symbol) for symbol in self._functional.outputs]
+
+    def inputs_of(self, shard: Shard) -> Values:
+        """A micro-batch's inputs, by the symbolic input's id."""
+        rows = slice(shard.first_row_used, shard.first_row_used + shard.num_rows_used)
+        return {
+            id(symbol): None if tensor is None else tensor[rows]
+            for symbol, tensor in zip(self._functional.inputs, self._flat, strict=True)
+        }
+
+    def targets_of(self, shard: Shard) -> tuple[Any, Any]:
+        """A micro-batch's targets and weights."""
+        return keras.tree.map_structure(
+            lambda t: t if t is None else shard.rows(tf.convert_to_tensor(t)),
+            (self.y, self.sample_weight),
+        )
+
+    def outputs_of(self, shard: Shard, values: Values) -> Any:
+        """A micro-batch's outputs in the model's own structure, without a dummy row."""
+        flat = []
+        for key in self.output_keys:
+            part = shard.without_dummy_row(values[key])
+            mask = getattr(values[key], "_keras_mask", None)
+            if mask is not None:
+                part._keras_mask = shard.without_dummy_row(mask)
+            flat.append(part)
+        return self.packed(flat)
+
+    def joined(self, key: int, values: list[Values]) -> tf.Tensor:
+        """Joins the micro-batches' parts of an output, its mask with it.
+
+        Raises:
+            ValueError: If the output has no axis of the examples.
+        """
+        parts, masks = [], []
+        for shard, own in zip(self.shards, values, strict=True):
+            if own[key].shape.rank == 0:
+                raise ValueError(
+                    "An output of shape () cannot be joined from micro-batches: a mean, a sum or a "
+                    "maximum over the examples would each be joined in another way. Outputs of "
+                    "shape (batch, …) are required. Received: a scalar. Return a value for each "
+                    "example, or add a scalar with `self.add_loss`."
+                )
+            parts.append(shard.without_dummy_row(own[key]))
+            mask = getattr(own[key], "_keras_mask", None)
+            masks.append(mask if mask is None else shard.without_dummy_row(mask))
+        joined = tf.concat(parts, 0)
+        if masks[0] is not None:
+            joined._keras_mask = tf.concat(masks, 0)
+        return joined
+
+    def rows_of(self, shard: Shard, gradient: tf.Tensor) -> tf.Tensor:
+        """A micro-batch's part of the gradient of an output; zeros for a dummy row."""
+        rows = shard.rows(gradient)
+        if not shard.may_be_idle:
+            return rows
+        missing = shard.num_rows_used - shard.num_rows
+        return tf.pad(rows, [[0, missing]] + [[0, 0]] * (gradient.shape.rank - 1))
+
+    def packed(self, flat: list[tf.Tensor]) -> Any:
+        """Puts outputs into the model's own structure."""
+        packed = keras.tree.pack_sequence_as(self._functional._outputs_struct, flat)
+        is_single = isinstance(packed, list | tuple) and len(packed) == 1
+        return packed[0] if is_single else packed

@@ -1,0 +1,126 @@
+"""A functional model cut into stages: which calls each makes, and what passes between them.
+
+```
+   x ──► │ embed │──► │ attend │──► │ mlp │──► logits
+         └───┬───┘    └────────┘    └──▲──┘
+             └──────── skipped ────────┘        sent from stage 0 to stage 2, once
+```
+
+A call belongs to the stage of its layer, or to the last stage whose outputs it reads, if that is
+behind: a layer that is called twice, in two stages, computes on its own device both times.
+
+Rests on internals of Keras: the nodes of a functional model, and the context of a call.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.layers.layer import CallContext
+from keras.src.models.functional import operation_fn
+
+__all__ = ["Stage", "Values", "cut_stages", "functional_of", "with_mask_of"]
+
+Values = dict[int, Any]
+
+
+class Stage:
+    """What one stage computes.
+
+    Attributes:
+        index: From 0.
+        nodes: Its calls, producers before consumers.
+        inputs: The symbolic tensors that it reads from elsewhere.
+        outputs: Those that it makes for others, or for the model's outputs.
+        layers: What it calls.
+    """
+
+    def __init__(self, index: int, model: keras.Model):
+        self.index = index
+        self.nodes: list = []
+        self.inputs: dict[int, keras.KerasTensor] = {}
+        self.outputs: dict[int, keras.KerasTensor] = {}
+        self._model = model
+
+    @property
+    def layers(self) -> list[keras.Layer]:
+        """The layers that it calls, each once."""
+        operations = {id(node.operation): node.operation for node in self.nodes}
+        return [op for op in operations.values() if isinstance(op, keras.Layer)]
+
+    def run(self, given: Values) -> Values:
+        """Makes the calls, in training.
+
+        Args:
+            given: The tensors of `inputs`, by the symbolic tensor's id.
+
+        Returns:
+            Those of `outputs`, likewise; and what the model puts out and the stage was given.
+        """
+        context = CallContext(entry_layer=self._model)
+        context.set_value("training", True)
+        outer = global_state.get_global_attribute("current_call_ctx")
+        global_state.set_global_attribute("current_call_ctx", context)
+        values = dict(given)
+        try:
+            for node in self.nodes:
+                args, kwargs = node.arguments.fill_in(values)
+                found = operation_fn(node.operation, training=True)(*args, **kwargs)
+                made = zip(node.outputs, keras.tree.flatten(found), strict=True)
+                values.update((id(symbol), tensor) for symbol, tensor in made)
+        finally:
+            global_state.set_global_attribute("current_call_ctx", outer)
+        return {key: values[key] for key in (*self.outputs, *given) if key in values}
+
+
+def functional_of(model: keras.Model) -> Any:
+    """The functional model that a Sequential one holds; a functional one itself."""
+    return model._functional if isinstance(model, keras.Sequential) else model
+
+
+def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int) -> list[Stage]:
+    """Cuts a functional or Sequential model.
+
+    Args:
+        model: The model.
+        stage_of: The stage of each layer, by name.
+        num_stages: How many stages; one may have no layer.
+    """
+    functional = functional_of(model)
+    stages = [Stage(index, model) for index in range(num_stages)]
+    made_by: dict[int, int] = {}  # The stage of a tensor; the model's inputs have none.
+    for depth in sorted(functional._nodes_by_depth, reverse=True):
+        for node in functional._nodes_by_depth[depth]:
+            if not node.operation or node.is_input:
+                continue
+            before = [made_by.get(id(tensor), 0) for tensor in node.input_tensors]
+            index = max([stage_of.get(node.operation.name, 0), *before])
+            stages[index].nodes.append(node)
+            for tensor in node.input_tensors:
+                _read(stages, made_by, tensor, index)
+            made_by.update((id(tensor), index) for tensor in node.outputs)
+    for tensor in functional.outputs:
+        # The loss is computed behind the last stage, on its device.
+        _read(stages, made_by, tensor, num_stages - 1)
+        if id(tensor) in made_by:
+            stages[made_by[id(tensor)]].outputs[id(tensor)] = tensor
+    return stages
+
+
+def _read(stages, made_by, tensor, reader):
+    maker = made_by.get(id(tensor))
+    if maker == reader:
+        return
+    stages[reader].inputs[id(tensor)] = tensor
+    if maker is not None:
+        stages[maker].outputs[id(tensor)] = tensor
+
+
+def with_mask_of(tensor: tf.Tensor, original: tf.Tensor) -> tf.Tensor:
+    """Hands on the mask that Keras keeps beside a tensor."""
+    mask = getattr(original, "_keras_mask", None)
+    if mask is not None:
+        tensor._keras_mask = tf.identity(mask)
+    return tensor

@@ -1,0 +1,287 @@
+"""A step of training, as a schedule says: the graph in which each device does one thing at a time.
+
+For each device, in the order of its instructions:
+
+```
+   F0 ───────► F1 ───────► B0 ───────► F2 …     control dependencies: the order on a device
+   │ outputs   │ outputs   ▲ gradients
+   ▼           ▼           │                    data: from device to device
+   the next stage's F0, F1 …  B0
+```
+
+An instruction begins when the one before it on its device has ended, and what it reads has come. So
+which activations are held, and how many, is the graph's own order, and not left to chance.
+
+The gradient of a stage's weights is Σ_m g_m, added up on the weights' device; the optimizer updates
+once. The loss, the metrics and the terms that layers add are those of the whole batch:
+
+* "gpipe": the loss is computed once, of the joined outputs, between the forward and the backward
+  passes; it may be any.
+* "1f1b", "interleaved": of each micro-batch with the divisor of the whole batch (`loss.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfparallel.pipeline.batch import Batch
+from tfparallel.pipeline.batch_norm import write_averages
+from tfparallel.pipeline.cut import Stage, Values, with_mask_of
+from tfparallel.pipeline.gradient_sums import GradientSums
+from tfparallel.pipeline.loss import MicroBatchLoss, check_equal
+from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
+from tfparallel.pipeline.order import Order
+from tfparallel.pipeline.pass_scope import PassScope, writable
+from tfparallel.pipeline.schedule import Schedule
+from tfparallel.pipeline.whole_loss import WholeLoss, average_of_added, scale_of
+
+__all__ = ["Step"]
+
+
+class Recorded(NamedTuple):
+    """What a forward pass leaves for its backward pass."""
+
+    tape: tf.GradientTape
+    made: Values
+    added: list[tuple[tf.Tensor, tf.Tensor]]  # Losses that layers added, and their shares.
+    part: tf.Tensor | None  # Of the loss.
+
+
+class Step:
+    """One step, while it is traced (or run eagerly).
+
+    Args:
+        model: The pipelined model.
+        stages: Its stages.
+        schedule: What each device does.
+        devices: Their names.
+        recompute: "never", "always" or "except_last".
+        timed: Whether to note when each instruction begins and ends.
+
+    Attributes:
+        order: The instructions' ends, and their times.
+        checked: What must be done before the weights may change.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        devices: Sequence[str],
+        *,
+        recompute: str = "never",
+        timed: bool = False,
+    ):
+        self._model = model
+        self._stages = stages
+        self._schedule = schedule
+        self._devices = devices
+        # What runs eagerly is done at once, and holds what it holds.
+        self._recompute = "never" if tf.executing_eagerly() else recompute
+        self._memory = StepMemory()
+        self._writable = writable(model, recompute)
+        self._sums = GradientSums(model.trainable_variables)
+        self._taken: dict[tuple, Values] = {}  # By stage and micro-batch: what was sent.
+        self._recorded: dict[tuple, Recorded] = {}  # Likewise.
+        self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
+        self._parts: list[tf.Tensor] = []  # Of the loss, by micro-batch.
+        self._loss: MicroBatchLoss | None = None
+        self.order = Order(devices, timed)
+        self.checked: list[tf.Operation] = []
+
+    @property
+    def _is_joined(self) -> bool:
+        """Whether the loss is one of the joined outputs."""
+        return self._schedule.name == "gpipe"
+
+    def run(self, x, y, sample_weight) -> tuple[Any, tf.Tensor, list]:
+        """Runs the passes.
+
+        Returns:
+            The outputs of the whole batch, the loss, and the gradient of each trainable weight,
+            scaled as the optimizer asks.
+        """
+        number = self._schedule.num_micro_batches
+        self._batch = Batch(self._model, x, y, sample_weight, number)
+        # By micro-batch: what stages made for others, and the losses that layers added.
+        self._values = [self._batch.inputs_of(shard) for shard in self._batch.shards]
+        self._added: list[list[tf.Tensor]] = [[] for _ in range(number)]
+        whole = None
+        for device, instruction in self._schedule.in_order():
+            if instruction.kind == "backward" and whole is None and self._is_joined:
+                whole = self._whole_loss()
+            with self.order.next(device, instruction) as done:
+                act = self._forward if instruction.kind == "forward" else self._backward
+                done += act(instruction.stage, instruction.micro_batch)
+        whole = whole or self._whole_loss()
+        whole.add_regularizers(self._sums)
+        write_averages(self._memory)
+        return whole.predictions, whole.loss, self._sums.of(self._model.trainable_variables)
+
+    def _forward(self, index, m):
+        stage, values = self._stages[index], self._values[m]
+        taken = self._received({key: values[key] for key in stage.inputs})
+        self._taken[index, m] = taken
+        found = self._run_stage(stage, m, taken, is_repeated=False)
+        values.update(found.made if self._is_last(index) else _of(found.made, stage.outputs))
+        self._added[m] += [term for term, _ in found.added]
+        done = [*_of(found.made, stage.outputs).values(), *(term for term, _ in found.added)]
+        if found.part is not None:
+            self._parts.append(found.part)
+            done.append(found.part)
+        if not self._is_recomputed(m):
+            self._recorded[index, m] = found
+        return done or [tensor for tensor in taken.values() if tensor is not None]
+
+    def _backward(self, index, m):
+        stage = self._stages[index]
+        taken = self._taken.pop((index, m))
+        is_repeated = self._is_recomputed(m)
+        if is_repeated:
+            # Behind the instruction before: else it would be computed again too early.
+            taken = self._received(taken)
+            found = self._run_stage(stage, m, taken, is_repeated=True)
+        else:
+            found = self._recorded.pop((index, m))
+        targets, seeds = self._seeds(index, m, found)
+        if not targets:
+            return []
+        if not is_repeated:
+            seeds = self.order.begun(seeds)
+        sent, variables = self._returned(taken), self._variables_of(stage)
+        gradients = found.tape.gradient(
+            targets, [*sent.values(), *(v._value for v in variables)], output_gradients=seeds
+        )
+        done = []
+        for key, gradient in zip(sent, gradients, strict=False):
+            if gradient is not None:
+                gradient = tf.convert_to_tensor(gradient)
+                done.append(gradient)
+                self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
+        for variable, gradient in zip(variables, gradients[len(sent) :], strict=True):
+            done += self._sums.add(variable, gradient)
+        return done or seeds
+
+    def _run_stage(self, stage, m, taken, is_repeated) -> Recorded:
+        """Calls the stage's layers under a tape."""
+        shard, part = self._batch.shards[m], None
+        own = Pass(self._memory, stage.index, shard, is_repeated)
+        scope = PassScope(self._writable, self._recompute != "never")
+        with tf.GradientTape() as tape:
+            tape.watch(list(self._returned(taken).values()))
+            tape.watch([variable._value for variable in self._variables_of(stage)])
+            with computing(own), scope, scope.refusing_stateful_draws():
+                made = stage.run(taken)
+            added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in scope.losses]
+            if self._is_last(stage.index) and not self._is_joined:
+                part = self._part_of_loss(shard, self._batch.outputs_of(shard, made))
+        return Recorded(tape, made, added, part)
+
+    def _part_of_loss(self, shard, predictions):
+        if self._loss is None:
+            self._loss = self._prepared_loss(predictions)
+        return self._loss(*self._batch.targets_of(shard), predictions)
+
+    def _seeds(self, index, m, found: Recorded) -> tuple[list, list]:
+        """What the backward pass begins with: the gradients of what the stage made."""
+        scale = scale_of(self._model)
+        targets, seeds = [], []
+        for key, tensor in found.made.items():
+            come = self._upstream.pop((index, m, key), None)
+            if come and _is_differentiable(tensor):
+                targets.append(tensor)
+                seeds.append(tf.add_n(come) if len(come) > 1 else tf.identity(come[0]))
+        parts = [] if found.part is None else [(found.part, tf.ones_like(found.part))]
+        for term, share in [*found.added, *parts]:
+            targets.append(term)
+            seeds.append(share * tf.cast(scale, share.dtype))
+        return targets, seeds
+
+    def _received(self, sent: Values) -> Values:
+        """What was sent, on this device, once its turn has come."""
+        keys = [key for key, tensor in sent.items() if tensor is not None]
+        here = self.order.begun([tf.identity(sent[key]) for key in keys])
+        found = dict.fromkeys(sent)
+        for key, tensor in zip(keys, here, strict=True):
+            found[key] = with_mask_of(tensor, sent[key])
+        return found
+
+    def _returned(self, taken: Values) -> Values:
+        """Of what was sent, that whose gradient goes back: not the model's inputs."""
+        return {
+            key: tensor
+            for key, tensor in taken.items()
+            if _is_differentiable(tensor) and self._maker(key) >= 0
+        }
+
+    def _maker(self, key) -> int:
+        """The stage that made a tensor; -1 for the model's inputs."""
+        return next((stage.index for stage in self._stages if key in stage.outputs), -1)
+
+    def _is_last(self, index) -> bool:
+        return index == len(self._stages) - 1
+
+    def _is_recomputed(self, m) -> bool:
+        is_last = m == self._schedule.num_micro_batches - 1
+        return self._recompute == "always" or (self._recompute == "except_last" and not is_last)
+
+    def _variables_of(self, stage):
+        trained = {id(variable) for variable in self._model.trainable_variables}
+        found = {id(v): v for layer in stage.layers for v in layer.trainable_variables}
+        return [variable for key, variable in found.items() if key in trained]
+
+    def _whole_loss(self) -> WholeLoss:
+        """Joins the outputs; under "gpipe" the loss's gradients go on their way back."""
+        batch, keys = self._batch, self._batch.output_keys
+        with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
+            outputs = [batch.joined(key, self._values) for key in keys]
+            added = average_of_added(batch, self._added)
+            whole = WholeLoss(self._model, batch, outputs, added, differentiate=self._is_joined)
+            if not self._is_joined:
+                self._check(whole)
+                return whole
+            for key, output in zip(keys, outputs, strict=True):
+                gradient = whole.gradient(output)
+                for m, shard in enumerate(batch.shards if gradient is not None else ()):
+                    rows = batch.rows_of(shard, gradient)
+                    self._upstream.setdefault((self._maker(key), m, key), []).append(rows)
+        return whole
+
+    def _check(self, whole: WholeLoss):
+        """The parts must add up, or no weight may change."""
+        if not self._parts:
+            return
+        terms = [*self._parts, *map(tf.reduce_sum, whole.extra)]
+        parts = tf.add_n([tf.cast(term, whole.loss.dtype) for term in terms])
+        check = check_equal(parts, whole.loss, self._model.compute_dtype)
+        self.checked = [] if check is None else [check]
+
+    def _prepared_loss(self, predictions) -> MicroBatchLoss:
+        """Finds the loss's divisors, from shapes and masks of the whole batch's outputs."""
+        batch, flat = self._batch, keras.tree.flatten(predictions)
+        with tf.control_dependencies(None):
+            whole = [
+                tf.zeros(tf.concat([[batch.num_rows], tf.shape(t)[1:]], 0), t.dtype) for t in flat
+            ]
+            for tensor, part in zip(whole, flat, strict=True):
+                tensor.set_shape([tensor.shape[0], *part.shape[1:]])
+            if any(getattr(part, "_keras_mask", None) is not None for part in flat):
+                # Masks come from the inputs; of this call nothing else is used, or computed.
+                shown = keras.tree.flatten(self._model(batch.x, training=False))
+                self._model._clear_losses()
+                for tensor, like in zip(whole, shown, strict=True):
+                    with_mask_of(tensor, like)
+            compiled = self._model._compile_loss
+            predicted = batch.packed(whole)
+            return MicroBatchLoss(compiled, batch.y, batch.sample_weight, predicted)
+
+
+def _of(values: Values, keys) -> Values:
+    return {key: values[key] for key in keys}
+
+
+def _is_differentiable(tensor) -> bool:
+    return tensor is not None and tensor.dtype.is_floating

@@ -1,0 +1,65 @@
+"""Σ_m g_m for each weight, added up on its device, micro-batch by micro-batch."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+__all__ = ["GradientSums"]
+
+
+class GradientSums:
+    """The sums so far.
+
+    Dense gradients are added as they come, so that two are held at once and not M. Sparse ones are
+    joined, not added: Keras squares them as they come.
+
+    Args:
+        variables: The weights.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable]):
+        self._dense: dict[int, tf.Tensor] = {}
+        self._sparse: dict[int, list[tf.IndexedSlices]] = {id(v): [] for v in variables}
+
+    def add(self, variable: keras.Variable, gradient: Any) -> list[Any]:
+        """Adds a gradient; returns what tells that it has been added."""
+        key = id(variable)
+        if gradient is None:
+            return []
+        with tf.device(variable._value.device):
+            if isinstance(gradient, tf.IndexedSlices):
+                # An identity, so that the values lie where the weight does.
+                kept = tf.IndexedSlices(
+                    tf.identity(gradient.values),
+                    tf.identity(gradient.indices),
+                    gradient.dense_shape,
+                )
+                self._sparse[key].append(kept)
+                return [kept.values]
+            before = self._dense.get(key)
+            self._dense[key] = gradient if before is None else before + gradient
+        return [self._dense[key]]
+
+    def latest(self, variables: Sequence[keras.Variable]) -> Iterator[tf.Tensor]:
+        """The dense sums so far of some weights, where there are any."""
+        for variable in variables:
+            if id(variable) in self._dense:
+                yield self._dense[id(variable)]
+
+    def of(self, variables: Sequence[keras.Variable]) -> list[Any]:
+        """The sum of each weight, on its device; None where no loss depends on it."""
+        return [self._total(variable) for variable in variables]
+
+    def _total(self, variable):
+        dense, sparse = self._dense.get(id(variable)), self._sparse[id(variable)]
+        if not sparse:
+            return dense
+        with tf.device(variable._value.device):
+            joined = tf.IndexedSlices(
+                tf.concat([part.values for part in sparse], 0),
+                tf.concat([part.indices for part in sparse], 0),
+                sparse[0].dense_shape,
+            )
+            return joined if dense is None else dense + tf.convert_to_tensor(joined)

@@ -1,0 +1,113 @@
+"""What a layer must know while it computes a micro-batch: which rows, which seed, which pass.
+
+On one device a layer is called once a step; here M times, and again where it is recomputed. So
+
+* a seed is drawn with the first micro-batch, and the others take the same one. A dropout mask is
+  drawn by the examples' index in the whole batch and is then that of one device, bit by bit; any
+  other layer folds the micro-batch's index into the seed: reproducible;
+* in a recompute each draw gives what it gave the first time.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.data import shard as shards
+from tfparallel.extend import extend
+from tfparallel.replication.random import IndexedDropout
+
+__all__ = ["Pass", "StepMemory", "computing", "current_pass", "extend_random_layers"]
+
+_FOLD = 0x9E3779B1  # Odd, so that m ↦ m·_FOLD is one-to-one modulo 2³².
+_current = threading.local()
+
+
+class StepMemory:
+    """What the passes of one step share.
+
+    Attributes:
+        seeds: The seeds drawn with the first micro-batch.
+        moments: What batch normalization has seen, by layer and call: `(n, mean, M)` of each
+            micro-batch.
+    """
+
+    def __init__(self):
+        self.seeds: dict[Any, tf.Tensor] = {}
+        self.moments: dict[Any, list[tuple]] = {}
+
+
+class Pass:
+    """One forward pass of a stage on a micro-batch, or its repetition.
+
+    Args:
+        memory: What the step's passes share.
+        stage: The stage's index.
+        shard: The micro-batch's rows; `shard.replica` is its index.
+        is_repeated: Whether the pass is a recompute.
+    """
+
+    def __init__(self, memory: StepMemory, stage: int, shard: shards.Shard, is_repeated: bool):
+        self.memory = memory
+        self.shard = shard
+        self.is_repeated = is_repeated
+        self._stage = stage
+        self._calls: dict[int, int] = {}
+
+    def key(self, owner: Any) -> tuple[int, int, int]:
+        """Names a call of an object: the same in each micro-batch, and when repeated."""
+        call = self._calls[id(owner)] = self._calls.get(id(owner), 0) + 1
+        return id(owner), self._stage, call
+
+
+def current_pass() -> Pass | None:
+    """Returns the pass that this thread computes, or None outside one."""
+    return getattr(_current, "computed", None)
+
+
+@contextlib.contextmanager
+def computing(own: Pass) -> Iterator[None]:
+    """Makes `own` the pass of this thread, and its rows the current shard."""
+    _current.computed = own
+    try:
+        with shards.working_on(own.shard):
+            yield
+    finally:
+        _current.computed = None
+
+
+class MicroBatchSeedGenerator:
+    """Extends `keras.random.SeedGenerator`: one draw a step, however many micro-batches."""
+
+    def next(self, ordered=True):
+        """Returns the step's seed, with the micro-batch's index folded into its first word."""
+        own = current_pass()
+        if own is None:
+            return super().next(ordered)
+        seed, index = self._of_step(own, ordered), own.shard.replica
+        if index == 0:
+            return seed
+        return seed + tf.cast(tf.constant([index * _FOLD % 2**31, 0], tf.int64), seed.dtype)
+
+    def next_global(self):
+        """Returns the step's seed as one device draws it."""
+        own = current_pass()
+        return super().next() if own is None else self._of_step(own, True)
+
+    def _of_step(self, own: Pass, ordered):
+        key = own.key(self)
+        if key not in own.memory.seeds:
+            own.memory.seeds[key] = super().next(ordered)
+        return own.memory.seeds[key]
+
+
+def extend_random_layers(model: keras.Model) -> None:
+    """Makes the layers of a model that draw do so as above."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Dropout):
+            extend(layer, IndexedDropout)
+        for generator in layer._seed_generators:
+            extend(generator, MicroBatchSeedGenerator)

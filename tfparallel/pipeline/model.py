@@ -1,0 +1,104 @@
+"""The Keras model whose stages work on several micro-batches at once."""
+
+import inspect
+
+import keras
+import tensorflow as tf
+
+from tfparallel.pipeline.cut import cut_stages
+from tfparallel.pipeline.executor import Step
+from tfparallel.pipeline.loss import COMPARES, check_decomposes
+from tfparallel.placement.model import PlacedModel
+from tfparallel.placement.stages import PlacementError
+
+__all__ = ["PipelinedModel"]
+
+_KERAS_BATCH_SIZE = 32  # Where `fit` is given arrays and no `batch_size`.
+
+
+class PipelinedModel(PlacedModel):
+    """Extends a functional or Sequential model of placed layers; `fit` alone takes micro-batches.
+
+    Attributes:
+        placement: The device of each layer, by the layer's name, in topological order.
+        schedule: What each device does, in order.
+        stage_of: The stage of each layer, by name.
+        recompute: Of which micro-batches the forward pass is done again, for the backward one.
+        batch_normalization: None, or "deferred".
+    """
+
+    def compile(self, *args, **kwargs):
+        """Compiles the model, as `keras.Model.compile`."""
+        super().compile(*args, **kwargs)
+        if self.schedule.name != "gpipe":
+            check_decomposes(self, self.schedule.name)
+
+    def fit(self, *args, **kwargs):
+        """Trains the model, as `keras.Model.fit`."""
+        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
+        self._check_batch_size(asked.get("x"), asked.get("batch_size"))
+        try:
+            return super().fit(*args, **kwargs)
+        except tf.errors.InvalidArgumentError as error:
+            if COMPARES not in error.message:
+                raise
+            said = error.message[error.message.index(COMPARES) :].partition("\n\t")[0]
+            said = " ".join(said.split()).replace("\\'", "'")  # As TensorFlow quotes it.
+            raise PlacementError(said) from None
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices, in the order of the stages."""
+        return list(self.pipeline_devices)
+
+    @tf.autograph.experimental.do_not_convert
+    def train_step(self, data):
+        """One step of training: all micro-batches forward and backward, then one update."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        step = self.passes(x, y, sample_weight)
+        y_pred, loss, gradients = step.run(x, y, sample_weight)
+        with tf.device(self.devices[-1]):
+            batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
+            self._loss_tracker.update_state(loss, sample_weight=batch_size)
+        if self.trainable_weights:
+            with tf.control_dependencies(step.checked):
+                gradients = [_identity(gradient) for gradient in gradients]
+            self.optimizer.apply(gradients, self.trainable_weights)
+        with tf.device(self.devices[-1]):
+            return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:
+        """Makes what runs the passes of one step."""
+        if self._compile_loss is not None and not self._compile_loss.built:
+            # Where the loss finds its targets; Keras does so before its first step, too.
+            self._symbolic_build(data_batch=(x, y, sample_weight))
+        stages = cut_stages(self, self.stage_of, self.schedule.num_stages)
+        return Step(
+            self, stages, self.schedule, self.devices, recompute=self.recompute, timed=timed
+        )
+
+    def _check_batch_size(self, x, batch_size):
+        if isinstance(x, tf.data.Dataset):
+            sizes = [spec.shape[:1] for spec in tf.nest.flatten(x.element_spec)]
+            batch_size = next((size[0] for size in sizes if size.rank), None)
+        elif batch_size is None and not hasattr(x, "__next__") and hasattr(x, "shape"):
+            batch_size = _KERAS_BATCH_SIZE
+        number = self.schedule.num_micro_batches
+        if batch_size is not None and batch_size < number:
+            raise PlacementError(
+                "A batch must have an example for each micro-batch (the last of an epoch may have "
+                f"fewer). Received: batches of {batch_size} for {number} micro-batches. Take "
+                f"batch_size={number} or more, or fewer micro-batches."
+            )
+
+
+def _identity(gradient):
+    """The same, on its own device; sparse values stay sparse."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        with tf.device(gradient.values.device):
+            values = tf.identity(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    with tf.device(gradient.device):
+        return tf.identity(gradient)

@@ -1,0 +1,72 @@
+"""One instruction after the other on each device, and when each begins and ends.
+
+The next instruction of a device stands behind the end of the last by control dependencies. What is
+sent to it is on its way meanwhile: only what computes waits.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfparallel.pipeline.schedule import Instruction
+
+__all__ = ["Order"]
+
+
+class Order:
+    """The instructions of a step that is traced, device by device.
+
+    Args:
+        devices: Their names.
+        timed: Whether to note when each instruction begins and ends.
+
+    Attributes:
+        ends: The last operation of each instruction, in a graph.
+        stamps: If timed, begin and end of each instruction, scalars in seconds.
+    """
+
+    def __init__(self, devices: Sequence[str], timed: bool):
+        self._devices = devices
+        self._timed = timed
+        self._last: list[list[tf.Operation]] = [[] for _ in devices]
+        self._current: Instruction | None = None
+        self.ends: dict[Instruction, tf.Operation] = {}
+        self.stamps: dict[Instruction, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def next(self, device: int, instruction: Instruction) -> Iterator[list]:
+        """What the block makes stands on the device, behind its last instruction.
+
+        Yields:
+            A list, to be filled with what the instruction makes.
+        """
+        done: list = []
+        self._current = instruction
+        with tf.device(self._devices[device]):
+            with tf.control_dependencies(self._last[device]):
+                yield done
+            self._end(device, instruction, done)
+
+    def begun(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Notes the begin, once all tensors have come; who reads the result waits for that."""
+        if not self._timed:
+            return tensors
+        with tf.control_dependencies(tensors):
+            begin = tf.timestamp()
+        self.stamps[self._current] = (begin, begin)
+        with tf.control_dependencies([begin]):
+            return [tf.identity(tensor) for tensor in tensors]
+
+    def _end(self, device, instruction, done):
+        if self._timed and instruction in self.stamps:
+            with tf.control_dependencies(done):
+                end = tf.timestamp()
+            self.stamps[instruction] = (self.stamps[instruction][0], end)
+            done = [end]
+        if tf.executing_eagerly() or not done:
+            return
+        with tf.control_dependencies(done):
+            end = tf.no_op(name=f"end_of_{instruction}_of_stage_{instruction.stage}")
+        self._last[device] = [end]
+        self.ends[instruction] = end

@@ -1,0 +1,203 @@
+"""The builder `pipeline_parallel`: micro-batches of a plain Keras model through several devices."""
+
+from collections.abc import Callable, Sequence
+
+import keras
+
+from tfparallel import devices as device_lib
+from tfparallel.extend import extend
+from tfparallel.pipeline.batch_norm import DeferredBatchNormalization, batch_norms
+from tfparallel.pipeline.micro_batch import extend_random_layers
+from tfparallel.pipeline.model import PipelinedModel
+from tfparallel.pipeline.pass_scope import check_state
+from tfparallel.pipeline.schedule import Schedule, ScheduleError, make_schedule
+from tfparallel.placement import stages
+from tfparallel.placement.graph import layers_in_order
+from tfparallel.placement.model_parallel import place
+from tfparallel.placement.stages import PlacementError
+
+__all__ = ["RECOMPUTES", "TooFewLayersError", "pipeline_parallel", "stages_by_layer"]
+
+RECOMPUTES = ("never", "always", "except_last")
+
+
+class TooFewLayersError(PlacementError):
+    """The model has fewer layers than the schedule has stages.
+
+    Attributes:
+        num_layers: How many it has.
+        num_stages: How many there are.
+    """
+
+    def __init__(self, num_layers: int, schedule: Schedule):
+        self.num_layers = num_layers
+        self.num_stages = schedule.num_stages
+        super().__init__(
+            f"Each stage needs a layer. Received: {num_layers} layers for {schedule.num_stages} "
+            f"stages, {schedule.chunks_per_device} on each of {schedule.num_devices} devices "
+            f"(schedule={schedule.name!r}). Name fewer devices, or pass allow_empty_stages=True: "
+            "the last stages then only hand on what they are given."
+        )
+
+
+def pipeline_parallel(
+    model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
+    devices: Sequence[str] | None = None,
+    num_micro_batches: int = 8,
+    schedule: str = "1f1b",
+    recompute: str = "never",
+    *,
+    chunks_per_device: int | None = None,
+    batch_normalization: str | None = None,
+    layers_per_stage: Sequence[int] | None = None,
+    allow_empty_stages: bool = False,
+    balance: str = "time",
+    device_memory: int | None = None,
+    batch_size: int = 32,
+) -> keras.Model:
+    """Cuts a functional or Sequential model into stages, and each batch into micro-batches.
+
+    Use it when the model does not fit one device, or one device is too slow: where `model_parallel`
+    has one device at work at a time, here each works on another micro-batch. With M micro-batches
+    K devices with equal stages stand still for (K − 1)/(M + K − 1) of the time, at best.
+
+    The weights that come out are those of one device: the gradients are summed over the
+    micro-batches, each loss has the divisor that it has over the whole batch, metrics see the whole
+    batch, and the optimizer updates once. Dropout masks are those of one device too; other layers
+    that draw are reproducible. The last micro-batches may be a row shorter.
+
+    Args:
+        model_or_function: As for `model_parallel`.
+        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or what
+            `tfparallel.connect_to_cluster` returned, for stages in other processes. Default: all.
+        num_micro_batches: M, into how many parts each batch of `fit` is cut.
+        schedule: "gpipe": all forward passes, then all backward passes; holds the activations of M
+            micro-batches, and takes any loss. "1f1b": one forward, one backward; holds at most K.
+            "interleaved": 1F1B with several stages a device, for a smaller bubble; M must be a
+            multiple of K.
+        recompute: Whether a backward pass computes its forward pass again, so that of a micro-batch
+            in flight only what was sent is held. "never", "always", or "except_last": all but the
+            last micro-batch (torchgpipe's), whose backward pass follows at once under "gpipe".
+        chunks_per_device: How many stages a device has under "interleaved"; 2 if None.
+        batch_normalization: None refuses layers that normalize by the batch. "deferred" normalizes
+            each micro-batch by its own moments and moves the averages once a step, by those of the
+            whole batch; other weights than plain Keras's.
+        layers_per_stage: How many consecutive layers each stage gets. Default: the best cut.
+        allow_empty_stages: Whether a model with fewer layers than stages is taken; the last stages
+            then only hand on what they are given.
+        balance: What the best cut spreads evenly: "memory", "time" or "both", as for
+            `model_parallel`.
+        device_memory: How many bytes each stage may hold; no limit if None.
+        batch_size: The examples of a batch, for what the best cut costs.
+
+    Returns:
+        A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, the latter two
+        without micro-batches, and `save` writes plain Keras, without devices. `placement` tells the
+        device of each layer, `schedule` what each device does.
+
+    Raises:
+        ValueError: If the schedule does not fit the devices or the layers, or the model keeps a
+            state that micro-batches change; and as for `model_parallel`.
+
+    References:
+        As in `tfparallel.pipeline.schedule`.
+
+    Example:
+        >>> model = tfparallel.pipeline_parallel(build_model, ["CPU:0", "CPU:1"], 8)
+        >>> model.compile("adam", "mse")
+        >>> model.fit(x, y, batch_size=64)
+    """
+    names = device_lib.check_devices(devices) if devices else device_lib.choose_devices()
+    try:
+        planned = make_schedule(schedule, len(names), num_micro_batches, chunks_per_device)
+    except ScheduleError as error:
+        raise PlacementError(str(error)) from error
+    _check_choices(recompute, batch_normalization)
+    found: dict[str, int] = {}
+
+    def placement_of(model: keras.Model) -> dict[str, str]:
+        check_state(model, batch_normalization)
+        found.update(
+            stages_by_layer(
+                model,
+                planned,
+                layers_per_stage=layers_per_stage,
+                allow_empty_stages=allow_empty_stages,
+                balance=balance,
+                device_memory=device_memory,
+                batch_size=batch_size,
+            )
+        )
+        return {layer: names[planned.device_of(stage)] for layer, stage in found.items()}
+
+    attributes = {
+        "schedule": planned,
+        "pipeline_devices": tuple(names),
+        "stage_of": found,
+        "recompute": recompute,
+        "batch_normalization": batch_normalization,
+    }
+    model = place(model_or_function, placement_of, PipelinedModel, attributes)
+    extend_random_layers(model)
+    if batch_normalization is not None:
+        for layer in batch_norms(model):
+            extend(layer, DeferredBatchNormalization)
+    return model
+
+
+def stages_by_layer(
+    model: keras.Model,
+    schedule: Schedule,
+    *,
+    layers_per_stage: Sequence[int] | None = None,
+    allow_empty_stages: bool = False,
+    **best,
+) -> dict[str, int]:
+    """Returns the stage of each layer, by name, in topological order.
+
+    Args:
+        model: A functional or Sequential model, with or without storage.
+        schedule: How many stages there are.
+        layers_per_stage: How many layers each has; None for the best cut.
+        allow_empty_stages: Whether a stage may have none.
+        **best: `balance`, `device_memory` and `batch_size`, as `pipeline_parallel` takes them.
+
+    Raises:
+        ValueError: If the layers do not fit the stages.
+    """
+    layers = layers_in_order(model)
+    missing = schedule.num_stages - len(layers)
+    if missing > 0 and layers_per_stage is None:
+        if not allow_empty_stages:
+            raise TooFewLayersError(len(layers), schedule)
+        layers_per_stage = [1] * len(layers) + [0] * missing
+    if layers_per_stage is None:
+        # By number, where the cut takes any names.
+        return stages.by_balance(model, range(schedule.num_stages), all_gradients=True, **best)
+    counts = list(layers_per_stage)
+    fits = len(counts) == schedule.num_stages and sum(counts) == len(layers)
+    fewest = 0 if allow_empty_stages else 1
+    if not fits or any(not isinstance(n, int) or n < fewest for n in counts):
+        raise PlacementError(
+            f"`layers_per_stage` must give each of the {schedule.num_stages} stages {fewest} or "
+            f"more layers, and all {len(layers)} layers together. Received: {counts}, which are "
+            f"{sum(counts)} in {len(counts)} stages."
+        )
+    index = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return {layer.name: stage for layer, stage in zip(layers, index, strict=True)}
+
+
+def _check_choices(recompute, batch_normalization):
+    problems = []
+    if recompute not in RECOMPUTES:
+        problems.append(
+            f"`recompute` must be one of {', '.join(RECOMPUTES)}. Received: "
+            f"recompute={recompute!r}."
+        )
+    if batch_normalization not in (None, "deferred"):
+        problems.append(
+            "`batch_normalization` must be None or 'deferred'. Received: "
+            f"batch_normalization={batch_normalization!r}."
+        )
+    if problems:
+        raise PlacementError("\n".join(problems))

@@ -1,0 +1,272 @@
+"""Which stage works on which micro-batch, in which order: GPipe, 1F1B, interleaved.
+
+Three devices, four micro-batches; `F2` is the forward pass of micro-batch 2, `B2` its backward
+pass, drawn twice as long:
+
+    gpipe     0 │F0F1F2F3            B0--B1--B2--B3--│
+              1 │  F0F1F2F3      B0--B1--B2--B3--    │
+              2 │    F0F1F2F3B0--B1--B2--B3--        │
+
+    1f1b      0 │F0F1F2        B0--F3B1--  B2--  B3--│
+              1 │  F0F1    B0--F2B1--F3B2--  B3--    │
+              2 │    F0B0--F1B1--F2B2--F3B3--        │
+
+What is drawn, simulated and executed is one object, the `Schedule`: for each device, what it does,
+in order. It says no times; a device waits until what it needs has arrived.
+
+References: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism", NeurIPS 2019 (arXiv 1811.06965). Narayanan et al., "PipeDream", SOSP 2019, and
+"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021 (arXiv
+2104.04473), for 1F1B and the interleaved schedule.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+__all__ = ["SCHEDULES", "Instruction", "Schedule", "ScheduleError", "make_schedule"]
+
+
+class ScheduleError(ValueError):
+    """A schedule, the devices and the micro-batches do not fit together."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Instruction:
+    """One thing that a device does.
+
+    Attributes:
+        kind: "forward" or "backward".
+        stage: Which part of the model, from 0.
+        micro_batch: Of which micro-batch, from 0.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self):
+        return f"{self.kind[0].upper()}{self.micro_batch}"
+
+
+def forward(stage: int, micro_batch: int) -> Instruction:
+    """The forward pass of a stage on a micro-batch."""
+    return Instruction("forward", stage, micro_batch)
+
+
+def backward(stage: int, micro_batch: int) -> Instruction:
+    """The backward pass of a stage on a micro-batch."""
+    return Instruction("backward", stage, micro_batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What each device does, in order.
+
+    Attributes:
+        name: "gpipe", "1f1b" or "interleaved".
+        num_micro_batches: M.
+        chunks_per_device: v, the stages that a device holds; stage s is on device s mod K.
+        instructions: For each of the K devices, what it does.
+    """
+
+    name: str
+    num_micro_batches: int
+    chunks_per_device: int
+    instructions: tuple[tuple[Instruction, ...], ...]
+
+    @property
+    def num_devices(self) -> int:
+        """K."""
+        return len(self.instructions)
+
+    @property
+    def num_stages(self) -> int:
+        """K·v."""
+        return self.num_devices * self.chunks_per_device
+
+    def device_of(self, stage: int) -> int:
+        """The index of the device that holds a stage."""
+        return stage % self.num_devices
+
+    def needs(self, instruction: Instruction) -> list[Instruction]:
+        """What must be done before an instruction, wherever.
+
+        A stage's forward pass needs that of the stage before; its backward pass needs its own
+        forward pass, and the backward pass of the stage behind.
+        """
+        stage, micro_batch = instruction.stage, instruction.micro_batch
+        if instruction.kind == "forward":
+            return [forward(stage - 1, micro_batch)] if stage > 0 else []
+        behind = [backward(stage + 1, micro_batch)] if stage + 1 < self.num_stages else []
+        return [forward(stage, micro_batch), *behind]
+
+    def in_order(self) -> Iterator[tuple[int, Instruction]]:
+        """Yields `(device, instruction)`, each behind all that it needs.
+
+        The devices take turns; each does as much as it can.
+
+        Raises:
+            ScheduleError: If the devices would wait for one another for ever.
+        """
+        done: set[Instruction] = set()
+        position = [0] * self.num_devices
+        while any(at < len(own) for at, own in zip(position, self.instructions, strict=True)):
+            before = len(done)
+            for device, own in enumerate(self.instructions):
+                while position[device] < len(own):
+                    instruction = own[position[device]]
+                    if not done.issuperset(self.needs(instruction)):
+                        break
+                    done.add(instruction)
+                    position[device] += 1
+                    yield device, instruction
+            if len(done) == before:
+                waiting = [str(own[at]) for own, at in zip(self.instructions, position, strict=True)
+                           if at < len(own)]  # fmt: skip
+                raise ScheduleError(
+                    f"The devices of schedule {self.name} would wait for one another for ever. "
+                    f"Received: {waiting}, none of which can begin."
+                )
+
+    def most_in_flight(self) -> list[int]:
+        """The most micro-batches that each device holds activations of, stages counted apart.
+
+        1F1B: at most K − d on device d of K. GPipe: M.
+        """
+        most = []
+        for own in self.instructions:
+            held = largest = 0
+            for instruction in own:
+                held += 1 if instruction.kind == "forward" else -1
+                largest = max(largest, held)
+            most.append(largest)
+        return most
+
+
+def gpipe(num_devices: int, num_micro_batches: int) -> Iterator[list[Instruction]]:
+    """Yields what each device does: all forward passes, then all backward passes."""
+    micro_batches = range(num_micro_batches)
+    for stage in range(num_devices):
+        yield [forward(stage, m) for m in micro_batches] + [
+            backward(stage, m) for m in micro_batches
+        ]
+
+
+def one_forward_one_backward(
+    num_devices: int, num_micro_batches: int
+) -> Iterator[list[Instruction]]:
+    """Yields what each device does: as few forward passes as fill the pipeline, then in turns.
+
+    Device d of K runs K − d − 1 forward passes ahead; from then on one forward, one backward. So it
+    holds the activations of K − d micro-batches at most, whatever M is.
+    """
+    for stage in range(num_devices):
+        ahead = min(num_devices - stage - 1, num_micro_batches)
+        own = [forward(stage, m) for m in range(ahead)]
+        for m in range(num_micro_batches - ahead):
+            own += [forward(stage, ahead + m), backward(stage, m)]
+        own += [backward(stage, m) for m in range(num_micro_batches - ahead, num_micro_batches)]
+        yield own
+
+
+def interleaved(
+    num_devices: int, num_micro_batches: int, chunks_per_device: int
+) -> Iterator[list[Instruction]]:
+    """Yields what each device does where it holds v stages, K apart.
+
+    Micro-batches go through in groups of K: a device takes the group through its first stage, then
+    through its second, and so on; then the next group. Backward likewise, the last stage first. It
+    runs 2(K − d − 1) + (v − 1)K forward passes ahead. The bubble is v times smaller than 1F1B's.
+    """
+    num_passes = num_micro_batches * chunks_per_device
+
+    def at(position: int, kind: str) -> tuple[int, int]:
+        """The stage on this device, and the micro-batch, of its n-th pass."""
+        group, inside = divmod(position, num_devices * chunks_per_device)
+        chunk, member = divmod(inside, num_devices)
+        if kind == "backward":
+            chunk = chunks_per_device - 1 - chunk
+        return chunk * num_devices + device, group * num_devices + member
+
+    for device in range(num_devices):
+        ahead = 2 * (num_devices - device - 1) + (chunks_per_device - 1) * num_devices
+        ahead = min(ahead, num_passes)
+        own = [forward(*at(n, "forward")) for n in range(ahead)]
+        for n in range(num_passes - ahead):
+            own += [forward(*at(ahead + n, "forward")), backward(*at(n, "backward"))]
+        own += [backward(*at(n, "backward")) for n in range(num_passes - ahead, num_passes)]
+        yield own
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+def make_schedule(
+    name: str,
+    num_devices: int,
+    num_micro_batches: int,
+    chunks_per_device: int | None = None,
+) -> Schedule:
+    """Makes a schedule.
+
+    Args:
+        name: "gpipe", "1f1b" or "interleaved".
+        num_devices: K.
+        num_micro_batches: M.
+        chunks_per_device: v, for "interleaved" alone; 2 if None.
+
+    Raises:
+        ScheduleError: If the name is unknown, a number is below 1, or they do not fit together.
+
+    Example:
+        >>> [" ".join(map(str, own)) for own in make_schedule("1f1b", 2, 3).instructions]
+        ['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2']
+    """
+    problems = list(_problems(name, num_devices, num_micro_batches, chunks_per_device))
+    if problems:
+        raise ScheduleError("\n".join(problems))
+    if name == "interleaved":
+        chunks = 2 if chunks_per_device is None else chunks_per_device
+        lists: Sequence = list(interleaved(num_devices, num_micro_batches, chunks))
+    else:
+        chunks = 1
+        make = gpipe if name == "gpipe" else one_forward_one_backward
+        lists = list(make(num_devices, num_micro_batches))
+    return Schedule(name, num_micro_batches, chunks, tuple(map(tuple, lists)))
+
+
+def _problems(name, num_devices, num_micro_batches, chunks) -> Iterator[str]:
+    if name not in SCHEDULES:
+        yield f"`schedule` must be one of {', '.join(SCHEDULES)}. Received: schedule={name!r}."
+    counts = {"num_devices": num_devices, "num_micro_batches": num_micro_batches}
+    for argument, value in counts.items():
+        if not _is_count(value):
+            yield f"`{argument}` must be a whole number of at least 1. Received: {value!r}."
+    if chunks is not None and name in SCHEDULES and name != "interleaved":
+        yield (
+            "`chunks_per_device` belongs to schedule='interleaved'; the others have one stage a "
+            f"device. Received: chunks_per_device={chunks}, schedule={name!r}. Drop it."
+        )
+    if name != "interleaved" or not all(map(_is_count, counts.values())):
+        return
+    if chunks is not None and (not _is_count(chunks) or chunks < 2):
+        yield (
+            "schedule='interleaved' needs two stages a device or more. Received: "
+            f"chunks_per_device={chunks!r}. One is schedule='1f1b'."
+        )
+    if num_devices < 2:
+        yield (
+            "schedule='interleaved' needs two devices or more, whose stages alternate. Received: "
+            f"num_devices={num_devices}. Take schedule='1f1b'."
+        )
+    elif num_micro_batches % num_devices:
+        above = -(-num_micro_batches // num_devices) * num_devices
+        yield (
+            "schedule='interleaved' takes micro-batches in groups of one a device, so their number "
+            f"must be a multiple of the devices'. Received: num_micro_batches={num_micro_batches} "
+            f"on {num_devices} devices. Take {above}, or schedule='1f1b'."
+        )
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
