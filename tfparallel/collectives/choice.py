@@ -127,7 +127,7 @@ def choose(
         seconds = {
             name: profile.seconds_at(row, size_bytes)
             for name, row in measured.items()
-            if name in runnable
+            if name in runnable and name not in cross_device.NOT_IN_LOOPS
         }
         return _fastest(seconds, "profile", size)
     if calibrate and size_bytes:
