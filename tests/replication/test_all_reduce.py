@@ -131,6 +131,17 @@ def test_without_a_profile_and_without_measuring_it_is_the_default():
     assert (found.algorithm, found.source) == ("reduce_to_one", "default")
 
 
+def test_a_loop_refuses_what_cannot_run_in_it():
+    strategy = tfparallel.MirroredStrategy(DEVICES, all_reduce="tf_ring")
+    model = tfparallel.data_parallel(build_model, strategy)
+    with pytest.raises(ValueError, match="steps_per_execution=2, all_reduce='tf_ring'. Take"):
+        model.compile("sgd", "mse", steps_per_execution=2)
+    strategy = tfparallel.MirroredStrategy(DEVICES, all_reduce="hierarchical")
+    model = tfparallel.data_parallel(build_model, strategy)
+    model.compile("sgd", "mse", steps_per_execution=2)
+    model.fit(*data(), batch_size=8, verbose=0)
+
+
 def test_mistakes():
     with pytest.raises(ValueError, match="Required is one of .*ring.*Received: gloo"):
         tfparallel.MirroredStrategy(DEVICES, all_reduce="gloo")

@@ -3,6 +3,9 @@
 A saved profile decides; without one, the algorithms take turns on tensors of the sizes at hand,
 for less than two seconds, before the first step. TensorFlow's default is one of them, and another
 one is taken only if it is clearly faster: within the noise of a measurement the default stays.
+
+Times are lower quartiles. What else runs on a machine makes calls slower, never faster, and strikes
+some algorithms more than others in a short measurement.
 """
 
 import dataclasses
@@ -35,7 +38,7 @@ class Choice:
         algorithm: Its name.
         source: "profile", "calibration", "default" or "argument".
         why: For people.
-        seconds: Time of a reduction by algorithm, as measured; empty for "default".
+        seconds: Time of a reduction by algorithm, the lower quartile; empty if none was measured.
     """
 
     algorithm: str
@@ -124,7 +127,7 @@ def choose(
         seconds = {
             name: profile.seconds_at(row, size_bytes)
             for name, row in measured.items()
-            if name in runnable
+            if name in runnable and name not in cross_device.NOT_IN_LOOPS
         }
         return _fastest(seconds, "profile", size)
     if calibrate and size_bytes:
@@ -150,7 +153,7 @@ def _default(devices):
 
 
 def _calibrated(devices, specs) -> dict[str, float]:
-    """Median seconds of each candidate, in turns, until the time is up."""
+    """The lower quartile of each candidate's seconds; in turns, until the time is up."""
     deadline = time.perf_counter() + BUDGET_SECONDS
     runnable = cross_device.runnable(devices)
     steps, times = {}, {}
@@ -170,7 +173,7 @@ def _calibrated(devices, specs) -> dict[str, float]:
                 start = time.perf_counter()
                 step()
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(row) for name, row in times.items()}
+    return {name: statistics.quantiles(row, n=4)[0] for name, row in times.items()}
 
 
 def _coarse(specs):

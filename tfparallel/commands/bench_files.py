@@ -72,10 +72,10 @@ def conclude(
 
 
 def save_profile(devices: Sequence[str], rows: Sequence[Row]) -> None:
-    """Keeps a sweep for `--all_reduce=auto`."""
+    """Keeps a sweep for `--all_reduce=auto`: lower quartiles, see `collectives/choice.py`."""
     times: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        times.setdefault(row.algorithm, []).append((row.size_bytes, row.median_seconds))
+        times.setdefault(row.algorithm, []).append((row.size_bytes, row.quantile_seconds(0.25)))
     print(f"wrote {profile.save(devices, times)}")
 
 
