@@ -20,7 +20,7 @@ _optimizers = keras.optimizers
 _ELEMENTWISE = (
     _optimizers.SGD, _optimizers.Adam, _optimizers.AdamW, _optimizers.RMSprop, _optimizers.Adagrad,
     _optimizers.Adadelta, _optimizers.Adamax, _optimizers.Nadam, _optimizers.Ftrl,
-    _optimizers.Lion, _optimizers.LossScaleOptimizer,
+    _optimizers.Lion, _optimizers.ScheduleFreeAdamW,
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ class SplitOptimizer(PlacedOptimizer):
             trainable_variables = self._trainable_variables
         variables = parts_of(trainable_variables)
         super().apply(grads, variables)
-        if hasattr(self, "inner_optimizer"):
+        if _wrapped(self):
             return
         held = {
             id(whole_of(v)): whole_of(v)
@@ -111,7 +111,8 @@ def split_updates(optimizer: keras.Optimizer) -> None:
     Raises:
         PlacementError: If its update looks at more than one element at a time, or is not known.
     """
-    if original_class(optimizer) not in _ELEMENTWISE:
+    wrapped = _wrapped(optimizer)
+    if not wrapped and original_class(optimizer) not in _ELEMENTWISE:
         names = ", ".join(sorted(cls.__name__ for cls in _ELEMENTWISE))
         raise PlacementError(
             "The update of a weight in parts must treat each element by itself, as that of "
@@ -119,9 +120,18 @@ def split_updates(optimizer: keras.Optimizer) -> None:
             "weights, or is not known. Take one of these, or `tfparallel.model_parallel`."
         )
     extend(optimizer, SplitOptimizer)
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:
+    for inner in wrapped:
         split_updates(inner)
+
+
+def _wrapped(optimizer) -> list[keras.Optimizer]:
+    """What an optimizer hands its variables on to; those that a function makes are not known."""
+    cls = original_class(optimizer)
+    if cls is _optimizers.LossScaleOptimizer:
+        return [optimizer.inner_optimizer]
+    if cls is _optimizers.MultiOptimizer and hasattr(optimizer._optimizer_map, "values"):
+        return optimizer.optimizers
+    return []
 
 
 def _joined(slots, whole) -> keras.Variable:
