@@ -26,22 +26,25 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import collective_ops
 
+from tfparallel.collectives.lost import WorkerLostError
+
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _STEPS_PER_OCTAVE = 4
 _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
 
-class WorkerLostError(RuntimeError):
-    """Another worker of the job has ended; no collective can run in this process any more."""
-
-
 @contextlib.contextmanager
 def naming_lost_worker() -> Iterator[None]:
     """Turns what TensorFlow says when a peer has ended, screens of it, into `WorkerLostError`."""
+    WorkerGroup.failure = None
     try:
         yield
-    except tf.errors.UnavailableError as error:
+    except tf.errors.OpError as error:
+        if WorkerGroup.failure is not None:
+            raise WorkerGroup.failure from None
+        if not isinstance(error, tf.errors.UnavailableError):
+            raise
         task = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", error.message)
         lost = f"worker {task[1]}" if task else "another worker"
         reason = re.search(r'grpc_message:"([^"]*)"', error.message)
@@ -67,6 +70,7 @@ class WorkerGroup:
     """
 
     of_process: "WorkerGroup | None" = None  # Of the strategy that this process has started.
+    failure: Exception | None = None  # What a transport of this package has failed of.
     _num_groups = 0
 
     def __init__(
@@ -75,7 +79,7 @@ class WorkerGroup:
         self.num_workers = num_workers
         self.worker_index = worker_index
         self._device = device
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._take_keys()
         with tf.init_scope(), tf.device(device):
             self._ordering_token = tf.Variable(0.0, trainable=False)
@@ -84,6 +88,11 @@ class WorkerGroup:
         self._group_key = _FIRST_GROUP_KEY + WorkerGroup._num_groups
         WorkerGroup._num_groups += 1
         self._signatures: dict[tuple, int] = {}
+
+    @property
+    def transport(self) -> str:
+        """What carries the tensors."""
+        return "ring"
 
     @functools.cached_property
     def for_users(self) -> "WorkerGroup":
@@ -109,7 +118,7 @@ class WorkerGroup:
             The results, in the same order, equal to the last bit on all workers.
         """
         results: list = [None] * len(tensors)
-        for indices in _by_dtype(tensors).values():
+        for indices in by_dtype(tensors).values():
             flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], 0)
             total = self._collective(op, flat)
             sizes = [tf.size(tensors[i]) for i in indices]
@@ -134,7 +143,7 @@ class WorkerGroup:
         """
         results: list = [None] * len(tensors)
         sendable = [_movable(tensor) for tensor in tensors]
-        for indices in _by_dtype(sendable).values():
+        for indices in by_dtype(sendable).values():
             flats = [tf.reshape(sendable[i], [tf.shape(sendable[i])[0], -1]) for i in indices]
             rows = self._gather_rows(tf.concat(flats, 1), counts)
             widths = [tf.shape(flat)[1] for flat in flats]
@@ -216,7 +225,7 @@ class WorkerGroup:
             "group_size": self.num_workers,
             "group_key": self._group_key,
             "instance_key": key,
-            "timeout": self._timeout_seconds,
+            "timeout": self.timeout_seconds,
             "ordering_token": self._ordering_token.handle,
         }
         with tf.device(self._device):
@@ -239,7 +248,8 @@ def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return (octave - 1) * _STEPS_PER_OCTAVE + quarters, quarters * unit
 
 
-def _by_dtype(tensors) -> dict:
+def by_dtype(tensors: Sequence[tf.Tensor]) -> dict[tf.DType, list[int]]:
+    """Returns the indices of the tensors of each type."""
     found: dict = {}
     for index, tensor in enumerate(tensors):
         found.setdefault(tensor.dtype, []).append(index)

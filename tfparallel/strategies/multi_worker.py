@@ -21,7 +21,9 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
 
 from tfparallel import devices as device_lib
+from tfparallel.cluster.address import split_address
 from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives import transport
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.peers import meet_peers
 from tfparallel.startup import has_nvidia_gpu
@@ -85,11 +87,17 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         start_timeout: How many seconds to wait for the other workers.
         stall_timeout: How many seconds a step of `fit`, `evaluate` or `predict`, or the pause
             between two, may last before the worker ends itself (`callbacks/stall.py`).
+        all_reduce: What carries tensors between the workers: "ring", TensorFlow's own over gRPC;
+            "nccl", for GPUs; "mpi", or one of its algorithms, through host memory (see
+            `tfparallel.collectives.mpi.communicator`; needs `tfparallel[mpi]`). "auto" takes the
+            environment's TFPARALLEL_ALL_REDUCE, which `tfparallel launch --transport` sets, or
+            else what TensorFlow takes.
         facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
             it: a seed, a batch size.
 
     Raises:
-        ValueError: If the environment does not describe a cluster, or a device is unknown.
+        ValueError: If the environment does not describe a cluster, a device is unknown, or
+            `all_reduce` is unknown or cannot run here.
         RuntimeError: If TensorFlow's runtime has started already, a worker is missing at the
             deadline, a port is taken, or the workers disagree.
 
@@ -111,6 +119,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         devices: Sequence[str] | None = None,
         start_timeout: float = 120.0,
         stall_timeout: float = 1800.0,
+        all_reduce: str = "auto",
         facts: Mapping[str, Any] | None = None,
     ):
         if not stall_timeout > 0:
@@ -118,6 +127,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 "`stall_timeout` must be a number of seconds above 0. Received: "
                 f"stall_timeout={stall_timeout}."
             )
+        all_reduce = transport.chosen(all_reduce)
         _refuse_late_start()
         self.stall_timeout = stall_timeout
         if cluster_resolver is None:
@@ -126,9 +136,9 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 os.environ.update(cluster.device_environment())
             cluster_resolver = _resolver_of(cluster)
         num_devices = len(device_lib.choose_devices(devices=devices))
-        facts = {"devices a worker": num_devices, **(facts or {})}
+        facts = {"devices a worker": num_devices, "all_reduce": all_reduce, **(facts or {})}
         _meet(cluster_resolver, facts, start_timeout)
-        options = communication_options or tf.distribute.experimental.CommunicationOptions()
+        options = transport.options(all_reduce, communication_options)
         extended = _MultiWorkerExtended(
             self,
             devices=devices,
@@ -143,6 +153,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 self.devices[0],
                 timeout_seconds=options.timeout_seconds or 0.0,
             )
+            self.workers = transport.joined(self.workers, all_reduce, _first_host(cluster_resolver))
             WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
         MultiWorkerMirroredStrategy._of_process = self
@@ -175,6 +186,12 @@ def _meet(resolver, facts, start_timeout) -> None:
         return
     index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
     meet_peers(workers, index, facts, start_timeout)
+
+
+def _first_host(resolver) -> str:
+    """Worker 0's host, as the others know it."""
+    jobs = resolver.cluster_spec().as_dict()
+    return split_address([*jobs.get("chief", []), *jobs.get("worker", [])][0])[0]
 
 
 def _refuse_late_start() -> None:
