@@ -98,6 +98,13 @@ def common_flags() -> flags.FlagValues:
         "Seconds that a step, or the pause between two, may last before a worker of a job ends.",
         flag_values=values,
     )
+    flags.DEFINE_string(
+        "all_reduce",
+        "auto",
+        "For data: what sums the gradients; between workers ring, nccl, mpi or one of MPI's "
+        "algorithms (an unknown name lists them).",
+        flag_values=values,
+    )
     flags.DEFINE_bool(
         "allow_independent_workers",
         False,
@@ -238,6 +245,12 @@ def common_problems(values: flags.FlagValues) -> list[str]:
         problems.append(
             "--strategy chooses among the forms of --parallel=data. Received: "
             f"--strategy={values.strategy} with --parallel={values.parallel}. Drop --strategy."
+        )
+    if values.parallel != "data" and values.all_reduce != "auto":
+        problems.append(
+            "--all_reduce chooses what sums gradients, of --parallel=data. Received: "
+            f"--all_reduce={values.all_reduce} with --parallel={values.parallel}. Drop "
+            "--all_reduce."
         )
     problems += device_memory_problems(values)
     if values.parallel != "model" and (values.device_memory or values.balance != "memory"):

@@ -78,7 +78,10 @@ class Form:
         if self.name == "model":
             return f"layers on {number} ({names})"
         if self.workers is not None:
-            return f"data parallel on {self.workers.num_workers} workers, {number} each ({names})"
+            return (
+                f"data parallel on {self.workers.num_workers} workers, {number} each ({names}), "
+                f"all-reduce by {self.workers.transport}"
+            )
         return f"data parallel on {number} ({names})"
 
 
@@ -127,8 +130,11 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
                 devices=devices,
                 start_timeout=values.start_timeout,
                 stall_timeout=values.stall_timeout,
+                all_reduce=values.all_reduce,
                 facts=facts,
             )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     except RuntimeError as error:
         raise StartError(str(error)) from error
     return Form(values.parallel, devices, strategy)

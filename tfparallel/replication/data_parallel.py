@@ -22,6 +22,7 @@ def data_parallel(
     replica_weights: Sequence[int] | None = None,
     synchronize_batch_norm: bool = True,
     allow_independent_workers: bool = False,
+    all_reduce: str = "auto",
 ) -> keras.Model:
     """Trains a plain Keras model on several devices, to the weights that one device gives.
 
@@ -50,6 +51,8 @@ def data_parallel(
             reduction a layer, and not exact.
         allow_independent_workers: Whether several workers of one job may each train a model of
             its own.
+        all_reduce: What sums the workers' gradients under `strategy="auto"`; see
+            `tfparallel.MultiWorkerMirroredStrategy`.
 
     Returns:
         A `keras.Model` of the user's own class, extended. On one device it has no strategy, and
@@ -71,7 +74,7 @@ def data_parallel(
         The step is synchronous stochastic gradient descent: Jianmin Chen et al., "Revisiting
         Distributed Synchronous SGD", arXiv:1604.00981, 2016.
     """
-    strategy = _resolve_strategy(strategy, devices, allow_independent_workers)
+    strategy = _resolve_strategy(strategy, devices, allow_independent_workers, all_reduce)
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
     if isinstance(model_or_function, keras.Model):
@@ -93,7 +96,7 @@ class _OneDevice:
         return contextlib.nullcontext()
 
 
-def _resolve_strategy(strategy, devices, allow_independent_workers):
+def _resolve_strategy(strategy, devices, allow_independent_workers, all_reduce):
     cluster = None if allow_independent_workers else Cluster.from_env()
     if isinstance(strategy, MultiWorkerMirroredStrategy | MirroredStrategy):
         _refuse_independent_workers(strategy, cluster)
@@ -112,7 +115,7 @@ def _resolve_strategy(strategy, devices, allow_independent_workers):
             "clips and averages on each replica; replace `tf.distribute.` by `tfparallel.`."
         )
     if cluster is not None and cluster.num_workers > 1:
-        return MultiWorkerMirroredStrategy.of_process(devices=devices)
+        return MultiWorkerMirroredStrategy.of_process(devices=devices, all_reduce=all_reduce)
     names = device_lib.choose_devices(devices=devices)
     default = (device_lib.list_devices("GPU") or device_lib.list_devices("CPU"))[:1]
     return _OneDevice() if names == default else MirroredStrategy(names)
