@@ -2,16 +2,16 @@
 
 | name | what runs |
 | --- | --- |
-| `ring` | TensorFlow's ring over gRPC |
+| `ring` | TensorFlow's ring over gRPC, with its own settings |
+| `ring_tuned` | the same, large sums in pieces that travel while others are summed |
 | `nccl` | NVIDIA's NCCL, between GPUs; NCCL_ALGO and NCCL_PROTO are read at its first use |
 | `mpi`, `mpi_…` | MPI, through host memory: `tfparallel.collectives.mpi` |
-| `auto` | the environment's TFPARALLEL_ALL_REDUCE, or else what TensorFlow takes |
+| `auto` | the environment's TFPARALLEL_ALL_REDUCE, or else NCCL between GPUs and `ring_tuned` |
 """
 
 import os
 
 import tensorflow as tf
-
 
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.mpi import communicator, start
@@ -19,7 +19,7 @@ from tfparallel.collectives.mpi.workers import MpiWorkerGroup
 from tfparallel.startup import has_nvidia_gpu
 
 VARIABLE = "TFPARALLEL_ALL_REDUCE"
-NAMES = ("auto", "ring", "nccl", *communicator.ALGORITHMS)
+NAMES = ("auto", "ring", "ring_tuned", "nccl", *communicator.ALGORITHMS)
 
 
 def chosen(name: str) -> str:
@@ -50,30 +50,33 @@ def options(
     """Returns TensorFlow's options for a transport, with what the user has set in them."""
     own = tf.distribute.experimental.CommunicationOptions
     given = given or own()
-    if name not in ("ring", "nccl"):
+    if name == "auto" or name.startswith("mpi"):
         return given
+    kind = "NCCL" if name == "nccl" else "RING"
     return own(
         bytes_per_pack=given.bytes_per_pack,
         timeout_seconds=given.timeout_seconds,
-        implementation=tf.distribute.experimental.CommunicationImplementation[name.upper()],
+        implementation=tf.distribute.experimental.CommunicationImplementation[kind],
     )
 
 
-def joined(group: WorkerGroup, name: str, host: str) -> WorkerGroup:
+def joined(group: WorkerGroup, name: str) -> WorkerGroup:
     """Returns the workers, joined by a transport.
 
     Args:
         group: The workers, joined by TensorFlow.
-        name: The transport.
-        host: Worker 0's host, as the others know it.
+        name: The transport, of `NAMES`.
 
     Raises:
         RuntimeError: If a worker lacks MPI.
         ValueError: If the algorithm cannot run here.
     """
-    if not name.startswith("mpi"):
+    group = group.by_tensorflow
+    if name == "auto":
         return group
-    joined_by_mpi = start.join(
-        group.exchange, group.worker_index, host, name, group.timeout_seconds
+    if not name.startswith("mpi"):
+        return group.with_transport(name)
+    ranks = start.join(
+        group.exchange, group.worker_index, group.first_host, name, group.timeout_seconds
     )
-    return MpiWorkerGroup(group, joined_by_mpi)
+    return MpiWorkerGroup(group, ranks)

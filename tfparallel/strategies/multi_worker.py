@@ -25,6 +25,7 @@ from tfparallel.cluster.address import split_address
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import transport
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.peers import meet_peers
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
@@ -87,11 +88,11 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         start_timeout: How many seconds to wait for the other workers.
         stall_timeout: How many seconds a step of `fit`, `evaluate` or `predict`, or the pause
             between two, may last before the worker ends itself (`callbacks/stall.py`).
-        all_reduce: What carries tensors between the workers: "ring", TensorFlow's own over gRPC;
-            "nccl", for GPUs; "mpi", or one of its algorithms, through host memory (see
-            `tfparallel.collectives.mpi.communicator`; needs `tfparallel[mpi]`). "auto" takes the
-            environment's TFPARALLEL_ALL_REDUCE, which `tfparallel launch --transport` sets, or
-            else what TensorFlow takes.
+        all_reduce: What carries tensors between the workers: "ring_tuned" or "ring", TensorFlow's
+            own over gRPC; "nccl", for GPUs; "mpi", or one of its algorithms, through host memory
+            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. "auto" is
+            what the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
+            --transport=mpi` sets, or else NCCL between GPUs and "ring_tuned" between CPUs.
         facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
             it: a seed, a batch size.
 
@@ -152,8 +153,10 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 extended._id_in_cluster,
                 self.devices[0],
                 timeout_seconds=options.timeout_seconds or 0.0,
+                first_host=_first_host(cluster_resolver),
             )
-            self.workers = transport.joined(self.workers, all_reduce, _first_host(cluster_resolver))
+            keep_freed_memory()
+            self.workers = transport.joined(self.workers, all_reduce)
             WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
         MultiWorkerMirroredStrategy._of_process = self

@@ -26,6 +26,13 @@ from tfparallel.collectives.mpi.waiting import Waiting
 
 ALGORITHMS = ("mpi", "mpi_shared_memory", *library.MPICH_ALGORITHMS)
 _NOTE_BYTES = 2048
+_FUNCTIONS = {
+    "all_reduce": "MPI_Iallreduce",
+    "all_gather": "MPI_Iallgather",
+    "reduce_scatter": "MPI_Ireduce_scatter_block",
+    "broadcast": "MPI_Ibcast",
+    "all_to_all": "MPI_Ialltoall",
+}
 _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 
 
@@ -59,11 +66,12 @@ class Communicator:
         self._buffers = KeptBuffers()
         self._lock = threading.Lock()
         self._num_calls = 0
+        self._variable, self._written = library.AlgorithmVariable(mpi), None
         self._shared = None
         host = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank())
         if host.Get_size() == comm.Get_size():
             self._shared = SharedMemory(mpi, comm, self._waiting)
-        self.algorithm = self.resolved(algorithm)
+        self.use(algorithm)
 
     def resolved(self, algorithm: str) -> str:
         """Returns the algorithm that "mpi" stands for here.
@@ -92,20 +100,21 @@ class Communicator:
             ValueError: If it cannot run here.
         """
         algorithm = self.resolved(algorithm)
-        if algorithm in library.MPICH_ALGORITHMS:
-            library.choose_algorithm(self._mpi, algorithm)
+        if algorithm in library.MPICH_ALGORITHMS and algorithm != self._written:
+            self._variable.write(algorithm)
+            self._written = algorithm
         self.algorithm = algorithm
 
     def implementation(self, collective: str) -> str:
         """Returns what truly runs a collective, in words."""
-        name = self._mpi.Get_library_version().split("\n")[0].replace("\t", " ").strip()
+        name = " ".join(self._mpi.Get_library_version().split("\n")[0].split())
         if self._shared is not None and collective == "all_gather":
             return "MPI shared memory, pipelined"
         if collective == "all_reduce" and self.algorithm == "mpi_shared_memory":
             return "MPI shared memory, pipelined"
         chosen = self.algorithm.removeprefix("mpi_")
         is_chosen = collective == "all_reduce" and chosen not in ("library", "shared_memory")
-        return f"{name} MPI_I{collective}" + (f" ({chosen})" if is_chosen else "")
+        return f"{name.replace(' Version:', '')} {_FUNCTIONS[collective]}" + (f" ({chosen})" if is_chosen else "")
 
     def all_reduce(self, op: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces each array over the workers, all at once.

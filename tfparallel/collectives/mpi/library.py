@@ -23,7 +23,7 @@ import importlib
 import importlib.util
 import types
 
-__all__ = ["MPICH_ALGORITHMS", "PIP", "choose_algorithm", "is_installed", "load"]
+__all__ = ["MPICH_ALGORITHMS", "PIP", "AlgorithmVariable", "is_installed", "load"]
 
 PIP = "pip install 'tfparallel[mpi]'"
 # Values of MPICH's variable, by the order in which it lists them.
@@ -78,38 +78,53 @@ def load() -> types.ModuleType:
     return mpi
 
 
-def choose_algorithm(mpi: types.ModuleType, name: str) -> None:
-    """Makes non-blocking all-reduces use an algorithm, in this process, from now on.
+class AlgorithmVariable:
+    """MPICH's variable that chooses the algorithm of all-reduces, in this process.
 
     Args:
         mpi: The module `mpi4py.MPI`.
-        name: A key of `MPICH_ALGORITHMS`.
-
-    Raises:
-        ValueError: If the library is not MPICH, or has no such algorithm.
     """
-    library = ctypes.CDLL(mpi.__file__)
-    try:
-        library.MPI_T_init_thread(_THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
-        _write(library, _FALLBACK_VARIABLE, _RAISE)
-        _write(library, _ALGORITHM_VARIABLE, MPICH_ALGORITHMS[name])
-    except (AttributeError, OSError) as error:
-        if name == "mpi_library":
-            return
-        version = mpi.Get_library_version().splitlines()[0]
-        raise ValueError(
-            f"'{name}' is an algorithm of MPICH's library, which lets programs choose. MPICH is "
-            f"required. Received: {version} ({error}). Take all_reduce='mpi' or 'mpi_library'."
-        ) from None
 
+    def __init__(self, mpi: types.ModuleType):
+        self._mpi = mpi
+        self._library = ctypes.CDLL(mpi.__file__)
+        self._handle = None
 
-def _write(library, name, value):
-    index, handle, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
-    failed = (
-        library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(index))
-        or library.MPI_T_cvar_handle_alloc(index, None, ctypes.byref(handle), ctypes.byref(count))
-        or library.MPI_T_cvar_write(handle, ctypes.byref(ctypes.c_int(value)))
-        or library.MPI_T_cvar_handle_free(ctypes.byref(handle))
-    )
-    if failed:
-        raise OSError(f"{name} cannot be written")
+    def write(self, name: str) -> None:
+        """Makes all-reduces that do not block use an algorithm from now on.
+
+        Args:
+            name: A key of `MPICH_ALGORITHMS`.
+
+        Raises:
+            ValueError: If the library is not MPICH, or has no such algorithm.
+        """
+        try:
+            if self._handle is None:
+                level = ctypes.c_int()
+                self._library.MPI_T_init_thread(_THREAD_MULTIPLE, ctypes.byref(level))
+                self._set(self._handle_of(_FALLBACK_VARIABLE), _RAISE)
+                self._handle = self._handle_of(_ALGORITHM_VARIABLE)
+            self._set(self._handle, MPICH_ALGORITHMS[name])
+        except (AttributeError, OSError) as error:
+            if name == "mpi_library":
+                return
+            version = self._mpi.Get_library_version().splitlines()[0]
+            raise ValueError(
+                f"'{name}' is an algorithm of MPICH's library, which lets programs choose. MPICH "
+                f"is required. Received: {version} ({error}). Take all_reduce='mpi' or "
+                "'mpi_library'."
+            ) from None
+
+    def _handle_of(self, name):
+        index, handle, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
+        if self._library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(index)):
+            raise OSError(f"it has no {name}")
+        arguments = (index, None, ctypes.byref(handle), ctypes.byref(count))
+        if self._library.MPI_T_cvar_handle_alloc(*arguments):
+            raise OSError(f"{name} cannot be reached")
+        return handle
+
+    def _set(self, handle, value):
+        if self._library.MPI_T_cvar_write(handle, ctypes.byref(ctypes.c_int(value))):
+            raise OSError("it cannot be told")

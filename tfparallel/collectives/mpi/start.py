@@ -84,9 +84,7 @@ def join(
     comm = mpi.COMM_WORLD.Split(0, key=worker)
     comm.Barrier()
     _forget_names(mpi)
-    communicator = Communicator(mpi, comm, algorithm, lambda: watch.lost, timeout_seconds)
-    communicator.use(algorithm)
-    return communicator
+    return Communicator(mpi, comm, algorithm, lambda: watch.lost, timeout_seconds)
 
 
 def _serve(host, memories, token):

@@ -29,8 +29,10 @@ class MpiWorkerGroup(WorkerGroup):
     """
 
     def __init__(self, group: WorkerGroup, communicator: Communicator):
-        vars(self).update(vars(group))
+        vars(self).update({k: v for k, v in vars(group).items() if k != "for_users"})
+        self._group = group
         self.communicator = communicator
+        self.transport = communicator.algorithm
 
     @functools.cached_property
     def for_users(self) -> "MpiWorkerGroup":
@@ -38,9 +40,9 @@ class MpiWorkerGroup(WorkerGroup):
         return self
 
     @property
-    def transport(self) -> str:
-        """What carries the tensors."""
-        return self.communicator.algorithm
+    def by_tensorflow(self) -> WorkerGroup:
+        """The same workers, joined by TensorFlow's own collectives."""
+        return self._group
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
         """Reduces each tensor over the workers. One collective for each dtype."""
