@@ -114,7 +114,8 @@ class Communicator:
             return "MPI shared memory, pipelined"
         chosen = self.algorithm.removeprefix("mpi_")
         is_chosen = collective == "all_reduce" and chosen not in ("library", "shared_memory")
-        return f"{name.replace(' Version:', '')} {_FUNCTIONS[collective]}" + (f" ({chosen})" if is_chosen else "")
+        words = [name.replace(" Version:", ""), _FUNCTIONS[collective]]
+        return " ".join([*words, f"({chosen})"] if is_chosen else words)
 
     def all_reduce(self, op: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Reduces each array over the workers, all at once.
