@@ -1,7 +1,7 @@
 """One worker of a contender of `all_reduce.py`: sums vectors with the others, and times it.
 
-    {"kind": "ours_mpi", "cores": [0], …}   ->  {"implementation": "MPI shared memory, …", …}
-    {"bytes": 4096, "iterations": 30}       ->  {"seconds": [0.0003, …], "num_wrong": 0}
+{"kind": "ours_mpi", "cores": [0], …}   ->  {"implementation": "MPI shared memory, …", …}
+{"bytes": 4096, "iterations": 30}       ->  {"seconds": [0.0003, …], "num_wrong": 0}
 """
 
 import json

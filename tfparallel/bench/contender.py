@@ -76,10 +76,12 @@ class OneProcess:
 
     Args:
         num_ranks: How many devices.
+        devices: Their names.
     """
 
-    def __init__(self, num_ranks: int):
+    def __init__(self, num_ranks: int, devices: Sequence[str] = ()):
         self.num_ranks = num_ranks
+        self.devices = list(devices)
         self.ranks = range(num_ranks)
         self.place = f"{num_ranks} devices of one process"
 

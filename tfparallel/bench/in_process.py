@@ -31,50 +31,69 @@ class DeviceContender:
         return _PreparedReduce(self._ops, self._inputs.variables(count, dtype))
 
 
-def device_contenders(devices: Sequence[str], names: Sequence[str]) -> list[DeviceContender]:
-    """Returns the contenders of these names, over the same inputs."""
-    inputs = _Inputs(devices)
+def device_contenders(
+    devices: Sequence[str], names: Sequence[str], parts: Sequence[int] | None = None
+) -> list[DeviceContender]:
+    """Returns the contenders of these names, over the same inputs.
+
+    Args:
+        devices: Names of the devices.
+        names: The algorithms.
+        parts: The elements of each of the tensors that a vector is handed over in; by default it
+            is one.
+    """
+    inputs = _Inputs(devices, parts)
     return [DeviceContender(name, devices, inputs) for name in names]
 
 
 class _Inputs:
-    """A variable on each device, one set for all contenders of a size: large ones add up."""
+    """Variables on each device, one set for all contenders of a size: large ones add up."""
 
-    def __init__(self, devices):
+    def __init__(self, devices, parts):
         self._devices = devices
+        self._parts = parts
         self._key, self._held = None, []
 
     def variables(self, count, dtype):
+        """For each tensor one variable on each device."""
         if self._key != (count, dtype):
             self._key, self._held = (count, dtype), []
-            for device in self._devices:
-                with tf.device(device):
-                    self._held.append(tf.Variable(tf.zeros([count], dtype), trainable=False))
+            for part in self._parts or [count]:
+                self._held.append([])
+                for device in self._devices:
+                    with tf.device(device):
+                        variable = tf.Variable(tf.zeros([part], dtype), trainable=False)
+                        self._held[-1].append(variable)
         return self._held
 
 
 class _PreparedReduce:
     def __init__(self, ops, inputs):
         self._inputs = inputs
-        self._run = tf.function(lambda: self._step(ops), autograph=False)
-        self._run_null = tf.function(lambda: self._step(None), autograph=False)
+        # Concrete at once: many functions that are traced once look like one that retraces.
+        self._run, self._run_null = [
+            tf.function(lambda ops=ops: self._step(ops), autograph=False).get_concrete_function()
+            for ops in (ops, None)
+        ]
 
     def _step(self, ops):
         values = []
-        for variable in self._inputs:
-            # Read from a variable: a constant would be summed once, when the step is traced.
-            with tf.device(variable.device):
-                values.append(variable.read_value())
-        results = values
-        if ops is not None:
-            (results,) = cross_device.all_reduce(ops, [values])
-        lasts = [result[-1] for result in results]
+        for of_all in self._inputs:
+            values.append([])
+            for variable in of_all:
+                # Read from a variable: a constant would be summed once, when the step is traced.
+                with tf.device(variable.device):
+                    values[-1].append(variable.read_value())
+        results = values if ops is None else cross_device.all_reduce(ops, values)
+        lasts = [result[-1] for of_all in results for result in of_all]
         with tf.device("CPU:0"):
             return results, tf.stack(lasts)
 
     def load(self, inputs: Sequence[np.ndarray]) -> None:
-        for variable, values in zip(self._inputs, inputs, strict=True):
-            variable.assign(values)
+        ends = np.cumsum([of_all[0].shape[0] for of_all in self._inputs])
+        for rank, values in enumerate(inputs):
+            for of_all, part in zip(self._inputs, np.split(values, ends[:-1]), strict=True):
+                of_all[rank].assign(part)
 
     def run(self):
         return self._concrete(self._run)
@@ -83,7 +102,8 @@ class _PreparedReduce:
         self._concrete(self._run_null)
 
     def arrays(self, outcome) -> list[np.ndarray]:
-        return [result.numpy() for result in outcome]
+        by_rank = zip(*outcome, strict=True)
+        return [np.concatenate([part.numpy() for part in of_rank]) for of_rank in by_rank]
 
     def _concrete(self, step):
         results, lasts = step()

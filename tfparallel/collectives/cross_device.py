@@ -2,7 +2,8 @@
 
 Rests on `tensorflow.python.distribute`: a `tf.distribute.CrossDeviceOps` takes and returns
 distributed values, which only `distribute_utils.regroup` makes; and TensorFlow's collective ring,
-which its strategies take for themselves, has no public name.
+which its strategies take for themselves, has no public name. TensorFlow's hierarchical copy leaves
+out the last replica of an odd number without a word, and is refused there.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from tensorflow.python.distribute import (
 )
 
 from tfparallel import devices as device_lib
+from tfparallel.collectives.algorithms.catalog import ALGORITHMS
+from tfparallel.collectives.scheduled import execute
 
 # One for the process: two that count alike would give two collectives one key.
 _keys = cross_device_utils.CollectiveKeys(group_key_start=2**21)
@@ -43,7 +46,87 @@ _TENSORFLOW = {
     "tf_ring": (_tf_ring, "TensorFlow CollectiveReduceV2 (RING)"),
     "nccl": (lambda devices: tf.distribute.NcclAllReduce(), "tf.distribute.NcclAllReduce"),
 }
-NAMES = tuple(_TENSORFLOW)
+NAMES = (*ALGORITHMS, *_TENSORFLOW)
+
+
+class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
+    """An algorithm of this package, between the devices of one process.
+
+    Sums and means of dense values, of any shape, between the devices that hold them. What is
+    reduced elsewhere (to the host) or is sparse goes through
+    `tf.distribute.ReductionToOneDevice`, which joins the rows of sparse values.
+
+    Args:
+        name: One of `catalog.ALGORITHMS`.
+    """
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+        self._elsewhere = tf.distribute.ReductionToOneDevice()
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        """Reduces one value; called by `reduce`."""
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        """Reduces several values, those of a type in one vector; called by `batch_reduce`."""
+        results, ours = [None] * len(value_destination_pairs), {}
+        for index, (value, destinations) in enumerate(value_destination_pairs):
+            if _is_dense(value) and cross_device_ops._devices_match(value, destinations):
+                ours.setdefault((value._devices, value.values[0].dtype), []).append(index)
+            else:
+                results[index] = self._elsewhere.reduce(reduce_op, value, destinations, options)
+        for (devices, _), indices in ours.items():
+            terms = [value_destination_pairs[index][0].values for index in indices]
+            totals = _sums(self.name, terms, devices)
+            if reduce_op == tf.distribute.ReduceOp.MEAN:
+                totals = [_divided(total, devices) for total in totals]
+            for index, total in zip(indices, totals, strict=True):
+                results[index] = distribute_utils.regroup(
+                    tuple(total), wrap_class=values.Mirrored, always_wrap=True
+                )
+        return results
+
+
+@tf.autograph.experimental.do_not_convert
+def _sums(name, terms, devices):
+    """Sums each tensor over the devices: `terms[tensor][device]` to `sums[tensor][device]`."""
+    schedule = ALGORITHMS[name].schedule(len(devices))
+    if schedule.num_blocks == 1:
+        # Nothing is divided, so nothing need be joined: two copies less.
+        return [execute(schedule, of_all, devices) for of_all in terms]
+    vectors = []
+    for rank, device in enumerate(devices):
+        with tf.device(device):
+            vectors.append(tf.concat([tf.reshape(of_all[rank], [-1]) for of_all in terms], 0))
+    by_device = []
+    for rank, (vector, device) in enumerate(
+        zip(execute(schedule, vectors, devices), devices, strict=True)
+    ):
+        with tf.device(device):
+            sizes = [tf.size(of_all[rank]) for of_all in terms]
+            parts = tf.split(vector, sizes, num=len(terms))
+            by_device.append(
+                [
+                    tf.ensure_shape(tf.reshape(part, tf.shape(of_all[rank])), of_all[rank].shape)
+                    for part, of_all in zip(parts, terms, strict=True)
+                ]
+            )
+    return [list(of_all) for of_all in zip(*by_device, strict=True)]
+
+
+def _divided(total, devices):
+    quotients = []
+    for tensor, device in zip(total, devices, strict=True):
+        with tf.device(device):
+            quotients.append(tensor / len(devices))
+    return quotients
+
+
+def _is_dense(value):
+    return not any(isinstance(term, tf.IndexedSlices) for term in value.values)
 
 
 def refusals(devices: Sequence[str]) -> dict[str, str]:
@@ -52,6 +135,10 @@ def refusals(devices: Sequence[str]) -> dict[str, str]:
     if not all(device_lib.canonical(device).startswith("GPU") for device in devices):
         found = len(device_lib.list_devices("GPU"))
         refused["nccl"] = f"NCCL joins GPUs, and TensorFlow lists {found or 'none'} here"
+    if len(devices) % 2:
+        refused["tf_hierarchical_copy"] = (
+            f"TensorFlow's leaves out one device of an odd number ({len(devices)})"
+        )
     return refused
 
 
@@ -69,11 +156,15 @@ def make(name: str, devices: Sequence[str]) -> tf.distribute.CrossDeviceOps:
     """
     if name not in runnable(devices):
         raise ValueError(unknown([name], runnable(devices), refusals(devices)))
+    if name in ALGORITHMS:
+        return ScheduledAllReduce(name)
     return _TENSORFLOW[name][0](list(devices))
 
 
 def implementation(name: str) -> str:
     """Returns what truly runs under a name, for tables."""
+    if name in ALGORITHMS:
+        return f"tfparallel schedule {name}, in TensorFlow"
     return _TENSORFLOW[name][1]
 
 
@@ -100,9 +191,18 @@ def all_reduce(
     Returns:
         For each tensor, the sum on each device.
     """
-    terms = [
-        distribute_utils.regroup(tuple(of_all), wrap_class=values.PerReplica, always_wrap=True)
-        for of_all in tensors
-    ]
-    sums = ops.batch_reduce(tf.distribute.ReduceOp.SUM, [(term, term) for term in terms])
-    return [list(total.values) for total in sums]
+    results, by_dtype = [None] * len(tensors), {}
+    for index, of_all in enumerate(tensors):
+        by_dtype.setdefault(of_all[0].dtype, []).append(index)
+    # TensorFlow's own concatenate what they are given, and so take one type at a time.
+    for indices in by_dtype.values():
+        terms = [
+            distribute_utils.regroup(
+                tuple(tensors[index]), wrap_class=values.PerReplica, always_wrap=True
+            )
+            for index in indices
+        ]
+        sums = ops.batch_reduce(tf.distribute.ReduceOp.SUM, [(term, term) for term in terms])
+        for index, total in zip(indices, sums, strict=True):
+            results[index] = list(total.values)
+    return results

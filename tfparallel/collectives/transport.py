@@ -22,13 +22,13 @@ VARIABLE = "TFPARALLEL_ALL_REDUCE"
 NAMES = ("auto", "ring", "ring_tuned", "nccl", *communicator.ALGORITHMS)
 
 
-def chosen(name: str) -> str:
-    """Returns the transport that a user's `all_reduce` means.
+def chosen(name: str | None) -> str:
+    """Returns the transport that a user's `all_reduce` means; None is "auto".
 
     Raises:
         ValueError: If there is none of that name, or it needs what is not here.
     """
-    source = "all_reduce"
+    name, source = name or "auto", "all_reduce"
     if name == "auto" and os.environ.get(VARIABLE):
         name, source = os.environ[VARIABLE], VARIABLE
     if name not in NAMES:

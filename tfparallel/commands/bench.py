@@ -1,6 +1,7 @@
 """`tfparallel bench all_reduce`: which collective algorithm is fast here, and is it right."""
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,12 @@ def _flags() -> flags.FlagValues:
     define_text("json", None, "Write the rows here (.json).", flag_values=values)
     define_text("csv", None, "Write the rows here (.csv).", flag_values=values)
     define_text("plot", None, "Draw time and bus bandwidth here (.png).", flag_values=values)
+    flags.DEFINE_bool(
+        "save_profile",
+        False,
+        "Keep the sweep for --all_reduce=auto, under this host, these devices and versions.",
+        flag_values=values,
+    )
     return values
 
 
@@ -68,6 +75,7 @@ def _main(arguments: Sequence[str]) -> int:
     except flags.Error as error:
         raise UsageError(str(error)) from error
     problems = _positional_problems(positional) + _problems(values)
+    problems += _task_problems(positional[1:], values)
     if problems:
         raise UsageError("\n".join(problems))
     collective, *task = positional
@@ -96,6 +104,25 @@ def _positional_problems(positional: Sequence[str]) -> list[str]:
     return problems
 
 
+def _task_problems(task: Sequence[str], values: flags.FlagValues) -> list[str]:
+    given = [
+        f"--{name}={getattr(values, name)}"
+        for name in ("min_bytes", "max_bytes", "step_factor")
+        if values[name].present
+    ]
+    if task and given:
+        return [
+            "With a task file the sizes are those of the model's gradients. Received: "
+            f"{task[0]} and {', '.join(given)}. Drop the file or the sizes."
+        ]
+    if task and values.save_profile:
+        return [
+            "A profile is a sweep over sizes. Received: --save_profile with "
+            f"{task[0]}. Drop one of the two."
+        ]
+    return []
+
+
 def _problems(values: flags.FlagValues) -> list[str]:
     problems = []
     try:
@@ -113,6 +140,16 @@ def _problems(values: flags.FlagValues) -> list[str]:
             "Ranks are the devices of one process or processes, not both. Received: "
             f"--num_devices={values.num_devices}, --nproc_per_node={values.nproc_per_node}. "
             "Drop one of the two."
+        )
+    if values.save_profile and values.nproc_per_node is not None:
+        problems.append(
+            "A profile is kept for the devices of one process. Received: --save_profile with "
+            f"--nproc_per_node={values.nproc_per_node}. Drop one of the two."
+        )
+    if values.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append(
+            "--plot needs matplotlib, which is not installed. Received: "
+            f"--plot={values.plot}. Install it: pip install 'tfparallel[bench]'"
         )
     for name, suffix in (("json", ".json"), ("csv", ".csv"), ("plot", ".png")):
         problems += path_problems(name, getattr(values, name), suffix)

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 from absl import flags
 
+from tfparallel.collectives.choice import all_reduce_report
 from tfparallel.commands.flags import resolved
 from tfparallel.commands.forms import start_form
 from tfparallel.data.batches import first_batches
@@ -53,13 +54,22 @@ def check(path: str, values: flags.FlagValues) -> int:
     )
     if on_gpu:
         form.say("on a GPU: deterministic operations are on, TF32 is off")
+    built = []
+
+    def build(build_model):
+        built.append(form.build(build_model))
+        return built[-1]
+
     report = check_parity(
         task.build_model,
         task.compile_model,
         batches,
-        make_parallel_model=form.build,
+        make_parallel_model=build,
         seed=values.seed,
     )
+    ran = all_reduce_report(built[-1]) if form.all_reduce else None
+    if ran is not None:
+        form.say(f"all-reduce: {ran['algorithm']} ({ran['implementation']}); {ran['why']}")
     form.say(to_text(report))
     if values.report is not None and form.is_chief:
         content = {
@@ -69,6 +79,7 @@ def check(path: str, values: flags.FlagValues) -> int:
             "num_workers": form.num_workers,
             "versions": versions(),
             **report.to_json(),
+            **({"all_reduce": ran} if ran is not None else {}),
             "peak_memory_bytes": peak_memory_bytes(),
             "wall_time_seconds": time.perf_counter() - started,
         }

@@ -98,13 +98,6 @@ def common_flags() -> flags.FlagValues:
         "Seconds that a step, or the pause between two, may last before a worker of a job ends.",
         flag_values=values,
     )
-    flags.DEFINE_string(
-        "all_reduce",
-        "auto",
-        "For data: what sums the gradients; between workers ring, nccl, mpi or one of MPI's "
-        "algorithms (an unknown name lists them).",
-        flag_values=values,
-    )
     flags.DEFINE_bool(
         "allow_independent_workers",
         False,
@@ -114,6 +107,20 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_list("devices", None, "Devices by name, such as GPU:0,GPU:2.", flag_values=values)
     flags.DEFINE_integer(
         "global_batch_size", 64, "Examples in a step, over all devices.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "all_reduce",
+        None,
+        "For data: the algorithm that sums gradients, by name (`tfparallel bench all_reduce` lists "
+        "those that run here), or auto for the fastest, measured; TensorFlow's default if absent. "
+        "Between workers: ring, ring_tuned, nccl, mpi or one of MPI's algorithms.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "calibrate",
+        True,
+        "For --all_reduce=auto: measure at the first step if no profile was saved.",
+        flag_values=values,
     )
     balance_flags(values)
     flags.DEFINE_integer(
@@ -246,11 +253,16 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             "--strategy chooses among the forms of --parallel=data. Received: "
             f"--strategy={values.strategy} with --parallel={values.parallel}. Drop --strategy."
         )
-    if values.parallel != "data" and values.all_reduce != "auto":
+    if values.parallel != "data" and values.all_reduce is not None:
         problems.append(
-            "--all_reduce chooses what sums gradients, of --parallel=data. Received: "
-            f"--all_reduce={values.all_reduce} with --parallel={values.parallel}. Drop "
-            "--all_reduce."
+            "--all_reduce says how the replicas of --parallel=data are summed. Received: "
+            f"--all_reduce={values.all_reduce} with --parallel={values.parallel}. "
+            "Drop --all_reduce."
+        )
+    if not values.calibrate and values.all_reduce != "auto":
+        problems.append(
+            "--nocalibrate is for --all_reduce=auto. Received: --nocalibrate with "
+            f"--all_reduce={values.all_reduce}. Drop --nocalibrate."
         )
     problems += device_memory_problems(values)
     if values.parallel != "model" and (values.device_memory or values.balance != "memory"):

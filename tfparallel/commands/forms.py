@@ -10,12 +10,13 @@ from absl import flags
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives import cross_device
 from tfparallel.commands.flags import StartError, UsageError, device_memory
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.data_parallel import data_parallel
-from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
+from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
 __all__ = ["Form", "start_form"]
@@ -30,12 +31,15 @@ class Form:
         devices: The devices of this worker.
         strategy: What joins the workers of a job; None for one process.
         cut: How layers are shared out to the devices, as `model_parallel` takes it.
+        all_reduce: What sums the replicas of this process, as `tfparallel.MirroredStrategy` takes
+            it: `all_reduce` and `calibrate`.
     """
 
     name: str
     devices: list[str]
     strategy: MultiWorkerMirroredStrategy | None = None
     cut: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    all_reduce: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def workers(self):
@@ -68,6 +72,12 @@ class Form:
                 raise UsageError(str(error)) from error
         if self.strategy is not None:
             return data_parallel(build_model, self.strategy)
+        if self.all_reduce and len(self.devices) > 1:
+            try:
+                strategy = MirroredStrategy(self.devices, **self.all_reduce)
+            except ValueError as error:  # Another machine's profile.
+                raise UsageError(f"--all_reduce: {error}") from error
+            return data_parallel(build_model, strategy)
         return data_parallel(build_model, devices=self.devices)
 
     def __str__(self):
@@ -120,10 +130,11 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
                 num_devices=1 if values.parallel == "none" else values.num_devices,
                 device_type=values.device_type,
             )
+        all_reduce = {} if is_worker else _all_reduce(values, devices)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not is_worker:
-        return Form(values.parallel, devices, cut=_cut(values))
+        return Form(values.parallel, devices, cut=_cut(values), all_reduce=all_reduce)
     try:
         with quiet_stderr():
             strategy = MultiWorkerMirroredStrategy.of_process(
@@ -138,6 +149,14 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except RuntimeError as error:
         raise StartError(str(error)) from error
     return Form(values.parallel, devices, strategy)
+
+
+def _all_reduce(values, devices) -> dict[str, Any]:
+    if values.all_reduce is None:
+        return {}
+    if values.all_reduce != "auto":
+        cross_device.make(values.all_reduce, devices)  # Before anything is loaded or traced.
+    return {"all_reduce": values.all_reduce, "calibrate": values.calibrate}
 
 
 def _cut(values) -> dict[str, Any]:

@@ -22,6 +22,7 @@ _USAGE = """\
 usage: tfparallel COMMAND TASK.py [--flags]
        tfparallel launch [--flags] -- PROGRAM [ARGUMENTS]
        tfparallel bench all_reduce [TASK.py] [--flags]
+       tfparallel plan all_reduce [--flags]
        tfparallel doctor [--flags]
 
 commands:

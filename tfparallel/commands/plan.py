@@ -1,4 +1,7 @@
-"""`tfparallel plan TASK.py`: how many devices does a task need, and which layers go where."""
+"""`tfparallel plan TASK.py`: how many devices does a task need, and which layers go where.
+
+`tfparallel plan all_reduce` is another program: see `plan_all_reduce`.
+"""
 
 import importlib
 from collections.abc import Sequence
@@ -25,6 +28,9 @@ _COMMAND = Command(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
+    if "all_reduce" in arguments:
+        rest = [argument for argument in arguments if argument != "all_reduce"]
+        return importlib.import_module("tfparallel.commands.plan_all_reduce").main(rest)
     return run_on_task(_COMMAND, _flags(), _problems, _plan, arguments)
 
 

@@ -8,6 +8,7 @@ from tensorflow.python.distribute import values
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives import cross_device
 from tfparallel.data.partition import check_weights
 from tfparallel.replication import clone
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -19,10 +20,10 @@ def data_parallel(
     strategy: str | MirroredStrategy | MultiWorkerMirroredStrategy = "auto",
     *,
     devices: Sequence[str] | None = None,
+    all_reduce: str | None = None,
     replica_weights: Sequence[int] | None = None,
     synchronize_batch_norm: bool = True,
     allow_independent_workers: bool = False,
-    all_reduce: str = "auto",
 ) -> keras.Model:
     """Trains a plain Keras model on several devices, to the weights that one device gives.
 
@@ -43,6 +44,9 @@ def data_parallel(
             `tfparallel.MultiWorkerMirroredStrategy`.
         devices: Names of the devices under `"auto"`, one replica each, such as
             `["GPU:0", "GPU:1"]`. Default: all GPUs, else all logical CPUs.
+        all_reduce: Under `"auto"`, the algorithm that sums the gradients: in one process as
+            `tfparallel.MirroredStrategy` takes it, a name or `"auto"` for the fastest; between
+            workers as `tfparallel.MultiWorkerMirroredStrategy` does.
         replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
             replica computes three. One whole number for each replica of all workers; the
             weights that come out are the same. Default: equal shares.
@@ -51,8 +55,6 @@ def data_parallel(
             reduction a layer, and not exact.
         allow_independent_workers: Whether several workers of one job may each train a model of
             its own.
-        all_reduce: What sums the workers' gradients under `strategy="auto"`; see
-            `tfparallel.MultiWorkerMirroredStrategy`.
 
     Returns:
         A `keras.Model` of the user's own class, extended. On one device it has no strategy, and
@@ -60,8 +62,8 @@ def data_parallel(
 
     Raises:
         ValueError: If the environment names no valid cluster, a device is unknown or named twice,
-            the function returns no model, or the model was built in another strategy's scope or
-            cannot be cloned.
+            the algorithm cannot run there, the function returns no model, or the model was built in
+            another strategy's scope or cannot be cloned.
         RuntimeError: If a job of several workers would train a model in each, unless
             `allow_independent_workers`; or if the workers do not meet.
 
@@ -74,7 +76,7 @@ def data_parallel(
         The step is synchronous stochastic gradient descent: Jianmin Chen et al., "Revisiting
         Distributed Synchronous SGD", arXiv:1604.00981, 2016.
     """
-    strategy = _resolve_strategy(strategy, devices, allow_independent_workers, all_reduce)
+    strategy = _resolve_strategy(strategy, devices, all_reduce, allow_independent_workers)
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
     if isinstance(model_or_function, keras.Model):
@@ -96,16 +98,18 @@ class _OneDevice:
         return contextlib.nullcontext()
 
 
-def _resolve_strategy(strategy, devices, allow_independent_workers, all_reduce):
+def _resolve_strategy(strategy, devices, all_reduce, allow_independent_workers):
     cluster = None if allow_independent_workers else Cluster.from_env()
     if isinstance(strategy, MultiWorkerMirroredStrategy | MirroredStrategy):
         _refuse_independent_workers(strategy, cluster)
-        if devices is not None:
-            raise ValueError(
-                "A strategy already has its devices. One of the two is required. Received: "
-                f"strategy on {list(strategy.devices)}, devices={list(devices)}. Leave `devices` "
-                "out."
-            )
+        given = {"devices": devices, "all_reduce": all_reduce}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    "A strategy already has its devices and its way to sum. One of the two is "
+                    f"required. Received: strategy on {list(strategy.devices)}, {name}={value!r}. "
+                    f"Leave `{name}` out."
+                )
         return strategy
     if strategy != "auto":
         raise ValueError(
@@ -118,7 +122,11 @@ def _resolve_strategy(strategy, devices, allow_independent_workers, all_reduce):
         return MultiWorkerMirroredStrategy.of_process(devices=devices, all_reduce=all_reduce)
     names = device_lib.choose_devices(devices=devices)
     default = (device_lib.list_devices("GPU") or device_lib.list_devices("CPU"))[:1]
-    return _OneDevice() if names == default else MirroredStrategy(names)
+    if names != default:
+        return MirroredStrategy(names, all_reduce=all_reduce)
+    if all_reduce not in (None, "auto"):
+        cross_device.make(all_reduce, names)  # A wrong name is one on a single device, too.
+    return _OneDevice()
 
 
 def _set_replica_weights(strategy, replica_weights) -> None:

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute import values
 
+from tfparallel.collectives import replica_sums
 from tfparallel.extend import extend
 from tfparallel.strategies import variables
 
@@ -44,11 +45,12 @@ class _Update:
     Args:
         partials: One `PartialSums` or None for each variable.
         accumulators: The Keras variables that accumulate them.
-        workers: The strategy's `WorkerGroup`, or None.
+        strategy: The strategy that the optimizer acts under.
     """
 
-    def __init__(self, partials, accumulators, workers):
-        self._workers = workers
+    def __init__(self, partials, accumulators, strategy):
+        self._workers = strategy.workers
+        self._strategy = strategy
         self._pairs = [
             (partial, accumulator)
             for partial, accumulator in zip(partials, accumulators, strict=True)
@@ -63,17 +65,34 @@ class _Update:
         # Keras adds in one branch of a `tf.cond`, a graph of its own.
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if graph not in self._totals:
-            sums = [
-                tf.add_n([*pair.values, *map(tf.convert_to_tensor, variables.copies(accumulator))])
-                for pair, accumulator in self._pairs
-            ]
+            sums = self._sums()
             self._totals[graph] = self._workers.all_reduce(sums) if self._workers else sums
         index = next(i for i, (pair, _) in enumerate(self._pairs) if pair is partial)
         return self._totals[graph][index]
 
+    def _sums(self):
+        """Σ over the replicas here."""
+        copies = [
+            [tf.convert_to_tensor(copy) for copy in variables.copies(accumulator)]
+            for _, accumulator in self._pairs
+        ]
+        terms = [list(partial.values) for partial, _ in self._pairs]
+        ops = self._strategy.all_reduce_ops
+        if ops is None:
+            return [tf.add_n([*own, *held]) for own, held in zip(terms, copies, strict=True)]
+        for own, held in zip(terms, copies, strict=True):
+            for rank, device in enumerate(self._strategy.devices):
+                with tf.device(device):
+                    own[rank] += held[rank]
+        return replica_sums.sums(ops, terms)
+
 
 class ProgramOptimizer:
     """Extends any optimizer: its variables are made under the strategy, whoever builds it."""
+
+    def _clip_gradients(self, grads):
+        """Clips; gradients that every device has, on every device, instead of sending them."""
+        return replica_sums.map_copies(super()._clip_gradients, grads)
 
     def build(self, variables):
         """Creates the optimizer's variables for the trainable ones."""
@@ -100,7 +119,7 @@ class AccumulatingOptimizer(ProgramOptimizer):
                 self._accumulated_gradients[self._get_variable_index(variable)]
                 for variable in trainable_variables
             ]
-            _Update(grads, own, self._distribution_strategy.workers)
+            _Update(grads, own, self._distribution_strategy)
         return super().apply(grads, trainable_variables)
 
     def _partial(self, gradient, variable):

@@ -26,6 +26,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from tfparallel.collectives import replica_sums
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
@@ -241,7 +242,7 @@ class ReplicatedCall:
                 tf.zeros_like(variable.value) if id(variable) in present else None
                 for variable in self._trainable
             ]
-        totals = [_sum(terms) for terms in by_variable]
+        totals = self._totals(by_variable)
         workers = self._strategy.workers
         if workers is None:
             return totals
@@ -251,6 +252,22 @@ class ReplicatedCall:
         return [
             _gather_slices(workers, total) if isinstance(total, tf.IndexedSlices) else total
             for total in totals
+        ]
+
+
+    def _totals(self, by_variable):
+        """The sums over the replicas here: by the algorithm asked for, or on the first device."""
+        ops = self._strategy.all_reduce_ops
+        dense = [
+            index
+            for index, terms in enumerate(by_variable)
+            if ops is not None and all(isinstance(term, tf.Tensor) for term in terms)
+        ]
+        found = replica_sums.sums(ops, [by_variable[index] for index in dense])
+        by_index = dict(zip(dense, found, strict=True))
+        return [
+            by_index[index] if index in by_index else _sum(terms)
+            for index, terms in enumerate(by_variable)
         ]
 
 

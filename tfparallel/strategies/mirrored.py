@@ -6,6 +6,8 @@ import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 
 from tfparallel import devices as device_lib
+from tfparallel.collectives import cross_device, replica_sums
+from tfparallel.collectives.choice import ChosenAllReduce
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
 
@@ -14,8 +16,18 @@ class _MirroredExtended(ProgramExtended, mirrored_strategy.MirroredExtended):
 
     def _get_cross_device_ops(self, value):
         # TensorFlow would take collectives instead wherever `merge_call` is not used.
-        del value
+        is_int32 = any(tensor.dtype == tf.int32 for tensor in tf.nest.flatten(_terms(value)))
+        if is_int32 and self._cross_device_ops is self._container_strategy().all_reduce_ops:
+            return tf.distribute.ReductionToOneDevice()  # As TensorFlow: int32 is the host's.
         return self._cross_device_ops
+
+    def _update(self, var, fn, args, kwargs, group):
+        args = tuple(replica_sums.on_each_device(arg) for arg in args)
+        return super()._update(var, fn, args, kwargs, group)
+
+
+def _terms(value):
+    return list(value.values) if isinstance(value, tf.distribute.DistributedValues) else [value]
 
 
 class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
@@ -32,9 +44,18 @@ class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
         cross_device_ops: A `tf.distribute.CrossDeviceOps` for the collectives between replicas.
             Default: `tf.distribute.ReductionToOneDevice()`, the fastest in one process on CPUs
             and the one that runs inside `tf.while_loop`.
+        all_reduce: Instead, the name of the algorithm that sums the replicas' gradients, one of
+            `tfparallel.collectives.cross_device.NAMES`, such as `"ring"`; or `"auto"` for the
+            fastest on these devices, from a profile (`tfparallel bench all_reduce
+            --save_profile`) or, without one, measured at the first step, in less than 2 s.
+            Default: each sum on the first device, from where the others read it.
+        calibrate: Whether `"auto"` may measure. If not, and without a profile, it takes the
+            default.
 
     Raises:
-        ValueError: If a device is unknown or named twice, or there is none.
+        ValueError: If a device is unknown or named twice, or there is none; if the algorithm is
+            unknown or cannot run on the devices; if both it and `cross_device_ops` are given; or
+            if the profile is another machine's.
 
     Example:
         >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])
@@ -48,8 +69,22 @@ class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
         self,
         devices: Sequence[str] | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
+        all_reduce: str | None = None,
+        calibrate: bool = True,
     ):
         names = device_lib.choose_devices(devices=devices)
+        if all_reduce is not None and cross_device_ops is not None:
+            raise ValueError(
+                "`all_reduce` and `cross_device_ops` both say how replicas are summed; give one of "
+                f"the two. Received: all_reduce={all_reduce!r}, "
+                f"cross_device_ops={cross_device_ops!r}."
+            )
+        if all_reduce == "auto":
+            self.all_reduce_ops = ChosenAllReduce(names, calibrate=calibrate)
+        elif all_reduce is not None:
+            self.all_reduce_ops = cross_device.make(all_reduce, names)
+        self.all_reduce_name = all_reduce
+        cross_device_ops = cross_device_ops or self.all_reduce_ops
         extended = _MirroredExtended(
             self,
             devices=[f"/device:{name}" for name in names],

@@ -90,8 +90,8 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             between two, may last before the worker ends itself (`callbacks/stall.py`).
         all_reduce: What carries tensors between the workers: "ring_tuned" or "ring", TensorFlow's
             own over gRPC; "nccl", for GPUs; "mpi", or one of its algorithms, through host memory
-            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. "auto" is
-            what the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
+            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. None and
+            "auto" are what the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
             --transport=mpi` sets, or else NCCL between GPUs and "ring_tuned" between CPUs.
         facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
             it: a seed, a batch size.
@@ -120,7 +120,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         devices: Sequence[str] | None = None,
         start_timeout: float = 120.0,
         stall_timeout: float = 1800.0,
-        all_reduce: str = "auto",
+        all_reduce: str | None = None,
         facts: Mapping[str, Any] | None = None,
     ):
         if not stall_timeout > 0:

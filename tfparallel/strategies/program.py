@@ -72,6 +72,7 @@ class ProgramStrategy:
     """Mixed into a strategy of TensorFlow's whose extended object is a `ProgramExtended`."""
 
     workers: WorkerGroup | None = None  # What joins the workers of the job; None for one.
+    all_reduce_ops: tf.distribute.CrossDeviceOps | None = None  # None: on the first device.
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
 

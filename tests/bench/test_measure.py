@@ -1,0 +1,116 @@
+"""The harness: whole numbers, the slowest rank, the count of what is wrong."""
+
+import numpy as np
+import pytest
+
+from tfparallel.bench import inputs, table
+from tfparallel.bench.contender import OneProcess
+from tfparallel.bench.measure import measure
+from tfparallel.bench.row import Row, bus_factor
+from tfparallel.bench.sizes import parse_size, sweep
+
+
+class Sum:
+    """A contender in NumPy; `spoil` makes it wrong."""
+
+    name, implementation, collectives = "sum", "NumPy", ("all_reduce",)
+
+    def __init__(self, spoil=lambda results: results):
+        self._spoil = spoil
+
+    def prepare(self, collective, count, dtype):
+        return self
+
+    def load(self, arrays):
+        self._arrays = arrays
+
+    def run(self):
+        total = sum(array.astype(np.float64) for array in self._arrays)
+        own = [total.astype(self._arrays[0].dtype) for _ in self._arrays]
+        return self._spoil(own)
+
+    def run_null(self):
+        pass
+
+    def arrays(self, outcome):
+        return outcome
+
+
+class Slower(OneProcess):
+    """A second process takes three times as long."""
+
+    def gather(self, values):
+        own = list(values)
+        # Digests are equal; times are not.
+        return [own, [3 * value if 0 < value < 1 else value for value in own]]
+
+
+def test_sums_of_whole_numbers_are_exact_in_any_order():
+    for dtype in inputs.DTYPES:
+        for num_ranks in (2, 8, 200):
+            check_whole_numbers(dtype, num_ranks)
+
+
+def check_whole_numbers(dtype, num_ranks):
+    terms = [inputs.whole_numbers(100, dtype, rank, num_ranks) for rank in range(num_ranks)]
+    forwards, backwards = terms[0], terms[-1]
+    for term, other in zip(terms[1:], terms[-2::-1], strict=True):
+        forwards, backwards = forwards + term, backwards + other
+    assert inputs.num_wrong_whole([forwards, backwards], num_ranks, dtype) == 0
+    assert len(np.unique(terms[0].astype(np.float64))) > 1
+
+
+def test_rounding_is_within_the_tolerance_and_a_lost_term_is_not():
+    for dtype in inputs.DTYPES:
+        check_tolerance(dtype)
+
+
+def check_tolerance(dtype):
+    terms = [inputs.random_numbers(200, dtype, rank) for rank in range(8)]
+    total = sum(terms[1:], terms[0])
+    assert inputs.num_wrong_random([total], 8, dtype) == 0
+    assert inputs.num_wrong_random([total - terms[3]], 8, dtype) > 100
+    assert inputs.num_wrong_random([total * np.nan], 8, dtype) == 200
+
+
+def spoil_one(results):
+    results[1][5] += 1
+    return results
+
+
+def test_one_wrong_element_is_counted_for_both_inputs_and_between_ranks():
+    (row,) = measure(OneProcess(3), [Sum(spoil_one)], [10], iters=1)
+    assert row.num_wrong == 3
+    assert "FAILED" in table.footer([row])[0]
+    (row,) = measure(OneProcess(3), [Sum()], [10], iters=1)
+    assert row.num_wrong == 0
+
+
+def test_the_time_is_that_of_the_slowest_process():
+    ticks = iter(range(10000))
+    # A hundredth of a second each way.
+    (row,) = measure(
+        Slower(2), [Sum()], [8], iters=3, clock=lambda: next(ticks) / 100
+    )
+    assert row.times_seconds == pytest.approx((0.03, 0.03, 0.03))
+
+
+def test_names_and_units_are_those_of_nccl_tests():
+    row = Row("ring", "x", "all_reduce", 4, 256, 1024, "float32", (3e-6, 1e-6, 2e-6), 1e-7, 0)
+    record = row.as_json()
+    nccl = ["algorithm", "size", "count", "type", "redop", "time", "alg_bw", "bus_bw", "nwrong"]
+    assert list(record)[:9] == nccl
+    assert record["time"] == pytest.approx(2.0) and record["type"] == "float"
+    assert record["alg_bw"] == pytest.approx(0.512) and record["bus_bw"] == pytest.approx(0.768)
+    assert (record["p10"], record["p90"]) == (pytest.approx(1.2), pytest.approx(2.8))
+    assert bus_factor("broadcast", 4) == 1 and bus_factor("all_gather", 4) == 0.75
+
+
+def test_sizes():
+    assert [parse_size(text) for text in ("4K", "16M", "1kb", "7")] == [4096, 2**24, 1000, 7]
+    assert sweep(4096, 70000, 4, 4) == [1024, 4096, 16384]
+    for text in ("4Q", "", "K", "-1", "0", "1.5M"):
+        with pytest.raises(ValueError, match="Received: "):
+            parse_size(text)
+    with pytest.raises(ValueError, match="at least 2.*below the smallest.*no element of 8"):
+        sweep(4, 2, 1, 8)

@@ -1,0 +1,26 @@
+"""All algorithms by name."""
+
+from tfparallel.collectives.algorithms import (
+    double_binary_tree,
+    halving_doubling,
+    hierarchical,
+    hierarchical_ring,
+    recursive_doubling,
+    reduce_to_one,
+    ring,
+    tree,
+)
+
+# Modules with `schedule(num_ranks, …)` and `terms(num_ranks, …)`.
+ALGORITHMS = {
+    "reduce_to_one": reduce_to_one,
+    "tree": tree,
+    "recursive_doubling": recursive_doubling,
+    "halving_doubling": halving_doubling,
+    "ring": ring,
+    "double_binary_tree": double_binary_tree,
+    "hierarchical": hierarchical,
+    "hierarchical_ring": hierarchical_ring,
+}
+# Those that are told how many ranks share a host.
+GROUPED = ("hierarchical", "hierarchical_ring")

@@ -1,0 +1,89 @@
+"""Hierarchical: a ring inside each group, a tree across the groups, and back.
+
+n = g·k ranks: k groups of g neighbours each (the devices of a host), rank r = j·g + i.
+
+    reduce-scatter   in each group j   ring over g blocks       rank (j, i) has block (i+1) mod g
+    reduce           for each i        tree over the k groups   group 0 has the sum of its block
+    and all of it backwards
+
+            group 0        group 1
+          ┌─0 ─► 1─┐     ┌─4 ─► 5─┐        inside: (g−1) steps of S/g on the fast wire
+          └─3 ◄─ 2─┘     └─7 ◄─ 6─┘
+            0 ◄──────────── 4              across: ⌈log₂ k⌉ steps of S/g on the slow one,
+            1 ◄──────────── 5, …           g messages side by side
+
+    T = 2(g−1)·α + 2(g−1)/g·Sβ  +  ⌈log₂ k⌉·(2α' + 2S/g·β')  +  ((g−1) + ⌈log₂ k⌉)/g·Sγ
+"""
+
+import math
+
+import numpy as np
+
+from tfparallel.collectives.algorithms.schedule import (
+    Schedule,
+    Step,
+    Terms,
+    check_num_ranks,
+    log2_ceiling,
+    there_and_back,
+)
+
+
+def schedule(num_ranks: int, local_ranks: int | None = None) -> Schedule:
+    """Returns the schedule of n ranks, in g blocks.
+
+    Args:
+        num_ranks: n.
+        local_ranks: g, a divisor of n; by default the smallest that is at least √n.
+    """
+    g, k = groups(num_ranks, local_ranks)
+
+    def step(s):
+        if s < g - 1:
+            return ring_inside(g, k, s, num_parts=1)
+        level = s - (g - 1)
+        group = np.arange(2**level, k, 2 ** (level + 1))
+        sources = (group[:, None] * g + np.arange(g)).ravel()
+        blocks = (sources + 1) % g
+        return Step(sources, sources - 2**level * g, blocks, blocks + 1)
+
+    return Schedule(num_ranks, g, there_and_back(g - 1 + log2_ceiling(k), step))
+
+
+def terms(num_ranks: int, local_ranks: int | None = None) -> Terms:
+    """Returns what it costs."""
+    g, k = groups(num_ranks, local_ranks)
+    levels = log2_ceiling(k)
+    return Terms(
+        latencies=2 * (g - 1),
+        sent=2 * (g - 1) / g,
+        added=(g - 1 + levels) / g,
+        latencies_across=2 * levels,
+        sent_across=2 * levels / g,
+    )
+
+
+def groups(num_ranks: int, local_ranks: int | None = None) -> tuple[int, int]:
+    """Returns g and k.
+
+    Raises:
+        ValueError: If `local_ranks` does not divide `num_ranks`.
+    """
+    check_num_ranks(num_ranks)
+    if local_ranks is None:
+        least = math.isqrt(num_ranks - 1) + 1
+        local_ranks = next(g for g in range(least, num_ranks + 1) if num_ranks % g == 0)
+    if local_ranks < 1 or num_ranks % local_ranks:
+        raise ValueError(
+            "Groups have the same number of ranks each; their number must divide that of all "
+            f"ranks. Received: local_ranks={local_ranks}, num_ranks={num_ranks}."
+        )
+    return local_ranks, num_ranks // local_ranks
+
+
+def ring_inside(g: int, k: int, s: int, num_parts: int) -> Step:
+    """Returns step s of a ring in each of k groups, over g blocks of `num_parts` blocks each."""
+    ranks = np.arange(g * k)
+    first, own = ranks - ranks % g, ranks % g
+    starts = (own - s) % g * num_parts
+    return Step(ranks, first + (own + 1) % g, starts, starts + num_parts)

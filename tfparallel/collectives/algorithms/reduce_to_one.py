@@ -1,0 +1,36 @@
+"""Reduce to one: rank 0 receives from each of the others, sums, and sends to each.
+
+    step s = 0 … n−2:   rank s+1 ──x_{s+1}──► rank 0          then all of it backwards
+
+    T = 2(n−1)·(α + Sβ) + (n−1)·Sγ
+
+Rank 0 takes one message at a time. In one process, where nothing is sent, it is one sum of n
+vectors and nothing more, and hard to beat.
+"""
+
+import numpy as np
+
+from tfparallel.collectives.algorithms.schedule import (
+    Schedule,
+    Step,
+    Terms,
+    check_num_ranks,
+    there_and_back,
+)
+
+
+def schedule(num_ranks: int) -> Schedule:
+    """Returns the schedule of n ranks, in one block."""
+    check_num_ranks(num_ranks)
+
+    def step(s):
+        one = np.array([s + 1])
+        return Step(one, np.zeros_like(one), np.zeros_like(one), np.ones_like(one))
+
+    return Schedule(num_ranks, 1, there_and_back(num_ranks - 1, step))
+
+
+def terms(num_ranks: int) -> Terms:
+    """Returns what it costs."""
+    others = num_ranks - 1
+    return Terms(latencies=2 * others, sent=2 * others, added=others)

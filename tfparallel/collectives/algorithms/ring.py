@@ -1,0 +1,48 @@
+"""Ring: n blocks travel round, growing by a term at each rank; then the sums travel round.
+
+    step s = 0 … n−2:   rank r ──block (r−s) mod n──► rank (r+1) mod n, which adds it
+
+    After n−1 steps rank r holds the sum of block (r+1) mod n. The way back is the same backwards.
+
+              blocks 0    1    2                 block 0 of n = 3
+    rank 0   ──►  x₀   ·    ·             0 ──x₀──► 1 ──x₀+x₁──► 2   (the sum is at 2)
+    rank 1        ·   x₁    ·  ──►
+    rank 2        ·    ·   x₂  ──► 0
+
+    T = 2(n−1)·α + 2(n−1)/n·Sβ + (n−1)/n·Sγ
+
+No rank sends more than 2S, the least that there is, whatever n; but messages wait for 2(n−1)
+others. For large vectors and few ranks.
+
+References:
+    Pitch Patarasuk, Xin Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", Journal of Parallel and Distributed Computing 69(2), 2009.
+"""
+
+import numpy as np
+
+from tfparallel.collectives.algorithms.schedule import (
+    Schedule,
+    Step,
+    Terms,
+    check_num_ranks,
+    there_and_back,
+)
+
+
+def schedule(num_ranks: int) -> Schedule:
+    """Returns the schedule of n ranks, in n blocks."""
+    check_num_ranks(num_ranks)
+    ranks = np.arange(num_ranks)
+
+    def step(s):
+        blocks = (ranks - s) % num_ranks
+        return Step(ranks, (ranks + 1) % num_ranks, blocks, blocks + 1)
+
+    return Schedule(num_ranks, num_ranks, there_and_back(num_ranks - 1, step))
+
+
+def terms(num_ranks: int) -> Terms:
+    """Returns what it costs."""
+    share = (num_ranks - 1) / num_ranks
+    return Terms(latencies=2 * (num_ranks - 1), sent=2 * share, added=share)

@@ -1,0 +1,42 @@
+"""Tree: pairs, then pairs of sums; and back.
+
+    step s = 0 … ⌈log₂ n⌉ − 1:   rank r ──its sum──► rank r − 2ˢ,   for r mod 2ˢ⁺¹ = 2ˢ
+
+    0 ◄── 1     2 ◄── 3     4 ◄── 5     6 ◄── 7        s = 0
+    0 ◄──────── 2           4 ◄──────── 6              s = 1
+    0 ◄──────────────────── 4                          s = 2
+
+    T = ⌈log₂ n⌉·(2α + 2Sβ + Sγ)
+
+For small vectors on many ranks. Half of the ranks are done after the first step, so large ones
+leave most wires idle.
+"""
+
+import numpy as np
+
+from tfparallel.collectives.algorithms.schedule import (
+    Schedule,
+    Step,
+    Terms,
+    check_num_ranks,
+    log2_ceiling,
+    there_and_back,
+)
+
+
+def schedule(num_ranks: int) -> Schedule:
+    """Returns the schedule of n ranks, in one block."""
+    check_num_ranks(num_ranks)
+
+    def step(s):
+        sources = np.arange(2**s, num_ranks, 2 ** (s + 1))
+        zeros = np.zeros_like(sources)
+        return Step(sources, sources - 2**s, zeros, zeros + 1)
+
+    return Schedule(num_ranks, 1, there_and_back(log2_ceiling(num_ranks), step))
+
+
+def terms(num_ranks: int) -> Terms:
+    """Returns what it costs."""
+    levels = log2_ceiling(num_ranks)
+    return Terms(latencies=2 * levels, sent=2 * levels, added=levels)

@@ -1,0 +1,210 @@
+"""Which algorithm sums the replicas of one process: measured, never guessed.
+
+A saved profile decides; without one, the algorithms take turns on tensors of the sizes at hand,
+for less than two seconds, before the first step. TensorFlow's default is one of them, and another
+one is taken only if it is clearly faster: within the noise of a measurement the default stays.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.collectives import cross_device, profile
+
+DEFAULT = "reduce_to_one"
+BUDGET_SECONDS = 1.5
+# Another than the default must be this much faster.
+MIN_GAIN = 0.1
+_MIN_ROUNDS = 3
+_MAX_ROUNDS = 15
+# What ties or wins somewhere in one process, the likely ones first: time may run out.
+_CANDIDATES = ("nccl", "reduce_to_one", "tf_hierarchical_copy", "tree", "hierarchical", "ring")
+# Of many tensors the smallest are measured as one.
+_MAX_TENSORS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why.
+
+    Attributes:
+        algorithm: Its name.
+        source: "profile", "calibration", "default" or "argument".
+        why: For people.
+        seconds: Time of a reduction by algorithm, as measured; empty for "default".
+    """
+
+    algorithm: str
+    source: str
+    why: str
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the choice for a report, times in microseconds."""
+        return {
+            "algorithm": self.algorithm,
+            "implementation": cross_device.implementation(self.algorithm),
+            "source": self.source,
+            "why": self.why,
+            "microseconds": {name: time * 1e6 for name, time in self.seconds.items()},
+        }
+
+
+class ChosenAllReduce(tf.distribute.CrossDeviceOps):
+    """The fastest algorithm for the first values that it is given; it stays with it.
+
+    Args:
+        devices: Names of the devices.
+        calibrate: Whether to measure where there is no profile.
+
+    Raises:
+        ValueError: If the profile is another machine's.
+    """
+
+    def __init__(self, devices: Sequence[str], calibrate: bool = True):
+        super().__init__()
+        self._devices = list(devices)
+        self._calibrate = calibrate
+        self._profile = profile.load(devices)  # Now: what is wrong with it is said at the start.
+        self._ops = None
+        self._elsewhere = tf.distribute.ReductionToOneDevice()
+        self.choice: Choice | None = None
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        """Reduces one value; what is not worth a choice, on one device."""
+        ops = self._ops or self._elsewhere
+        return ops.reduce(reduce_op, per_replica_value, destinations, options)
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        """Reduces several values, gradients as a rule; the first decide."""
+        if self._ops is None:
+            specs = [_spec(value) for value, _ in value_destination_pairs]
+            specs = [spec for spec in specs if spec is not None]
+            self.choice = choose(self._devices, specs, self._profile, self._calibrate)
+            self._ops = cross_device.make(self.choice.algorithm, self._devices)
+        return self._ops.batch_reduce(reduce_op, value_destination_pairs, options)
+
+
+def all_reduce_report(model) -> dict[str, Any] | None:
+    """Returns what sums the replicas of a model, and why; None where TensorFlow's default does."""
+    strategy = getattr(model, "strategy", None)
+    ops = getattr(strategy, "all_reduce_ops", None)
+    if ops is None:
+        return None
+    if not isinstance(ops, ChosenAllReduce):
+        return Choice(strategy.all_reduce_name, "argument", "it was asked for").as_json()
+    return None if ops.choice is None else ops.choice.as_json()
+
+
+def choose(
+    devices: Sequence[str],
+    specs: Sequence[tuple[int, tf.DType]],
+    measured: profile.Times | None,
+    calibrate: bool = True,
+) -> Choice:
+    """Chooses an algorithm.
+
+    Args:
+        devices: Names of the devices.
+        specs: Elements and type of each tensor that a step reduces.
+        measured: A profile, or None.
+        calibrate: Whether to measure if there is none.
+
+    Returns:
+        The fastest, or the default if none is faster by `MIN_GAIN`.
+    """
+    size_bytes = sum(count * dtype.size for count, dtype in specs)
+    size = f"{size_bytes / 2**20:.3g} MiB in {len(specs)} tensors on {len(devices)} devices"
+    if measured and size_bytes:
+        runnable = cross_device.runnable(devices)
+        seconds = {
+            name: profile.seconds_at(row, size_bytes)
+            for name, row in measured.items()
+            if name in runnable
+        }
+        return _fastest(seconds, "profile", size)
+    if calibrate and size_bytes:
+        return _fastest(_calibrated(devices, specs), "calibration", size)
+    why = f"{size}: no profile, and nothing was measured"
+    return Choice(_default(devices), "default", why)
+
+
+def _fastest(seconds, source, size) -> Choice:
+    best = min(seconds, key=seconds.get)
+    default = DEFAULT if DEFAULT in seconds else "tf_reduce_to_one"
+    if default not in seconds:
+        return Choice(best, source, f"{size}: the fastest of those measured", seconds)
+    gain = 1 - seconds[best] / seconds[default]
+    if gain < MIN_GAIN:
+        why = f"{size}: none is faster by {MIN_GAIN:.0%}; the best ({best}) by {max(gain, 0):.0%}"
+        return Choice(default, source, why, seconds)
+    return Choice(best, source, f"{size}: {gain:.0%} less time than {default}", seconds)
+
+
+def _default(devices):
+    return "nccl" if "nccl" in cross_device.runnable(devices) else DEFAULT
+
+
+def _calibrated(devices, specs) -> dict[str, float]:
+    """Median seconds of each candidate, in turns, until the time is up."""
+    deadline = time.perf_counter() + BUDGET_SECONDS
+    runnable = cross_device.runnable(devices)
+    steps, times = {}, {}
+    # A step is being traced; what is measured runs now.
+    with tf.init_scope():
+        inputs = _inputs(devices, _coarse(specs))
+        for name in _CANDIDATES:
+            if name not in runnable or (steps and time.perf_counter() > deadline - 0.7):
+                continue
+            steps[name] = _step(cross_device.make(name, devices), inputs)
+            steps[name]()
+            times[name] = []
+        for number in range(_MAX_ROUNDS):
+            if number >= _MIN_ROUNDS and time.perf_counter() > deadline:
+                break
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step()
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(row) for name, row in times.items()}
+
+
+def _coarse(specs):
+    ordered = sorted(specs, key=lambda spec: -spec[0])
+    kept = ordered[: _MAX_TENSORS - 1]
+    rest: dict = {}
+    for count, dtype in ordered[_MAX_TENSORS - 1 :]:
+        rest[dtype] = rest.get(dtype, 0) + count
+    return kept + [(count, dtype) for dtype, count in rest.items()]
+
+
+def _inputs(devices, specs):
+    inputs = []
+    for count, dtype in specs:
+        inputs.append([])
+        for device in devices:
+            with tf.device(device):
+                inputs[-1].append(tf.Variable(tf.zeros([count], dtype), trainable=False))
+    return inputs
+
+
+def _step(ops, inputs):
+    def reduce():
+        terms = [[variable.read_value() for variable in of_all] for of_all in inputs]
+        results = cross_device.all_reduce(ops, terms)
+        # An element of each result, so that all is done and little is copied.
+        return [[result[:1] for result in of_all] for of_all in results]
+
+    traced = tf.function(reduce, autograph=False).get_concrete_function()
+    return lambda: [last.numpy() for last in tf.nest.flatten(traced())]
+
+
+def _spec(value):
+    term = value.values[0]
+    if not isinstance(term, tf.Tensor) or term.shape.num_elements() is None:
+        return None
+    return term.shape.num_elements(), term.dtype

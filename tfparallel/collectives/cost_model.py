@@ -1,0 +1,244 @@
+"""What an all-reduce costs: three numbers of a transport, and the algorithm's own terms.
+
+On wires, ranks work side by side, and what waits for one another adds up (Hockney's model, with
+additions):
+
+    T = t₀ + a·α + b·S·β + c·S·γ          a, b, c: `terms` of the algorithm
+
+In one process the ranks share cores and memory, and what all of them do adds up:
+
+    T = t₀ + m·α + d·S·β + e·S·γ          m messages of all ranks, d·S bytes divided and joined,
+                                          e·S bytes added
+
+t₀ (what a call costs), α (a message), β (a byte sent) and γ (a byte added) are fitted to a sweep,
+by least squares of the relative errors, none below zero.
+
+References:
+    Roger W. Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2",
+    Parallel Computing 20(3), 1994.
+"""
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tfparallel.collectives.algorithms import double_binary_tree
+from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
+from tfparallel.collectives.algorithms.schedule import Terms
+
+TRANSPORTS = ("wire", "shared")
+_PARAMETERS = ("fixed", "alpha", "beta", "gamma")
+
+
+class Measurement(NamedTuple):
+    """One time of a sweep."""
+
+    algorithm: str
+    num_ranks: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A wire: seconds a message, and seconds a byte."""
+
+    alpha: float
+    beta: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """The times of a transport.
+
+    Attributes:
+        alpha: Seconds a message.
+        beta: Seconds a byte sent.
+        gamma: Seconds a byte added.
+        fixed: t₀, seconds a call.
+        transport: One of `TRANSPORTS`.
+        across: The wire between groups, where it is another one.
+        residuals: Of a fit, prediction over measurement minus 1, one for each measurement.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float = 0.0
+    fixed: float = 0.0
+    transport: str = "wire"
+    across: Link | None = None
+    residuals: tuple[float, ...] = ()
+
+    @property
+    def median_error(self) -> float:
+        """The median of the residuals' magnitudes."""
+        return statistics.median(map(abs, self.residuals)) if self.residuals else 0.0
+
+    def seconds(
+        self, algorithm: str, num_ranks: int, size_bytes: float, local_ranks: int | None = None
+    ) -> float:
+        """Predicts the time of an algorithm.
+
+        Args:
+            algorithm: One of `catalog.ALGORITHMS`.
+            num_ranks: n.
+            size_bytes: S.
+            local_ranks: Ranks of a group, for `GROUPED` algorithms; and for the others, whose
+                every step waits for the slowest wire, whether there is more than one group.
+        """
+        if self.transport == "shared":
+            row = _shared_row(algorithm, num_ranks)
+            return self.fixed + row[0] * self.alpha + (
+                row[1] * self.beta + row[2] * self.gamma
+            ) * size_bytes
+        inside, across = self._links(algorithm, num_ranks, local_ranks)
+        terms = self._terms(algorithm, num_ranks, size_bytes, local_ranks, inside)
+        return (
+            self.fixed
+            + terms.latencies * inside.alpha
+            + terms.sent * size_bytes * inside.beta
+            + terms.latencies_across * across.alpha
+            + terms.sent_across * size_bytes * across.beta
+            + terms.added * size_bytes * self.gamma
+        )
+
+    def fastest(
+        self,
+        num_ranks: int,
+        size_bytes: float,
+        local_ranks: int | None = None,
+        algorithms: Sequence[str] = tuple(ALGORITHMS),
+    ) -> str:
+        """Returns the algorithm with the shortest time."""
+        return min(
+            algorithms,
+            key=lambda name: self.seconds(name, num_ranks, size_bytes, local_ranks),
+        )
+
+    def crossovers(
+        self,
+        num_ranks: int,
+        min_bytes: float,
+        max_bytes: float,
+        local_ranks: int | None = None,
+        algorithms: Sequence[str] = tuple(ALGORITHMS),
+    ) -> list[tuple[float, str]]:
+        """Returns from which size on which algorithm is the fastest.
+
+        Returns:
+            Pairs of a size and a name; the first size is `min_bytes`.
+        """
+
+        def best(size):
+            return self.fastest(num_ranks, size, local_ranks, algorithms)
+
+        found = [(min_bytes, best(min_bytes))]
+        # An eighth of an octave at a time; then halving, to a thousandth.
+        sizes = np.exp2(np.arange(np.log2(min_bytes), np.log2(max_bytes) + 1 / 8, 1 / 8))
+        for low, high in itertools.pairwise(np.minimum(sizes, max_bytes).tolist()):
+            while best(high) != found[-1][1]:
+                below, above = low, high
+                while above / below > 1.001:
+                    middle = (above * below) ** 0.5
+                    if best(middle) == found[-1][1]:
+                        below = middle
+                    else:
+                        above = middle
+                found.append((above, best(above)))
+                low = above
+        return found
+
+    def _links(self, algorithm, num_ranks, local_ranks):
+        inside = Link(self.alpha, self.beta)
+        across = self.across or inside
+        one_group = local_ranks is None or local_ranks >= num_ranks
+        if algorithm not in GROUPED and not one_group:
+            return across, across
+        return inside, across
+
+    def _terms(self, algorithm, num_ranks, size_bytes, local_ranks, link) -> Terms:
+        module = ALGORITHMS[algorithm]
+        if algorithm in GROUPED:
+            return module.terms(num_ranks, local_ranks)
+        if algorithm == "double_binary_tree" and link.alpha > 0:
+            packets = double_binary_tree.best_num_packets(
+                num_ranks, size_bytes, link.alpha, link.beta
+            )
+            return module.terms(num_ranks, packets)
+        return module.terms(num_ranks)
+
+
+def fit(measurements: Sequence[Measurement], transport: str = "wire") -> CostModel:
+    """Fits t₀, α, β and γ.
+
+    Args:
+        measurements: Times, of algorithms of `catalog.ALGORITHMS`.
+        transport: One of `TRANSPORTS`.
+
+    Returns:
+        The model, with a residual for each measurement.
+
+    Raises:
+        ValueError: If there are fewer measurements than numbers to fit, or the transport is
+            unknown.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"A transport is one of {', '.join(TRANSPORTS)}. Received: {transport!r}."
+        )
+    if len(measurements) < len(_PARAMETERS):
+        raise ValueError(
+            f"At least {len(_PARAMETERS)} measurements are required to fit "
+            f"{', '.join(_PARAMETERS)}. Received: {len(measurements)}. Sweep over more sizes."
+        )
+    matrix = np.array([_row(one, transport) for one in measurements])
+    times = np.array([one.seconds for one in measurements])
+    # Relative errors: a microsecond weighs more at 4 KiB than at 64 MiB.
+    values = _least_squares(matrix / times[:, None], np.ones(len(times)))
+    residuals = matrix @ values / times - 1
+    fixed, alpha, beta, gamma = values.tolist()
+    return CostModel(alpha, beta, gamma, fixed, transport, residuals=tuple(residuals.tolist()))
+
+
+def _row(one: Measurement, transport):
+    if transport == "shared":
+        messages, copied, added = _shared_row(one.algorithm, one.num_ranks)
+        return [1, messages, copied * one.size_bytes, added * one.size_bytes]
+    # With as many packets as the schedule that was measured.
+    terms = ALGORITHMS[one.algorithm].terms(one.num_ranks)
+    latencies = terms.latencies + terms.latencies_across
+    sent = terms.sent + terms.sent_across
+    return [1, latencies, sent * one.size_bytes, terms.added * one.size_bytes]
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_row(algorithm: str, num_ranks: int) -> tuple[float, float, float]:
+    """m, d and e: what the ranks do, all together."""
+    schedule = ALGORITHMS[algorithm].schedule(num_ranks)
+    messages, added = 0, 0.0
+    for step in schedule.steps():
+        num_blocks = int((step.stops - step.starts).sum())
+        messages += num_blocks
+        added += step.adds * num_blocks / schedule.num_blocks
+    # Where there are blocks each rank joins what it has into a vector, divides it, and back.
+    copied = 4.0 * num_ranks if schedule.num_blocks > 1 else 0.0
+    return messages, copied, added
+
+
+def _least_squares(matrix, target):
+    """Least squares with no value below zero: of all subsets of columns the best that has none."""
+    best, values = np.inf, np.zeros(matrix.shape[1])
+    for number in range(1, matrix.shape[1] + 1):
+        for columns in itertools.combinations(range(matrix.shape[1]), number):
+            part, *_ = np.linalg.lstsq(matrix[:, columns], target, rcond=None)
+            error = float(np.sum((matrix[:, columns] @ part - target) ** 2))
+            # Another column must gain something, or the simpler one stays.
+            if (part >= 0).all() and error < best * (1 - 1e-9):
+                best, values = error, np.zeros(matrix.shape[1])
+                values[list(columns)] = part
+    return values

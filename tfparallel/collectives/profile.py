@@ -1,0 +1,112 @@
+"""What was measured on this machine, kept for the runs that come after.
+
+One file for each kind and number of devices, in `$TFPARALLEL_PROFILES`, or else in
+`$XDG_CACHE_HOME/tfparallel` or `~/.cache/tfparallel`. It holds who measured (host, processor,
+devices, versions) and, for each algorithm, the time at each size.
+"""
+
+import json
+import math
+import os
+import pathlib
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+_VARIABLE = "TFPARALLEL_PROFILES"
+
+# algorithm -> [(size in bytes, seconds), …]
+Times = Mapping[str, Sequence[tuple[int, float]]]
+
+
+def path_of(devices: Sequence[str]) -> pathlib.Path:
+    """Returns where the profile of these devices is kept."""
+    folder = os.environ.get(_VARIABLE)
+    if not folder:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = os.path.join(cache, "tfparallel")
+    kind = devices[0].partition(":")[0].lower()
+    return pathlib.Path(folder, f"all_reduce_{kind}_{len(devices)}.json")
+
+
+def key_of(devices: Sequence[str]) -> dict[str, Any]:
+    """Returns what must be the same for a profile to hold."""
+    return {
+        "host": platform.node(),
+        "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} logical cores",
+        "devices": list(devices),
+        "tensorflow": metadata.version("tensorflow"),
+    }
+
+
+def save(devices: Sequence[str], times: Times) -> pathlib.Path:
+    """Writes a profile, whole or not at all, and returns where it is."""
+    path = path_of(devices)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    content = {"key": key_of(devices), "seconds": {name: list(row) for name, row in times.items()}}
+    unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(unfinished, path)
+    return path
+
+
+def load(devices: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
+    """Returns the profile of these devices, or None if none was saved.
+
+    Raises:
+        ValueError: If it was measured on another machine, with other devices or versions, or is
+            no profile.
+    """
+    path = path_of(devices)
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is no profile ({error}). {_mend(path)}") from error
+    found, expected = content.get("key", {}), key_of(devices)
+    differing = [
+        f"{name} {found.get(name)!r} instead of {value!r}"
+        for name, value in expected.items()
+        if found.get(name) != value
+    ]
+    if differing:
+        raise ValueError(
+            "The profile was measured elsewhere, and what is fast there may be slow here. One of "
+            f"this host, these devices and versions is required. Received: {path} with "
+            f"{'; '.join(differing)}. {_mend(path)}"
+        )
+    return {name: [(size, time) for size, time in row] for name, row in content["seconds"].items()}
+
+
+def seconds_at(row: Sequence[tuple[int, float]], size_bytes: float) -> float:
+    """Returns the time at a size, between two measured ones by a straight line of logarithms.
+
+    Beyond the largest a time grows with the size; below the smallest it stays.
+    """
+    ordered = sorted(row)
+    if size_bytes <= ordered[0][0]:
+        return ordered[0][1]
+    for (low, before), (high, after) in zip(ordered[:-1], ordered[1:], strict=True):
+        if size_bytes <= high:
+            part = math.log(size_bytes / low) / math.log(high / low)
+            return math.exp(math.log(before) * (1 - part) + math.log(after) * part)
+    largest, time = ordered[-1]
+    return time * size_bytes / largest
+
+
+def _mend(path):
+    return (
+        "Measure again with `tfparallel bench all_reduce --save_profile` and the same devices, or "
+        f"delete {path}."
+    )
+
+
+def _cpu():
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,252 @@
+"""`tfparallel plan all_reduce`: what an all-reduce would take on a cluster that is not there."""
+
+import json
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfparallel.bench.sizes import parse_size, sweep
+from tfparallel.collectives.algorithms import double_binary_tree, hierarchical
+from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
+from tfparallel.collectives.cost_model import CostModel, Link
+from tfparallel.collectives.simulator import simulate
+from tfparallel.commands.flags import Command, UsageError, help_text, path_problems, run_command
+
+__all__ = ["main"]
+
+_COMMAND = Command(
+    name="plan",
+    summary="Predicts the time of every all-reduce algorithm at any size and number of ranks, by "
+    "formula and by a simulated cluster; says from which size on which is the fastest. Ranks of a "
+    "host share a fast wire, each has a slow one of its own to other hosts.",
+    example="tfparallel plan all_reduce --ranks=4096 --local_ranks=8",
+    arguments="all_reduce [--flags]",
+)
+_MAX_RANKS = 2**16
+# Packets of trees are counted in Python, a message at a time.
+_MAX_TREE_RANKS = 256
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    return run_command("plan", lambda: _main(arguments), ())
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    number, decimal, text = flags.DEFINE_integer, flags.DEFINE_float, flags.DEFINE_string
+    number("ranks", None, "How many ranks there are.", flag_values=values)
+    number("local_ranks", None, "How many share a host; all if absent.", flag_values=values)
+    decimal("latency_us", 10.0, "Microseconds a message takes between hosts.", flag_values=values)
+    decimal("bandwidth", 25.0, "GB/s of a rank's wire between hosts.", flag_values=values)
+    decimal("local_latency_us", 3.0, "The same within a host.", flag_values=values)
+    decimal("local_bandwidth", 200.0, "The same within a host.", flag_values=values)
+    decimal("add_bandwidth", 500.0, "GB/s that a rank adds.", flag_values=values)
+    text("sweep", None, "Take the numbers that a `bench … --json` fitted.", flag_values=values)
+    text("min_bytes", "4K", "The smallest size; K, M and G are powers of 1024.", values)
+    text("max_bytes", "256M", "The largest size.", flag_values=values)
+    number("step_factor", 16, "Each size is this many times the last.", flag_values=values)
+    text("report", None, "Write the predictions here (.json).", flag_values=values)
+    return values
+
+
+def _main(arguments: Sequence[str]) -> int:
+    values = _flags()
+    if any(argument in ("-h", "-help", "--help") for argument in arguments):
+        print(help_text(_COMMAND, values))
+        return 0
+    try:
+        positional = values([_COMMAND.name, *arguments])[1:]
+    except flags.Error as error:
+        raise UsageError(str(error)) from error
+    problems = _problems(values)
+    if positional:
+        problems.append(
+            f"tfparallel plan all_reduce takes no file. Received: {positional}. Example: "
+            f"{_COMMAND.example}"
+        )
+    if problems:
+        raise UsageError("\n".join(problems))
+    sizes = sweep(parse_size(values.min_bytes), parse_size(values.max_bytes), values.step_factor, 1)
+    model = _model(values)
+    _answer(values, model, sizes)
+    return 0
+
+
+def _problems(values: flags.FlagValues) -> list[str]:
+    problems = path_problems("report", values.report, ".json")
+    if values.ranks is None or not 2 <= values.ranks <= _MAX_RANKS:
+        problems.append(
+            f"A number of ranks from 2 to {_MAX_RANKS} is required. "
+            f"Received: --ranks={values.ranks}."
+        )
+    elif values.local_ranks is not None:
+        try:
+            hierarchical.groups(values.ranks, values.local_ranks)
+        except ValueError as error:
+            problems.append(f"--local_ranks: {error}")
+    names = ("latency_us", "bandwidth", "local_latency_us", "local_bandwidth", "add_bandwidth")
+    for name in names:
+        if not 0 < getattr(values, name) < float("inf"):
+            problems.append(
+                f"A number above zero is required. Received: --{name}={getattr(values, name)}."
+            )
+    given = [f"--{name}" for name in names if values[name].present]
+    if values.sweep is not None and given:
+        problems.append(
+            "The numbers are either given or fitted. Received: --sweep and "
+            f"{', '.join(given)}. Drop one of the two."
+        )
+    if values.local_ranks is None and any(name.startswith("--local") for name in given):
+        problems.append(
+            "--local_latency_us and --local_bandwidth are those within a host. Received: "
+            f"{', '.join(given)} without --local_ranks. Add --local_ranks=8."
+        )
+    try:
+        sweep(parse_size(values.min_bytes), parse_size(values.max_bytes), values.step_factor, 1)
+    except ValueError as error:
+        problems.append(f"--min_bytes, --max_bytes, --step_factor: {error}")
+    return problems
+
+
+def _model(values) -> CostModel:
+    if values.sweep is not None:
+        return _fitted(values.sweep)
+    across = Link(values.latency_us * 1e-6, 1e-9 / values.bandwidth)
+    gamma = 1e-9 / values.add_bandwidth
+    if values.local_ranks is None:
+        return CostModel(across.alpha, across.beta, gamma)
+    return CostModel(
+        values.local_latency_us * 1e-6, 1e-9 / values.local_bandwidth, gamma, across=across
+    )
+
+
+def _fitted(path) -> CostModel:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)["model"]
+        return CostModel(
+            found["alpha"], found["beta"], found["gamma"], found["fixed"], found["transport"],
+            residuals=tuple(found["residuals"]),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            "The file must be what `tfparallel bench all_reduce --json=FILE.json` writes of at "
+            f"least two sizes, so that a model was fitted. Received: --sweep={path} ({error!r})."
+        ) from error
+
+
+def _answer(values, model: CostModel, sizes) -> None:
+    ranks, local = values.ranks, values.local_ranks
+    predicted = {
+        name: [model.seconds(name, ranks, size, local) for size in sizes] for name in ALGORITHMS
+    }
+    simulated = {}
+    if model.transport == "wire":
+        simulated = {
+            name: times
+            for name in ALGORITHMS
+            if (times := _simulated(name, ranks, local, sizes, model)) is not None
+        }
+    print("\n".join(_assumptions(values, model)))
+    print("\n".join(["", "by formula", *_table(sizes, predicted)]))
+    if simulated:
+        print("\n".join(["", "by simulation, message by message", *_table(sizes, simulated)]))
+        print("\n" + _agreement(predicted, simulated))
+    crossovers = model.crossovers(ranks, sizes[0], sizes[-1], local)
+    print(
+        "fastest by formula: "
+        + ", ".join(f"{name} from {_size(size)}" for size, name in crossovers)
+    )
+    if values.report is not None:
+        content = {
+            "ranks": ranks,
+            "local_ranks": local,
+            "sizes": sizes,
+            "seconds": predicted,
+            "simulated_seconds": simulated,
+            "crossovers": crossovers,
+        }
+        with open(values.report, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+        print(f"wrote {values.report}")
+
+
+def _simulated(name, ranks, local, sizes, model) -> list[float] | None:
+    module = ALGORITHMS[name]
+    if name in GROUPED:
+        return simulate(module.schedule(ranks, local), sizes, model, local)
+    if name != "double_binary_tree":
+        return simulate(module.schedule(ranks), sizes, model, local)
+    if ranks > _MAX_TREE_RANKS:
+        return None
+    wire = model.across or model
+    times = []
+    for size in sizes:
+        packets = double_binary_tree.best_num_packets(ranks, size, wire.alpha, wire.beta)
+        schedule = double_binary_tree.schedule(ranks, packets)
+        times += simulate(schedule, [size], model, local)
+    return times
+
+
+def _assumptions(values, model) -> list[str]:
+    def wire(alpha, beta):
+        return f"{alpha * 1e6:.3g} us a message, {1e-9 / beta if beta else float('inf'):.3g} GB/s"
+
+    ranks = f"{values.ranks} ranks"
+    if model.across is None:
+        lines = [f"{ranks}, one kind of wire: {wire(model.alpha, model.beta)}"]
+    else:
+        lines = [
+            f"{ranks}, {values.local_ranks} a host",
+            f"  within a host: {wire(model.alpha, model.beta)}",
+            f"  between hosts: {wire(model.across.alpha, model.across.beta)}, for each rank",
+        ]
+    if values.sweep is not None:
+        lines.append(f"fitted to {values.sweep}: median error {model.median_error:.0%}")
+    else:
+        lines.append("assumed, not measured; the flags change it")
+    return lines
+
+
+def _agreement(predicted, simulated) -> str:
+    apart = {
+        name: max(abs(b / a - 1) for a, b in zip(predicted[name], times, strict=True))
+        for name, times in simulated.items()
+    }
+    same = sorted(name for name, difference in apart.items() if difference < 1e-6)
+    others = [
+        f"{name} by up to {difference:.0%}"
+        for name, difference in apart.items()
+        if name not in same
+    ]
+    text = f"formula and simulation agree: {', '.join(same) or 'none'}"
+    return text + (f"; apart, as formulas are upper bounds: {', '.join(others)}" if others else "")
+
+
+def _table(sizes, seconds) -> list[str]:
+    rows = [["size", *seconds]]
+    for index, size in enumerate(sizes):
+        times = {name: of_all[index] for name, of_all in seconds.items()}
+        best = min(times, key=times.get)
+        rows.append(
+            [_size(size), *(_time(t) + ("*" if n == best else " ") for n, t in times.items())]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
+def _time(seconds: float) -> str:
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
