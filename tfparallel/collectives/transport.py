@@ -13,12 +13,12 @@ import os
 
 import tensorflow as tf
 
+from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.mpi import communicator, start
 from tfparallel.collectives.mpi.workers import MpiWorkerGroup
 from tfparallel.startup import has_nvidia_gpu
 
-VARIABLE = "TFPARALLEL_ALL_REDUCE"
 NAMES = ("auto", "ring", "ring_tuned", "nccl", *communicator.ALGORITHMS)
 
 
@@ -29,8 +29,8 @@ def chosen(name: str | None) -> str:
         ValueError: If there is none of that name, or it needs what is not here.
     """
     name, source = name or "auto", "all_reduce"
-    if name == "auto" and os.environ.get(VARIABLE):
-        name, source = os.environ[VARIABLE], VARIABLE
+    if name == "auto" and os.environ.get(ALL_REDUCE):
+        name, source = os.environ[ALL_REDUCE], ALL_REDUCE
     if name not in NAMES:
         raise ValueError(
             f"`all_reduce` between workers must be one of {', '.join(NAMES)}. "
