@@ -15,7 +15,7 @@ one more exchange of 8 bytes.
 import hashlib
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -45,23 +45,15 @@ class Communicator:
         mpi: The module `mpi4py.MPI`.
         comm: A communicator whose ranks are the workers' indices.
         algorithm: One of `ALGORITHMS`, for sums.
-        lost: Returns the index of a worker that has ended, or None.
-        timeout_seconds: How long a collective waits for the others; 0 for ever.
+        waiting: How to wait for the others.
 
     Raises:
         ValueError: If the algorithm cannot run here.
     """
 
-    def __init__(
-        self,
-        mpi: types.ModuleType,
-        comm,
-        algorithm: str,
-        lost: Callable[[], int | None],
-        timeout_seconds: float = 0.0,
-    ):
+    def __init__(self, mpi: types.ModuleType, comm, algorithm: str, waiting: Waiting):
         self._mpi, self._comm = mpi, comm
-        self._waiting = Waiting(lost, timeout_seconds)
+        self._waiting = waiting
         self.num_ranks = comm.Get_size()
         self._buffers = KeptBuffers()
         self._lock = threading.Lock()
@@ -99,11 +91,8 @@ class Communicator:
         Raises:
             ValueError: If it cannot run here.
         """
-        algorithm = self.resolved(algorithm)
-        if algorithm in library.MPICH_ALGORITHMS and algorithm != self._written:
-            self._variable.write(algorithm)
-            self._written = algorithm
-        self.algorithm = algorithm
+        self.algorithm = self.resolved(algorithm)
+        self._write(self.algorithm)
 
     def implementation(self, collective: str) -> str:
         """Returns what truly runs a collective, in words."""
@@ -153,6 +142,9 @@ class Communicator:
                     packed = self._buffers.take(num_bytes)
                     for source, start in zip(sources, starts, strict=True):
                         packed[start : start + source.size] = source
+                # MPICH cannot halve what has fewer elements than there are workers.
+                is_tiny = packed.size < self.num_ranks * dtype.itemsize
+                self._write("mpi_library" if is_tiny else self.algorithm)
                 sent, received = packed.view(dtype), out[: packed.size].view(dtype)
                 operation = getattr(self._mpi, _OPS[op])
                 self._finish(self._comm.Iallreduce(sent, received, operation))
@@ -198,6 +190,11 @@ class Communicator:
             self._announce(f"all_to_all() of {array.dtype.name} {array.shape}")
             self._finish(self._comm.Ialltoall(_bytes_of(array), out))
         return out.view(array.dtype).reshape(array.shape)
+
+    def _write(self, algorithm):
+        if algorithm in library.MPICH_ALGORITHMS and algorithm != self._written:
+            self._variable.write(algorithm)
+            self._written = algorithm
 
     def _announce(self, note):
         self._num_calls += 1

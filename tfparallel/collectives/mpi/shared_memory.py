@@ -29,7 +29,7 @@ import numpy as np
 
 from tfparallel.collectives.mpi.waiting import Waiting
 
-BLOCK_BYTES = 512 * 1024  # Of 128 KiB to 2 MiB the fastest from 1 to 64 MiB; see docs/mpi.md.
+BLOCK_BYTES = 2**20  # Large enough that barriers cost little, small enough for a cache.
 SMALL_BYTES = 64 * 1024
 _NOTE_BYTES = 2000
 _CONTROL_BYTES = 8192

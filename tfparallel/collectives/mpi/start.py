@@ -16,8 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tfparallel.cluster import pmi
+from tfparallel.cluster.environment import available_cores
 from tfparallel.collectives.mpi import library
 from tfparallel.collectives.mpi.communicator import Communicator
+from tfparallel.collectives.mpi.waiting import Waiting
 
 __all__ = ["join"]
 
@@ -53,6 +55,7 @@ def join(
         "installed": library.is_installed(),
         "started": any(name in os.environ for name in _STARTED_BY_MPI),
         "memory": _memory_name(),
+        "cores": available_cores(),
     }
     said = exchange(offer)
     lacking = [k for k, other in enumerate(said) if not other["installed"]]
@@ -84,7 +87,8 @@ def join(
     comm = mpi.COMM_WORLD.Split(0, key=worker)
     comm.Barrier()
     _forget_names(mpi)
-    return Communicator(mpi, comm, algorithm, lambda: watch.lost, timeout_seconds)
+    waiting = Waiting(lambda: watch.lost, timeout_seconds, has_core=_have_cores(said))
+    return Communicator(mpi, comm, algorithm, waiting)
 
 
 def _serve(host, memories, token):
@@ -111,6 +115,14 @@ def _load_by(address, token, worker, num_workers):
         # Else processes started from here would take themselves for this rank.
         for name in settings:
             del os.environ[name]
+
+
+def _have_cores(said) -> bool:
+    """Whether no host has more workers than cores that they may use."""
+    by_host: dict[str, list] = {}
+    for other in said:
+        by_host.setdefault(other["memory"], []).append(other["cores"])
+    return all(len(set().union(*cores)) >= len(cores) for cores in by_host.values())
 
 
 def _memory_name() -> str:

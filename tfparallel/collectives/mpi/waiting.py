@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from tfparallel.collectives.lost import WorkerLostError
 
-# Spin while the answer may come at any moment, then let others run, then sleep: what waits must
-# not take the core from the worker that it waits for.
-_SPINS = 50
-_YIELDS = 2000
+# Spin while the answer may come at any moment, then let others run, then sleep. Who yields a busy
+# core comes back milliseconds later; but what waits must not take the core of what it waits for.
+_SPIN_SECONDS = 5e-4
+_NUM_SPINS = 50
+_YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = 5e-5
 _LOOK_EVERY = 256
 
@@ -20,10 +21,17 @@ class Waiting:
     Args:
         lost: Returns the index of a worker that has ended, or None.
         timeout_seconds: How long a collective waits for the others; 0 for ever.
+        has_core: Whether every worker has a core to itself.
     """
 
-    def __init__(self, lost: Callable[[], int | None], timeout_seconds: float = 0.0):
+    def __init__(
+        self,
+        lost: Callable[[], int | None],
+        timeout_seconds: float = 0.0,
+        has_core: bool = False,
+    ):
         self._lost = lost
+        self._spin_seconds = _SPIN_SECONDS if has_core else 0.0
         self.timeout_seconds = timeout_seconds
 
     def until(
@@ -40,26 +48,27 @@ class Waiting:
         Raises:
             WorkerLostError: If another worker has ended, or the deadline has passed.
         """
-        for _ in range(_SPINS):
+        for _ in range(_NUM_SPINS):
             if done():
                 return
         start, turns = time.monotonic(), 0
         while not done():
             turns += 1
-            if turns % _LOOK_EVERY == 0 or (may_sleep and turns > _YIELDS):
-                self._look(start, late)
-            if may_sleep and turns > _YIELDS:
+            waited = time.monotonic() - start
+            is_far = may_sleep and waited > _YIELD_SECONDS
+            if turns % _LOOK_EVERY == 0 or is_far:
+                self._look(waited, late)
+            if is_far:
                 time.sleep(_SLEEP_SECONDS)
             elif turns % _LOOK_EVERY == 0:
                 time.sleep(0)  # Lets Python's other threads run, too.
-            else:
+            elif waited > self._spin_seconds:
                 os.sched_yield()
 
-    def _look(self, start, late):
+    def _look(self, waited, late):
         lost = self._lost()
         if lost is not None:
             raise lost_error(lost)
-        waited = time.monotonic() - start
         if 0 < self.timeout_seconds < waited:
             raise WorkerLostError(
                 f"A collective waited {self.timeout_seconds:g} s for the other workers. All are "
