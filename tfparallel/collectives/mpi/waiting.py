@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from tfparallel.collectives.lost import WorkerLostError
 
-# Spin while the answer may come at any moment, then let others run, then sleep. Who yields a busy
-# core comes back milliseconds later; but what waits must not take the core of what it waits for.
-_SPIN_SECONDS = 5e-4
+# Spin while the answer may come at any moment, and then sleep: who sleeps is woken in time on a busy
+# machine, while who has used up its share of a core comes back milliseconds later. Workers that
+# share cores do not spin but yield: what waits must not take the core of what it waits for.
+_SPIN_SECONDS = 3e-4
 _NUM_SPINS = 50
-_YIELD_SECONDS = 2e-3
 _SLEEP_SECONDS = 5e-5
 _LOOK_EVERY = 256
 
@@ -55,7 +55,7 @@ class Waiting:
         while not done():
             turns += 1
             waited = time.monotonic() - start
-            is_far = may_sleep and waited > _YIELD_SECONDS
+            is_far = may_sleep and waited > _SPIN_SECONDS
             if turns % _LOOK_EVERY == 0 or is_far:
                 self._look(waited, late)
             if is_far:
