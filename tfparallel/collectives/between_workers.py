@@ -26,6 +26,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import collective_ops
 
+from tfparallel.collectives.buckets import buckets
 from tfparallel.collectives.lost import WorkerLostError
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
@@ -66,7 +67,7 @@ class WorkerGroup:
     """The workers of a job, one device each, that sum and join tensors.
 
     Every worker must make the same calls in the same order. `transport` says what carries the
-    tensors: see `tfparallel.collectives.transport`.
+    tensors: see `tfparallel.collectives.transport`; `bucket_bytes` in how many sums gradients go.
 
     Args:
         num_workers: W, at least 2.
@@ -94,6 +95,7 @@ class WorkerGroup:
         self.timeout_seconds = timeout_seconds
         self.first_host = first_host
         self.transport = "ring_tuned"
+        self.bucket_bytes: int | None = None
         self._take_keys()
         with tf.init_scope(), tf.device(device):
             self._ordering_token = tf.Variable(0.0, trainable=False)
@@ -148,6 +150,16 @@ class WorkerGroup:
                 results[i] = tf.ensure_shape(
                     tf.reshape(part, tf.shape(tensors[i])), tensors[i].shape
                 )
+        return results
+
+    def all_reduce_gradients(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums gradients, in the order of their layers, in buckets of `bucket_bytes`."""
+        results: list = [None] * len(gradients)
+        sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
+        for indices in buckets(sizes, self.bucket_bytes):
+            summed = self.all_reduce([gradients[i] for i in indices])
+            for i, total in zip(indices, summed, strict=True):
+                results[i] = total
         return results
 
     def all_gather(self, tensors: Sequence[tf.Tensor], counts: Sequence) -> list[tf.Tensor]:

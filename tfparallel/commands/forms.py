@@ -11,7 +11,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
-from tfparallel.commands.flags import StartError, UsageError, device_memory
+from tfparallel.commands.flags import StartError, UsageError, bucket_bytes, device_memory
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.placement.stages import PlacementError
@@ -134,6 +134,12 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not is_worker:
+        if values.bucket_bytes is not None:
+            raise UsageError(
+                "--bucket_bytes is for gradients that travel between workers. Received: "
+                f"--bucket_bytes={values.bucket_bytes}, and no other workers. Drop the flag, or "
+                "add --num_workers=2."
+            )
         return Form(values.parallel, devices, cut=_cut(values), all_reduce=all_reduce)
     try:
         with quiet_stderr():
@@ -142,6 +148,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
                 start_timeout=values.start_timeout,
                 stall_timeout=values.stall_timeout,
                 all_reduce=values.all_reduce,
+                bucket_bytes=bucket_bytes(values),
                 facts=facts,
             )
     except ValueError as error:

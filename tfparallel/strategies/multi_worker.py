@@ -93,6 +93,8 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. None and
             "auto" are what the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
             --transport=mpi` sets, or else NCCL between GPUs and "ring_tuned" between CPUs.
+        bucket_bytes: How much of the gradients is summed at once, while the rest is still computed;
+            None, the default, sums all of them together (see `docs/mpi.md` for when it gains).
         facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
             it: a seed, a batch size.
 
@@ -121,12 +123,18 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         start_timeout: float = 120.0,
         stall_timeout: float = 1800.0,
         all_reduce: str | None = None,
+        bucket_bytes: int | None = None,
         facts: Mapping[str, Any] | None = None,
     ):
         if not stall_timeout > 0:
             raise ValueError(
                 "`stall_timeout` must be a number of seconds above 0. Received: "
                 f"stall_timeout={stall_timeout}."
+            )
+        if bucket_bytes is not None and not bucket_bytes >= 1:
+            raise ValueError(
+                "`bucket_bytes` must be a number of bytes of at least 1, or None for one bucket. "
+                f"Received: bucket_bytes={bucket_bytes!r}."
             )
         all_reduce = transport.chosen(all_reduce)
         _refuse_late_start()
@@ -137,7 +145,8 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 os.environ.update(cluster.device_environment())
             cluster_resolver = _resolver_of(cluster)
         num_devices = len(device_lib.choose_devices(devices=devices))
-        facts = {"devices a worker": num_devices, "all_reduce": all_reduce, **(facts or {})}
+        same = {"all_reduce": all_reduce, "bucket_bytes": bucket_bytes}
+        facts = {"devices a worker": num_devices, **same, **(facts or {})}
         _meet(cluster_resolver, facts, start_timeout)
         options = transport.options(all_reduce, communication_options)
         extended = _MultiWorkerExtended(
@@ -157,6 +166,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             )
             keep_freed_memory()
             self.workers = transport.joined(self.workers, all_reduce)
+            self.workers.bucket_bytes = bucket_bytes
             WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
         MultiWorkerMirroredStrategy._of_process = self

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from tfparallel.collectives.lost import WorkerLostError
 
-# Spin while the answer may come at any moment, and then sleep: who sleeps is woken in time on a busy
-# machine, while who has used up its share of a core comes back milliseconds later. Workers that
-# share cores do not spin but yield: what waits must not take the core of what it waits for.
+# Spin while the answer may come at any moment, and then sleep: who sleeps is woken in time on a
+# busy machine, while who has used up its share of a core comes back milliseconds later. Workers
+# that share cores do not spin but yield: what waits must not take the core of what it waits for.
 _SPIN_SECONDS = 3e-4
 _NUM_SPINS = 50
 _SLEEP_SECONDS = 5e-5
