@@ -89,3 +89,26 @@ def test_without_mpi_the_error_says_how_to_get_it(tmp_path):
     code, shown = train(PYTHONPATH=path)
     assert code == 1, shown
     assert "Received: No library libmpi.so. To mend it: pip install 'tfparallel[mpi]'" in shown
+
+
+TWO_HOSTS = """
+import os
+import tensorflow as tf
+import tfparallel
+from tfparallel.collectives.mpi import start
+
+def main():
+    start._memory_name = lambda: os.environ["RANK"]  # Each on a host of its own, it says.
+    group = tfparallel.MultiWorkerMirroredStrategy(all_reduce="mpi").workers
+    sums = [group.all_reduce([tf.ones([size])])[0] for size in (1, 100, 300_000)]
+    try:
+        group.communicator.use("mpi_shared_memory")
+    except ValueError as error:
+        return [group.transport, [float(y[-1]) for y in sums], str(error)]
+"""
+
+
+def test_workers_of_several_hosts_take_the_librarys_own_way():
+    for transport, sums, refusal in run_workers(TWO_HOSTS, 2):
+        assert (transport, sums) == ("mpi_library", [2.0, 2.0, 2.0])
+        assert "Received: 2 workers that do not all share memory." in refusal
