@@ -94,6 +94,14 @@ class ContenderProcess:
         """Returns what was measured."""
         return self._receive(START_DEADLINE_SECONDS + num_steps * STEP_DEADLINE_SECONDS)
 
+    def ask(self, **request):
+        """Sends a request of the contender's own program."""
+        self._send(request)
+
+    def answer(self):
+        """Returns the reply to `ask`."""
+        return self._receive(START_DEADLINE_SECONDS)
+
     def close(self):
         """Ends the process."""
         self._process.kill()

@@ -18,7 +18,7 @@ import pathlib
 import runpy
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfparallel.cluster.environment import Place, worker_environment
@@ -42,6 +42,7 @@ def run_workers(
     num_devices: int = 1,
     arguments: Sequence[Any] = (),
     timeout_seconds: float = 120.0,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Runs `main(*arguments)` of a program on each worker.
 
@@ -51,6 +52,7 @@ def run_workers(
         num_devices: How many logical CPU devices each of them has.
         arguments: What JSON can hold.
         timeout_seconds: How long a worker may take, its start included.
+        environment: Further variables of the workers.
 
     Returns:
         What `main` returned on each worker, as JSON holds it.
@@ -66,7 +68,11 @@ def run_workers(
             program = folder / "program.py"
         call = [str(program), name, timeout_seconds, num_devices, *arguments]
         outcome = run(
-            _programs(num_workers, [sys.executable, "-m", "tests.workers.jobs", json.dumps(call)]),
+            _programs(
+                num_workers,
+                [sys.executable, "-m", "tests.workers.jobs", json.dumps(call)],
+                environment or {},
+            ),
             on_output=lambda worker, _, text: written.append(
                 "".join(f"[{worker}] {line}\n" for line in text.decode().splitlines())
             ),
@@ -77,10 +83,12 @@ def run_workers(
         return [json.loads(path.read_text()) for path in paths]
 
 
-def _programs(num_workers: int, command: Sequence[str]) -> list[Program]:
+def _programs(
+    num_workers: int, command: Sequence[str], environment: Mapping[str, str]
+) -> list[Program]:
     *ports, master = free_ports(num_workers + 1)
     addresses = [f"127.0.0.1:{port}" for port in ports]
-    inherited = {**os.environ, "PYTHONPATH": str(ROOT)}
+    inherited = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     programs = []
     for worker in range(num_workers):
         place = Place(

@@ -17,10 +17,17 @@ PROGRAM = pathlib.Path(__file__).with_name("collectives.py")
 RETURNING = ("workers_that_disagree", "what_cannot_be_sent", "a_barrier_names_who_is_missing")
 
 
-@pytest.fixture(name="job", scope="module", params=[(3, 1), (2, 2)], ids=["3", "2 x 2"])
+@pytest.fixture(
+    name="job",
+    scope="module",
+    params=[(3, 1, "ring_tuned"), (2, 2, "mpi")],
+    ids=["3", "2 x 2 by MPI"],
+)
 def run_job(request):
     """What each worker saw, by check; one job for all of them."""
-    return run_workers(PROGRAM, *request.param, timeout_seconds=400)
+    *size, transport = request.param
+    environment = {"TFPARALLEL_ALL_REDUCE": transport}
+    return run_workers(PROGRAM, *size, timeout_seconds=400, environment=environment)
 
 
 @pytest.mark.slow

@@ -4,13 +4,17 @@ Other transports than TensorFlow's own join here: a class with `name`, `implemen
 `collectives` and `prepare` (see `tfparallel.bench.contender`), and a line in `worker_contenders`.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
+from tfparallel.bench.through_mpi import mpi_contenders
+from tfparallel.collectives import transport
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.mpi.communicator import ALGORITHMS
 
 
 class Workers:
@@ -41,14 +45,20 @@ class Workers:
 
 
 class TensorFlowRing:
-    """TensorFlow's own ring between workers, over gRPC, as a training step uses it."""
+    """TensorFlow's own ring between workers, over gRPC, as a training step uses it.
 
-    name = "ring"
-    implementation = "TensorFlow CollectiveReduceV2 (RING)"
+    Args:
+        group: The workers, joined by TensorFlow.
+        name: "ring", with TensorFlow's settings; or "ring_tuned".
+    """
+
     collectives = ("all_reduce",)
 
-    def __init__(self, group: WorkerGroup):
-        self._group = group
+    def __init__(self, group: WorkerGroup, name: str):
+        self.name = name
+        self._group = group.with_transport(name)
+        tuned = ", in pieces" if name == "ring_tuned" else ""
+        self.implementation = f"TensorFlow CollectiveReduceV2 (RING{tuned})"
 
     def prepare(self, collective: str, count: int, dtype: str) -> "_PreparedRing":
         """Traces an all-reduce of `count` elements."""
@@ -59,8 +69,11 @@ class TensorFlowRing:
 class _PreparedRing:
     def __init__(self, group, count, dtype):
         self._input = tf.Variable(tf.zeros([count], dtype), trainable=False)
-        self._run = tf.function(lambda: group.all_reduce([self._input.read_value()])[0])
-        self._run_null = tf.function(lambda: tf.identity(self._input.read_value()))
+        steps = (
+            lambda: group.all_reduce([self._input.read_value()])[0],
+            lambda: tf.identity(self._input.read_value()),
+        )
+        self._run, self._run_null = [tf.function(s).get_concrete_function() for s in steps]
 
     def load(self, inputs: Sequence[np.ndarray]) -> None:
         self._input.assign(inputs[0])
@@ -83,13 +96,24 @@ class _PreparedRing:
 
 def worker_contenders(group: WorkerGroup) -> list:
     """Returns all that can run between these workers."""
-    return [TensorFlowRing(group)]
+    return _all_of(group)[0]
 
 
 def worker_refusals(group: WorkerGroup) -> dict[str, str]:
     """Returns the algorithms that cannot run between these workers, and why."""
-    del group
+    return _all_of(group)[1]
+
+
+@functools.lru_cache(maxsize=1)  # Workers join through MPI once.
+def _all_of(group):
+    tensorflow = group.by_tensorflow
+    found: list = [TensorFlowRing(tensorflow, name) for name in ("ring", "ring_tuned")]
     refused = {}
     if not device_lib.list_devices("GPU"):
         refused["nccl"] = "NCCL joins GPUs, and TensorFlow lists none"
-    return refused
+    try:
+        by_mpi = group if group is not tensorflow else transport.joined(group, "mpi")
+    except RuntimeError as error:
+        return found, refused | dict.fromkeys(ALGORITHMS, str(error))
+    contenders, refused_by_mpi = mpi_contenders(by_mpi)
+    return found + contenders, refused | refused_by_mpi

@@ -10,7 +10,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Place", "available_cores", "core_shares", "worker_environment"]
+__all__ = ["ALL_REDUCE", "Place", "available_cores", "core_shares", "worker_environment"]
+
+# Says what carries tensors between workers where a program does not.
+ALL_REDUCE = "TFPARALLEL_ALL_REDUCE"
 
 # glibc gives large buffers back to the kernel and faults them in again at each
 # step; kept, a 64 MiB all-reduce is two to four times as fast.

@@ -26,22 +26,31 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import collective_ops
 
+from tfparallel.collectives.buckets import buckets
+from tfparallel.collectives.lost import WorkerLostError
+
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _STEPS_PER_OCTAVE = 4
 _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in 32 bits.
+# Of TensorFlow's ring: pieces of this size travel at the same time as others are summed, which
+# beats one piece a worker (its default) by a quarter from 16 MiB up, and costs at small sizes.
+_PIECE_BYTES = 2**21
+_MAX_PIECES = 16
+_STOCK_PIECES = -1
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
-
-
-class WorkerLostError(RuntimeError):
-    """Another worker of the job has ended; no collective can run in this process any more."""
 
 
 @contextlib.contextmanager
 def naming_lost_worker() -> Iterator[None]:
     """Turns what TensorFlow says when a peer has ended, screens of it, into `WorkerLostError`."""
+    WorkerGroup.failure = None
     try:
         yield
-    except tf.errors.UnavailableError as error:
+    except tf.errors.OpError as error:
+        if WorkerGroup.failure is not None:
+            raise WorkerGroup.failure from None
+        if not isinstance(error, tf.errors.UnavailableError):
+            raise
         task = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", error.message)
         lost = f"worker {task[1]}" if task else "another worker"
         reason = re.search(r'grpc_message:"([^"]*)"', error.message)
@@ -57,25 +66,36 @@ def naming_lost_worker() -> Iterator[None]:
 class WorkerGroup:
     """The workers of a job, one device each, that sum and join tensors.
 
-    Every worker must make the same calls in the same order.
+    Every worker must make the same calls in the same order. `transport` says what carries the
+    tensors: see `tfparallel.collectives.transport`; `bucket_bytes` in how many sums gradients go.
 
     Args:
         num_workers: W, at least 2.
         worker_index: The index of this worker.
         device: Full name of the device of this worker that takes part.
         timeout_seconds: How long a collective waits for the others; 0 for ever.
+        first_host: Worker 0's host, as the others know it.
     """
 
     of_process: "WorkerGroup | None" = None  # Of the strategy that this process has started.
+    failure: Exception | None = None  # What a transport of this package has failed of.
     _num_groups = 0
 
     def __init__(
-        self, num_workers: int, worker_index: int, device: str, timeout_seconds: float = 0.0
+        self,
+        num_workers: int,
+        worker_index: int,
+        device: str,
+        timeout_seconds: float = 0.0,
+        first_host: str = "127.0.0.1",
     ):
         self.num_workers = num_workers
         self.worker_index = worker_index
         self._device = device
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
+        self.first_host = first_host
+        self.transport = "ring_tuned"
+        self.bucket_bytes: int | None = None
         self._take_keys()
         with tf.init_scope(), tf.device(device):
             self._ordering_token = tf.Variable(0.0, trainable=False)
@@ -84,6 +104,19 @@ class WorkerGroup:
         self._group_key = _FIRST_GROUP_KEY + WorkerGroup._num_groups
         WorkerGroup._num_groups += 1
         self._signatures: dict[tuple, int] = {}
+
+    @property
+    def by_tensorflow(self) -> "WorkerGroup":
+        """The same workers, joined by TensorFlow's own collectives."""
+        return self
+
+    def with_transport(self, name: str) -> "WorkerGroup":
+        """The same workers once more, joined by "ring", "ring_tuned" or "nccl"."""
+        group = copy.copy(self)
+        vars(group).pop("for_users", None)
+        group.transport = name
+        group._take_keys()
+        return group
 
     @functools.cached_property
     def for_users(self) -> "WorkerGroup":
@@ -109,7 +142,7 @@ class WorkerGroup:
             The results, in the same order, equal to the last bit on all workers.
         """
         results: list = [None] * len(tensors)
-        for indices in _by_dtype(tensors).values():
+        for indices in by_dtype(tensors).values():
             flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], 0)
             total = self._collective(op, flat)
             sizes = [tf.size(tensors[i]) for i in indices]
@@ -117,6 +150,16 @@ class WorkerGroup:
                 results[i] = tf.ensure_shape(
                     tf.reshape(part, tf.shape(tensors[i])), tensors[i].shape
                 )
+        return results
+
+    def all_reduce_gradients(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums gradients, in the order of their layers, in buckets of `bucket_bytes`."""
+        results: list = [None] * len(gradients)
+        sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
+        for indices in buckets(sizes, self.bucket_bytes):
+            summed = self.all_reduce([gradients[i] for i in indices])
+            for i, total in zip(indices, summed, strict=True):
+                results[i] = total
         return results
 
     def all_gather(self, tensors: Sequence[tf.Tensor], counts: Sequence) -> list[tf.Tensor]:
@@ -134,7 +177,7 @@ class WorkerGroup:
         """
         results: list = [None] * len(tensors)
         sendable = [_movable(tensor) for tensor in tensors]
-        for indices in _by_dtype(sendable).values():
+        for indices in by_dtype(sendable).values():
             flats = [tf.reshape(sendable[i], [tf.shape(sendable[i])[0], -1]) for i in indices]
             rows = self._gather_rows(tf.concat(flats, 1), counts)
             widths = [tf.shape(flat)[1] for flat in flats]
@@ -216,13 +259,24 @@ class WorkerGroup:
             "group_size": self.num_workers,
             "group_key": self._group_key,
             "instance_key": key,
-            "timeout": self._timeout_seconds,
+            "timeout": self.timeout_seconds,
             "ordering_token": self._ordering_token.handle,
         }
         with tf.device(self._device):
             if name == "all_gather":
                 return collective_ops.all_gather_v2(flat, **arguments)
-            return collective_ops.all_reduce_v2(flat, merge_op=_MERGE_OPS[name], **arguments)
+            return collective_ops.all_reduce_v2(
+                flat,
+                merge_op=_MERGE_OPS[name],
+                max_subdivs_per_device=self._num_pieces(flat),
+                **arguments,
+            )
+
+    def _num_pieces(self, flat):
+        if self.transport != "ring_tuned" or flat.shape[0] is None:
+            return _STOCK_PIECES
+        wanted = flat.shape[0] * flat.dtype.size // (self.num_workers * _PIECE_BYTES)
+        return min(wanted, _MAX_PIECES) if wanted > 1 else _STOCK_PIECES
 
 
 def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -239,7 +293,8 @@ def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return (octave - 1) * _STEPS_PER_OCTAVE + quarters, quarters * unit
 
 
-def _by_dtype(tensors) -> dict:
+def by_dtype(tensors: Sequence[tf.Tensor]) -> dict[tf.DType, list[int]]:
+    """Returns the indices of the tensors of each type."""
     found: dict = {}
     for index, tensor in enumerate(tensors):
         found.setdefault(tensor.dtype, []).append(index)

@@ -26,7 +26,9 @@ class Replicas:
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str) -> Sequence[tf.Tensor]:
         # Not `context.all_reduce`, which is a `tf.custom_gradient`.
         def reduce(strategy, *values):
-            if op == "sum" and not getattr(strategy, "program_is_running", False):
+            transport = getattr(getattr(strategy, "workers", None), "transport", "ring")
+            is_program = getattr(strategy, "program_is_running", False)
+            if op == "sum" and not transport.startswith("mpi") and not is_program:
                 # In a custom loop, TensorFlow's own collectives.
                 return strategy.extended.batch_reduce_to(
                     tf.distribute.ReduceOp.SUM, [(value, value) for value in values]

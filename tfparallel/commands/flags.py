@@ -18,6 +18,7 @@ __all__ = [
     "StartError",
     "UsageError",
     "balance_flags",
+    "bucket_bytes",
     "common_flags",
     "common_problems",
     "device_memory",
@@ -115,7 +116,15 @@ def common_flags() -> flags.FlagValues:
         "all_reduce",
         None,
         "For data: the algorithm that sums gradients, by name (`tfparallel bench all_reduce` lists "
-        "those that run here), or auto for the fastest, measured; TensorFlow's default if absent.",
+        "those that run here), or auto for the fastest, measured; TensorFlow's default if absent. "
+        "Between workers: ring, ring_tuned, nccl, mpi or one of MPI's algorithms.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "bucket_bytes",
+        None,
+        "Between workers: sum gradients in pieces of this size, such as 4MiB, while the rest is "
+        "computed; all at once if absent.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -160,6 +169,11 @@ def balance_flags(values: flags.FlagValues) -> None:
 def device_memory(values: flags.FlagValues) -> int | None:
     """Returns what --device_memory says, in bytes."""
     return None if values.device_memory is None else parse_bytes(values.device_memory)
+
+
+def bucket_bytes(values: flags.FlagValues) -> int | None:
+    """Returns what --bucket_bytes says, in bytes."""
+    return None if values.bucket_bytes is None else parse_bytes(values.bucket_bytes)
 
 
 def device_memory_problems(values: flags.FlagValues) -> list[str]:
@@ -275,6 +289,10 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             "--nocalibrate is for --all_reduce=auto. Received: --nocalibrate with "
             f"--all_reduce={values.all_reduce}. Drop --nocalibrate."
         )
+    try:
+        bucket_bytes(values)
+    except ValueError as error:
+        problems.append(f"--bucket_bytes: {error}")
     problems += device_memory_problems(values)
     problems += pipeline_problems(values)
     has_stages = values.parallel in ("model", "pipeline")

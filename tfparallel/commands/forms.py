@@ -11,7 +11,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
-from tfparallel.commands.flags import StartError, UsageError, device_memory
+from tfparallel.commands.flags import StartError, UsageError, bucket_bytes, device_memory
 from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
@@ -113,7 +113,10 @@ class Form:
                 f"schedule {self.cut['schedule']}"
             )
         if self.workers is not None:
-            return f"data parallel on {self.workers.num_workers} workers, {number} each ({names})"
+            return (
+                f"data parallel on {self.workers.num_workers} workers, {number} each ({names}), "
+                f"all-reduce by {self.workers.transport}"
+            )
         return f"data parallel on {number} ({names})"
 
 
@@ -156,16 +159,25 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not is_worker:
+        if values.bucket_bytes is not None:
+            raise UsageError(
+                "--bucket_bytes is for gradients that travel between workers. Received: "
+                f"--bucket_bytes={values.bucket_bytes}, and no other workers. Drop the flag, or "
+                "add --num_workers=2."
+            )
         return Form(values.parallel, devices, cut=_cut(values), all_reduce=all_reduce)
-    _check_between_workers(values)
     try:
         with quiet_stderr():
             strategy = MultiWorkerMirroredStrategy.of_process(
                 devices=devices,
                 start_timeout=values.start_timeout,
                 stall_timeout=values.stall_timeout,
+                all_reduce=values.all_reduce,
+                bucket_bytes=bucket_bytes(values),
                 facts=facts,
             )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     except RuntimeError as error:
         raise StartError(str(error)) from error
     return Form(values.parallel, devices, strategy)
@@ -177,15 +189,6 @@ def _all_reduce(values, devices) -> dict[str, Any]:
     if values.all_reduce != "auto":
         cross_device.make(values.all_reduce, devices)  # Before anything is loaded or traced.
     return {"all_reduce": values.all_reduce, "calibrate": values.calibrate}
-
-
-def _check_between_workers(values) -> None:
-    if values.all_reduce not in (None, "auto", "ring"):
-        raise UsageError(
-            "Between workers runs TensorFlow's ring. --all_reduce=ring or auto is required. "
-            f"Received: --all_reduce={values.all_reduce}. Drop the flag, or train on the devices "
-            "of one process."
-        )
 
 
 def _cut(values) -> dict[str, Any]:

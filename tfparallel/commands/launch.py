@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from absl import flags
 
 from tfparallel.cluster.address import split_address
-from tfparallel.cluster.environment import available_cores, core_shares
+from tfparallel.cluster.environment import ALL_REDUCE, available_cores, core_shares
 from tfparallel.cluster.host_share import host_programs, meet_alone
 from tfparallel.cluster.nodes import meet
 from tfparallel.cluster.output import Prefixer
@@ -69,6 +69,14 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_string(
         "log_dir", None, "Keep each worker's whole output in this folder.", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "transport",
+        "tensorflow",
+        ("tensorflow", "mpi"),
+        "What carries tensors between workers whose program does not say (--all_reduce): mpi needs "
+        "tfparallel[mpi], and no mpiexec.",
+        flag_values=values,
     )
     flags.DEFINE_bool(
         "bind_cores",
@@ -228,7 +236,7 @@ def _run_once(values: flags.FlagValues, command: Sequence[str], attempt: int) ->
     programs = host_programs(
         _meet(values, attempt),
         command,
-        os.environ,
+        os.environ if values.transport == "tensorflow" else {**os.environ, ALL_REDUCE: "mpi"},
         node_rank=values.node_rank or 0,
         restart_count=attempt,
         bind_cores=values.bind_cores,

@@ -44,8 +44,9 @@ def data_parallel(
             `tfparallel.MultiWorkerMirroredStrategy`.
         devices: Names of the devices under `"auto"`, one replica each, such as
             `["GPU:0", "GPU:1"]`. Default: all GPUs, else all logical CPUs.
-        all_reduce: Under `"auto"` in one process, the algorithm that sums the replicas' gradients,
-            as `tfparallel.MirroredStrategy` takes it: a name, or `"auto"` for the fastest.
+        all_reduce: Under `"auto"`, the algorithm that sums the gradients: in one process as
+            `tfparallel.MirroredStrategy` takes it, a name or `"auto"` for the fastest; between
+            workers as `tfparallel.MultiWorkerMirroredStrategy` does.
         replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
             replica computes three. One whole number for each replica of all workers; the
             weights that come out are the same. Default: equal shares.
@@ -118,12 +119,7 @@ def _resolve_strategy(strategy, devices, all_reduce, allow_independent_workers):
             "clips and averages on each replica; replace `tf.distribute.` by `tfparallel.`."
         )
     if cluster is not None and cluster.num_workers > 1:
-        if all_reduce not in (None, "auto", "ring"):
-            raise ValueError(
-                "Between workers runs TensorFlow's ring. all_reduce='ring' or 'auto' is required. "
-                f"Received: all_reduce={all_reduce!r}. Leave it out."
-            )
-        return MultiWorkerMirroredStrategy.of_process(devices=devices)
+        return MultiWorkerMirroredStrategy.of_process(devices=devices, all_reduce=all_reduce)
     names = device_lib.choose_devices(devices=devices)
     default = (device_lib.list_devices("GPU") or device_lib.list_devices("CPU"))[:1]
     if names != default:

@@ -247,7 +247,8 @@ class ReplicatedCall:
         if workers is None:
             return totals
         dense = [i for i, total in enumerate(totals) if isinstance(total, tf.Tensor)]
-        for i, total in zip(dense, self._summed([totals[i] for i in dense]), strict=True):
+        summed = workers.all_reduce_gradients([totals[i] for i in dense])
+        for i, total in zip(dense, summed, strict=True):
             totals[i] = total
         return [
             _gather_slices(workers, total) if isinstance(total, tf.IndexedSlices) else total

@@ -21,8 +21,11 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.eager import context
 
 from tfparallel import devices as device_lib
+from tfparallel.cluster.address import split_address
 from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives import transport
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.peers import meet_peers
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
@@ -85,11 +88,19 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         start_timeout: How many seconds to wait for the other workers.
         stall_timeout: How many seconds a step of `fit`, `evaluate` or `predict`, or the pause
             between two, may last before the worker ends itself (`callbacks/stall.py`).
+        all_reduce: What carries tensors between the workers: "ring_tuned" or "ring", TensorFlow's
+            own over gRPC; "nccl", for GPUs; "mpi", or one of its algorithms, through host memory
+            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. None and
+            "auto" are what the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
+            --transport=mpi` sets, or else NCCL between GPUs and "ring_tuned" between CPUs.
+        bucket_bytes: How much of the gradients is summed at once, while the rest is still computed;
+            None, the default, sums all of them together (see `docs/mpi.md` for when it gains).
         facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
             it: a seed, a batch size.
 
     Raises:
-        ValueError: If the environment does not describe a cluster, or a device is unknown.
+        ValueError: If the environment does not describe a cluster, a device is unknown, or
+            `all_reduce` is unknown or cannot run here.
         RuntimeError: If TensorFlow's runtime has started already, a worker is missing at the
             deadline, a port is taken, or the workers disagree.
 
@@ -111,6 +122,8 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         devices: Sequence[str] | None = None,
         start_timeout: float = 120.0,
         stall_timeout: float = 1800.0,
+        all_reduce: str | None = None,
+        bucket_bytes: int | None = None,
         facts: Mapping[str, Any] | None = None,
     ):
         if not stall_timeout > 0:
@@ -118,6 +131,12 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 "`stall_timeout` must be a number of seconds above 0. Received: "
                 f"stall_timeout={stall_timeout}."
             )
+        if bucket_bytes is not None and not bucket_bytes >= 1:
+            raise ValueError(
+                "`bucket_bytes` must be a number of bytes of at least 1, or None for one bucket. "
+                f"Received: bucket_bytes={bucket_bytes!r}."
+            )
+        all_reduce = transport.chosen(all_reduce)
         _refuse_late_start()
         self.stall_timeout = stall_timeout
         if cluster_resolver is None:
@@ -126,9 +145,10 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 os.environ.update(cluster.device_environment())
             cluster_resolver = _resolver_of(cluster)
         num_devices = len(device_lib.choose_devices(devices=devices))
-        facts = {"devices a worker": num_devices, **(facts or {})}
+        same = {"all_reduce": all_reduce, "bucket_bytes": bucket_bytes}
+        facts = {"devices a worker": num_devices, **same, **(facts or {})}
         _meet(cluster_resolver, facts, start_timeout)
-        options = communication_options or tf.distribute.experimental.CommunicationOptions()
+        options = transport.options(all_reduce, communication_options)
         extended = _MultiWorkerExtended(
             self,
             devices=devices,
@@ -142,7 +162,11 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 extended._id_in_cluster,
                 self.devices[0],
                 timeout_seconds=options.timeout_seconds or 0.0,
+                first_host=_first_host(cluster_resolver),
             )
+            keep_freed_memory()
+            self.workers = transport.joined(self.workers, all_reduce)
+            self.workers.bucket_bytes = bucket_bytes
             WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
         MultiWorkerMirroredStrategy._of_process = self
@@ -175,6 +199,12 @@ def _meet(resolver, facts, start_timeout) -> None:
         return
     index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
     meet_peers(workers, index, facts, start_timeout)
+
+
+def _first_host(resolver) -> str:
+    """Worker 0's host, as the others know it."""
+    jobs = resolver.cluster_spec().as_dict()
+    return split_address([*jobs.get("chief", []), *jobs.get("worker", [])][0])[0]
 
 
 def _refuse_late_start() -> None:

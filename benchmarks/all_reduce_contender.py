@@ -1,0 +1,121 @@
+"""One worker of a contender of `all_reduce.py`: sums vectors with the others, and times it.
+
+{"kind": "ours_mpi", "cores": [0], …}   ->  {"implementation": "MPI shared memory, …", …}
+{"bytes": 4096, "iterations": 30}       ->  {"seconds": [0.0003, …], "num_wrong": 0}
+"""
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+WARM_UP = 4
+
+
+def build(kind):
+    """Returns `prepare(x)`, which gives a call that sums x, and what there is to tell."""
+    if kind == "gloo":
+        return build_gloo()
+    import tensorflow as tf
+
+    if kind == "stock":
+        communication = tf.distribute.experimental.CommunicationImplementation.RING
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            communication_options=tf.distribute.experimental.CommunicationOptions(
+                implementation=communication
+            )
+        )
+
+        def all_reduce(x):
+            def replica(x):
+                # A tensor of the replica's own device.
+                return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(x))
+
+            return strategy.run(replica, args=(x,))
+
+        told = "tf.distribute.MultiWorkerMirroredStrategy (RING)"
+    else:
+        import tfparallel
+
+        group = tfparallel.MultiWorkerMirroredStrategy(
+            all_reduce=kind.removeprefix("ours_")
+        ).workers
+
+        def all_reduce(x):
+            return group.all_reduce([x])[0]
+
+        told = group.transport
+
+    def prepare(values):
+        variable = tf.Variable(values, trainable=False)
+        step = tf.function(lambda: all_reduce(variable.read_value())).get_concrete_function()
+        return step, lambda result: result.numpy()
+
+    return prepare, {"implementation": told, "version": f"TensorFlow {tf.__version__}"}
+
+
+def build_gloo():
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+
+    def prepare(values):
+        # In place, as DistributedDataParallel calls it; each sum adds to what is there.
+        tensor = torch.from_numpy(values.copy())
+
+        def call():
+            distributed.all_reduce(tensor)
+            return tensor
+
+        def result_of(_):
+            tensor.copy_(torch.from_numpy(values))
+            return call().numpy()
+
+        return call, result_of
+
+    return prepare, {"implementation": "torch.distributed gloo", "version": torch.__version__}
+
+
+def whole_numbers(count, rank):
+    return ((31 * np.arange(count, dtype=np.int64) + 7 * rank) % 1000).astype(np.float32)
+
+
+def main():
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(**fields):
+        print(json.dumps(fields), file=channel, flush=True)
+
+    order = json.loads(sys.stdin.readline())
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    prepare, told = build(order["kind"])
+    meet, _ = prepare(np.zeros(1, np.float32))
+    reply(**told)
+    prepared = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        count = request["bytes"] // 4
+        if count not in prepared:
+            prepared = {count: prepare(whole_numbers(count, rank))}
+        call, result_of = prepared[count]
+        expected = sum(whole_numbers(count, k) for k in range(num_ranks))
+        num_wrong = int(np.sum(result_of(call()) != expected))
+        seconds = []
+        for _ in range(WARM_UP + request["iterations"]):
+            meet()
+            start = time.perf_counter()
+            result = call()
+            seconds.append(time.perf_counter() - start)
+            del result
+        reply(seconds=seconds[WARM_UP:], num_wrong=num_wrong)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The process manager's part of an MPI job, as its clients see it: sockets, no MPI."""
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+from tfparallel.cluster import pmi
+
+TOKEN = "secret"
+
+
+@pytest.fixture(name="server")
+def start_server():
+    server = pmi.Server("127.0.0.1", ["a", "a", "b"], TOKEN)
+    server.start()
+    yield server
+    server.close()
+
+
+def client(server, worker, role="pmi", token=TOKEN):
+    connected = pmi.connect(("127.0.0.1", server.port), token, worker, role, 5)
+    connected.settimeout(5)
+    return connected
+
+
+def ask(connected, line):
+    connected.sendall(line.encode() + b"\n")
+    return connected.makefile("rb").readline().decode().strip()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("aa", "(vector,(0,1,2))"),
+        ("aab", "(vector,(0,1,2),(1,1,1))"),
+        ("aba", "(vector,(0,1,1),(1,1,1),(0,1,1))"),
+    ],
+)
+def test_which_worker_runs_where_in_mpis_notation(hosts, expected):
+    assert pmi.process_mapping(list(hosts)) == expected
+
+
+def test_what_one_puts_all_get_behind_the_barrier(server):
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(client(server, worker)) for worker in range(3)]
+        assert "rc=0" in ask(clients[0], "cmd=init pmi_version=1 pmi_subversion=1")
+        put = "cmd=put kvsname=x key=address-0 value=tcp://1#2=3"
+        assert ask(clients[0], put) == "cmd=put_result rc=0 msg=success"
+        for one in clients[:2]:
+            one.sendall(b"cmd=barrier_in\n")
+        clients[0].settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            clients[0].recv(100)  # The third is not there yet.
+        clients[0].settimeout(5)
+        assert ask(clients[2], "cmd=barrier_in") == "cmd=barrier_out rc=0"
+        assert clients[0].recv(100) == b"cmd=barrier_out rc=0\n"
+        found = ask(clients[2], "cmd=get kvsname=x key=address-0")
+        assert found == "cmd=get_result rc=0 msg=found value=tcp://1#2=3"
+        assert "rc=-1" in ask(clients[2], "cmd=get kvsname=x key=other")
+        assert "rc=-1" in ask(clients[2], "cmd=spawn")
+
+
+def test_two_jobs_never_share_a_name():
+    names = set()
+    for _ in range(2):
+        server = pmi.Server("127.0.0.1", ["a"], TOKEN)
+        server.start()
+        with client(server, 0) as connected:
+            names.add(ask(connected, "cmd=get_my_kvsname"))
+        server.close()
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    ("worker", "token", "line"),
+    [
+        (0, "guessed", "cmd=get_my_kvsname"),
+        (3, TOKEN, "cmd=get_my_kvsname"),
+        (True, TOKEN, "cmd=get_my_kvsname"),
+        (0, TOKEN, "no command"),
+        (0, TOKEN, "x" * 2**17),
+    ],
+)
+def test_who_does_not_belong_is_hung_up_on(server, worker, token, line):
+    with client(server, worker, token=token) as connected:
+        with contextlib.suppress(ConnectionError):
+            assert ask(connected, line) == ""
+    with client(server, 0) as connected:
+        assert "rc=0" in ask(connected, "cmd=get_my_kvsname")
+
+
+def test_all_watches_learn_who_has_ended_first(server):
+    watches = [pmi.Watch(client(server, worker, "watch")) for worker in (0, 2)]
+    for watch in watches:
+        watch._socket.settimeout(None)
+        watch.start()
+    ending = client(server, 1, "watch")
+    time.sleep(0.1)
+    assert [watch.lost for watch in watches] == [None, None]
+    ending.shutdown(socket.SHUT_RDWR)
+    ending.close()
+    for watch in watches:
+        watch.join(5)
+        assert watch.lost == 1
+    late = pmi.Watch(client(server, 0, "watch"))
+    late.start()
+    late.join(5)
+    assert late.lost == 1
+
+
+def test_a_watch_whose_server_ends_has_lost_worker_0():
+    server = pmi.Server("127.0.0.1", ["a", "a"], TOKEN)
+    server.start()
+    watch = pmi.Watch(client(server, 1, "watch"))
+    watch.start()
+    server.close()
+    watch.join(5)
+    assert watch.lost == 0

@@ -1,0 +1,114 @@
+"""All-reduce through MPI between real workers: `mpi.py` is what each of them runs."""
+
+import glob
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.commands.command_line import ROOT, TASKS
+
+from .jobs import run_workers
+from .mpi import CHECKS
+
+PROGRAM = pathlib.Path(__file__).with_name("mpi.py")
+MESSAGE = "{same}: call {n}, {first}; worker 1: call {n}, {second}."
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(name="job", scope="module")
+def run_job():
+    """What each of three workers saw, by check."""
+    return run_workers(PROGRAM, 3, timeout_seconds=150)
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKS if name != "disagreement"])
+def test_on_every_worker(job, name):
+    for worker, seen in enumerate(job):
+        assert seen[name] == "ok", f"worker {worker}:\n{seen[name]}"
+
+
+def test_workers_of_one_host_share_memory(job):
+    assert [seen["transport"] for seen in job] == ["mpi_shared_memory"] * 3
+
+
+def test_workers_that_disagree_are_named_with_what_they_called(job):
+    calls = [
+        ("all_reduce(op='sum') of float32 (3,)", "all_reduce(op='sum') of float32 (4,)"),
+        ("all_reduce(op='sum') of float32 (3,)", "all_reduce(op='sum') of float64 (3,)"),
+        ("all_reduce(op='sum') of float32 (3,)", "all_reduce(op='max') of float32 (3,)"),
+    ]
+    for seen in job:
+        messages = seen["disagreement"]
+        assert isinstance(messages, list), messages
+        for message, (first, second) in zip(messages, calls * 2, strict=True):
+            assert "workers 0, 2: call" in message and f", {first}; worker 1:" in message
+            assert f", {second}. Run the same program" in message
+
+
+def test_a_worker_that_does_not_come_in_time_is_named(job):
+    for worker, seen in enumerate(job):
+        expected = "nothing" if worker == 1 else "waited 0.5 s for the other workers"
+        assert expected in seen["late"]
+    assert "Received: worker 1 did not come." in job[0]["late"]
+
+
+def train(*flags, **environment):
+    command = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2"]
+    command += ["--transport=mpi", "--", sys.executable, "-m", "tfparallel", "train"]
+    done = subprocess.run(
+        [*command, str(TASKS / "dropout.py"), "--parallel=data", "--epochs=2", *flags],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+    )
+    return done.returncode, done.stdout
+
+
+def test_the_survivor_names_the_worker_that_was_killed():
+    before = set(glob.glob("/dev/shm/mpich_shm_*"))
+    code, shown = train("--inject=kill:worker=1,step=1")
+    assert code == 137, shown
+    assert "all-reduce by mpi_shared_memory" in shown
+    assert "[0] tfparallel train: The connection to worker 1 was lost" in shown
+    assert "worker 1 was killed by SIGKILL" in shown
+    assert set(glob.glob("/dev/shm/mpich_shm_*")) <= before  # No memory is left behind.
+
+
+def test_without_mpi_the_error_says_how_to_get_it(tmp_path):
+    """A package without a library stands where mpi4py would."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('No library libmpi.so')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    code, shown = train(PYTHONPATH=path)
+    assert code == 1, shown
+    assert "Received: No library libmpi.so. To mend it: pip install 'tfparallel[mpi]'" in shown
+
+
+TWO_HOSTS = """
+import os
+import tensorflow as tf
+import tfparallel
+from tfparallel.collectives.mpi import start
+
+def main():
+    start._memory_name = lambda: os.environ["RANK"]  # Each on a host of its own, it says.
+    group = tfparallel.MultiWorkerMirroredStrategy(all_reduce="mpi").workers
+    sums = [group.all_reduce([tf.ones([size])])[0] for size in (1, 100, 300_000)]
+    try:
+        group.communicator.use("mpi_shared_memory")
+    except ValueError as error:
+        return [group.transport, [float(y[-1]) for y in sums], str(error)]
+"""
+
+
+def test_workers_of_several_hosts_take_the_librarys_own_way():
+    for transport, sums, refusal in run_workers(TWO_HOSTS, 2):
+        assert (transport, sums) == ("mpi_library", [2.0, 2.0, 2.0])
+        assert "Received: 2 workers that do not all share memory." in refusal

@@ -1,0 +1,249 @@
+"""Where the processes of an MPI job meet, and where they learn that one of them has ended.
+
+MPI's library asks a *process manager* who takes part and how each is reached. `mpiexec` and `srun`
+are such managers, and start the processes as well; here the supervisor has started them, and this
+is all of a manager that is left: key-value pairs and a barrier, in the text protocol PMI-1.
+
+    worker 1: MPI_Init ──"cmd=put key=… value=…", "cmd=barrier_in"──> server, a thread of worker 0
+    worker 1: Watch    ──a connection that says nothing──────────────>
+
+A connection that ends tells the server that its worker has ended, and the server tells the others,
+within milliseconds; of worker 0's end every worker learns by itself.
+
+References:
+    Pavan Balaji et al., "PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale
+    Systems", EuroMPI 2010. The protocol: MPICH's `src/pmi`, PMI-1 wire protocol.
+"""
+
+import contextlib
+import dataclasses
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Sequence
+
+__all__ = ["Server", "Watch", "connect"]
+
+_MAX_BYTES = 64 * 1024  # Of a line, and of all that a worker has said but not ended.
+_MAX_KEYS = 1024  # Of one worker; MPICH puts fewer than ten.
+_HOSTS_KEY = "PMI_process_mapping"
+# A host that vanishes sends no end of its connections.
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+
+
+@dataclasses.dataclass
+class _Peer:
+    """One connection."""
+
+    socket: socket.socket
+    heard: bytearray = dataclasses.field(default_factory=bytearray)
+    worker: int | None = None  # Known once it has shown the token.
+    role: str = ""
+    num_keys: int = 0
+
+
+class Server(threading.Thread):
+    """Serves the workers of one job until the process ends, or `close`.
+
+    Args:
+        host: The local address to listen on.
+        hosts: For each worker, a name of its host; workers of one name share memory.
+        token: The job's secret, which every connection must show first.
+    """
+
+    def __init__(self, host: str, hosts: Sequence[str], token: str):
+        super().__init__(name="tfparallel-pmi", daemon=True)
+        self._hosts = list(hosts)
+        self._token = token
+        # MPI's library names its shared memory after the job: no two may have one name.
+        self._job = f"tfparallel_{secrets.token_hex(8)}"
+        self._values = {_HOSTS_KEY: process_mapping(hosts)}
+        self._waiting: dict[int, _Peer] = {}
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._lost: list[int] = []
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port = self._listener.getsockname()[1]
+        self._woken, self._wake = socket.socketpair()
+
+    def run(self) -> None:
+        """Answers, until `close`."""
+        with selectors.DefaultSelector() as self._selector:
+            for own in (self._listener, self._woken):
+                self._selector.register(own, selectors.EVENT_READ)
+            while True:
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._woken:
+                        self._end()
+                        return
+                    if key.fileobj is self._listener:
+                        self._welcome()
+                    else:
+                        self._listen_to(self._peers[key.fileobj])
+
+    def close(self) -> None:
+        """Ends the thread and all connections."""
+        self._wake.send(b"!")
+        self.join()
+
+    def _end(self):
+        for each in (self._listener, self._woken, self._wake, *self._peers):
+            each.close()
+
+    def _welcome(self):
+        with contextlib.suppress(OSError):
+            connected, _ = self._listener.accept()
+            keep_alive(connected)
+            self._peers[connected] = _Peer(connected)
+            self._selector.register(connected, selectors.EVENT_READ)
+
+    def _listen_to(self, peer):
+        try:
+            heard = peer.socket.recv(_MAX_BYTES)
+            peer.heard += heard
+            if not heard or len(peer.heard) > _MAX_BYTES:
+                raise ConnectionResetError
+            while b"\n" in peer.heard:
+                line, _, peer.heard = peer.heard.partition(b"\n")
+                if peer.worker is None:
+                    self._admit(peer, line)
+                elif peer.role == "pmi":
+                    self._answer(peer, line.decode())
+        except (OSError, ValueError, KeyError):
+            self._part_from(peer)
+
+    def _admit(self, peer, line):
+        said = json.loads(line)
+        if not hmac.compare_digest(str(said["token"]).encode(), self._token.encode()):
+            raise ConnectionResetError
+        worker = said["worker"]
+        if type(worker) is not int or not 0 <= worker < len(self._hosts):
+            raise ConnectionResetError
+        peer.worker, peer.role = worker, said["role"]
+        if peer.role == "watch":
+            for lost in self._lost:
+                _say(peer, f"lost {lost}")
+
+    def _part_from(self, peer):
+        self._selector.unregister(peer.socket)
+        del self._peers[peer.socket]
+        peer.socket.close()
+        if peer.role == "watch":
+            self._lost.append(peer.worker)
+            for other in self._peers.values():
+                if other.role == "watch":
+                    _say(other, f"lost {peer.worker}")
+
+    def _answer(self, peer, line):
+        said = dict(part.split("=", 1) for part in line.split(" ") if "=" in part)
+        command = said["cmd"]
+        if command == "put":
+            peer.num_keys += 1
+            if peer.num_keys > _MAX_KEYS:
+                raise ConnectionResetError
+            self._values[said["key"]] = said["value"]
+        if command == "get":
+            known = self._values.get(said["key"])
+            found = "rc=-1 msg=key_not_found" if known is None else f"rc=0 msg=found value={known}"
+            _say(peer, f"cmd=get_result {found}")
+        elif command == "barrier_in":
+            self._waiting[peer.worker] = peer
+            if len(self._waiting) == len(self._hosts):
+                waited, self._waiting = self._waiting, {}
+                for each in waited.values():
+                    _say(each, "cmd=barrier_out rc=0")
+        else:
+            answers = {
+                "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1",
+                "get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
+                "get_appnum": "cmd=appnum rc=0 appnum=0",
+                "get_my_kvsname": f"cmd=my_kvsname rc=0 kvsname={self._job}",
+                "get_universe_size": f"cmd=universe_size rc=0 size={len(self._hosts)}",
+                "put": "cmd=put_result rc=0 msg=success",
+                "finalize": "cmd=finalize_ack rc=0",
+            }
+            _say(peer, answers.get(command, f"cmd={command} rc=-1 msg=unknown_command"))
+
+
+class Watch(threading.Thread):
+    """A worker's connection that tells which worker of the job has ended.
+
+    Args:
+        connected: The connection, of role "watch".
+    """
+
+    def __init__(self, connected: socket.socket):
+        super().__init__(name="tfparallel-watch", daemon=True)
+        self._socket = connected
+        self.lost: int | None = None  # The first worker that ended; read by other threads.
+
+    def run(self) -> None:
+        """Listens until a worker has ended."""
+        heard = b""
+        with contextlib.suppress(OSError), self._socket:
+            while b"\n" not in heard:
+                more = self._socket.recv(4096)
+                if not more:
+                    break
+                heard += more
+        line = heard.partition(b"\n")[0].split()
+        self.lost = int(line[1]) if line else 0
+
+
+def connect(
+    address: tuple[str, int], token: str, worker: int, role: str, timeout_seconds: float
+) -> socket.socket:
+    """Connects a worker to the server.
+
+    Args:
+        address: The server's host and port.
+        token: The job's secret.
+        worker: The worker's index.
+        role: "pmi", for MPI's library; or "watch".
+        timeout_seconds: How long connecting may take.
+
+    Returns:
+        The connection, which blocks.
+
+    Raises:
+        OSError: If the server is not reached.
+    """
+    connected = socket.create_connection(address, timeout_seconds)
+    connected.settimeout(None)
+    keep_alive(connected)
+    hello = json.dumps({"token": token, "worker": worker, "role": role})
+    connected.sendall(hello.encode() + b"\n")
+    return connected
+
+
+def process_mapping(hosts: Sequence[str]) -> str:
+    """Returns which worker runs on which host, in MPI's notation.
+
+    `(vector,(0,1,2),(1,1,1))`: from host 0 on, 1 host with 2 workers; from host 1 on, 1 with 1.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
+    runs: list[list[int]] = []
+    for name in hosts:
+        if runs and runs[-1][0] == numbers[name]:
+            runs[-1][1] += 1
+        else:
+            runs.append([numbers[name], 1])
+    blocks = ",".join(f"({number},1,{count})" for number, count in runs)
+    return f"(vector,{blocks})"
+
+
+def keep_alive(connected: socket.socket) -> None:
+    """Has the system notice within 20 s that a connection's other end has vanished."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _say(peer, line):
+    # Lines are short and few: they fit the socket's buffer. Who has gone is noticed by reading.
+    with contextlib.suppress(OSError):
+        peer.socket.sendall(line.encode() + b"\n")

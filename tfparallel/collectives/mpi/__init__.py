@@ -1,0 +1,1 @@
+"""Collectives between workers through MPI, instead of TensorFlow's ring over gRPC."""

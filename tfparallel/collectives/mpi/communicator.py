@@ -1,0 +1,241 @@
+"""Collectives of NumPy arrays through MPI, checked, with deadlines.
+
+Before a collective the workers compare digests of what they are about to do: its number, name,
+shapes and types. Those that disagree raise, with what each of them said; none is left waiting.
+On one host that costs nothing, as the digest travels with the first barrier; between hosts it is
+one more exchange of 8 bytes.
+
+| algorithm | how |
+| --- | --- |
+| `mpi` | `mpi_shared_memory` where all workers share memory, else `mpi_library` |
+| `mpi_shared_memory` | `shared_memory.py` |
+| `mpi_library` and the rest of `library.py` | MPI_Iallreduce, asked for its end again and again |
+"""
+
+import hashlib
+import threading
+import types
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfparallel.collectives.mpi import library
+from tfparallel.collectives.mpi.buffers import KeptBuffers, layout
+from tfparallel.collectives.mpi.shared_memory import SMALL_BYTES, SharedMemory
+from tfparallel.collectives.mpi.waiting import Waiting
+
+ALGORITHMS = ("mpi", "mpi_shared_memory", *library.MPICH_ALGORITHMS)
+_NOTE_BYTES = 2048
+_FUNCTIONS = {
+    "all_reduce": "MPI_Iallreduce",
+    "all_gather": "MPI_Iallgather",
+    "reduce_scatter": "MPI_Ireduce_scatter_block",
+    "broadcast": "MPI_Ibcast",
+    "all_to_all": "MPI_Ialltoall",
+}
+_OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+
+
+class Communicator:
+    """The workers of a job, and the buffers of this one.
+
+    Every worker must make the same calls in the same order.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: A communicator whose ranks are the workers' indices.
+        algorithm: One of `ALGORITHMS`, for sums.
+        waiting: How to wait for the others.
+
+    Raises:
+        ValueError: If the algorithm cannot run here.
+    """
+
+    def __init__(self, mpi: types.ModuleType, comm, algorithm: str, waiting: Waiting):
+        self._mpi, self._comm = mpi, comm
+        self._waiting = waiting
+        self.num_ranks = comm.Get_size()
+        self._buffers = KeptBuffers()
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._variable, self._written = library.AlgorithmVariable(mpi), None
+        self._shared = None
+        host = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank())
+        if host.Get_size() == comm.Get_size():
+            self._shared = SharedMemory(mpi, comm, self._waiting)
+        self.use(algorithm)
+
+    def resolved(self, algorithm: str) -> str:
+        """Returns the algorithm that "mpi" stands for here.
+
+        Raises:
+            ValueError: If it cannot run here.
+        """
+        if algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"`all_reduce` through MPI must be one of {', '.join(ALGORITHMS)}. "
+                f"Received: {algorithm!r}."
+            )
+        if algorithm == "mpi":
+            return "mpi_shared_memory" if self._shared is not None else "mpi_library"
+        if algorithm == "mpi_shared_memory" and self._shared is None:
+            raise ValueError(
+                "'mpi_shared_memory' joins workers of one host. One host is required. Received: "
+                f"{self.num_ranks} workers that do not all share memory. Take all_reduce='mpi'."
+            )
+        return algorithm
+
+    def use(self, algorithm: str) -> None:
+        """Takes another algorithm for the sums from now on, on all workers.
+
+        Raises:
+            ValueError: If it cannot run here.
+        """
+        self.algorithm = self.resolved(algorithm)
+        self._write(self.algorithm)
+
+    def implementation(self, collective: str) -> str:
+        """Returns what truly runs a collective, in words."""
+        name = " ".join(self._mpi.Get_library_version().split("\n")[0].split())
+        if self._shared is not None and collective == "all_gather":
+            return "MPI shared memory, pipelined"
+        if collective == "all_reduce" and self.algorithm == "mpi_shared_memory":
+            return "MPI shared memory, pipelined"
+        chosen = self.algorithm.removeprefix("mpi_")
+        is_chosen = collective == "all_reduce" and chosen not in ("library", "shared_memory")
+        words = [name.replace(" Version:", ""), _FUNCTIONS[collective]]
+        return " ".join([*words, f"({chosen})"] if is_chosen else words)
+
+    def all_reduce(self, op: str, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Reduces each array over the workers, all at once.
+
+        Args:
+            op: "sum", "max" or "min".
+            arrays: Of one type, contiguous.
+
+        Returns:
+            The results, in buffers that are kept: see `KeptBuffers`.
+
+        Raises:
+            WorkerLostError: If a worker has ended, or did not come in time.
+            ValueError: If the workers do not make the same call.
+        """
+        dtype = arrays[0].dtype
+        sources = [_bytes_of(array) for array in arrays]
+        starts, num_bytes = layout([source.size for source in sources])
+        shapes = ", ".join(f"{dtype.name} {array.shape}" for array in arrays)
+        note = f"all_reduce(op={op!r}) of {shapes}"
+        with self._lock:
+            out = self._buffers.take(num_bytes)
+            if self.algorithm == "mpi_shared_memory":
+                if num_bytes <= SMALL_BYTES:
+                    self._shared.put_small(sources, starts)
+                    self._announce(note)
+                    self._shared.sum_small(op, out, dtype)
+                else:
+                    self._announce(note)
+                    self._shared.all_reduce(op, sources, starts, out, dtype)
+            else:
+                self._announce(note)
+                packed = sources[0]
+                if len(sources) > 1:
+                    packed = self._buffers.take(num_bytes)
+                    for source, start in zip(sources, starts, strict=True):
+                        packed[start : start + source.size] = source
+                # MPICH cannot halve what has fewer elements than there are workers.
+                is_tiny = packed.size < self.num_ranks * dtype.itemsize
+                self._write("mpi_library" if is_tiny else self.algorithm)
+                sent, received = packed.view(dtype), out[: packed.size].view(dtype)
+                operation = getattr(self._mpi, _OPS[op])
+                self._finish(self._comm.Iallreduce(sent, received, operation))
+        return [
+            out[start : start + source.size].view(dtype).reshape(array.shape)
+            for source, start, array in zip(sources, starts, arrays, strict=True)
+        ]
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """Joins the workers' arrays, of one shape, along axis 0."""
+        source = _bytes_of(array)
+        with self._lock:
+            out = self._buffers.take(source.size * self.num_ranks)
+            self._announce(f"all_gather() of {array.dtype.name} {array.shape}")
+            if self._shared is not None:
+                self._shared.all_gather(source, out)
+            else:
+                self._finish(self._comm.Iallgather(source, out))
+        return out.view(array.dtype).reshape(-1, *array.shape[1:])
+
+    def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
+        """Sums the workers' arrays, of a size that divides; each receives its share."""
+        with self._lock:
+            out = self._buffers.take(array.nbytes // self.num_ranks).view(array.dtype)
+            self._announce(f"reduce_scatter() of {array.dtype.name} {array.shape}")
+            self._finish(self._comm.Ireduce_scatter_block(array, out))
+        return out
+
+    def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
+        """Returns the root's array."""
+        with self._lock:
+            out = self._buffers.take(array.nbytes)
+            self._announce(f"broadcast(root={root}) of {array.dtype.name} {array.shape}")
+            if self._comm.Get_rank() == root:
+                out[:] = _bytes_of(array)
+            self._finish(self._comm.Ibcast(out, root))
+        return out.view(array.dtype).reshape(array.shape)
+
+    def all_to_all(self, array: np.ndarray) -> np.ndarray:
+        """Sends part k of the array, of n equal ones, to worker k."""
+        with self._lock:
+            out = self._buffers.take(array.nbytes)
+            self._announce(f"all_to_all() of {array.dtype.name} {array.shape}")
+            self._finish(self._comm.Ialltoall(_bytes_of(array), out))
+        return out.view(array.dtype).reshape(array.shape)
+
+    def _write(self, algorithm):
+        if algorithm in library.MPICH_ALGORITHMS and algorithm != self._written:
+            self._variable.write(algorithm)
+            self._written = algorithm
+
+    def _announce(self, note):
+        self._num_calls += 1
+        note = f"call {self._num_calls}, {note}"
+        digest = int.from_bytes(hashlib.blake2b(note.encode(), digest_size=7).digest())
+        if self._shared is not None:
+            said = self._shared.announce(note, digest)
+        else:
+            said = self._compare(note, digest)
+        if said is not None:
+            callers: dict[str, list[int]] = {}
+            for worker, text in enumerate(said):
+                callers.setdefault(text, []).append(worker)
+            received = "; ".join(
+                f"worker{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}"
+                for text, who in callers.items()
+            )
+            raise ValueError(
+                "The workers did not make the same call. The same collective of the same shapes "
+                "and types, in the same order, is required on all of them. Received: "
+                f"{received}. Run the same program on all workers, and look for a call under a "
+                "condition that not all of them meet."
+            )
+
+    def _compare(self, note, digest):
+        own, digests = np.array([digest]), np.empty(self.num_ranks, np.int64)
+        self._finish(self._comm.Iallgather(own, digests), may_sleep=True)
+        if (digests == digest).all():
+            return None
+        text = np.zeros(_NOTE_BYTES, np.uint8)
+        encoded = note.encode()[: _NOTE_BYTES - 1]
+        text[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        texts = np.empty((self.num_ranks, _NOTE_BYTES), np.uint8)
+        self._finish(self._comm.Iallgather(text, texts), may_sleep=True)
+        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in texts]
+
+    def _finish(self, request, may_sleep=False):
+        self._waiting.until(
+            request.Test, lambda: "not all of the others came", may_sleep=may_sleep
+        )
+
+
+def _bytes_of(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

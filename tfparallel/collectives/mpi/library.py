@@ -1,0 +1,130 @@
+"""MPI's library as mpi4py finds it, and the all-reduce algorithms that MPICH has.
+
+| name | algorithm | latency and volume, n ranks, S bytes |
+| --- | --- | --- |
+| `mpi_recursive_doubling` | partners at distance 1, 2, 4, … swap all they have | log₂n·(α + Sβ) |
+| `mpi_reduce_scatter_all_gather` | the same by halves, there and back (Rabenseifner) | \
+2log₂n·α + 2(n−1)/n·Sβ |
+| `mpi_ring` | 2(n−1) steps around a ring, S/n each | 2(n−1)α + 2(n−1)/n·Sβ |
+| `mpi_tree` | up a tree and down again, in pipelined pieces | 2log₂n·α + 2Sβ |
+| `mpi_library` | the library's own choice, whichever library it is | |
+
+MPICH chooses by *control variables*, which MPI's tool interface (MPI-3, chapter 15) can write
+while the program runs. mpi4py does not wrap that interface; it is called by ctypes here.
+
+References:
+    Rajeev Thakur, Rolf Rabenseifner, William Gropp, "Optimization of Collective Communication
+    Operations in MPICH", International Journal of High Performance Computing Applications 19(1),
+    2005.
+"""
+
+import ctypes
+import importlib
+import importlib.util
+import types
+
+__all__ = ["MPICH_ALGORITHMS", "PIP", "AlgorithmVariable", "is_installed", "load"]
+
+PIP = "pip install 'tfparallel[mpi]'"
+# Values of MPICH's variable, by the order in which it lists them.
+MPICH_ALGORITHMS = {
+    "mpi_library": 0,
+    "mpi_recursive_doubling": 4,
+    "mpi_reduce_scatter_all_gather": 5,
+    "mpi_tree": 8,
+    "mpi_ring": 9,
+}
+_ALGORITHM_VARIABLE = "MPIR_CVAR_IALLREDUCE_INTRA_ALGORITHM"
+_FALLBACK_VARIABLE = "MPIR_CVAR_COLLECTIVE_FALLBACK"
+_RAISE = 0  # Rather than to take another algorithm than the one asked for.
+_THREAD_MULTIPLE = 3
+
+
+def is_installed() -> bool:
+    """Whether mpi4py is there; it may still find no library."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def load() -> types.ModuleType:
+    """Imports mpi4py and starts MPI, unless the program has.
+
+    mpi4py would start it while it is imported, and hold Python's lock until all processes have
+    met; called through ctypes, other threads go on, such as the one that they meet in.
+
+    Returns:
+        The module `mpi4py.MPI`.
+
+    Raises:
+        RuntimeError: If mpi4py or MPI's library is missing, or MPI cannot start.
+    """
+    try:
+        rc = importlib.import_module("mpi4py").rc
+        rc.initialize = False
+        rc.finalize = False  # It waits for the others, of which one may be dead.
+        mpi = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            "All-reduce through MPI needs mpi4py and an MPI library, which this Python lacks. "
+            f"Received: {str(error).splitlines()[0]}. To mend it: {PIP}"
+        ) from None
+    if not mpi.Is_initialized():
+        start = ctypes.CDLL(mpi.__file__).MPI_Init_thread
+        failed = start(None, None, _THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+        if failed:
+            raise RuntimeError(f"MPI cannot start. Received: error {failed} from MPI_Init_thread.")
+        # As mpi4py does: errors become exceptions.
+        mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
+        mpi.COMM_SELF.Set_errhandler(mpi.ERRORS_RETURN)
+    return mpi
+
+
+class AlgorithmVariable:
+    """MPICH's variable that chooses the algorithm of all-reduces, in this process.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+    """
+
+    def __init__(self, mpi: types.ModuleType):
+        self._mpi = mpi
+        self._library = ctypes.CDLL(mpi.__file__)
+        self._handle = None
+
+    def write(self, name: str) -> None:
+        """Makes all-reduces that do not block use an algorithm from now on.
+
+        Args:
+            name: A key of `MPICH_ALGORITHMS`.
+
+        Raises:
+            ValueError: If the library is not MPICH, or has no such algorithm.
+        """
+        try:
+            if self._handle is None:
+                level = ctypes.c_int()
+                self._library.MPI_T_init_thread(_THREAD_MULTIPLE, ctypes.byref(level))
+                self._set(self._handle_of(_FALLBACK_VARIABLE), _RAISE)
+                self._handle = self._handle_of(_ALGORITHM_VARIABLE)
+            self._set(self._handle, MPICH_ALGORITHMS[name])
+        except (AttributeError, OSError) as error:
+            if name == "mpi_library":
+                return
+            version = self._mpi.Get_library_version().splitlines()[0]
+            raise ValueError(
+                f"'{name}' is an algorithm of MPICH's library, which lets programs choose. MPICH "
+                f"is required. Received: {version} ({error}). Take all_reduce='mpi' or "
+                "'mpi_library'."
+            ) from None
+
+    def _handle_of(self, name):
+        index, handle, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
+        if self._library.MPI_T_cvar_get_index(name.encode(), ctypes.byref(index)):
+            raise OSError(f"it has no {name}")
+        arguments = (index, None, ctypes.byref(handle), ctypes.byref(count))
+        if self._library.MPI_T_cvar_handle_alloc(*arguments):
+            raise OSError(f"{name} cannot be reached")
+        return handle
+
+    def _set(self, handle, value):
+        if self._library.MPI_T_cvar_write(handle, ctypes.byref(ctypes.c_int(value))):
+            raise OSError("it cannot be told")

@@ -1,0 +1,156 @@
+"""Makes the workers of a job, whoever started them, ranks of one MPI program.
+
+Under `mpiexec` and `srun` MPI knows its processes already. Under `tfparallel launch`, TF_CONFIG or
+Kubernetes nobody has told it: worker 0 then serves the little that MPI's library asks of the one
+that starts processes (`tfparallel.cluster.pmi`), and they join just as if `mpiexec` had started
+them, at the same speed; our supervisor keeps its grip on them.
+"""
+
+import atexit
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tfparallel.cluster import pmi
+from tfparallel.cluster.environment import available_cores
+from tfparallel.collectives.mpi import library
+from tfparallel.collectives.mpi.communicator import Communicator
+from tfparallel.collectives.mpi.waiting import Waiting
+
+__all__ = ["join"]
+
+# Of processes that `mpiexec` or `srun` started: PMI-1 and 2 (MPICH, Intel, Slurm), PMIx (Open MPI).
+_STARTED_BY_MPI = ("PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+_CONNECT_SECONDS = 30.0
+_END_SECONDS = 5.0
+
+
+def join(
+    exchange: Callable[[Any], list[Any]],
+    worker: int,
+    host: str,
+    algorithm: str,
+    timeout_seconds: float = 0.0,
+) -> Communicator:
+    """Joins the workers through MPI.
+
+    Args:
+        exchange: Sends what JSON can hold to all workers, and returns every worker's, in order.
+        worker: This worker's index.
+        host: Worker 0's host, as the others know it.
+        algorithm: See `Communicator`.
+        timeout_seconds: How long a collective waits for the others; 0 for ever.
+
+    Raises:
+        RuntimeError: If mpi4py or MPI's library is missing on a worker, or MPI did not start all
+            workers.
+        ValueError: If the algorithm cannot run here.
+    """
+    server, token = None, None
+    offer: dict[str, Any] = {
+        "installed": library.is_installed(),
+        "started": any(name in os.environ for name in _STARTED_BY_MPI),
+        "memory": _memory_name(),
+        "cores": available_cores(),
+    }
+    said = exchange(offer)
+    lacking = [k for k, other in enumerate(said) if not other["installed"]]
+    if lacking:
+        raise RuntimeError(
+            "All-reduce through MPI needs mpi4py and an MPI library on every worker. Received: "
+            f"none on worker{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}. To mend "
+            f"it: {library.PIP}"
+        )
+    if worker == 0:
+        token = secrets.token_hex(16)
+        server = _serve(host, [other["memory"] for other in said], token)
+    place = exchange({"port": server.port, "token": token} if server else None)[0]
+    address, token = (host, place["port"]), place["token"]
+    if not any(other["started"] for other in said):
+        mpi = _load_by(address, token, worker, len(said))
+    else:
+        mpi = library.load()
+        if mpi.COMM_WORLD.Get_size() != len(said):
+            raise RuntimeError(
+                f"MPI started {mpi.COMM_WORLD.Get_size()} processes, and the job has {len(said)} "
+                "workers. As many are required. Received: worker "
+                f"{worker}. Start all workers by one mpiexec or srun, of the MPI library that "
+                "mpi4py finds, or all by `tfparallel launch`."
+            )
+        atexit.register(_finalize, mpi)
+    watch = pmi.Watch(pmi.connect(address, token, worker, "watch", _CONNECT_SECONDS))
+    watch.start()
+    comm = mpi.COMM_WORLD.Split(0, key=worker)
+    comm.Barrier()
+    _forget_names(mpi)
+    waiting = Waiting(lambda: watch.lost, timeout_seconds, has_core=_have_cores(said))
+    return Communicator(mpi, comm, algorithm, waiting)
+
+
+def _serve(host, memories, token):
+    try:
+        server = pmi.Server(host, memories, token)
+    except OSError:  # A name or an address that this host does not know as its own.
+        server = pmi.Server("0.0.0.0", memories, token)
+    server.start()
+    return server
+
+
+def _load_by(address, token, worker, num_workers):
+    """Starts MPI with our own server as its process manager."""
+    connected = pmi.connect(address, token, worker, "pmi", _CONNECT_SECONDS)
+    settings = {
+        "PMI_FD": str(connected.detach()),
+        "PMI_RANK": str(worker),
+        "PMI_SIZE": str(num_workers),
+    }
+    os.environ.update(settings)
+    try:
+        return library.load()
+    finally:
+        # Else processes started from here would take themselves for this rank.
+        for name in settings:
+            del os.environ[name]
+
+
+def _have_cores(said) -> bool:
+    """Whether no host has more workers than cores that they may use."""
+    by_host: dict[str, list] = {}
+    for other in said:
+        by_host.setdefault(other["memory"], []).append(other["cores"])
+    return all(len(set().union(*cores)) >= len(cores) for cores in by_host.values())
+
+
+def _memory_name() -> str:
+    """Names the memory that processes share: a host's, or a container's of its own."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        status = os.stat("/dev/shm")
+        parts += [str(status.st_dev), str(status.st_ino)]
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    return "/".join(parts)
+
+
+def _forget_names(mpi) -> None:
+    """Removes the files of MPICH's shared memory, which every worker has mapped by now.
+
+    A worker that is killed would leave them behind.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/maps") as file:
+        for line in file:
+            name = line.split()[-1]
+            if name.startswith("/dev/shm/mpich_shm_"):
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+
+
+def _finalize(mpi) -> None:
+    # What `mpiexec` waits for; but never for a worker that is gone.
+    ending = threading.Thread(target=mpi.Finalize, daemon=True)
+    ending.start()
+    ending.join(_END_SECONDS)

@@ -1,0 +1,100 @@
+"""The workers of a job whose tensors travel through MPI.
+
+A collective is a Python function in TensorFlow's graph (`tf.numpy_function`), which reads the
+tensors where they lie and returns arrays that TensorFlow takes over as they are. All collectives
+of a worker run in the order of its program: each reads, and then writes, one variable.
+
+Numbers of 16 bits are summed in 32, rounded once, and not, as in TensorFlow's ring, at every step.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.collectives.between_workers import WorkerGroup, by_dtype
+from tfparallel.collectives.mpi.communicator import Communicator
+
+_HALVES = (tf.float16, tf.bfloat16)
+
+
+class MpiWorkerGroup(WorkerGroup):
+    """The workers of a job; see `WorkerGroup`.
+
+    Args:
+        group: The same workers, joined by TensorFlow.
+        communicator: The same workers, joined by MPI.
+    """
+
+    def __init__(self, group: WorkerGroup, communicator: Communicator):
+        vars(self).update({k: v for k, v in vars(group).items() if k != "for_users"})
+        self._group = group
+        self.communicator = communicator
+        self.transport = communicator.algorithm
+
+    @functools.cached_property
+    def for_users(self) -> "MpiWorkerGroup":
+        """The same; every call is compared, and so none of a user's can meet a program's."""
+        return self
+
+    @property
+    def by_tensorflow(self) -> WorkerGroup:
+        """The same workers, joined by TensorFlow's own collectives."""
+        return self._group
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+        """Reduces each tensor over the workers. One collective for each dtype."""
+        results: list = [None] * len(tensors)
+        wide = [tf.cast(x, tf.float32) if x.dtype in _HALVES else x for x in tensors]
+        for indices in by_dtype(wide).values():
+            reduced = self._run(
+                functools.partial(self._reduce, op), [wide[i] for i in indices]
+            )
+            for i, y in zip(indices, reduced, strict=True):
+                results[i] = tf.cast(tf.ensure_shape(y, tensors[i].shape), tensors[i].dtype)
+        return results
+
+    def _collective(self, name: str, flat: tf.Tensor) -> tf.Tensor:
+        if name != "all_gather":
+            return self.all_reduce([flat], name)[0]
+        (joined,) = self._run(self._gather, [flat])
+        length = flat.shape[0]
+        return tf.ensure_shape(joined, [None if length is None else length * self.num_workers])
+
+    def run_on_arrays(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
+        """Runs a collective that only a benchmark asks for: "reduce_scatter" and so on."""
+        function = getattr(self.communicator, name)
+        return self._run(lambda array: [function(array)], [tensor])[0]
+
+    def _reduce(self, op: str, *arrays: np.ndarray) -> list[np.ndarray]:
+        return self.communicator.all_reduce(op, arrays)
+
+    def _gather(self, array: np.ndarray) -> list[np.ndarray]:
+        return [self.communicator.all_gather(array)]
+
+    def _run(self, function, tensors) -> list[tf.Tensor]:
+        def call(*arrays: Any) -> list[np.ndarray]:
+            try:
+                return function(*arrays)
+            except Exception as error:
+                WorkerGroup.failure = error  # TensorFlow keeps its text alone.
+                raise
+
+        dtypes = [tensor.dtype for tensor in tensors]
+        with tf.device("CPU:0"):
+            if tf.executing_eagerly():
+                try:
+                    return tf.nest.flatten(tf.numpy_function(call, tensors, dtypes))
+                except tf.errors.OpError as error:
+                    if WorkerGroup.failure is None:
+                        raise
+                    raise WorkerGroup.failure from error
+            # A read is ordered behind the last write, and a write behind the last read.
+            before = self._ordering_token.read_value()
+            with tf.control_dependencies([before]):
+                results = tf.nest.flatten(tf.numpy_function(call, tensors, dtypes))
+            with tf.control_dependencies(results):
+                self._ordering_token.assign(before)
+        return results
