@@ -38,6 +38,23 @@ def test_what_was_written_is_read(tmp_path):
         np.testing.assert_array_equal(array, expected)
 
 
+def test_arrays_are_written_and_read_one_by_one(tmp_path):
+    """A model on many devices is larger than the memory of the process that writes it."""
+    log = []
+
+    def arrays():
+        for index in range(3):
+            log.append(f"take {index}")
+            yield np.full(4, index)
+
+    folder = CheckpointFolder(str(tmp_path), 1)
+    folder.prepare()
+    folder.write(1, [[f"v{i}", [4], "int64"] for i in range(3)], arrays(), {})
+    found = folder.newest()
+    assert [array[0] for array in found.arrays(1, 3)] == [1, 2]
+    assert next(found.arrays(2))[0] == 2 and log == ["take 0", "take 1", "take 2"]
+
+
 def test_the_newest_are_kept(tmp_path):
     folder = written(tmp_path, [1, 2, 30, 4_000_000_000], keep=2)
     assert names(tmp_path) == ["step_00000030", "step_4000000000"]
