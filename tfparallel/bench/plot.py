@@ -1,7 +1,7 @@
 """The plot of a sweep: time and bus bandwidth over size, a line an algorithm.
 
 Measured points are joined by solid lines, in bands from the 10th to the 90th percentile; the cost
-model is dashed; below the machine's limit nothing can be.
+model is dashed; what does not fit into the caches cannot be below the memory's limit.
 """
 
 from collections.abc import Sequence
@@ -113,16 +113,16 @@ def _draw_limit(time_axes, bus_axes, rows, bandwidth, shared, factor):
     times = least_bytes(rows[0].num_ranks, sizes, shared) / bandwidth
     # Where it is far below what was measured, it says nothing.
     floor = min(row.quantile_seconds(0.1) for row in rows) * 1e6 / 4
-    top = np.maximum(times * 1e6, floor)
-    time_axes.fill_between(sizes, floor, top, color="#bbbbbb", alpha=0.35, linewidth=0)
-    time_axes.plot(sizes, times * 1e6, color="#888888", linewidth=1.0,
-                   label=f"memory's limit ({bandwidth / 1e9:.0f} GB/s)")  # fmt: skip
+    below = {"color": "#bbbbbb", "alpha": 0.35, "linewidth": 0}
+    time_axes.fill_between(sizes, times * 1e6, 1e-9, **below)
+    label = f"memory's limit ({bandwidth / 1e9:.0f} GB/s;\ncaches are faster)"
+    time_axes.plot(sizes, times * 1e6, color="#888888", linewidth=1.0, label=label)
     time_axes.set_ylim(bottom=floor)
     best = float(sizes[0] / times[0] / 1e9 * factor)
     highest = max(row.bus_bw for row in rows)
     if best < 3 * highest:
         bus_axes.axhline(best, color="#888888", linewidth=1.0)
-        bus_axes.axhspan(best, best * 1.08, color="#bbbbbb", alpha=0.35, linewidth=0)
+        bus_axes.axhspan(best, best * 1.08, **below)
     else:
         bus_axes.annotate(
             f"memory's limit: {best:.1f} GB/s ↑", (0.02, 0.97), xycoords="axes fraction",
