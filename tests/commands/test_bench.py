@@ -73,7 +73,7 @@ def test_a_sweep_is_checked_written_drawn_and_chosen_by(tmp_path, monkeypatch):
         *(f"--json={paths['json']}", f"--csv={paths['csv']}", f"--plot={paths['png']}"),
     )
     assert code == 0, error
-    assert "# Out of bounds values : 0 OK" in shown and "Cost model" in shown
+    assert "# Out of bounds values : 0 OK" in shown and "Cost model, memory" in shown
     content = json.loads(paths["json"].read_text())
     algorithms = {row["algorithm"] for row in content["rows"]}
     assert len(algorithms) >= 8 and "tf_ring" in algorithms
@@ -85,6 +85,7 @@ def test_a_sweep_is_checked_written_drawn_and_chosen_by(tmp_path, monkeypatch):
         assert len(list(csv.DictReader(file))) == len(content["rows"])
     assert paths["png"].read_bytes().startswith(b"\x89PNG")
     assert os.listdir(tmp_path / "profiles") == ["all_reduce_cpu_3.json"]
+    assert main(["plan", "all_reduce", "--ranks=8", f"--sweep={paths['json']}"]) == 0
     report = tmp_path / "report.json"
     code, _, error = tfparallel(
         *("train", BLOBS, "--parallel=data", "--num_devices=3", "--all_reduce=auto"),

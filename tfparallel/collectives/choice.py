@@ -18,14 +18,14 @@ import tensorflow as tf
 
 from tfparallel.collectives import cross_device, profile
 
-DEFAULT = "reduce_to_one"
+DEFAULT = "tf_reduce_to_one"
 BUDGET_SECONDS = 1.5
 # Another than the default must be this much faster.
 MIN_GAIN = 0.1
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 15
 # What ties or wins somewhere in one process, the likely ones first: time may run out.
-_CANDIDATES = ("nccl", "reduce_to_one", "tf_hierarchical_copy", "tree", "hierarchical", "ring")
+_CANDIDATES = ("nccl", DEFAULT, "tf_hierarchical_copy", "tree", "hierarchical", "ring")
 # Of many tensors the smallest are measured as one.
 _MAX_TENSORS = 32
 
@@ -138,14 +138,13 @@ def choose(
 
 def _fastest(seconds, source, size) -> Choice:
     best = min(seconds, key=seconds.get)
-    default = DEFAULT if DEFAULT in seconds else "tf_reduce_to_one"
-    if default not in seconds:
+    if DEFAULT not in seconds:
         return Choice(best, source, f"{size}: the fastest of those measured", seconds)
-    gain = 1 - seconds[best] / seconds[default]
+    gain = 1 - seconds[best] / seconds[DEFAULT]
     if gain < MIN_GAIN:
         why = f"{size}: none is faster by {MIN_GAIN:.0%}; the best ({best}) by {max(gain, 0):.0%}"
-        return Choice(default, source, why, seconds)
-    return Choice(best, source, f"{size}: {gain:.0%} less time than {default}", seconds)
+        return Choice(DEFAULT, source, why, seconds)
+    return Choice(best, source, f"{size}: {gain:.0%} less time than {DEFAULT}", seconds)
 
 
 def _default(devices):

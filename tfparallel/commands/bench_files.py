@@ -35,11 +35,11 @@ def conclude(
     """
     shared = bool(devices)
     is_sweep = len({row.size_bytes for row in rows}) > 1
-    model = models.fitted(rows, shared) if is_sweep else None
+    found = models.fitted(rows, shared) if is_sweep else {}
     winners = ", ".join(f"{name} from {size} B" for size, name in models.fastest(rows))
     print(f"# Fastest, as measured : {winners}")
-    if model is not None:
-        print(f"# Cost model           : {models.describe(model)}")
+    for transport, model in found.items():
+        print(f"# Cost model, {transport:<8} : {models.describe(model)}")
     bandwidth = None
     if values.plot is not None or values.json is not None:
         bandwidth = memory_bandwidth()
@@ -47,7 +47,7 @@ def conclude(
         content = {
             "configuration": resolved(values),
             "environment": _environment(world, bandwidth),
-            "model": None if model is None else models.as_json(model),
+            "models": {name: models.as_json(model) for name, model in found.items()},
             "rows": [row.as_json() for row in rows],
         }
         with _written(values.json) as file:
@@ -64,7 +64,7 @@ def conclude(
         # Matplotlib is an extra: loaded where it is asked for.
         plot = importlib.import_module("tfparallel.bench.plot")
         plot.draw(
-            values.plot, rows, title=title, model=model, bandwidth=bandwidth, shared=shared
+            values.plot, rows, title=title, models=found, bandwidth=bandwidth, shared=shared
         )
         print(f"wrote {values.plot}")
     if values.save_profile and devices:

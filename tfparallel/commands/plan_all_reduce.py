@@ -124,7 +124,9 @@ def _model(values) -> CostModel:
 def _fitted(path) -> CostModel:
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)["model"]
+            models = json.load(file)["models"]
+        # That of most times, where several transports were measured.
+        found = max(models.values(), key=lambda model: len(model["residuals"]))
         return CostModel(
             found["alpha"], found["beta"], found["gamma"], found["fixed"], found["transport"],
             residuals=tuple(found["residuals"]),
