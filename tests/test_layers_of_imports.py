@@ -34,7 +34,8 @@ ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packa
 # What decides in plain Python, and can be imported in milliseconds.
 PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
 PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.bench"]
-PLAIN += ["bench.contender", "bench.measure", "bench.table"]
+PLAIN += ["bench.measure", "bench.table", "commands.plan_all_reduce"]
+PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]
 HEAVY = {"tensorflow", "keras"}
 
 

@@ -6,6 +6,7 @@ import pytest
 from tfparallel.bench import inputs, table
 from tfparallel.bench.contender import OneProcess
 from tfparallel.bench.measure import measure
+from tfparallel.bench.model import fitted
 from tfparallel.bench.row import Row, bus_factor
 from tfparallel.bench.sizes import parse_size, sweep
 
@@ -114,3 +115,17 @@ def test_sizes():
             parse_size(text)
     with pytest.raises(ValueError, match="at least 2.*below the smallest.*no element of 8"):
         sweep(4, 2, 1, 8)
+
+
+def test_each_transport_between_workers_has_a_model_of_its_own():
+    rows = [
+        Row(name, "x", "all_reduce", 2, size // 4, size, "float32", (time * (1e-4 + size / 1e9),),
+            0.0, 0)
+        for name, time in (("ring", 4.0), ("mpi_ring", 1.0), ("mpi_tree", 1.0), ("mpi", 1.0))
+        for size in (4096, 65536, 2**20, 2**24)
+    ]  # fmt: skip
+    models = fitted(rows, shared=False)
+    assert list(models) == ["gRPC", "MPI"]
+    slow, fast = models["gRPC"].seconds("ring", 2, 2**22), models["MPI"].seconds("ring", 2, 2**22)
+    assert slow == pytest.approx(4 * (1e-4 + 2**22 / 1e9), rel=1e-3) and fast < slow / 2
+    assert fitted(rows, shared=True).keys() == {"memory"}  # The ring, there, is ours.

@@ -20,8 +20,8 @@ def code_cells(notebook):
 
 
 def test_there_is_a_notebook():
-    forms = ["data_parallel", "model_parallel", "multi_worker"]
-    assert [path.stem for path in NOTEBOOKS] == forms
+    names = ["all_reduce", "data_parallel", "model_parallel", "multi_worker"]
+    assert [path.stem for path in NOTEBOOKS] == names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

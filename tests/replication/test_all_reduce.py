@@ -109,15 +109,18 @@ def test_auto_measures_once_and_says_why():
 
 
 def test_a_profile_decides_and_another_machines_is_an_error():
-    times = {"reduce_to_one": [(100, 2e-3), (10000, 2e-3)], "tree": [(100, 1e-3), (10000, 4e-3)]}
+    times = {
+        "tf_reduce_to_one": [(100, 2e-3), (10000, 2e-3)],
+        "tree": [(100, 1e-3), (10000, 4e-3)],
+    }
     path = profile.save(DEVICES, times)
     loaded = profile.load(DEVICES)
     small, large = [(25, tf.float32)], [(2500, tf.float32)]
     assert choice.choose(DEVICES, small, loaded).algorithm == "tree"
     found = choice.choose(DEVICES, large, loaded)
-    assert found.algorithm == "reduce_to_one" and found.source == "profile"
+    assert found.algorithm == "tf_reduce_to_one" and found.source == "profile"
     # By a straight line of logarithms, half-way: 1 ms and 4 ms give 2 ms. A tie is the default's.
-    assert choice.choose(DEVICES, [(250, tf.float32)], loaded).algorithm == "reduce_to_one"
+    assert choice.choose(DEVICES, [(250, tf.float32)], loaded).algorithm == "tf_reduce_to_one"
     content = json.loads(path.read_text())
     content["key"]["host"] = "elsewhere"
     path.write_text(json.dumps(content))
@@ -128,7 +131,18 @@ def test_a_profile_decides_and_another_machines_is_an_error():
 
 def test_without_a_profile_and_without_measuring_it_is_the_default():
     found = choice.choose(DEVICES, [(10, tf.float32)], None, calibrate=False)
-    assert (found.algorithm, found.source) == ("reduce_to_one", "default")
+    assert (found.algorithm, found.source) == ("tf_reduce_to_one", "default")
+
+
+def test_a_loop_refuses_what_cannot_run_in_it():
+    strategy = tfparallel.MirroredStrategy(DEVICES, all_reduce="tf_ring")
+    model = tfparallel.data_parallel(build_model, strategy)
+    with pytest.raises(ValueError, match="steps_per_execution=2, all_reduce='tf_ring'. Take"):
+        model.compile("sgd", "mse", steps_per_execution=2)
+    strategy = tfparallel.MirroredStrategy(DEVICES, all_reduce="hierarchical")
+    model = tfparallel.data_parallel(build_model, strategy)
+    model.compile("sgd", "mse", steps_per_execution=2)
+    model.fit(*data(), batch_size=8, verbose=0)
 
 
 def test_mistakes():

@@ -7,18 +7,48 @@ from tfparallel.collectives.algorithms.catalog import ALGORITHMS
 from tfparallel.collectives.cost_model import CostModel, Measurement, fit
 
 _FEWEST = 4  # Numbers that are fitted.
+_BETWEEN_WORKERS = {
+    "ring": ("gRPC", "ring"),
+    "ring_tuned": ("gRPC, tuned", "ring"),
+    "mpi_ring": ("MPI", "ring"),
+    "mpi_tree": ("MPI", "tree"),
+    "mpi_recursive_doubling": ("MPI", "recursive_doubling"),
+    "mpi_reduce_scatter_all_gather": ("MPI", "halving_doubling"),
+}
 
 
-def fitted(rows: Sequence[Row], shared: bool) -> CostModel | None:
-    """Returns the model of a sweep, or None if too little of it can be modelled."""
-    measured = [
-        Measurement(row.algorithm, row.num_ranks, row.size_bytes, row.median_seconds)
-        for row in rows
-        if row.algorithm in ALGORITHMS and row.collective == "all_reduce"
-    ]
-    if len(measured) < _FEWEST:
-        return None
-    return fit(measured, "shared" if shared else "wire")
+def fitted(rows: Sequence[Row], shared: bool) -> dict[str, CostModel]:
+    """Returns a model for each transport of a sweep that has enough times to fit one.
+
+    Args:
+        rows: The sweep.
+        shared: Whether the ranks are devices of one process.
+    """
+    measured: dict[str, list[Measurement]] = {}
+    for row in rows:
+        modelled = modelled_as(row.algorithm, shared)
+        if modelled is not None and row.collective == "all_reduce":
+            transport, algorithm = modelled
+            measured.setdefault(transport, []).append(
+                Measurement(algorithm, row.num_ranks, row.size_bytes, row.median_seconds)
+            )
+    kind = "shared" if shared else "wire"
+    return {
+        transport: fit(times, kind)
+        for transport, times in measured.items()
+        if len(times) >= _FEWEST
+    }
+
+
+def modelled_as(name: str, shared: bool) -> tuple[str, str] | None:
+    """Returns the transport and the schedule behind a contender's name; None for an unknown one.
+
+    What a library calls its algorithms says what they send, not how: each transport has numbers
+    of its own.
+    """
+    if shared:
+        return ("memory", name) if name in ALGORITHMS else None
+    return _BETWEEN_WORKERS.get(name)
 
 
 def describe(model: CostModel) -> str:

@@ -1,10 +1,10 @@
 """The plot of a sweep: time and bus bandwidth over size, a line an algorithm.
 
 Measured points are joined by solid lines, in bands from the 10th to the 90th percentile; the cost
-model is dashed; below the machine's limit nothing can be.
+model is dashed; what does not fit into the caches cannot be below the memory's limit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from tfparallel.bench.limit import least_bytes
+from tfparallel.bench.model import modelled_as
 from tfparallel.bench.row import Row, bus_factor
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS
 from tfparallel.collectives.cost_model import CostModel
@@ -27,7 +28,7 @@ def draw(
     rows: Sequence[Row],
     *,
     title: str,
-    model: CostModel | None = None,
+    models: Mapping[str, CostModel] | None = None,
     bandwidth: float | None = None,
     shared: bool = True,
 ) -> None:
@@ -37,7 +38,7 @@ def draw(
         path: Where the PNG goes.
         rows: The measurement, of one collective and one number of ranks.
         title: What was measured.
-        model: Draws its predictions, too.
+        models: By transport, as `tfparallel.bench.model.fitted` returns; draws what they predict.
         bandwidth: Bytes a second of the memory; draws the limit, too.
         shared: Whether the ranks share memory, for the limit.
     """
@@ -59,8 +60,10 @@ def draw(
             sizes, np.multiply(low, 1e6), np.multiply(high, 1e6), color=styles[name]["color"],
             alpha=0.07, linewidth=0,
         )  # fmt: skip
-        if model is not None and name in ALGORITHMS:
-            predicted = np.array([model.seconds(name, num_ranks, size) for size in sizes])
+        transport, algorithm = modelled_as(name, shared) or (None, None)
+        if models and transport in models:
+            model = models[transport]
+            predicted = np.array([model.seconds(algorithm, num_ranks, size) for size in sizes])
             dashed = {"color": styles[name]["color"], "linestyle": (0, (4, 2)), "linewidth": 1.0}
             time_axes.plot(sizes, predicted * 1e6, alpha=0.8, **dashed)
             bus_axes.plot(sizes, sizes / predicted / 1e9 * factor, alpha=0.8, **dashed)
@@ -78,9 +81,9 @@ def draw(
         axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    if model is not None:
-        time_axes.plot([], [], color="#555555", linestyle=(0, (4, 2)), linewidth=1.0,
-                       label=f"cost model (median error {model.median_error:.0%})")  # fmt: skip
+    for transport, model in (models or {}).items():
+        label = f"cost model, {transport}\n(median error {model.median_error:.0%})"
+        time_axes.plot([], [], color="#555555", linestyle=(0, (4, 2)), linewidth=1.0, label=label)
     figure.legend(*time_axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.suptitle(title, fontsize=13)
     figure.savefig(path)
@@ -113,16 +116,16 @@ def _draw_limit(time_axes, bus_axes, rows, bandwidth, shared, factor):
     times = least_bytes(rows[0].num_ranks, sizes, shared) / bandwidth
     # Where it is far below what was measured, it says nothing.
     floor = min(row.quantile_seconds(0.1) for row in rows) * 1e6 / 4
-    top = np.maximum(times * 1e6, floor)
-    time_axes.fill_between(sizes, floor, top, color="#bbbbbb", alpha=0.35, linewidth=0)
-    time_axes.plot(sizes, times * 1e6, color="#888888", linewidth=1.0,
-                   label=f"memory's limit ({bandwidth / 1e9:.0f} GB/s)")  # fmt: skip
+    below = {"color": "#bbbbbb", "alpha": 0.35, "linewidth": 0}
+    time_axes.fill_between(sizes, times * 1e6, 1e-9, **below)
+    label = f"memory's limit ({bandwidth / 1e9:.0f} GB/s;\ncaches are faster)"
+    time_axes.plot(sizes, times * 1e6, color="#888888", linewidth=1.0, label=label)
     time_axes.set_ylim(bottom=floor)
     best = float(sizes[0] / times[0] / 1e9 * factor)
     highest = max(row.bus_bw for row in rows)
     if best < 3 * highest:
         bus_axes.axhline(best, color="#888888", linewidth=1.0)
-        bus_axes.axhspan(best, best * 1.08, color="#bbbbbb", alpha=0.35, linewidth=0)
+        bus_axes.axhspan(best, best * 1.08, **below)
     else:
         bus_axes.annotate(
             f"memory's limit: {best:.1f} GB/s ↑", (0.02, 0.97), xycoords="axes fraction",

@@ -3,6 +3,9 @@
 A saved profile decides; without one, the algorithms take turns on tensors of the sizes at hand,
 for less than two seconds, before the first step. TensorFlow's default is one of them, and another
 one is taken only if it is clearly faster: within the noise of a measurement the default stays.
+
+Times are lower quartiles. What else runs on a machine makes calls slower, never faster, and strikes
+some algorithms more than others in a short measurement.
 """
 
 import dataclasses
@@ -15,14 +18,14 @@ import tensorflow as tf
 
 from tfparallel.collectives import cross_device, profile
 
-DEFAULT = "reduce_to_one"
+DEFAULT = "tf_reduce_to_one"
 BUDGET_SECONDS = 1.5
 # Another than the default must be this much faster.
 MIN_GAIN = 0.1
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 15
 # What ties or wins somewhere in one process, the likely ones first: time may run out.
-_CANDIDATES = ("nccl", "reduce_to_one", "tf_hierarchical_copy", "tree", "hierarchical", "ring")
+_CANDIDATES = ("nccl", DEFAULT, "tf_hierarchical_copy", "tree", "hierarchical", "ring")
 # Of many tensors the smallest are measured as one.
 _MAX_TENSORS = 32
 
@@ -35,7 +38,7 @@ class Choice:
         algorithm: Its name.
         source: "profile", "calibration", "default" or "argument".
         why: For people.
-        seconds: Time of a reduction by algorithm, as measured; empty for "default".
+        seconds: Time of a reduction by algorithm, the lower quartile; empty if none was measured.
     """
 
     algorithm: str
@@ -124,7 +127,7 @@ def choose(
         seconds = {
             name: profile.seconds_at(row, size_bytes)
             for name, row in measured.items()
-            if name in runnable
+            if name in runnable and name not in cross_device.NOT_IN_LOOPS
         }
         return _fastest(seconds, "profile", size)
     if calibrate and size_bytes:
@@ -135,14 +138,13 @@ def choose(
 
 def _fastest(seconds, source, size) -> Choice:
     best = min(seconds, key=seconds.get)
-    default = DEFAULT if DEFAULT in seconds else "tf_reduce_to_one"
-    if default not in seconds:
+    if DEFAULT not in seconds:
         return Choice(best, source, f"{size}: the fastest of those measured", seconds)
-    gain = 1 - seconds[best] / seconds[default]
+    gain = 1 - seconds[best] / seconds[DEFAULT]
     if gain < MIN_GAIN:
         why = f"{size}: none is faster by {MIN_GAIN:.0%}; the best ({best}) by {max(gain, 0):.0%}"
-        return Choice(default, source, why, seconds)
-    return Choice(best, source, f"{size}: {gain:.0%} less time than {default}", seconds)
+        return Choice(DEFAULT, source, why, seconds)
+    return Choice(best, source, f"{size}: {gain:.0%} less time than {DEFAULT}", seconds)
 
 
 def _default(devices):
@@ -150,7 +152,7 @@ def _default(devices):
 
 
 def _calibrated(devices, specs) -> dict[str, float]:
-    """Median seconds of each candidate, in turns, until the time is up."""
+    """The lower quartile of each candidate's seconds; in turns, until the time is up."""
     deadline = time.perf_counter() + BUDGET_SECONDS
     runnable = cross_device.runnable(devices)
     steps, times = {}, {}
@@ -170,7 +172,7 @@ def _calibrated(devices, specs) -> dict[str, float]:
                 start = time.perf_counter()
                 step()
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(row) for name, row in times.items()}
+    return {name: statistics.quantiles(row, n=4)[0] for name, row in times.items()}
 
 
 def _coarse(specs):

@@ -47,6 +47,8 @@ _TENSORFLOW = {
     "nccl": (lambda devices: tf.distribute.NcclAllReduce(), "tf.distribute.NcclAllReduce"),
 }
 NAMES = (*ALGORITHMS, *_TENSORFLOW)
+# TensorFlow feeds these a new key for each call, from Python: a `tf.while_loop` has none to give.
+NOT_IN_LOOPS = ("tf_ring",)
 
 
 class ScheduledAllReduce(tf.distribute.CrossDeviceOps):

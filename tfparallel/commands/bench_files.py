@@ -35,11 +35,11 @@ def conclude(
     """
     shared = bool(devices)
     is_sweep = len({row.size_bytes for row in rows}) > 1
-    model = models.fitted(rows, shared) if is_sweep else None
+    found = models.fitted(rows, shared) if is_sweep else {}
     winners = ", ".join(f"{name} from {size} B" for size, name in models.fastest(rows))
     print(f"# Fastest, as measured : {winners}")
-    if model is not None:
-        print(f"# Cost model           : {models.describe(model)}")
+    for transport, model in found.items():
+        print(f"# Cost model, {transport:<8} : {models.describe(model)}")
     bandwidth = None
     if values.plot is not None or values.json is not None:
         bandwidth = memory_bandwidth()
@@ -47,7 +47,7 @@ def conclude(
         content = {
             "configuration": resolved(values),
             "environment": _environment(world, bandwidth),
-            "model": None if model is None else models.as_json(model),
+            "models": {name: models.as_json(model) for name, model in found.items()},
             "rows": [row.as_json() for row in rows],
         }
         with _written(values.json) as file:
@@ -64,7 +64,7 @@ def conclude(
         # Matplotlib is an extra: loaded where it is asked for.
         plot = importlib.import_module("tfparallel.bench.plot")
         plot.draw(
-            values.plot, rows, title=title, model=model, bandwidth=bandwidth, shared=shared
+            values.plot, rows, title=title, models=found, bandwidth=bandwidth, shared=shared
         )
         print(f"wrote {values.plot}")
     if values.save_profile and devices:
@@ -72,10 +72,10 @@ def conclude(
 
 
 def save_profile(devices: Sequence[str], rows: Sequence[Row]) -> None:
-    """Keeps a sweep for `--all_reduce=auto`."""
+    """Keeps a sweep for `--all_reduce=auto`: lower quartiles, see `collectives/choice.py`."""
     times: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        times.setdefault(row.algorithm, []).append((row.size_bytes, row.median_seconds))
+        times.setdefault(row.algorithm, []).append((row.size_bytes, row.quantile_seconds(0.25)))
     print(f"wrote {profile.save(devices, times)}")
 
 

@@ -124,7 +124,9 @@ def _model(values) -> CostModel:
 def _fitted(path) -> CostModel:
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)["model"]
+            models = json.load(file)["models"]
+        # That of most times, where several transports were measured.
+        found = max(models.values(), key=lambda model: len(model["residuals"]))
         return CostModel(
             found["alpha"], found["beta"], found["gamma"], found["fixed"], found["transport"],
             residuals=tuple(found["residuals"]),
@@ -195,7 +197,9 @@ def _assumptions(values, model) -> list[str]:
         return f"{alpha * 1e6:.3g} us a message, {1e-9 / beta if beta else float('inf'):.3g} GB/s"
 
     ranks = f"{values.ranks} ranks"
-    if model.across is None:
+    if model.transport == "shared":
+        lines = [f"{ranks}, devices of one process that share cores and memory"]
+    elif model.across is None:
         lines = [f"{ranks}, one kind of wire: {wire(model.alpha, model.beta)}"]
     else:
         lines = [

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfparallel.collectives.algorithms import double_binary_tree, hierarchical, ring, tree
+from tfparallel.collectives.algorithms import (
+    double_binary_tree,
+    drawing,
+    hierarchical,
+    ring,
+    tree,
+)
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
 from tfparallel.collectives.algorithms.schedule import holdings, log2_ceiling
 
@@ -27,6 +33,12 @@ def test_a_ring_of_three():
     # Backwards: rank 0, which has the sum of block 1, gives it to 2 first.
     assert sent(third) == [(1, 0, 2), (2, 1, 0), (0, 2, 1)]
     assert [step.adds for step in (first, second, third, fourth)] == [True, True, False, False]
+
+
+def test_the_drawing_is_the_one_in_the_docstring():
+    drawn = drawing.text(ring.schedule(3)).splitlines()
+    assert len(drawn) == 4 and all(line in drawing.__doc__ for line in drawn)
+    assert drawing.text(tree.schedule(2)) == "step 0  add   1 ──► 0\nstep 1  copy  0 ──► 1"
 
 
 def test_a_tree_of_five():
