@@ -29,8 +29,10 @@ class Workers:
         self.num_ranks = group.num_workers
         self.ranks = range(group.worker_index, group.worker_index + 1)
         self.place = f"{group.num_workers} processes"
+        # Workers leave TensorFlow's ring up to 2 ms apart, which would count as the collective's.
+        closest = _by_mpi(group)[0] or group
         self._meet = tf.function(
-            lambda here: group.all_reduce([here])[0], autograph=False, reduce_retracing=False
+            lambda here: closest.all_reduce([here])[0], autograph=False, reduce_retracing=False
         )
 
     def barrier(self) -> None:
@@ -105,15 +107,24 @@ def worker_refusals(group: WorkerGroup) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1)  # Workers join through MPI once.
+def _by_mpi(group):
+    """The workers, joined by MPI; or None, and why."""
+    try:
+        is_joined = group is not group.by_tensorflow
+        return (group if is_joined else transport.joined(group, "mpi")), ""
+    except RuntimeError as error:
+        return None, str(error)
+
+
+@functools.lru_cache(maxsize=1)
 def _all_of(group):
     tensorflow = group.by_tensorflow
     found: list = [TensorFlowRing(tensorflow, name) for name in ("ring", "ring_tuned")]
     refused = {}
     if not device_lib.list_devices("GPU"):
         refused["nccl"] = "NCCL joins GPUs, and TensorFlow lists none"
-    try:
-        by_mpi = group if group is not tensorflow else transport.joined(group, "mpi")
-    except RuntimeError as error:
-        return found, refused | dict.fromkeys(ALGORITHMS, str(error))
+    by_mpi, problem = _by_mpi(group)
+    if by_mpi is None:
+        return found, refused | dict.fromkeys(ALGORITHMS, problem)
     contenders, refused_by_mpi = mpi_contenders(by_mpi)
     return found + contenders, refused | refused_by_mpi

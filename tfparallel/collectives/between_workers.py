@@ -94,7 +94,9 @@ class WorkerGroup:
         self._device = device
         self.timeout_seconds = timeout_seconds
         self.first_host = first_host
-        self.transport = "ring_tuned"
+        # What TensorFlow takes by itself.
+        self.transport = "nccl" if "GPU" in device else "ring_tuned"
+        self._hint = "auto"
         self.bucket_bytes: int | None = None
         self._take_keys()
         with tf.init_scope(), tf.device(device):
@@ -115,6 +117,7 @@ class WorkerGroup:
         group = copy.copy(self)
         vars(group).pop("for_users", None)
         group.transport = name
+        group._hint = "nccl" if name == "nccl" else "ring"
         group._take_keys()
         return group
 
@@ -261,6 +264,7 @@ class WorkerGroup:
             "instance_key": key,
             "timeout": self.timeout_seconds,
             "ordering_token": self._ordering_token.handle,
+            "communication_hint": self._hint,
         }
         with tf.device(self._device):
             if name == "all_gather":

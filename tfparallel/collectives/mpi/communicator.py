@@ -12,6 +12,7 @@ one more exchange of 8 bytes.
 | `mpi_library` and the rest of `library.py` | MPI_Iallreduce, asked for its end again and again |
 """
 
+import contextlib
 import hashlib
 import threading
 import types
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfparallel.collectives.lost import WorkerLostError
 from tfparallel.collectives.mpi import library
 from tfparallel.collectives.mpi.buffers import KeptBuffers, layout
 from tfparallel.collectives.mpi.shared_memory import SMALL_BYTES, SharedMemory
@@ -190,6 +192,21 @@ class Communicator:
             self._announce(f"all_to_all() of {array.dtype.name} {array.shape}")
             self._finish(self._comm.Ialltoall(_bytes_of(array), out))
         return out.view(array.dtype).reshape(array.shape)
+
+    def part(self, timeout_seconds: float) -> None:
+        """Sees to it that what the other workers still need from this one has reached them.
+
+        On one host it has. Between hosts the last messages may be on their way when a collective
+        returns; all workers are through once all have come here. MPI_Finalize would do that and
+        more, without a deadline.
+
+        Args:
+            timeout_seconds: For how long; another worker may have failed and never come.
+        """
+        if self._shared is None:
+            self._waiting.timeout_seconds = timeout_seconds
+            with contextlib.suppress(WorkerLostError):
+                self._finish(self._comm.Ibarrier(), may_sleep=True)
 
     def _write(self, algorithm):
         if algorithm in library.MPICH_ALGORITHMS and algorithm != self._written:

@@ -23,6 +23,7 @@ Every call is announced at its first barrier by a digest of what it is; a worker
 digest than its own goes no further.
 """
 
+import bisect
 import types
 
 import numpy as np
@@ -125,10 +126,21 @@ class SharedMemory:
             # Written before the barrier that ends this turn.
             after, before = (self._turn + 1) % 2, self._turn % 2
             if turn < num_blocks:
-                _copy(sources, starts, turn * BLOCK_BYTES, self._inputs[rank][after], num_bytes)
+                first = turn * BLOCK_BYTES
+                window, last = self._inputs[rank][after], min(first + BLOCK_BYTES, num_bytes)
+                begin, end = (first + k for k in self._part(turn, num_bytes, rank, dtype))
+                if _whole(sources, starts, begin, end) is None:
+                    _copy(sources, starts, first, last, window)
+                else:  # What this worker sums itself it need not put in.
+                    _copy(sources, starts, first, begin, window)
+                    _copy(sources, starts, end, last, window[end - first :])
             if 0 <= turn - 1 < num_blocks:
+                first = (turn - 1) * BLOCK_BYTES
                 begin, end = self._part(turn - 1, num_bytes, rank, dtype)
-                terms = [inputs[before, begin:end].view(dtype) for inputs in self._inputs]
+                terms = [inputs[before, begin:end] for inputs in self._inputs]
+                own = _whole(sources, starts, first + begin, first + end)
+                terms[rank] = terms[rank] if own is None else own
+                terms = [term.view(dtype) for term in terms]
                 _reduce(op, terms, self._sums[rank][before, begin:end].view(dtype))
             if 0 <= turn - 2:
                 first = (turn - 2) * BLOCK_BYTES
@@ -190,10 +202,16 @@ def _reduce(op, terms, out):
             _SUMS[op](out, term, out=out)
 
 
-def _copy(sources, starts, first, window, num_bytes):
-    """Copies a block of a message that lies in parts."""
-    last = min(first + BLOCK_BYTES, num_bytes)
+def _copy(sources, starts, first, last, window):
+    """Copies bytes `first` to `last` of a message that lies in parts."""
     for source, start in zip(sources, starts, strict=True):
         begin, end = max(first, start), min(last, start + source.size)
         if begin < end:
             window[begin - first : end - first] = source[begin - start : end - start]
+
+
+def _whole(sources, starts, begin, end):
+    """Returns bytes `begin` to `end` of a message if one part of it holds them all."""
+    index = bisect.bisect_right(starts, begin) - 1
+    source, start = sources[index], starts[index]
+    return source[begin - start : end - start] if end <= start + source.size else None

@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -81,14 +80,15 @@ def join(
                 f"{worker}. Start all workers by one mpiexec or srun, of the MPI library that "
                 "mpi4py finds, or all by `tfparallel launch`."
             )
-        atexit.register(_finalize, mpi)
     watch = pmi.Watch(pmi.connect(address, token, worker, "watch", _CONNECT_SECONDS))
     watch.start()
     comm = mpi.COMM_WORLD.Split(0, key=worker)
     comm.Barrier()
     _forget_names(mpi)
     waiting = Waiting(lambda: watch.lost, timeout_seconds, has_core=_have_cores(said))
-    return Communicator(mpi, comm, algorithm, waiting)
+    communicator = Communicator(mpi, comm, algorithm, waiting)
+    atexit.register(communicator.part, _END_SECONDS)
+    return communicator
 
 
 def _serve(host, memories, token):
@@ -148,9 +148,3 @@ def _forget_names(mpi) -> None:
                 with contextlib.suppress(OSError):
                     os.unlink(name)
 
-
-def _finalize(mpi) -> None:
-    # What `mpiexec` waits for; but never for a worker that is gone.
-    ending = threading.Thread(target=mpi.Finalize, daemon=True)
-    ending.start()
-    ending.join(_END_SECONDS)
