@@ -42,6 +42,8 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/data_parallel.py
+	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/model_parallel.py
 	$(BIN)/python benchmarks/restarts.py
