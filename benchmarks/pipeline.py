@@ -126,7 +126,9 @@ def measure(options, cores):
         rounds = []
         for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
             turn = names if index % 2 else names[::-1]
-            medians = {name: contenders[name].train(options.num_steps, NUM_SKIPPED) for name in turn}
+            medians = {
+                name: contenders[name].train(options.num_steps, NUM_SKIPPED) for name in turn
+            }
             rounds.append(medians)
             print(f"round {index + 1}: {medians}", file=sys.stderr)
         stages = {

@@ -22,7 +22,7 @@ def test_usage_lists_the_commands_with_an_example(capsys, arguments, code):
 def test_an_unknown_command_is_a_usage_error(capsys):
     assert main(["fly"]) == 2
     told = capsys.readouterr().err
-    assert "must be one of train, check, launch, plan, doctor. Received: 'fly'" in told
+    assert "must be one of train, check, launch, bench, plan, doctor. Received: 'fly'" in told
 
 
 @pytest.mark.parametrize("command", ["train", "check"])
@@ -30,7 +30,7 @@ def test_help_shows_an_example_and_every_flag(capsys, command):
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"  tfparallel {command} models/digits_cnn.py" in shown
-    assert "--parallel=none|data|model" in shown
+    assert "--parallel=none|data|model|pipeline" in shown
     assert "(default: 64)" in shown and "--report" in shown
 
 
@@ -50,7 +50,7 @@ def test_help_loads_no_tensorflow():
         ([BLOBS, "other.py"], "exactly one task file"),
         ([BLOBS, "--epohcs=3"], "epohcs"),
         ([BLOBS, "--seed=x"], "seed"),
-        ([BLOBS, "--parallel=fly"], "<none|data|model>"),
+        ([BLOBS, "--parallel=fly"], "<none|data|model|pipeline>"),
         ([BLOBS, "--global_batch_size=0"], "at least 1. Received: --global_batch_size=0"),
         ([BLOBS, "--num_devices=0"], "at least 1. Received: --num_devices=0"),
         ([BLOBS, "--seed=-1"], "Received: --seed=-1"),

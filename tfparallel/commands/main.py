@@ -13,8 +13,8 @@ _COMMANDS = {
     "train": "trains a task file under the form that --parallel names",
     "check": "proves that a form trains to the same weights as one device",
     "launch": "starts, watches, restarts and stops the workers of a job",
-    "plan": "says how many devices a task needs, and which layers go where",
     "bench": "measures: `bench pipeline` stages, micro-batches and schedules",
+    "plan": "says how many devices a task needs, and which layers go where",
     "doctor": "says what will fail on this host, in this cluster, with these versions",
 }
 
