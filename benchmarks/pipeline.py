@@ -228,7 +228,8 @@ def page(found, described, options):
         + "; ".join(f"{k}: {v}" for k, v in (described | found["versions"]).items())
         + ".",
         "",
-        f"To reproduce: `.venv/bin/python benchmarks/pipeline.py --num_rounds={options.num_rounds}"
+        f"To reproduce: `.venv/bin/python benchmarks/pipeline.py --num_rounds={options.num_rounds} "
+        f"--num_steps={options.num_steps}"
         + (" --torch=PYTHON_WITH_TORCH" if options.torch else "")
         + "`, on two idle cores.",
     ]
