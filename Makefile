@@ -46,4 +46,5 @@ bench: $(READY)
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/model_parallel.py
+	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/restarts.py

@@ -29,7 +29,7 @@ from tfparallel.cluster.ports import free_ports  # noqa: E402
 PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 PROGRAMS = [PAGE.with_name("pipeline_contender.py"), PAGE.with_name("torch_pipeline_contender.py")]
 NUM_STAGES = 2
-NUM_STEPS, NUM_SKIPPED, NUM_WARM_UP_ROUNDS = 8, 2, 1
+NUM_SKIPPED, NUM_WARM_UP_ROUNDS = 2, 1
 OF_IDEAL, OVER_ONE_PROCESS = 0.9, 1.6
 
 
@@ -97,6 +97,7 @@ def parse(arguments):
         "--num_micro_batches", action="append", type=int, help="repeatable (2, 4, 8)"
     )
     parser.add_argument("--num_rounds", type=int, default=7, help="timed rounds (7)")
+    parser.add_argument("--num_steps", type=int, default=8, help="of a round; 2 not timed (8)")
     parser.add_argument("--torch", metavar="PYTHON", help="a Python that has PyTorch")
     parser.add_argument("--json", metavar="PATH", help="write every figure here")
     parser.add_argument(
@@ -104,6 +105,8 @@ def parse(arguments):
     )
     options = parser.parse_args(arguments)
     options.num_micro_batches = options.num_micro_batches or [2, 4, 8]
+    if options.num_steps <= NUM_SKIPPED:
+        parser.error(f"more than {NUM_SKIPPED} steps a round are required")
     return options
 
 
@@ -123,7 +126,9 @@ def measure(options, cores):
         rounds = []
         for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
             turn = names if index % 2 else names[::-1]
-            medians = {name: contenders[name].train(NUM_STEPS, NUM_SKIPPED) for name in turn}
+            medians = {
+                name: contenders[name].train(options.num_steps, NUM_SKIPPED) for name in turn
+            }
             rounds.append(medians)
             print(f"round {index + 1}: {medians}", file=sys.stderr)
         stages = {
@@ -223,7 +228,8 @@ def page(found, described, options):
         + "; ".join(f"{k}: {v}" for k, v in (described | found["versions"]).items())
         + ".",
         "",
-        f"To reproduce: `.venv/bin/python benchmarks/pipeline.py --num_rounds={options.num_rounds}"
+        f"To reproduce: `.venv/bin/python benchmarks/pipeline.py --num_rounds={options.num_rounds} "
+        f"--num_steps={options.num_steps}"
         + (" --torch=PYTHON_WITH_TORCH" if options.torch else "")
         + "`, on two idle cores.",
     ]

@@ -19,7 +19,7 @@ loss of the joined outputs in every step.
 Rests on how `keras.losses.Loss.__call__` and `CompileLoss` reduce (`docs/upstream.md`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -39,6 +39,7 @@ __all__ = ["COMPARES", "MicroBatchLoss", "check_decomposes", "check_equal"]
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 # By how much sums in another order may differ, relative; what compares examples differs more.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+_FLOOR = 1e-2  # Of the terms' size: within a part they may cancel, too.
 _WAY_OUT = (
     "Take schedule='gpipe', which computes the loss of the whole batch, once, between the forward "
     "and the backward passes."
@@ -114,11 +115,17 @@ def check_decomposes(model: keras.Model, schedule: str) -> None:
 COMPARES = "The loss compares examples of different micro-batches"
 
 
-def check_equal(parts: tf.Tensor, whole: tf.Tensor, compute_dtype: str) -> tf.Operation:
-    """An operation that fails the step if the parts of a loss do not add up to the whole."""
+def check_equal(
+    terms: Sequence[tf.Tensor], whole: tf.Tensor, compute_dtype: str
+) -> tf.Operation | None:
+    """An operation that fails the step if the parts of a loss do not add up to the whole.
+
+    Rounding is relative to what is summed, not to the sum: a loss may pass through zero.
+    """
     tolerance = tf.cast(_TOLERANCE.get(compute_dtype, 1e-2), whole.dtype)
-    parts = tf.cast(parts, whole.dtype)
-    close = tf.abs(parts - whole) <= tolerance * (tf.abs(whole) + 1e-3)
+    terms = tf.stack([tf.cast(tf.reduce_sum(term), whole.dtype) for term in terms])
+    parts, scale = tf.reduce_sum(terms), tf.reduce_sum(tf.abs(terms)) + tf.abs(whole)
+    close = tf.abs(parts - whole) <= tolerance * (scale + _FLOOR)
     return tf.debugging.Assert(
         close | tf.math.is_nan(whole) | tf.math.is_inf(whole),
         [
