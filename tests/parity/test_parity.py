@@ -114,7 +114,7 @@ def parameters():
     for case in ALL:
         sample = [ways[0]] if case.name in sampled else []
         if case.name in FAST:
-            sample += [ways[1 + turn // 6 % 5]] if turn % 6 == 0 else []
+            sample += [ways[1 + turn // 6 % (len(ways) - 1)]] if turn % 6 == 0 else []
             turn += 1
         for form, replicas in ways if table.MODE else sample:
             if form == "MirroredStrategy" and not case.drop_in:
