@@ -346,9 +346,23 @@ def test_an_input_split_by_features_meets_a_row_parallel_layer():
     assert model.split == {"join": "joined", "a": "row"}
     assert [tuple(part.shape) for part in model.get_layer("a").kernel.parts] == [(3, 5), (4, 5)]
     assert_equal(*trained)
-    # A whole input is cut by features where that is asked for.
+
+
+def test_a_layer_reads_rows_where_that_is_asked_for():
     asked = tfparallel.tensor_parallel(two_layers, DEVICES[:2], split={"a": "row"})
     assert asked.split == {"a": "row", "b": "column", "e": "row"}
+    # Behind a softmax, which looks at all features, and beside another reader.
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, activation="softmax", name="a")(inputs)
+    y = layers.Dense(4, name="b")(x)
+    y = layers.Dense(4, name="c")(y) + layers.Dense(4, name="d")(y)
+    plain = keras.Model(inputs, y)
+    model = tfparallel.tensor_parallel(plain, DEVICES[:2], split={"b": "row", "c": "row"})
+    assert model.split["a"] == "column, gathered"
+    x = np.random.default_rng(0).normal(size=(5, 6))
+    np.testing.assert_allclose(
+        model.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-12
+    )
 
 
 def test_operations_that_are_no_layers_read_whole_tensors():
