@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from tfparallel.layers.dropout import share_draws
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
-from tfparallel.layers.parts import on_each
+from tfparallel.layers.parts import on_each, whole
 from tfparallel.layers.variable import split_variable
 
 __all__ = ["ParallelMultiHeadAttention"]
@@ -68,7 +68,7 @@ class ParallelMultiHeadAttention(SplitLayer):
         scores_too = kwargs.get("return_attention_scores", False)
         names = [name for name in kwargs if tf.is_tensor(kwargs[name])]
         copies: dict[int, list] = {}
-        inputs = [query, value] if key is None else [query, value, key]
+        inputs = list(map(whole, [query, value] if key is None else [query, value, key]))
         for tensor in [*inputs, *(kwargs[name] for name in names)]:
             if id(tensor) not in copies:  # Self-attention reads one tensor three times.
                 copies[id(tensor)] = on_each(tensor, self._devices)

@@ -103,7 +103,7 @@ def plan(
             in_rows.add(name)
         if kind in (FEATURES, JOINED) or (kind == COLUMN and not _mixes(layer)):
             in_parts.add(name)
-    return _used(found, graph)
+    return _used(found, in_parts, graph)
 
 
 def _kind(layer, num_devices, reads_parts, graph) -> str | None:
@@ -164,11 +164,13 @@ def _asked_kind(layer, kind, num_devices, graph) -> str | None:
     return kind
 
 
-def _used(found, graph) -> dict[str, str]:
+def _used(found, in_parts, graph) -> dict[str, str]:
     """Takes out what stays in parts for nobody: no row-parallel layer is behind it."""
     kept: dict[str, str] = {}
     for name in reversed(found):
-        use = any(kept.get(reader) in (ROW, FEATURES) for reader in graph.readers[name])
+        # A layer that is asked to read rows may stand behind a softmax, which needs them all.
+        readers = [kept.get(reader) for reader in graph.readers[name]]
+        use = name in in_parts and readers in ([ROW], [FEATURES])
         if found[name] in (FEATURES, JOINED) and not use:
             continue
         gathered = found[name] == COLUMN and not use
