@@ -15,10 +15,10 @@ setup: $(READY)
 
 # The stamp is older than setup.cfg when a requirement has changed.
 $(READY): setup.cfg pyproject.toml
-
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
 	  echo "tfparallel needs Python 3.11, 3.12 or 3.13." >&2; \
 	  echo "Received: PYTHON=$(PYTHON), which is $$($(PYTHON) --version 2>&1)." >&2; \
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,models]'
 	@touch $(READY)
