@@ -5,12 +5,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.commands.flags import (
-    Command,
-    common_flags,
-    common_problems,
-    path_problems,
-)
+from tfparallel.commands.flags import Command, path_problems
+from tfparallel.commands.form_flags import common_flags, common_problems
 from tfparallel.commands.on_task import run_on_task
 
 __all__ = ["main"]

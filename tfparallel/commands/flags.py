@@ -1,4 +1,4 @@
-"""What the programs share: help, usage errors, and the flags of those that take a task file."""
+"""What the programs share: help, usage errors, sizes and paths on the command line."""
 
 import dataclasses
 import os
@@ -10,19 +10,11 @@ from typing import Any
 
 from absl import flags
 
-from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
-
 __all__ = [
     "Command",
     "LostError",
     "StartError",
     "UsageError",
-    "balance_flags",
-    "bucket_bytes",
-    "common_flags",
-    "common_problems",
-    "device_memory",
-    "device_memory_problems",
     "help_text",
     "parse",
     "parse_bytes",
@@ -31,7 +23,6 @@ __all__ = [
     "run_command",
 ]
 
-_FORMS = ("none", "data", "model", "tensor", "pipeline")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -63,126 +54,6 @@ class Command:
     summary: str
     example: str
     arguments: str = "TASK.py [--flags]"
-
-
-def common_flags() -> flags.FlagValues:
-    """Returns a fresh set of flags that holds those common to all programs."""
-    values = flags.FlagValues()
-    flags.DEFINE_enum(
-        "parallel",
-        "data",
-        _FORMS,
-        "The form: none is one device and plain Keras; data splits the batch over devices and "
-        "workers; model puts layers on devices; tensor splits layers over devices; pipeline has "
-        "layers on devices work on micro-batches.",
-        values,
-    )
-    flags.DEFINE_integer(
-        "num_devices", None, "How many devices; the CPU is split as needed.", flag_values=values
-    )
-    flags.DEFINE_enum(
-        "device_type", "auto", ("auto", "cpu", "gpu"), "Which devices to count.", values
-    )
-    flags.DEFINE_enum(
-        "strategy",
-        "auto",
-        ("auto", "mirrored", "multi_worker"),
-        "For data: this process's devices, or all workers of the job that it is part of.",
-        values,
-    )
-    flags.DEFINE_integer(
-        "num_workers", None, "Start this many workers on this host.", flag_values=values
-    )
-    flags.DEFINE_float(
-        "start_timeout", 120.0, "Seconds to wait for the other workers.", flag_values=values
-    )
-    flags.DEFINE_float(
-        "stall_timeout",
-        1800.0,
-        "Seconds that a step, or the pause between two, may last before a worker of a job ends.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "allow_independent_workers",
-        False,
-        "Let each worker of a job train a model of its own.",
-        flag_values=values,
-    )
-    flags.DEFINE_list("devices", None, "Devices by name, such as GPU:0,GPU:2.", flag_values=values)
-    flags.DEFINE_integer(
-        "global_batch_size", 64, "Examples in a step, over all devices.", flag_values=values
-    )
-    flags.DEFINE_string(
-        "all_reduce",
-        None,
-        "For data: the algorithm that sums gradients, by name (`tfparallel bench all_reduce` lists "
-        "those that run here), or auto for the fastest, measured; TensorFlow's default if absent. "
-        "Between workers: ring, ring_tuned, nccl, mpi or one of MPI's algorithms.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "bucket_bytes",
-        None,
-        "Between workers: sum gradients in pieces of this size, such as 4MiB, while the rest is "
-        "computed; all at once if absent.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "calibrate",
-        True,
-        "For --all_reduce=auto: measure at the first step if no profile was saved.",
-        flag_values=values,
-    )
-    balance_flags(values)
-    flags.DEFINE_enum(
-        "convolutions",
-        "channels",
-        ("channels", "height"),
-        "For tensor: what convolutions are split by.",
-        values,
-    )
-    pipeline_flags(values)
-    flags.DEFINE_integer(
-        "seed", 0, "Fixes the initial weights and the order of the data.", flag_values=values
-    )
-    return values
-
-
-def balance_flags(values: flags.FlagValues) -> None:
-    """Adds the flags that choose where a model is cut."""
-    flags.DEFINE_enum(
-        "balance",
-        "memory",
-        ("memory", "time", "both"),
-        "For model and pipeline: what the cut between the devices spreads evenly. Without the "
-        "flag a pipeline is cut by time.",
-        values,
-    )
-    flags.DEFINE_string(
-        "device_memory",
-        None,
-        "For model and pipeline: what a stage may hold, such as 16GiB; no limit if absent.",
-        flag_values=values,
-    )
-
-
-def device_memory(values: flags.FlagValues) -> int | None:
-    """Returns what --device_memory says, in bytes."""
-    return None if values.device_memory is None else parse_bytes(values.device_memory)
-
-
-def bucket_bytes(values: flags.FlagValues) -> int | None:
-    """Returns what --bucket_bytes says, in bytes."""
-    return None if values.bucket_bytes is None else parse_bytes(values.bucket_bytes)
-
-
-def device_memory_problems(values: flags.FlagValues) -> list[str]:
-    """Returns what is wrong with --device_memory."""
-    try:
-        device_memory(values)
-    except ValueError as error:
-        return [f"--device_memory: {error}"]
-    return []
 
 
 def parse_bytes(text: str) -> int:
@@ -228,97 +99,6 @@ def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) 
             f"Received: {positional}. Example: {command.example}"
         )
     return positional[0]
-
-
-def common_problems(values: flags.FlagValues) -> list[str]:
-    """Returns what is wrong with the common flags, alone and together."""
-    problems = []
-    if values.global_batch_size < 1:
-        problems.append(
-            "The global batch size must be at least 1. "
-            f"Received: --global_batch_size={values.global_batch_size}."
-        )
-    if values.num_devices is not None and values.num_devices < 1:
-        problems.append(
-            "The number of devices must be at least 1. "
-            f"Received: --num_devices={values.num_devices}."
-        )
-    if not 0 <= values.seed < 2**32:
-        problems.append(f"The seed must lie in [0, 2**32). Received: --seed={values.seed}.")
-    if values.devices is not None and values.num_devices is not None:
-        problems.append(
-            "Devices are given either by count or by name, not both. "
-            f"Received: --num_devices={values.num_devices}, "
-            f"--devices={','.join(values.devices)}. Drop one of the two."
-        )
-    if values.devices is not None and values.device_type != "auto":
-        problems.append(
-            "Devices that are named need no type. Received: "
-            f"--devices={','.join(values.devices)}, --device_type={values.device_type}. "
-            "Drop --device_type."
-        )
-    if values.num_workers is not None and values.num_workers < 1:
-        problems.append(
-            "The number of workers must be at least 1. "
-            f"Received: --num_workers={values.num_workers}."
-        )
-    if values.num_workers is not None and values.parallel in ("none", "tensor"):
-        problems.append(
-            f"--parallel={values.parallel} has no workers. "
-            f"Received: --num_workers={values.num_workers}. Use --parallel=data or model."
-        )
-    for name in ("start_timeout", "stall_timeout"):
-        if not getattr(values, name) > 0:
-            problems.append(
-                "The time to wait for other workers must be positive. "
-                f"Received: --{name}={getattr(values, name)}."
-            )
-    if values.parallel != "data" and values.strategy != "auto":
-        problems.append(
-            "--strategy chooses among the forms of --parallel=data. Received: "
-            f"--strategy={values.strategy} with --parallel={values.parallel}. Drop --strategy."
-        )
-    if values.parallel != "data" and values.all_reduce is not None:
-        problems.append(
-            "--all_reduce says how the replicas of --parallel=data are summed. Received: "
-            f"--all_reduce={values.all_reduce} with --parallel={values.parallel}. "
-            "Drop --all_reduce."
-        )
-    if not values.calibrate and values.all_reduce != "auto":
-        problems.append(
-            "--nocalibrate is for --all_reduce=auto. Received: --nocalibrate with "
-            f"--all_reduce={values.all_reduce}. Drop --nocalibrate."
-        )
-    try:
-        bucket_bytes(values)
-    except ValueError as error:
-        problems.append(f"--bucket_bytes: {error}")
-    problems += device_memory_problems(values)
-    problems += pipeline_problems(values)
-    has_stages = values.parallel in ("model", "pipeline")
-    if not has_stages and (values.device_memory or values.balance != "memory"):
-        name = "device_memory" if values.device_memory else "balance"
-        problems.append(
-            f"--{name} says where --parallel=model and pipeline cut. Received: --{name}="
-            f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
-        )
-    if values.parallel != "tensor" and values.convolutions != "channels":
-        problems.append(
-            "--convolutions says how --parallel=tensor splits. Received: --convolutions="
-            f"{values.convolutions} with --parallel={values.parallel}. Drop --convolutions."
-        )
-    count = len(values.devices) if values.devices is not None else values.num_devices
-    if values.parallel == "none" and count is not None and count > 1:
-        given = (
-            f"--devices={','.join(values.devices)}"
-            if values.devices is not None
-            else f"--num_devices={count}"
-        )
-        problems.append(
-            "--parallel=none trains on one device. "
-            f"Received: {given}. Use --parallel=data, or one device."
-        )
-    return problems
 
 
 def path_problems(name: str, path: str | None, suffix: str) -> list[str]:

@@ -11,7 +11,8 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
-from tfparallel.commands.flags import StartError, UsageError, bucket_bytes, device_memory
+from tfparallel.commands.flags import StartError, UsageError
+from tfparallel.commands.form_flags import bucket_bytes, device_memory
 from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel

@@ -5,12 +5,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.commands.flags import (
-    Command,
-    balance_flags,
-    device_memory_problems,
-    path_problems,
-)
+from tfparallel.commands.flags import Command, path_problems
+from tfparallel.commands.form_flags import balance_flags, device_memory_problems
 from tfparallel.commands.on_task import run_on_task
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
 

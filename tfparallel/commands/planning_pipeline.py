@@ -4,7 +4,8 @@ import pathlib
 
 from absl import flags
 
-from tfparallel.commands.flags import UsageError, device_memory
+from tfparallel.commands.flags import UsageError
+from tfparallel.commands.form_flags import device_memory
 from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.pipeline.drawing import as_text, write_picture, write_trace

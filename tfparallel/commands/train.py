@@ -9,13 +9,8 @@ from typing import Any
 
 from absl import flags
 
-from tfparallel.commands.flags import (
-    Command,
-    common_flags,
-    common_problems,
-    path_problems,
-    resolved,
-)
+from tfparallel.commands.flags import Command, path_problems, resolved
+from tfparallel.commands.form_flags import common_flags, common_problems
 from tfparallel.commands.on_task import run_on_task
 from tfparallel.diagnostics.faults import parse_fault
 
