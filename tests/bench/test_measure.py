@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tfparallel.bench import inputs, table
+from tfparallel.bench import collectives, inputs, table
 from tfparallel.bench.contender import OneProcess
 from tfparallel.bench.measure import measure
 from tfparallel.bench.model import fitted
@@ -57,7 +57,7 @@ def check_whole_numbers(dtype, num_ranks):
     forwards, backwards = terms[0], terms[-1]
     for term, other in zip(terms[1:], terms[-2::-1], strict=True):
         forwards, backwards = forwards + term, backwards + other
-    assert inputs.num_wrong_whole([forwards, backwards], num_ranks, dtype) == 0
+    assert inputs.num_wrong_whole([forwards, backwards], [0, 1], num_ranks, dtype) == 0
     assert len(np.unique(terms[0].astype(np.float64))) > 1
 
 
@@ -69,9 +69,24 @@ def test_rounding_is_within_the_tolerance_and_a_lost_term_is_not():
 def check_tolerance(dtype):
     terms = [inputs.random_numbers(200, dtype, rank) for rank in range(8)]
     total = sum(terms[1:], terms[0])
-    assert inputs.num_wrong_random([total], 8, dtype) == 0
-    assert inputs.num_wrong_random([total - terms[3]], 8, dtype) > 100
-    assert inputs.num_wrong_random([total * np.nan], 8, dtype) == 200
+    assert inputs.num_wrong_random([total], [0], 8, dtype) == 0
+    assert inputs.num_wrong_random([total - terms[3]], [0], 8, dtype) > 100
+    assert inputs.num_wrong_random([total * np.nan], [0], 8, dtype) == 200
+
+
+def test_what_each_collective_makes():
+    terms = [np.array([1, 2, 3, 4]), np.array([10, 20, 30, 40])]
+    assert collectives.expected("all_reduce", terms, 1).tolist() == [11, 22, 33, 44]
+    assert collectives.expected("reduce_scatter", terms, 1).tolist() == [33, 44]
+    assert collectives.expected("all_gather", terms, 0).tolist() == [1, 2, 3, 4, 10, 20, 30, 40]
+    assert collectives.expected("broadcast", terms, 1).tolist() == [1, 2, 3, 4]
+    assert collectives.expected("all_to_all", terms, 1).tolist() == [3, 4, 30, 40]
+    for name in collectives.COLLECTIVES:
+        count = collectives.whole_count(name, 7, 2)
+        assert count == (7 if name in ("all_reduce", "broadcast") else 6)
+        own = collectives.input_count(name, count, 2)
+        made = collectives.expected(name, [np.zeros(own)] * 2, 0).size
+        assert collectives.input_size(name, made, 2) == own and max(own, made) == count
 
 
 def spoil_one(results):

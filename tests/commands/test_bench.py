@@ -14,9 +14,10 @@ BLOBS = str(TASKS / "blobs.py")
 
 def test_mistakes_are_told_before_tensorflow_is_loaded(capsys):
     cases = [
-        ([], "needs the name of a collective: all_reduce. Received: []"),
+        ([], "needs the name of a collective: all_reduce, reduce_scatter, "),
         (["all_reduse"], "Received: ['all_reduse']"),
         (["all_reduce", "a.py", "b.py"], "at most one task file"),
+        (["broadcast", "a.py"], "Received: broadcast a.py. Drop the file"),
         (["all_reduce", "--min_bytes=4Q"], "Received: '4Q'"),
         (["all_reduce", "--max_bytes=1K"], "the largest size is below the smallest"),
         (["all_reduce", "--step_factor=1"], "the factor must be at least 2"),
@@ -105,6 +106,22 @@ def test_between_workers_at_the_sizes_of_a_model():
     first = next(line for line in shown.splitlines() if line.startswith("[0]"))
     assert "for this model, " in first and " tensors: " in first
     assert "# ranks      : 2 processes" in shown and "Out of bounds values : 0 OK" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "ran"),
+    [
+        (["reduce_scatter", "--dtype=bfloat16"], "MPI_Ireduce_scatter_block, in float32"),
+        (["all_gather"], "TensorFlow CollectiveGatherV2 (RING)"),
+    ],
+)
+def test_other_collectives_between_workers(arguments, ran):
+    sizes = ["--min_bytes=4K", "--max_bytes=4K", "--iters=2"]
+    code, shown, error = tfparallel("bench", *arguments, "--nproc_per_node=2", *sizes)
+    assert code == 0, error
+    assert ran in shown
+    assert "Out of bounds values : 0 OK" in shown
 
 
 def test_an_unknown_algorithm_is_told_those_that_run_here_and_why_others_do_not(capsys):

@@ -7,10 +7,11 @@ Other transports than TensorFlow's own join here: a class with `name`, `implemen
 import functools
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
+from tfparallel.bench.collectives import input_count
+from tfparallel.bench.step import PreparedStep
 from tfparallel.bench.through_mpi import mpi_contenders
 from tfparallel.collectives import transport
 from tfparallel.collectives.between_workers import WorkerGroup
@@ -54,46 +55,27 @@ class TensorFlowRing:
         name: "ring", with TensorFlow's settings; or "ring_tuned".
     """
 
-    collectives = ("all_reduce",)
-
     def __init__(self, group: WorkerGroup, name: str):
         self.name = name
         self._group = group.with_transport(name)
         tuned = ", in pieces" if name == "ring_tuned" else ""
         self.implementation = f"TensorFlow CollectiveReduceV2 (RING{tuned})"
+        self.collectives = ("all_reduce",) if tuned else ("all_reduce", "all_gather", "broadcast")
 
-    def prepare(self, collective: str, count: int, dtype: str) -> "_PreparedRing":
-        """Traces an all-reduce of `count` elements."""
-        del collective  # There is one.
-        return _PreparedRing(self._group, count, dtype)
-
-
-class _PreparedRing:
-    def __init__(self, group, count, dtype):
-        self._input = tf.Variable(tf.zeros([count], dtype), trainable=False)
-        steps = (
-            lambda: group.all_reduce([self._input.read_value()])[0],
-            lambda: tf.identity(self._input.read_value()),
-        )
-        self._run, self._run_null = [tf.function(s).get_concrete_function() for s in steps]
-
-    def load(self, inputs: Sequence[np.ndarray]) -> None:
-        self._input.assign(inputs[0])
-
-    def run(self) -> tf.Tensor:
-        return self._concrete(self._run)
-
-    def run_null(self) -> None:
-        self._concrete(self._run_null)
-
-    def arrays(self, outcome: tf.Tensor) -> list[np.ndarray]:
-        return [outcome.numpy()]
-
-    def _concrete(self, step):
-        result = step()
-        if "GPU" in result.device:
-            result[-1].numpy()  # On a CPU the call returns with the result.
-        return result
+    def prepare(self, collective: str, count: int, dtype: str) -> PreparedStep:
+        """Traces a collective."""
+        if collective == "all_gather":
+            self.implementation = "TensorFlow CollectiveGatherV2 (RING)"
+        if collective == "broadcast":
+            self.implementation = "TensorFlow CollectiveReduceV2 (RING), zeros but on worker 0"
+        num_workers = self._group.num_workers
+        own = input_count(collective, count, num_workers)
+        steps = {
+            "all_reduce": lambda x: self._group.all_reduce([x])[0],
+            "all_gather": lambda x: self._group.all_gather([x], [own] * num_workers)[0],
+            "broadcast": lambda x: self._group.broadcast([x])[0],
+        }
+        return PreparedStep(steps[collective], own, dtype)
 
 
 def worker_contenders(group: WorkerGroup) -> list:

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-COLLECTIVES = ("all_reduce",)
-
 
 class World(Protocol):
     """The ranks of a measurement.
@@ -42,7 +40,7 @@ class Prepared(Protocol):
     """One collective of one size and type, ready to be called again and again."""
 
     def load(self, inputs: Sequence[np.ndarray]) -> None:
-        """Takes the inputs, shape `(count,)` each, of this process's ranks."""
+        """Takes the inputs, vectors, of this process's ranks."""
 
     def run(self) -> Any:
         """Does the collective once; returns its outcome when every rank's is there in full."""
@@ -60,7 +58,7 @@ class Contender(Protocol):
     Attributes:
         name: What `--algorithms` says.
         implementation: What truly runs, such as "tf.distribute.HierarchicalCopyAllReduce".
-        collectives: What it can do, of `COLLECTIVES`.
+        collectives: What it can do, of `tfparallel.bench.collectives.COLLECTIVES`.
     """
 
     name: str
@@ -68,7 +66,13 @@ class Contender(Protocol):
     collectives: tuple[str, ...]
 
     def prepare(self, collective: str, count: int, dtype: str) -> Prepared:
-        """Sets up a collective of `count` elements of a type such as "float32", not timed."""
+        """Sets up a collective, not timed.
+
+        Args:
+            collective: One of `collectives`.
+            count: The elements of its size; see `tfparallel.bench.collectives`.
+            dtype: Such as "float32".
+        """
 
 
 class OneProcess:

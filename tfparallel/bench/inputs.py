@@ -18,6 +18,8 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
+from tfparallel.bench.collectives import REDUCING, expected, input_size
+
 _NUMPY = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
@@ -48,28 +50,52 @@ def random_numbers(count: int, dtype: str, rank: int) -> np.ndarray:
     return generator.standard_normal(count, np.float32).astype(_NUMPY[dtype])
 
 
-def num_wrong_whole(results: Sequence[np.ndarray], num_ranks: int, dtype: str) -> int:
-    """Returns how many elements of the results are not the sum of all ranks' whole numbers."""
-    count = results[0].size
-    total = np.zeros(count, np.float64)
-    for rank in range(num_ranks):
-        total += whole_numbers(count, dtype, rank, num_ranks)
-    return sum(_num_unequal(result, total) for result in results)
+def num_wrong_whole(
+    results: Sequence[np.ndarray],
+    ranks: Sequence[int],
+    num_ranks: int,
+    dtype: str,
+    collective: str = "all_reduce",
+) -> int:
+    """Returns how many elements of a collective's results of whole numbers are wrong.
 
-
-def num_wrong_random(results: Sequence[np.ndarray], num_ranks: int, dtype: str) -> int:
-    """Returns how many elements are further from the sum of random numbers than rounding goes."""
-    count = results[0].size
-    total, magnitude = np.zeros(count), np.zeros(count)
-    for rank in range(num_ranks):
-        term = random_numbers(count, dtype, rank).astype(np.float64)
-        total += term
-        magnitude += np.abs(term)
-    allowed = 2 * num_ranks * 2.0 ** -_PRECISION_BITS[dtype] * magnitude
-    # Written so that NaN is wrong.
+    Args:
+        results: The outputs of some ranks.
+        ranks: Which ranks.
+        num_ranks: n.
+        dtype: One of `DTYPES`.
+        collective: One of `tfparallel.bench.collectives.COLLECTIVES`.
+    """
+    count = input_size(collective, results[0].size, num_ranks)
+    terms = [whole_numbers(count, dtype, rank, num_ranks) for rank in range(num_ranks)]
     return sum(
-        int(np.sum(~(np.abs(result.astype(np.float64) - total) <= allowed))) for result in results
+        _num_unequal(result, expected(collective, terms, rank))
+        for result, rank in zip(results, ranks, strict=True)
     )
+
+
+def num_wrong_random(
+    results: Sequence[np.ndarray],
+    ranks: Sequence[int],
+    num_ranks: int,
+    dtype: str,
+    collective: str = "all_reduce",
+) -> int:
+    """Returns how many elements are further from those of random numbers than rounding goes.
+
+    What is moved, and not summed, may not differ at all. The arguments are those of
+    `num_wrong_whole`.
+    """
+    count = input_size(collective, results[0].size, num_ranks)
+    terms = [random_numbers(count, dtype, rank) for rank in range(num_ranks)]
+    magnitudes = [np.abs(term.astype(np.float64)) for term in terms]
+    factor = 2 * num_ranks * 2.0 ** -_PRECISION_BITS[dtype] if collective in REDUCING else 0.0
+    wrong = 0
+    for result, rank in zip(results, ranks, strict=True):
+        allowed = factor * expected(collective, magnitudes, rank)
+        error = np.abs(result.astype(np.float64) - expected(collective, terms, rank))
+        wrong += int(np.sum(~(error <= allowed)))  # Written so that NaN is wrong.
+    return wrong
 
 
 def num_different(results: Sequence[np.ndarray]) -> int:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tfparallel.bench import inputs
+from tfparallel.bench.collectives import SAME_ON_ALL, input_count, whole_count
 from tfparallel.bench.contender import Contender, Prepared, World
 from tfparallel.bench.row import Row
 
@@ -38,8 +39,8 @@ def measure(
     Args:
         world: Who takes part.
         contenders: What is measured, the same and in the same order on all processes.
-        counts: Elements of each rank, size after size.
-        collective: One of `COLLECTIVES`.
+        counts: Elements of each size; one that the ranks cannot divide is rounded down.
+        collective: One of `tfparallel.bench.collectives.COLLECTIVES`.
         dtype: One of `tfparallel.bench.inputs.DTYPES`.
         iters: Timed calls of each contender.
         warmup_iters: Calls before, at least `MIN_WARMUP`.
@@ -48,9 +49,10 @@ def measure(
     Yields:
         A row for each size and contender, size by size; equal on all processes.
     """
-    for count in counts:
+    for size in counts:
+        count = whole_count(collective, size, world.num_ranks)
         prepared = [contender.prepare(collective, count, dtype) for contender in contenders]
-        wrong = [_num_wrong(world, one, count, dtype) for one in prepared]
+        wrong = [_num_wrong(world, one, collective, count, dtype) for one in prepared]
         for _ in range(warmup_iters):
             for one in prepared:
                 world.barrier()
@@ -92,17 +94,20 @@ def _timed(world, call, clock) -> float:
     return elapsed
 
 
-def _num_wrong(world: World, one: Prepared, count: int, dtype: str) -> int:
+def _num_wrong(world: World, one: Prepared, collective: str, count: int, dtype: str) -> int:
     """Runs on whole and on random numbers; the sum over all processes of what is wrong."""
-    num_ranks = world.num_ranks
-    one.load([inputs.whole_numbers(count, dtype, rank, num_ranks) for rank in world.ranks])
+    num_ranks, ranks = world.num_ranks, world.ranks
+    own = input_count(collective, count, num_ranks)
+    one.load([inputs.whole_numbers(own, dtype, rank, num_ranks) for rank in ranks])
     world.barrier()
     whole = one.arrays(one.run())
-    wrong = inputs.num_wrong_whole(whole, num_ranks, dtype)
-    one.load([inputs.random_numbers(count, dtype, rank) for rank in world.ranks])
+    wrong = inputs.num_wrong_whole(whole, ranks, num_ranks, dtype, collective)
+    one.load([inputs.random_numbers(own, dtype, rank) for rank in ranks])
     world.barrier()
     random = one.arrays(one.run())
-    wrong += inputs.num_wrong_random(random, num_ranks, dtype)
+    wrong += inputs.num_wrong_random(random, ranks, num_ranks, dtype, collective)
+    if collective not in SAME_ON_ALL:
+        return int(sum(number for (number,) in world.gather([float(wrong)])))
     # Between ranks of one process element by element, between processes as a whole.
     wrong += inputs.num_different(random)
     found = world.gather([float(wrong), inputs.digest(random[0])])

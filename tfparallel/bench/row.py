@@ -9,6 +9,8 @@ can be held against the speed of a wire, whatever n is.
 import dataclasses
 from typing import Any
 
+from tfparallel.bench.collectives import REDUCING
+
 _SHORT = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 
 
@@ -68,6 +70,11 @@ class Row:
         """The type as nccl-tests calls it."""
         return _SHORT[self.dtype]
 
+    @property
+    def redop(self) -> str:
+        """What is done to the elements, as nccl-tests calls it."""
+        return "sum" if self.collective in REDUCING else "none"
+
     def as_json(self) -> dict[str, Any]:
         """Returns nccl-tests' keys, times in microseconds, and then our own."""
         return {
@@ -75,7 +82,7 @@ class Row:
             "size": self.size_bytes,
             "count": self.count,
             "type": self.type_name,
-            "redop": "sum",
+            "redop": self.redop,
             "time": self.median_seconds * 1e6,
             "alg_bw": self.alg_bw,
             "bus_bw": self.bus_bw,

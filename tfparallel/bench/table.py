@@ -35,7 +35,7 @@ def line(row: Row) -> str:
         str(row.size_bytes),
         str(row.count),
         row.type_name,
-        "sum",
+        row.redop,
         row.algorithm,
         _micro(row.median_seconds),
         _micro(row.quantile_seconds(0.1)),

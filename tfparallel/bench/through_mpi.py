@@ -1,10 +1,9 @@
 """Contenders between workers that go through MPI, all over one communicator."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import tensorflow as tf
 
+from tfparallel.bench.collectives import COLLECTIVES, input_count
+from tfparallel.bench.step import PreparedStep
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
 from tfparallel.collectives.mpi.workers import MpiWorkerGroup
 
@@ -14,44 +13,38 @@ class MpiContender:
 
     Args:
         group: The workers, joined by MPI.
-        name: One of `ALGORITHMS`.
+        name: One of `ALGORITHMS`; they are those of sums, and "mpi" has the other collectives too.
     """
-
-    collectives = ("all_reduce",)
 
     def __init__(self, group: MpiWorkerGroup, name: str):
         self._group, self.name = group, name
         group.communicator.use(name)
         self.implementation = group.communicator.implementation("all_reduce")
+        self.collectives = COLLECTIVES if name == "mpi" else ("all_reduce",)
 
-    def prepare(self, collective: str, count: int, dtype: str) -> "_Prepared":
-        """Traces an all-reduce of `count` elements."""
-        del collective  # There is one.
-        return _Prepared(self._group, self.name, count, dtype)
-
-
-class _Prepared:
-    def __init__(self, group, name, count, dtype):
-        self._group, self._name = group, name
-        self._input = tf.Variable(tf.zeros([count], dtype), trainable=False)
-        steps = (
-            lambda: group.all_reduce([self._input.read_value()])[0],
-            lambda: tf.identity(self._input.read_value()),
-        )
-        self._run, self._run_null = [tf.function(s).get_concrete_function() for s in steps]
-
-    def load(self, inputs: Sequence[np.ndarray]) -> None:
-        self._input.assign(inputs[0])
-
-    def run(self) -> tf.Tensor:
-        self._group.communicator.use(self._name)
-        return self._run()
-
-    def run_null(self) -> None:
-        self._run_null()
-
-    def arrays(self, outcome: tf.Tensor) -> list[np.ndarray]:
-        return [outcome.numpy()]
+    def prepare(self, collective: str, count: int, dtype: str) -> PreparedStep:
+        """Traces a collective."""
+        group = self._group
+        own = input_count(collective, count, group.num_workers)
+        if collective == "all_reduce":
+            return PreparedStep(
+                lambda x: group.all_reduce([x])[0],
+                own,
+                dtype,
+                before=lambda: group.communicator.use(self.name),
+            )
+        self.implementation = group.communicator.implementation(collective)
+        is_half = tf.as_dtype(dtype).size == 2
+        if collective == "reduce_scatter" and is_half:  # Which MPI's library does not add.
+            self.implementation += ", in float32"
+            return PreparedStep(
+                lambda x: tf.cast(
+                    group.run_on_arrays(collective, tf.cast(x, tf.float32)), x.dtype
+                ),
+                own,
+                dtype,
+            )
+        return PreparedStep(lambda x: group.run_on_arrays(collective, x), own, dtype)
 
 
 def mpi_contenders(group: MpiWorkerGroup) -> tuple[list[MpiContender], dict[str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.bench.contender import COLLECTIVES
+from tfparallel.bench.collectives import COLLECTIVES
 from tfparallel.bench.inputs import DTYPES, itemsize
 from tfparallel.bench.measure import MIN_WARMUP
 from tfparallel.bench.sizes import parse_size, sweep
@@ -95,6 +95,11 @@ def _positional_problems(positional: Sequence[str]) -> list[str]:
         problems.append(
             f"tfparallel bench needs the name of a collective: {', '.join(COLLECTIVES)}. "
             f"Received: {list(positional)}. Example: {_COMMAND.example}"
+        )
+    if len(positional) == 2 and positional[0] in COLLECTIVES[1:]:
+        problems.append(
+            "Gradients are summed; all_reduce is required with a task file. Received: "
+            f"{' '.join(positional)}. Drop the file."
         )
     if len(positional) > 2:
         problems.append(

@@ -9,6 +9,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.bench import table
 from tfparallel.bench.between_workers import Workers, worker_contenders, worker_refusals
+from tfparallel.bench.collectives import REDUCING
 from tfparallel.bench.contender import Contender, OneProcess, World
 from tfparallel.bench.in_process import device_contenders
 from tfparallel.bench.inputs import itemsize
@@ -99,9 +100,16 @@ def _participants(
 ) -> tuple[World, list[Contender]]:
     """Who takes part and what is measured: the workers of a job, or this process's devices."""
     if isinstance(started, WorkerGroup):
-        found = [c for c in worker_contenders(started) if collective in c.collectives]
-        names = _chosen(values, [c.name for c in found], worker_refusals(started))
+        every = worker_contenders(started)
+        found = [c for c in every if collective in c.collectives]
+        lacking = {c.name: f"it has no {collective}" for c in every if c not in found}
+        names = _chosen(values, [c.name for c in found], worker_refusals(started) | lacking)
         return Workers(started), [c for c in found if c.name in names]
+    if collective != "all_reduce":
+        raise UsageError(
+            "Between the devices of one process all_reduce is measured. Processes are required for "
+            f"another collective. Received: {collective}. Add --nproc_per_node=2."
+        )
     refused = cross_device.refusals(started)
     names = _chosen(values, cross_device.runnable(started), refused)
     return OneProcess(len(started), started), list(device_contenders(started, names, parts))
@@ -130,12 +138,14 @@ def _settings(collective, world, values, parts=None) -> dict[str, object]:
     if parts is not None:
         sizes = f"the {len(parts)} gradients of the model, together"
     return {
-        "collective": f"{collective}, redop sum, type {values.dtype}",
+        "collective": f"{collective}, type {values.dtype}",
         "ranks": world.place,
         "sizes": sizes,
         "iterations": f"{values.iters}, warm-up {values.warmup_iters}, algorithms interleaved",
         "time": "median of the slowest rank's, the null step (no exchange) included",
-        "validation": "whole numbers exact, random ones within the rounding of 2n terms",
+        "validation": "whole numbers exact, random ones within the rounding of 2n terms"
+        if collective in REDUCING
+        else "every element exact",
         "machine": f"{os.cpu_count()} logical cores, {platform.machine()}",
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
     }
