@@ -64,7 +64,7 @@ def _head(path, values, found) -> list[str]:
             f"{size_text(over)} on its largest stage. Take more devices, a smaller batch, an "
             "optimizer with fewer slots, or smaller layers."
         ]
-    number = len(found.stages)
+    number, more = len(found.stages), []
     batch = f" --global_batch_size={found.batch_size}"
     if number == 1:
         form, extra = ("none", "") if values.num_devices == 1 else ("data", "")
@@ -75,12 +75,16 @@ def _head(path, values, found) -> list[str]:
         extra = f" --num_devices={number}"
         if found.device_memory is None:
             text = f"cut into {number} stages"
+        more = [
+            "or keep them all busy, with micro-batches; what that gains:",
+            f"  tfparallel plan {path} --parallel=pipeline{extra}{batch}",
+        ]
         if values.balance != "memory":
             extra += f" --balance={values.balance}"
             if found.device_memory is not None:
                 extra += f" --device_memory={found.device_memory}"
     command = f"tfparallel train {path} --parallel={form}{extra}{batch}"
-    return [f"{text}; take --parallel={form}; the command:", f"  {command}"]
+    return [f"{text}; take --parallel={form}; the command:", f"  {command}", *more]
 
 
 def _table(found: Plan) -> list[str]:
