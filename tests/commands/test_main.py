@@ -30,7 +30,7 @@ def test_help_shows_an_example_and_every_flag(capsys, command):
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"  tfparallel {command} models/digits_cnn.py" in shown
-    assert "--parallel=none|data|model|pipeline" in shown
+    assert "--parallel=none|data|model|tensor|pipeline" in shown
     assert "(default: 64)" in shown and "--report" in shown
 
 

@@ -180,7 +180,9 @@ class Checkpoint(keras.callbacks.Callback):
         }
         specs, captured = state.describe(self.model), state.capture(self.model)
         content["num_arrays"] = [len(specs[group]) for group in state.GROUPS]
-        arrays = itertools.chain.from_iterable(captured.values())
+        arrays: Iterable[np.ndarray] = itertools.chain.from_iterable(captured.values())
+        if self._workers is not None:
+            arrays = list(arrays)  # To read a variable may take all workers.
         self._by_chief(
             lambda: self._folder.write(step, sum(specs.values(), []), arrays, content)
         )

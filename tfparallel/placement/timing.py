@@ -24,6 +24,7 @@ __all__ = ["copy_of", "inputs_of", "measured_overhead", "measured_seconds", "spe
 _LEAST_RUNS, _LEAST_SECONDS, _MOST_RUNS = 5, 0.1, 100
 _MORE_RUNS, _MOST_SECONDS = 8, 0.02  # Behind the first; none for a layer that takes so long.
 _OVERHEAD_STEPS = 60
+_LEAST = 1e-6  # Seconds: no layer takes none, whatever the clock says of two runs.
 
 
 def measured_seconds(
@@ -92,7 +93,7 @@ def _marginal_seconds(program: Callable[[int], Callable[[], Any]]) -> float:
     if alone > _MOST_SECONDS:
         return alone
     several = _median_seconds(program(1 + _MORE_RUNS))
-    return max(0.0, several - alone) / _MORE_RUNS
+    return max((several - alone) / _MORE_RUNS, _LEAST)
 
 
 def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
