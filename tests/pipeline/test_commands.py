@@ -30,7 +30,8 @@ def test_plan_draws_and_traces_the_schedule(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 3 * 4 * 2
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert [stage["layers"] for stage in plan["stages"]] == [["hidden1"], ["hidden2"], ["logit"]]
+    layers = [stage["layers"] for stage in plan["stages"]]  # Cut by time, which is measured.
+    assert len(layers) == 3 and sum(layers, []) == ["hidden1", "hidden2", "hidden3", "logit"]
     assert plan["most_in_flight"] == [3, 2, 1]
     assert plan["step_seconds"] <= plan["one_after_the_other_seconds"]
 
