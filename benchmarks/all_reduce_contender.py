@@ -77,7 +77,7 @@ def build_gloo():
 
         return call, result_of
 
-    return prepare, {"implementation": "torch.distributed gloo", "version": torch.__version__}
+    return prepare, {"implementation": "torch.distributed gloo", "version": f"PyTorch {torch.__version__}"}
 
 
 def whole_numbers(count, rank):
