@@ -77,7 +77,8 @@ def build_gloo():
 
         return call, result_of
 
-    return prepare, {"implementation": "torch.distributed gloo", "version": f"PyTorch {torch.__version__}"}
+    version = f"PyTorch {torch.__version__}"
+    return prepare, {"implementation": "torch.distributed gloo", "version": version}
 
 
 def whole_numbers(count, rank):
