@@ -24,7 +24,7 @@ WITH_FILES = {
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(name="job", scope="module", params=[(2, 1), (2, 2)], ids=["2", "2 x 2"])
+@pytest.fixture(name="job", scope="module", params=[(2, 2)], ids=["2 x 2"])
 def run_job(request, tmp_path_factory):
     """The folder that the workers were given, and what each of them returned."""
     folder = tmp_path_factory.mktemp("job")

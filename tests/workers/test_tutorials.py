@@ -44,7 +44,7 @@ def assert_equal(results, expected):
             np.testing.assert_allclose(weight, wanted, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_workers, num_devices", [(2, 1), (3, 1)])
+@pytest.mark.parametrize("num_workers, num_devices", [(3, 1)])
 def test_training_with_keras(tmp_path, num_workers, num_devices):
     (tmp_path / "job").mkdir()
     arguments = [str(tmp_path / "job"), num_workers]
