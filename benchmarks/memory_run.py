@@ -46,7 +46,9 @@ def main(limit, num_layers, num_steps, output, mode):
             lambda: build(num_layers), devices=devices, batch_size=BATCH
         )
     model.compile(
-        keras.optimizers.Adam(1e-5), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        # A gradient near zero, of either sign by rounding, is not to move its weight by a full step.
+        keras.optimizers.Adam(1e-3, epsilon=1e-3),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     digits = load_digits()
     number = num_steps * BATCH
@@ -74,6 +76,7 @@ def build(num_layers):
         y = layers.LayerNormalization(name=f"norm{index}")(x)
         y = layers.Dense(WIDTH, activation="relu", name=f"dense{index}")(y)
         x = layers.Add(name=f"add{index}")([x, y])
+    x = layers.LayerNormalization(name="last_norm")(x)
     return keras.Model(inputs, layers.Dense(10, name="logits")(x), name="wide")
 
 
