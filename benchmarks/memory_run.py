@@ -46,7 +46,7 @@ def main(limit, num_layers, num_steps, output, mode):
             lambda: build(num_layers), devices=devices, batch_size=BATCH
         )
     model.compile(
-        # A gradient near zero, of either sign by rounding, is not to move its weight by a full step.
+        # A gradient near zero, whose sign is rounding, is not to move its weight by a full step.
         keras.optimizers.Adam(1e-3, epsilon=1e-3),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
