@@ -4,11 +4,10 @@
 {"bytes": 4096, "iterations": 30}       ->  {"seconds": [0.0003, …], "num_wrong": 0}
 """
 
-import json
 import os
-import sys
 import time
 
+import dialog
 import numpy as np
 
 WARM_UP = 4
@@ -86,22 +85,13 @@ def whole_numbers(count, rank):
 
 
 def main():
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def reply(**fields):
-        print(json.dumps(fields), file=channel, flush=True)
-
-    order = json.loads(sys.stdin.readline())
-    if order["cores"]:
-        os.sched_setaffinity(0, order["cores"])
+    order, reply = dialog.begin()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     prepare, told = build(order["kind"])
     meet, _ = prepare(np.zeros(1, np.float32))
     reply(**told)
     prepared = {}
-    for line in sys.stdin:
-        request = json.loads(line)
+    for request in dialog.requests():
         count = request["bytes"] // 4
         if count not in prepared:
             prepared = {count: prepare(whole_numbers(count, rank))}

@@ -8,15 +8,12 @@ logical devices are a process's, and because stock Keras breaks with two strateg
     {"steps": 20, "skip": 5}                            ->  {"step_seconds": [0.002, …], …}
 """
 
-import ctypes
-import json
 import os
-import signal
-import sys
 import time
 
+import dialog
+
 SEED = 7
-PR_SET_PDEATHSIG = 1
 
 
 def build_contender(kind, num_replicas, build_model):
@@ -124,52 +121,35 @@ def num_traces(train_function):
     return total
 
 
-def serve(requests, reply, model, dataset):
+def fit(model, dataset, clock, steps, skip):
+    """Trains so many steps, and returns what was measured; the first `skip` are not timed."""
+    cpu_before = time.process_time()
+    history = model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=[clock]).history
+    cpu_seconds = time.process_time() - cpu_before
+    return {
+        "step_seconds": dialog.step_seconds(clock.readings, skip),
+        # Of all threads, and of all steps.
+        "cpu_seconds_a_step": cpu_seconds / steps,
+        "loss": history["loss"][-1],
+    }
+
+
+def serve(reply, model, dataset):
     """Answers each request by a `fit` of so many steps."""
     import psutil
 
     process = psutil.Process()
     clock = make_clock()
-    for line in requests:
-        request = json.loads(line)
-        cpu_before = time.process_time()
-        history = model.fit(
-            dataset, steps_per_epoch=request["steps"], verbose=0, callbacks=[clock]
-        ).history
-        cpu_seconds = time.process_time() - cpu_before
-        # From the end of a step to the end of the next: all that a step costs its user, Keras's
-        # loop and the batch included. What a `fit` costs once falls to the steps that are skipped.
-        ends = clock.readings[max(request["skip"] - 1, 0) :]
+    for request in dialog.requests():
         reply(
-            step_seconds=[after - before for before, after in zip(ends, ends[1:], strict=False)],
-            # Of all threads, and of all steps.
-            cpu_seconds_a_step=cpu_seconds / request["steps"],
-            loss=history["loss"][-1],
+            **fit(model, dataset, clock, **request),
             num_traces=num_traces(model.train_function),
             rss_mib=process.memory_info().rss / 2**20,
         )
 
 
-def end_with_parent(parent):
-    """Ends this process when its parent ends, even one that was killed (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("The parent has ended already.")
-
-
 def main():
-    end_with_parent(int(sys.argv[1]))
-    # Replies have standard output to themselves; what anybody prints goes to the log.
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def reply(**fields):
-        print(json.dumps(fields), file=channel, flush=True)
-
-    order = json.loads(sys.stdin.readline())
-    if order["cores"]:
-        os.sched_setaffinity(0, order["cores"])  # Before TensorFlow makes its threads.
+    order, reply = dialog.begin()  # Before TensorFlow makes its threads.
     import keras
     import tensorflow as tf
     import workloads
@@ -187,7 +167,7 @@ def main():
         tensorflow=tf.__version__,
         keras=keras.__version__,
     )
-    serve(sys.stdin, reply, model, dataset)
+    serve(reply, model, dataset)
 
 
 if __name__ == "__main__":

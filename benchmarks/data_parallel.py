@@ -7,14 +7,13 @@ The first measures all and writes RESULTS.md beside this file, in three minutes 
 the second takes a look at one workload.
 """
 
-import argparse
 import contextlib
-import json
 import pathlib
 import sys
 from typing import NamedTuple
 
 import blocks
+import contest
 import environment
 import results
 from contender_process import ContenderProcess
@@ -22,7 +21,6 @@ from contender_process import ContenderProcess
 NUM_CORES = 2
 NUM_WARM_UP_ROUNDS = 2
 CONTENDERS = [("plain", 1), ("stock", 1), ("ours", 1), ("stock", 2), ("ours", 2)]
-PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 
 
 class Plan(NamedTuple):
@@ -55,8 +53,7 @@ def main(arguments):
     }
     found = {"environment": described, "command": command(options), "workloads": measured}
     print(results.tables(found))
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
+    contest.write_json(found, options)
     if options.write:
         page = pathlib.Path(options.write)
         others = blocks.all_of(page.read_text()) if page.exists() else ""
@@ -64,40 +61,21 @@ def main(arguments):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = contest.make_parser(__doc__, num_rounds=9)
     parser.add_argument(
         "--workload", action="append", choices=PLANS, help="measure this one alone; repeatable"
     )
-    parser.add_argument("--num_rounds", type=positive, default=9, help="timed rounds (9)")
     parser.add_argument(
-        "--num_steps", type=positive, help="timed steps a round (195 small, 10 large)"
+        "--num_steps", type=contest.positive, help="timed steps a round (195 small, 10 large)"
     )
-    parser.add_argument("--json", metavar="PATH", help="write every figure here")
-    parser.add_argument(
-        "--write", metavar="PATH", default=PAGE, help="write the page here; empty for nowhere"
-    )
-    options = parser.parse_args(arguments)
-    for path in filter(None, [options.json, options.write]):
-        # Now, and not when all has been measured.
-        if not pathlib.Path(path).resolve().parent.is_dir():
-            parser.error(f"the folder of a file to write must exist. Received: {path}")
-    return options
-
-
-def positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
-    return number
+    return contest.parse(parser, arguments)
 
 
 def command(options):
     """Returns the line that measures the same again; paths are left out."""
     words = [".venv/bin/python benchmarks/data_parallel.py"]
     words += [f"--workload={name}" for name in options.workload or ()]
-    words += [f"--num_rounds={options.num_rounds}"] if options.num_rounds != 15 else []
+    words += [f"--num_rounds={options.num_rounds}"]
     words += [f"--num_steps={options.num_steps}"] if options.num_steps else []
     return " ".join(words)
 
@@ -119,8 +97,7 @@ def measure(workload, options, cores, num_threads):
         first = {contender.name: contender.train(1) for contender in contenders}
         rounds = []
         for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
-            # Now forwards, now backwards, so that no contender always follows the same one.
-            turn = contenders if index % 2 else contenders[::-1]
+            turn = contest.in_turn(contenders, index)
             replies = {
                 contender.name: contender.train(num_steps, plan.num_skipped) for contender in turn
             }
@@ -152,9 +129,4 @@ def progress(text):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RuntimeError as error:
-        sys.exit(f"data_parallel.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    contest.run(main)

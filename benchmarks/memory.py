@@ -12,7 +12,6 @@ is left, its training state (parameters and Adam's two slots) six times. It is t
    the saved ones. (Plain Keras holds all gradients at once, and what Adam makes on its way.)
 """
 
-import argparse
 import io
 import json
 import math
@@ -24,7 +23,7 @@ import sys
 import tempfile
 import zipfile
 
-import blocks
+import contest
 import environment
 import h5py
 import memory_run
@@ -33,7 +32,6 @@ import numpy as np
 from tfparallel.commands.flags import parse_bytes
 
 TOP = pathlib.Path(__file__).parents[1]
-PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 RUN = pathlib.Path(__file__).with_name("memory_run.py")
 LAYER_BYTES = 4 * memory_run.WIDTH * (memory_run.WIDTH + 3)
 NUM_STEPS = 3
@@ -61,27 +59,25 @@ def main(arguments):
         largest = difference(folder / "single.weights.h5", folder / "placed.keras")
         file_bytes = (folder / "placed.keras").stat().st_size
     rows = {
-        "limit": limit, "own": own, "failed": failed, "placed": placed, "single": single,
-        "largest": largest, "file_bytes": file_bytes,
-    }  # fmt: skip
-    lines = page(rows, described, options)
-    print("\n".join(lines))
-    if options.write:
-        blocks.write(pathlib.Path(options.write), "memory", lines)
+        "limit": limit,
+        "own": own,
+        "exit_code": failed.returncode,
+        "last_words": last_words(failed.stdout),
+        "placed": placed,
+        "single": single,
+        "largest": largest,
+        "file_bytes": file_bytes,
+    }
+    contest.publish("memory", page(rows, described, options), rows, options)
     return 0 if failed.returncode and largest <= 1e-4 else 1
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = contest.make_parser(__doc__)
     parser.add_argument("--limit", default="3GB", help="what a process may hold (3GB)")
     parser.add_argument("--num_processes", type=int, default=11, help="processes (11)")
     parser.add_argument("--folder", help="where the files of a run go (the system's own place)")
-    parser.add_argument(
-        "--write", metavar="PATH", default=PAGE, help="write the result here ('' for nowhere)"
-    )
-    return parser.parse_args(arguments)
+    return contest.parse(parser, arguments)
 
 
 def run(limit, num_layers, output, mode, launched=(), check=True):
@@ -183,8 +179,8 @@ def page(rows, described, options):
         "",
         "| run | result |",
         "| --- | --- |",
-        f"| plain Keras, 1 process under the limit | fails: exit code {rows['failed'].returncode}, "
-        f"\"{last_words(rows['failed'].stdout)}\" |",
+        f"| plain Keras, 1 process under the limit | fails: exit code {rows['exit_code']}, "
+        f'"{rows["last_words"]}" |',
         f"| `model_parallel`, {options.num_processes} processes under the limit "
         f"| trains and saves, loss {rows['placed']['loss']:.7g} |",
         f"| `model_parallel`, 1 process without a limit | loss {rows['single']['loss']:.7g} |",
@@ -192,14 +188,7 @@ def page(rows, described, options):
         f"| {rows['largest']:.1e} |",
         f"| resident memory of a process, the largest | {gigabytes(peak(held))} GB |",
     ]
-    return [
-        *lines,
-        "",
-        "Environment: " + "; ".join(f"{k}: {v}" for k, v in described.items()) + ".",
-        "",
-        f"To reproduce: `.venv/bin/python benchmarks/memory.py --limit={options.limit}"
-        f" --num_processes={options.num_processes}`.",
-    ]
+    return lines + contest.footer("memory", described, options, "limit", "num_processes")
 
 
 def last_words(text):
@@ -224,9 +213,4 @@ def say(text):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except RuntimeError as error:
-        sys.exit(f"memory.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    contest.run(main)

@@ -74,7 +74,7 @@ def build(num_layers):
     x = layers.Dense(WIDTH, name="first")(inputs)
     for index in range(num_layers):
         y = layers.LayerNormalization(name=f"norm{index}")(x)
-        y = layers.Dense(WIDTH, activation="relu", name=f"dense{index}")(y)
+        y = layers.Dense(WIDTH, activation="gelu", name=f"dense{index}")(y)
         x = layers.Add(name=f"add{index}")([x, y])
     x = layers.LayerNormalization(name="last_norm")(x)
     return keras.Model(inputs, layers.Dense(10, name="logits")(x), name="wide")

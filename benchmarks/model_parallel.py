@@ -7,7 +7,6 @@ a process of its own `tfparallel.placement.plan` predicts the plain model's step
 runs one by one. Two minutes of two idle cores.
 """
 
-import argparse
 import contextlib
 import json
 import pathlib
@@ -15,11 +14,10 @@ import statistics
 import subprocess
 import sys
 
-import blocks
+import contest
 import environment
 from contender_process import ContenderProcess
 
-PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 CONTENDERS = [("plain", 1), ("placed", 2)]
 NUM_CORES, NUM_WARM_UP_ROUNDS = 2, 2
 STEPS = {"dispatch_bound": (100, 5), "compute_bound": (12, 2)}
@@ -37,14 +35,7 @@ print(json.dumps(found.as_json()))
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--num_rounds", type=int, default=11, help="timed rounds (11)")
-    parser.add_argument(
-        "--write", metavar="PATH", default=PAGE, help="write the result here ('' for nowhere)"
-    )
-    options = parser.parse_args(arguments)
+    options = contest.parse(contest.make_parser(__doc__, num_rounds=11), arguments)
     cores = environment.cores_to_pin(NUM_CORES)
     described = environment.describe()
     rows, versions = [], {}
@@ -53,10 +44,11 @@ def main(arguments):
         versions = {"TensorFlow": told["tensorflow"], "Keras": told["keras"]}
         rows.append((told["description"], seconds, predicted(workload, cores)))
     described |= versions | {"Threads": f"{NUM_CORES} in each process"}
-    lines = page(rows, described, options)
-    print("\n".join(lines))
-    if options.write:
-        blocks.write(pathlib.Path(options.write), "model_parallel", lines)
+    found = [
+        {"model": name, "seconds": seconds, "predicted_seconds": guess}
+        for name, seconds, guess in rows
+    ]
+    contest.publish("model_parallel", page(rows, described, options), found, options)
 
 
 def measure(workload, num_rounds, cores):
@@ -76,8 +68,7 @@ def measure(workload, num_rounds, cores):
         told = [contender.wait_until_ready() for contender in contenders]
         seconds = {kind: [] for kind, _ in CONTENDERS}
         for index in range(NUM_WARM_UP_ROUNDS + num_rounds):
-            # In turn, so that neither always runs behind the other.
-            for contender in contenders[:: 1 if index % 2 else -1]:
+            for contender in contest.in_turn(contenders, index):
                 steps = contender.train(num_steps, skip)["step_seconds"]
                 if index >= NUM_WARM_UP_ROUNDS:
                     seconds[contender.kind].append(statistics.median(steps))
@@ -103,7 +94,7 @@ def page(rows, described, options):
         "## Layers on two devices",
         "",
         "A step of `model.fit`, two logical devices of the CPU against one, on the same two cores: "
-        "the median of rounds, with the least and the largest; ratios by round.",
+        "the median of the rounds' medians, with the 10th and 90th percentile; ratios by round.",
         "",
         "| model | plain, ms | `model_parallel`, 2 devices, ms | ratio | promised |",
         "| --- | --- | --- | --- | --- |",
@@ -112,8 +103,8 @@ def page(rows, described, options):
         pairs = zip(seconds["placed"], seconds["plain"], strict=True)
         ratios = [ours / plain for ours, plain in pairs]
         lines.append(
-            f"| {name} | {spread(seconds['plain'], 1000)} | {spread(seconds['placed'], 1000)} "
-            f"| {spread(ratios, 1, 3)} | at most {TARGET:.2f} |"
+            f"| {name} | {milliseconds(seconds['plain'])} | {milliseconds(seconds['placed'])} "
+            f"| {contest.spread(contest.percentiles(ratios), 3)} | at most {TARGET:.2f} |"
         )
     lines += [
         "",
@@ -125,25 +116,12 @@ def page(rows, described, options):
         lines.append(
             f"| {name} | {1000 * guess:.2f} | {1000 * measured:.2f} | {guess / measured:.2f} |"
         )
-    return [
-        *lines,
-        "",
-        "Environment: " + "; ".join(f"{k}: {v}" for k, v in described.items()) + ".",
-        "",
-        "To reproduce: `.venv/bin/python benchmarks/model_parallel.py"
-        f" --num_rounds={options.num_rounds}`, on two idle cores.",
-    ]
+    return lines + contest.footer("model_parallel", described, options, "num_rounds")
 
 
-def spread(values, scale, digits=2):
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{scale * middle:.{digits}f} ({scale * least:.{digits}f} to {scale * most:.{digits}f})"
+def milliseconds(seconds):
+    return contest.spread(contest.percentiles([1e3 * value for value in seconds]), 2)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RuntimeError as error:
-        sys.exit(f"model_parallel.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    contest.run(main)

@@ -1,15 +1,11 @@
 """TensorFlow's contenders of `pipeline.py`: plain Keras, or one process of two of a pipeline.
 
-Speaks as `contender.py` does. Process 1 of a pipeline serves process 0, and answers nothing.
+Process 1 of a pipeline serves process 0, and answers nothing.
 """
 
-import json
-import os
-import sys
-import time
-
+import dialog
 import numpy as np
-from contender import compile_model, end_with_parent, make_clock
+from contender import compile_model, fit, make_clock
 
 SEED = 7
 NUM_BYTES, SEQUENCE_LENGTH, NUM_SEQUENCES = 256, 64, 16
@@ -63,16 +59,7 @@ def stage_times(model, batch):
 
 
 def main():
-    end_with_parent(int(sys.argv[1]))
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def reply(**fields):
-        print(json.dumps(fields), file=channel, flush=True)
-
-    order = json.loads(sys.stdin.readline())
-    if order["cores"]:
-        os.sched_setaffinity(0, order["cores"])
+    order, reply = dialog.begin()
     num_micro_batches = int(order["workload"])
     devices = None
     if order["kind"] == "ours":
@@ -98,25 +85,13 @@ def main():
     size = (NUM_BATCHES, NUM_SEQUENCES, SEQUENCE_LENGTH)
     x, y = (generator.integers(NUM_BYTES, size=size).astype("int32") for _ in range(2))
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().prefetch(2)
-    reply(
-        num_parameters=model.count_params(), tensorflow=tf.__version__, keras=keras.__version__
-    )
+    reply(num_parameters=model.count_params(), tensorflow=tf.__version__, keras=keras.__version__)
     clock = make_clock()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if request.get("steps") == 0:
+    for request in dialog.requests():
+        if request["steps"] == 0:
             reply(**stage_times(model, (x[0], y[0])))
-            continue
-        before = time.process_time()
-        history = model.fit(
-            dataset, steps_per_epoch=request["steps"], verbose=0, callbacks=[clock]
-        ).history
-        ends = clock.readings[max(request["skip"] - 1, 0) :]
-        reply(
-            step_seconds=[after - before for before, after in zip(ends, ends[1:], strict=False)],
-            cpu_seconds_a_step=(time.process_time() - before) / request["steps"],
-            loss=history["loss"][-1],
-        )
+        else:
+            reply(**fit(model, dataset, clock, **request))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ compared with those of one that nobody disturbed, and the time from the kill to 
 is taken.
 """
 
-import argparse
 import contextlib
 import os
 import pathlib
@@ -20,14 +19,13 @@ import sys
 import tempfile
 import time
 
-import blocks
+import contest
 import environment
 import keras
 import numpy as np
 import psutil
 
 TOP = pathlib.Path(__file__).parents[1]
-PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 NUM_STEPS, STEPS_PER_EPOCH, EVERY = 200, 25, 5
 TOLERANCE = 1e-5
 RESTART_SECONDS = 15.0
@@ -51,23 +49,17 @@ def main(arguments):
             )
             rows.append((worker, step, largest, seconds))
             print(f"worker {worker}, step {step}: {largest:.1e}, {seconds:.1f} s", file=sys.stderr)
-    lines = page(rows, described, options)
-    print("\n".join(lines))
-    if options.write:
-        blocks.write(pathlib.Path(options.write), "restarts", lines)
+    names = ("worker", "step", "difference", "seconds")
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    contest.publish("restarts", page(rows, described, options), found, options)
     return 0 if all(largest <= TOLERANCE for _, _, largest, _ in rows) else 1
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = contest.make_parser(__doc__)
     parser.add_argument("--num_kills", type=int, default=10, help="runs (10)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
-    parser.add_argument(
-        "--write", metavar="PATH", default=PAGE, help="the page to renew; empty for none"
-    )
-    return parser.parse_args(arguments)
+    return contest.parse(parser, arguments)
 
 
 def run(folder, kill=None):
@@ -160,20 +152,8 @@ def page(rows, described, options):
         f"| {worker}{' (chief)' * (worker == 0)} | {step} | {largest:.1e} | {seconds:.1f} |"
         for worker, step, largest, seconds in rows
     ]
-    return [
-        *lines,
-        "",
-        "Environment: " + "; ".join(f"{k}: {v}" for k, v in described.items()) + ".",
-        "",
-        "To reproduce: `.venv/bin/python benchmarks/restarts.py"
-        + f" --num_kills={options.num_kills} --seed={options.seed}`.",
-    ]
+    return lines + contest.footer("restarts", described, options, "num_kills", "seed")
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except RuntimeError as error:
-        sys.exit(f"restarts.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    contest.run(main)

@@ -1,6 +1,6 @@
 """What the rounds amount to: step times, ratios, verdicts; as JSON and as a page."""
 
-
+import contest
 import numpy as np
 
 # Of TensorFlow's allocator and of Python's; a leak of 1 KiB a step would reach it.
@@ -80,8 +80,7 @@ def _ratio(contenders, pair, target):
 
 
 def _percentiles(values, unit=""):
-    p10, median, p90 = (float(value) for value in np.percentile(values, [10, 50, 90]))
-    return {f"median{unit}": median, f"p10{unit}": p10, f"p90{unit}": p90}
+    return {f"{name}{unit}": value for name, value in contest.percentiles(values).items()}
 
 
 def _median(values):

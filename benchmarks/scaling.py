@@ -8,25 +8,15 @@ is named, DistributedDataParallel with gloo on the same network, batch and cores
 turns, a round each, now forwards, now backwards; only the one whose turn it is runs.
 """
 
-import argparse
 import contextlib
-import json
-import os
-import pathlib
 import sys
 
-import blocks
+import contest
 import environment
-import numpy as np
-from contender_process import ContenderProcess
 
-TOP = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(TOP))
-from tfparallel.cluster.environment import ALL_REDUCE, Place, worker_environment  # noqa: E402
-from tfparallel.cluster.ports import free_ports  # noqa: E402
+from tfparallel.cluster.environment import ALL_REDUCE
 
-PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
-PROGRAMS = [PAGE.with_name("contender.py"), PAGE.with_name("torch_contender.py")]
+PROGRAMS = [str(contest.PAGE.with_name(f"{name}.py")) for name in ("contender", "torch_contender")]
 NUM_WORKERS = 2
 # Examples a worker -> the efficiency promised of `fit`: with TensorFlow's own collectives, by MPI.
 TARGETS = {32: 0.75, 128: 0.90}
@@ -38,50 +28,9 @@ TITLES = {
     "plain": "plain Keras, 1 process, no strategy",
     "torch": "PyTorch, 1 process",
     "ours": "`tfparallel.data_parallel`, 2 workers",
-    "mpi": "the same with `all_reduce=\"mpi\"`",
+    "mpi": 'the same with `all_reduce="mpi"`',
     "ddp": "PyTorch DDP with gloo, 2 workers",
 }
-
-
-class Contender:
-    """The processes of one contender, which train together."""
-
-    def __init__(self, kind, num_examples, cores, stack, python):
-        num_processes = NUM_WORKERS if kind in ("ours", "mpi", "ddp") else 1
-        ports = free_ports(num_processes + 1)
-        addresses = [f"127.0.0.1:{port}" for port in ports[1:]]
-        self.processes = []
-        for worker in range(num_processes):
-            place = Place(
-                addresses, worker, worker, num_processes, 0, f"127.0.0.1:{ports[0]}", "bench", 0
-            )
-            variables = worker_environment({"PATH": os.environ["PATH"]}, place)
-            if kind == "plain":  # What a user starts by hand has none of the launcher's settings.
-                variables = {}
-            if kind == "mpi":
-                variables[ALL_REDUCE] = "mpi"
-            process = ContenderProcess(
-                f"cnn_{num_examples}",
-                "ours" if kind == "mpi" else kind,
-                num_processes,
-                cores=[cores[worker]] if cores else [],
-                num_threads=1,
-                environment=variables,
-                program=(python, str(PROGRAMS[kind in ("torch", "ddp")])),
-            )
-            stack.callback(process.close)
-            self.processes.append(process)
-
-    def wait_until_ready(self):
-        return [process.wait_until_ready() for process in self.processes][0]
-
-    def train(self, num_steps):
-        """Returns the median step in milliseconds: of the slowest worker, step by step."""
-        for process in self.processes:
-            process.start_training(num_steps, NUM_SKIPPED)
-        replies = [process.finish_training(num_steps) for process in self.processes]
-        steps = np.max([reply["step_seconds"] for reply in replies], axis=0)
-        return 1e3 * float(np.median(steps))
 
 
 def main(arguments):
@@ -89,50 +38,56 @@ def main(arguments):
     cores = environment.cores_to_pin(NUM_WORKERS)
     described = environment.describe()
     found = {n: measure(n, options, cores) for n in options.num_examples or TARGETS}
-    lines = page(found, described, options)
-    print("\n".join(lines))
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
-    if options.write:
-        blocks.write(pathlib.Path(options.write), "scaling", lines)
+    contest.publish("scaling", page(found, described, options), found, options)
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = contest.make_parser(__doc__, num_rounds=11, torch=True)
     parser.add_argument(
         "--num_examples", action="append", type=int, choices=TARGETS, help="a worker; repeatable"
     )
-    parser.add_argument("--num_rounds", type=int, default=11, help="timed rounds (11)")
-    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has PyTorch")
-    parser.add_argument("--json", metavar="PATH", help="write every figure here")
-    parser.add_argument(
-        "--write", metavar="PATH", default=PAGE, help="the page to renew; empty for none"
+    return contest.parse(parser, arguments)
+
+
+def start(kind, num_examples, stack, cores, torch):
+    """Starts the processes of a contender."""
+    variables = [{}]  # What a user starts by hand has none of the launcher's settings.
+    if kind in ("ours", "mpi", "ddp"):
+        variables = contest.job_environments(NUM_WORKERS)
+    if kind == "mpi":
+        kind, variables = "ours", [each | {ALL_REDUCE: "mpi"} for each in variables]
+    is_torch = kind in ("torch", "ddp")
+    return contest.Group(
+        stack,
+        f"cnn_{num_examples}",
+        kind,
+        variables,
+        cores=cores,
+        program=(torch if is_torch else sys.executable, PROGRAMS[is_torch]),
     )
-    return parser.parse_args(arguments)
 
 
 def measure(num_examples, options, cores):
     kinds = ["plain", "ours", "mpi"] + (["torch", "ddp"] if options.torch else [])
     with contextlib.ExitStack() as stack:
-        contenders = {}
-        for kind in kinds:
-            python = options.torch if kind in ("torch", "ddp") else sys.executable
-            contenders[kind] = Contender(kind, num_examples, cores, stack, python)
-        versions = {kind: c.wait_until_ready() for kind, c in contenders.items()}
+        contenders = {
+            kind: start(kind, num_examples, stack, cores, options.torch) for kind in kinds
+        }
+        versions = {kind: group.wait_until_ready()[0] for kind, group in contenders.items()}
         rounds = []
         for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
-            turn = kinds if index % 2 else kinds[::-1]
-            medians = {kind: contenders[kind].train(STEPS[num_examples]) for kind in turn}
+            medians = {
+                kind: contenders[kind].train(STEPS[num_examples], NUM_SKIPPED)
+                for kind in contest.in_turn(kinds, index)
+            }
             rounds.append(medians)
             print(f"{num_examples} a worker, round {index + 1}: {medians}", file=sys.stderr)
     rounds = rounds[NUM_WARM_UP_ROUNDS:]
     return {
         "versions": versions,
-        "step_ms": {kind: percentiles([r[kind] for r in rounds]) for kind in kinds},
+        "step_ms": {kind: contest.percentiles([r[kind] for r in rounds]) for kind in kinds},
         "efficiency": {
-            f"{many}/{one}": percentiles([r[one] / r[many] for r in rounds])
+            f"{many}/{one}": contest.percentiles([r[one] / r[many] for r in rounds])
             for one, many in (
                 ("plain", "ours"),
                 ("plain", "mpi"),
@@ -145,18 +100,8 @@ def measure(num_examples, options, cores):
     }
 
 
-def percentiles(values):
-    p10, median, p90 = (float(value) for value in np.percentile(values, [10, 50, 90]))
-    return {"median": median, "p10": p10, "p90": p90}
-
-
 def page(found, described, options):
     """The lines of RESULTS.md about scaling."""
-
-    def spread(value, digits):
-        median, p10, p90 = (f"{value[key]:.{digits}f}" for key in ("median", "p10", "p90"))
-        return f"{median} ({p10} to {p90})"
-
     lines = [
         "## Scaling: 2 workers, a core each",
         "",
@@ -167,7 +112,7 @@ def page(found, described, options):
     ]
     for num_examples, result in found.items():
         lines += [f"### {num_examples} examples a worker", "", "| | step, ms |", "| --- | --- |"]
-        lines += [f"| {TITLES[k]} | {spread(v, 1)} |" for k, v in result["step_ms"].items()]
+        lines += [f"| {TITLES[k]} | {contest.spread(v, 1)} |" for k, v in result["step_ms"].items()]
         lines += ["", "| efficiency | measured | to reach |", "| --- | --- | --- |"]
         for name, value in result["efficiency"].items():
             if name == "ours/ddp":
@@ -178,24 +123,13 @@ def page(found, described, options):
             title = f"{TITLES[many]}, against {TITLES[one]}"
             if one == "ddp":
                 title, target = "DDP's step over ours by MPI (above 1: ours is faster)", "above 1"
-            lines.append(f"| {title} | {spread(value, 3)} | {target} |")
+            lines.append(f"| {title} | {contest.spread(value, 3)} | {target} |")
         lines.append("")
     versions = {k: v for r in found.values() for d in r["versions"].values() for k, v in d.items()}
     named = {k: v for k, v in versions.items() if k in ("tensorflow", "keras", "torch")}
-    lines += [
-        "Environment: " + "; ".join(f"{k}: {v}" for k, v in (described | named).items()) + ".",
-        "",
-        f"To reproduce: `.venv/bin/python benchmarks/scaling.py --num_rounds={options.num_rounds}"
-        + (" --torch=PYTHON_WITH_TORCH" if options.torch else "")
-        + "`, on two idle cores.",
-    ]
-    return lines
+    lines.pop()
+    return lines + contest.footer("scaling", described | named, options, "num_rounds")
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RuntimeError as error:
-        sys.exit(f"scaling.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    contest.run(main)

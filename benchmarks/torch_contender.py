@@ -1,13 +1,9 @@
 """PyTorch's contender of `scaling.py`: the network of `workloads.build_cnn`, alone or under DDP.
 
-Speaks as `contender.py` does, and runs in a Python that has PyTorch and NumPy.
+Runs in a Python that has PyTorch and NumPy.
 """
 
-import json
-import os
-import sys
-import time
-
+import dialog
 import numpy as np
 import torch
 from torch import nn
@@ -31,15 +27,7 @@ def build_cnn():
 
 
 def main():
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def reply(**fields):
-        print(json.dumps(fields), file=channel, flush=True)
-
-    order = json.loads(sys.stdin.readline())
-    if order["cores"]:
-        os.sched_setaffinity(0, order["cores"])
+    order, reply = dialog.begin()
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     model = build_cnn()
@@ -56,25 +44,19 @@ def main():
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         torch=torch.__version__,
     )
-    for line in sys.stdin:
-        request = json.loads(line)
-        ends, total, correct = [], 0.0, 0
-        for step in range(request["steps"]):
-            batch, labels = x[step % NUM_BATCHES], y[step % NUM_BATCHES]
-            optimizer.zero_grad()
-            logits = model(batch)
-            loss = loss_of(logits, labels)
-            loss.backward()
-            optimizer.step()
-            # What Keras's `fit` reports at every step: the running loss and accuracy.
-            total += loss.item()
-            correct += int((logits.argmax(1) == labels).sum())
-            ends.append(time.perf_counter())
-        ends = ends[max(request["skip"] - 1, 0) :]
-        reply(
-            step_seconds=[after - before for before, after in zip(ends, ends[1:], strict=False)],
-            loss=total / request["steps"],
-        )
+
+    def step(index):
+        batch, labels = x[index % NUM_BATCHES], y[index % NUM_BATCHES]
+        optimizer.zero_grad()
+        logits = model(batch)
+        loss = loss_of(logits, labels)
+        loss.backward()
+        optimizer.step()
+        # What Keras's `fit` reports at every step: the running loss and accuracy.
+        int((logits.argmax(1) == labels).sum())
+        return loss.item()
+
+    dialog.serve_steps(reply, step)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
 """PyTorch's contenders of `pipeline.py`: the same transformer, alone or in two stages.
 
-Speaks as `contender.py` does, and runs in a Python that has PyTorch and NumPy. The stages are those
-of `torch.distributed.pipelining`, between processes joined by gloo.
+Runs in a Python that has PyTorch and NumPy. The stages are those of `torch.distributed.pipelining`,
+between processes joined by gloo.
 """
 
-import json
-import os
-import sys
-import time
-
+import dialog
 import numpy as np
 import torch
 from torch import nn
@@ -51,15 +47,7 @@ def loss_of(logits, y):
 
 
 def main():
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def reply(**fields):
-        print(json.dumps(fields), file=channel, flush=True)
-
-    order = json.loads(sys.stdin.readline())
-    if order["cores"]:
-        os.sched_setaffinity(0, order["cores"])
+    order, reply = dialog.begin()
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     is_pipeline = order["kind"] == "torch_pipeline"
@@ -92,29 +80,22 @@ def main():
         # What Keras's `fit` reports at every step: the running loss and accuracy.
         return torch.stack(losses).mean().item(), int((logits.argmax(-1) == labels).sum())
 
-    def step(batch, labels):
+    def plain_step(batch, labels):
         logits = model(batch)
         loss = loss_of(logits, labels)
         loss.backward()
         return loss.item(), int((logits.argmax(-1) == labels).sum())
 
-    for line in sys.stdin:
-        request = json.loads(line)
-        ends, total = [], 0.0
-        for index in range(request["steps"]):
-            optimizer.zero_grad()
-            run = pipeline_step if is_pipeline else step
-            loss, _ = run(x[index % NUM_BATCHES], y[index % NUM_BATCHES])
-            optimizer.step()
-            total += loss
-            if is_pipeline:  # Keras's `fit` ends a step once all of it is done.
-                torch.distributed.barrier()
-            ends.append(time.perf_counter())
-        ends = ends[max(request["skip"] - 1, 0) :]
-        reply(
-            step_seconds=[after - before for before, after in zip(ends, ends[1:], strict=False)],
-            loss=total / request["steps"],
-        )
+    def step(index):
+        optimizer.zero_grad()
+        run = pipeline_step if is_pipeline else plain_step
+        loss, _ = run(x[index % NUM_BATCHES], y[index % NUM_BATCHES])
+        optimizer.step()
+        if is_pipeline:  # Keras's `fit` ends a step once all of it is done.
+            torch.distributed.barrier()
+        return loss
+
+    dialog.serve_steps(reply, step)
 
 
 if __name__ == "__main__":

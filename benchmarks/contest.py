@@ -1,0 +1,162 @@
+"""What the benchmarks share: their options, their groups of processes, and their pages."""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+import blocks
+import numpy as np
+from contender_process import ContenderProcess
+
+TOP = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(TOP))
+from tfparallel.cluster.environment import Place, worker_environment  # noqa: E402
+from tfparallel.cluster.ports import free_ports  # noqa: E402
+
+PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
+
+
+def job_environments(num_processes):
+    """Returns the variables that `launch` would give each process of a job on this host."""
+    first, *ports = free_ports(num_processes + 1)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    places = [
+        Place(addresses, index, index, num_processes, 0, f"127.0.0.1:{first}", "bench", 0)
+        for index in range(num_processes)
+    ]
+    return [worker_environment({"PATH": os.environ["PATH"]}, place) for place in places]
+
+
+class Group:
+    """The processes of one contender, a core each, which work together.
+
+    Args:
+        stack: An `ExitStack`, which ends the processes.
+        workload: What they are told to run, in the words of their program.
+        kind: The contender's kind, in the words of their program.
+        environments: The variables of each process, beside this one's own.
+        cores: A core for each process; empty for no pinning.
+        program: A Python and a program that speaks as `dialog.py` does.
+        num_speaking: How many of the processes answer, the first ones; all if left out.
+    """
+
+    def __init__(self, stack, workload, kind, environments, *, cores, program, num_speaking=None):
+        self.processes = []
+        for index, variables in enumerate(environments):
+            process = ContenderProcess(
+                workload,
+                kind,
+                len(environments),
+                cores=cores[index : index + 1],
+                num_threads=1,
+                environment=variables,
+                program=program,
+            )
+            stack.callback(process.close)
+            self.processes.append(process)
+        self.speaking = self.processes[:num_speaking]
+
+    def wait_until_ready(self):
+        """Returns what each process tells of itself."""
+        return [process.wait_until_ready() for process in self.speaking]
+
+    def ask(self, **request):
+        """Sends all the same request, and returns each one's answer."""
+        for process in self.speaking:
+            process.ask(**request)
+        return [process.answer() for process in self.speaking]
+
+    def train(self, num_steps, skip):
+        """Returns the median step in milliseconds: of the slowest process, step by step."""
+        for process in self.speaking:
+            process.start_training(num_steps, skip)
+        replies = [process.finish_training(num_steps) for process in self.speaking]
+        return 1e3 * float(np.median(np.max([r["step_seconds"] for r in replies], axis=0)))
+
+
+def in_turn(names, index):
+    """Round `index`: now forwards, now backwards, so that none always follows the same one."""
+    return names if index % 2 else names[::-1]
+
+
+def percentiles(values):
+    p10, median, p90 = (float(value) for value in np.percentile(values, [10, 50, 90]))
+    return {"median": median, "p10": p10, "p90": p90}
+
+
+def spread(value, digits):
+    """Returns `percentiles` as text."""
+    median, p10, p90 = (f"{value[key]:.{digits}f}" for key in ("median", "p10", "p90"))
+    return f"{median} ({p10} to {p90})"
+
+
+def make_parser(doc, num_rounds=None, *, torch=False):
+    """Returns a parser of what all have: `--write`, and if asked for `--num_rounds`, `--torch`."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if num_rounds is not None:
+        parser.add_argument(
+            "--num_rounds", type=positive, default=num_rounds, help=f"timed rounds ({num_rounds})"
+        )
+    if torch:
+        parser.add_argument("--torch", metavar="PYTHON", help="a Python that has PyTorch")
+    parser.add_argument("--json", metavar="PATH", help="write every figure here")
+    parser.add_argument(
+        "--write", metavar="PATH", default=PAGE, help="the page to renew; empty for none"
+    )
+    return parser
+
+
+def parse(parser, arguments):
+    """Parses; a file that cannot be written is an error now, not when all has been measured."""
+    options = parser.parse_args(arguments)
+    for path in filter(None, [options.json, options.write]):
+        if not pathlib.Path(path).resolve().parent.is_dir():
+            parser.error(f"the folder of a file to write must exist. Received: {path}")
+    return options
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
+    return number
+
+
+def publish(name, lines, found, options):
+    """Prints a benchmark's lines, and writes them and its figures where the options say."""
+    print("\n".join(lines))
+    write_json(found, options)
+    if options.write:
+        blocks.write(pathlib.Path(options.write), name, lines)
+
+
+def write_json(found, options):
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def footer(program, described, options, *names):
+    """The last lines of a block: what was measured on, and how to measure it again."""
+    words = [f"--{name}={getattr(options, name)}" for name in names]
+    words += ["--torch=PYTHON_WITH_TORCH"] if getattr(options, "torch", None) else []
+    command = " ".join([f".venv/bin/python benchmarks/{program}.py", *words])
+    return [
+        "",
+        "Environment: " + "; ".join(f"{key}: {value}" for key, value in described.items()) + ".",
+        "",
+        f"To reproduce: `{command}`, on two idle cores.",
+    ]
+
+
+def run(main):
+    """Runs a benchmark's `main`; what it could not do is a line, not a trace."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except RuntimeError as error:
+        sys.exit(f"{pathlib.Path(sys.argv[0]).name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,67 @@
+"""How a contender speaks with its benchmark: a JSON object a line, on stdin and stdout.
+
+The first line that comes is the order: workload, kind, number of processes, cores. The contender
+answers once it is ready, and then each request. Needs no more than Python, whatever a contender is
+made of.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1  # Of <linux/prctl.h>.
+
+
+def begin():
+    """Returns the order, and `reply(**fields)`; pins this process to its cores.
+
+    To be called before TensorFlow or PyTorch makes its threads.
+    """
+    end_with_parent(int(sys.argv[1]))
+    # Replies have standard output to themselves; what anybody prints goes to the log.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(**fields):
+        print(json.dumps(fields), file=channel, flush=True)
+
+    order = json.loads(sys.stdin.readline())
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])
+    return order, reply
+
+
+def requests():
+    """Yields each request, until the benchmark ends."""
+    return map(json.loads, sys.stdin)
+
+
+def step_seconds(ends, skip):
+    """From the end of a step to the end of the next, the first `skip` steps left out.
+
+    That is all that a step costs its user, the loop and the batch included; what a `fit` costs once
+    falls to the steps that are skipped.
+    """
+    ends = ends[max(skip - 1, 0) :]
+    return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+
+
+def serve_steps(reply, step):
+    """Answers each request by so many calls of `step(index)`, which returns the loss."""
+    for request in requests():
+        ends, total = [], 0.0
+        for index in range(request["steps"]):
+            total += step(index)
+            ends.append(time.perf_counter())
+        reply(step_seconds=step_seconds(ends, request["skip"]), loss=total / request["steps"])
+
+
+def end_with_parent(parent):
+    """Ends this process when its parent ends, even one that was killed (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("The parent has ended already.")
