@@ -14,7 +14,13 @@ from tfparallel.bench.measure import MIN_WARMUP
 from tfparallel.bench.sizes import parse_size, sweep
 from tfparallel.cluster.spec import Cluster
 from tfparallel.commands import launch
-from tfparallel.commands.flags import Command, UsageError, help_text, path_problems, run_command
+from tfparallel.commands.flags import (
+    Command,
+    UsageError,
+    parse_positional,
+    path_problems,
+    run_command,
+)
 from tfparallel.task import TaskError, load_task
 
 __all__ = ["main"]
@@ -67,13 +73,9 @@ def _flags() -> flags.FlagValues:
 
 def _main(arguments: Sequence[str]) -> int:
     values = _flags()
-    if any(argument in ("-h", "-help", "--help") for argument in arguments):
-        print(help_text(_COMMAND, values))
+    positional = parse_positional(_COMMAND, values, arguments)
+    if positional is None:
         return 0
-    try:
-        positional = values([_COMMAND.name, *arguments])[1:]
-    except flags.Error as error:
-        raise UsageError(str(error)) from error
     problems = _positional_problems(positional) + _problems(values)
     problems += _task_problems(positional[1:], values)
     if problems:

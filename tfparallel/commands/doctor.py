@@ -10,7 +10,7 @@ from absl import flags
 from tfparallel.commands.flags import (
     Command,
     UsageError,
-    help_text,
+    parse_positional,
     path_problems,
     resolved,
     run_command,
@@ -75,13 +75,9 @@ def _problems(values: flags.FlagValues) -> list[str]:
 
 def _main(arguments: Sequence[str]) -> int:
     values = _flags()
-    if any(argument in ("-h", "-help", "--help") for argument in arguments):
-        print(help_text(_COMMAND, values))
+    positional = parse_positional(_COMMAND, values, arguments)
+    if positional is None:
         return 0
-    try:
-        positional = values([_COMMAND.name, *arguments])[1:]
-    except flags.Error as error:
-        raise UsageError(str(error)) from error
     problems = _problems(values)
     if positional:
         problems.insert(0, f"tfparallel doctor takes flags alone. Received: {positional}.")

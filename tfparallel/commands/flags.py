@@ -18,6 +18,7 @@ __all__ = [
     "help_text",
     "parse",
     "parse_bytes",
+    "parse_positional",
     "path_problems",
     "resolved",
     "run_command",
@@ -71,7 +72,9 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
-def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) -> str | None:
+def parse_positional(
+    command: Command, values: flags.FlagValues, arguments: Sequence[str]
+) -> list[str] | None:
     """Parses the arguments of one program.
 
     Args:
@@ -80,19 +83,28 @@ def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) 
         arguments: What stands after the sub-command.
 
     Returns:
-        The path of the task file, or None if help was asked for (and printed).
+        What is no flag, or None if help was asked for (and printed).
 
     Raises:
-        UsageError: If a flag is unknown or has a bad value, or if there is not
-            exactly one task file.
+        UsageError: If a flag is unknown or has a bad value.
     """
     if any(argument in ("-h", "-help", "--help") for argument in arguments):
         print(help_text(command, values))
         return None
     try:
-        positional = values([command.name, *arguments])[1:]
+        return values([command.name, *arguments])[1:]
     except flags.Error as error:
         raise UsageError(str(error)) from error
+
+
+def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) -> str | None:
+    """Parses the arguments of a program on one task file, whose path it returns.
+
+    As `parse_positional`; it is a `UsageError` too if there is not exactly one task file.
+    """
+    positional = parse_positional(command, values, arguments)
+    if positional is None:
+        return None
     if len(positional) != 1:
         raise UsageError(
             f"tfparallel {command.name} takes exactly one task file. "

@@ -22,7 +22,7 @@ from tfparallel.cluster.supervisor import (
     StopRequest,
     run,
 )
-from tfparallel.commands.flags import Command, UsageError, help_text, run_command
+from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
 
 __all__ = ["main"]
 
@@ -88,22 +88,18 @@ def _flags() -> flags.FlagValues:
     return values
 
 
-def _parse(values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
-    """Fills the flags and returns the command behind "--"."""
-    try:
-        positional = values([_COMMAND.name, *arguments[: _separator(arguments)]])[1:]
-    except flags.Error as error:
-        raise UsageError(str(error)) from error
+def _parse(values: flags.FlagValues, arguments: Sequence[str]) -> list[str] | None:
+    """Fills the flags and returns the command behind "--"; None if help was asked for."""
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    positional = parse_positional(_COMMAND, values, arguments[:separator])
+    if positional is None:
+        return None
     if positional:
         raise UsageError(
             "The workers' command must stand behind `--`. "
             f"Received: {positional} before it. Example: {_COMMAND.example}"
         )
-    return list(arguments[_separator(arguments) + 1 :])
-
-
-def _separator(arguments):
-    return arguments.index("--") if "--" in arguments else len(arguments)
+    return list(arguments[separator + 1 :])
 
 
 def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
@@ -199,10 +195,9 @@ def _collecting(problems: list[str]) -> Iterator[None]:
 
 def _main(arguments: Sequence[str]) -> int:
     values = _flags()
-    if any(flag in ("-h", "-help", "--help") for flag in arguments[: _separator(arguments)]):
-        print(help_text(_COMMAND, values))
-        return 0
     command = _parse(values, arguments)
+    if command is None:
+        return 0
     problems = _problems(values, command)
     if problems:
         raise UsageError("\n".join(problems))

@@ -10,7 +10,13 @@ from tfparallel.collectives.algorithms import double_binary_tree, hierarchical
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
 from tfparallel.collectives.cost_model import CostModel, Link
 from tfparallel.collectives.simulator import simulate
-from tfparallel.commands.flags import Command, UsageError, help_text, path_problems, run_command
+from tfparallel.commands.flags import (
+    Command,
+    UsageError,
+    parse_positional,
+    path_problems,
+    run_command,
+)
 
 __all__ = ["main"]
 
@@ -52,13 +58,9 @@ def _flags() -> flags.FlagValues:
 
 def _main(arguments: Sequence[str]) -> int:
     values = _flags()
-    if any(argument in ("-h", "-help", "--help") for argument in arguments):
-        print(help_text(_COMMAND, values))
+    positional = parse_positional(_COMMAND, values, arguments)
+    if positional is None:
         return 0
-    try:
-        positional = values([_COMMAND.name, *arguments])[1:]
-    except flags.Error as error:
-        raise UsageError(str(error)) from error
     problems = _problems(values)
     if positional:
         problems.append(
