@@ -37,6 +37,14 @@ def fixed_seeds():
     keras.backend.clear_session()
 
 
+@pytest.fixture
+def in_float64():
+    """Makes float64 what Keras takes where nothing else is said."""
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
 def pytest_collection_modifyitems(items):
     """Skips what is marked `gpu` where TensorFlow sees none."""
     if tfparallel.devices.list_devices("GPU"):

@@ -10,23 +10,12 @@ from hypothesis import strategies as st
 from keras import layers
 
 import tfparallel
+from tests.comparison import seeded
 from tfparallel.layers.spatial import _window
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
-
-
-def seeded(build):
-    keras.utils.set_random_seed(3)
-    return build()
-
-
 WINDOWS = [
     *itertools.product(
         [layers.Conv2D, layers.DepthwiseConv2D, layers.MaxPooling2D, layers.AveragePooling2D],

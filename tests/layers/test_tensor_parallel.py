@@ -11,21 +11,16 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tests import comparison
+from tests.comparison import seeded, state_of
 from tfparallel.layers.parts import Parts
 from tfparallel.layers.variable import SplitVariable, parts_of
 from tfparallel.placement.audit import device_of, short
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 NUM_EXAMPLES, NUM_CLASSES = 20, 7
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
 
 
 def pairs():
@@ -91,21 +86,12 @@ def train(model, **options):
     x, y = data()
     options = {"epochs": 2, "batch_size": 8} | options
     history = model.fit(x, y, shuffle=False, verbose=0, **options).history
-    return history, [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
-
-
-def seeded(build):
-    keras.utils.set_random_seed(3)
-    return build()
+    return history, state_of(model)
 
 
 def assert_equal(found, expected):
-    for name in expected[0]:
-        np.testing.assert_allclose(found[0][name], expected[0][name], rtol=1e-11, err_msg=name)
-    assert len(found[1]) == len(expected[1])
-    for value, wanted in zip(found[1], expected[1], strict=True):
-        # A bias before batch normalization, or of an attention key, has no true gradient: noise.
-        np.testing.assert_allclose(value, wanted, rtol=1e-10, atol=1e-11)
+    # A bias before batch normalization, or of an attention key, has no true gradient: noise.
+    comparison.assert_equal(found, expected, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize(

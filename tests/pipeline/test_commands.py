@@ -5,12 +5,12 @@ import re
 import subprocess
 import sys
 
-import keras
 import numpy as np
 import pytest
 
 from tests.commands.command_line import ROOT
 from tests.commands.command_line import tfparallel as run
+from tests.comparison import weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -83,16 +83,6 @@ def test_stages_in_processes_train_to_the_weights_of_one(tmp_path):
     ]
     assert not set(held[0]["layers"]) & set(held[1]["layers"])
     assert all(own["parameter_bytes"] > 0 for own in held)
-
-
-def weights_of(path):
-    """Reads a file whose class only the task file knows: by running it."""
-    sys.path.insert(0, str(TRANSFORMER.parent))
-    try:
-        __import__("transformer")
-    finally:
-        sys.path.pop(0)
-    return keras.models.load_model(path).get_weights()
 
 
 def test_bench_measures_stages_in_processes(tmp_path):

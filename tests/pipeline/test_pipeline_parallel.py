@@ -7,22 +7,17 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tests import comparison
+from tests.comparison import seeded, state_of
 from tfparallel.pipeline.batch_norm import grouped
 from tfparallel.pipeline.measure import measured_timelines, stage_seconds
 from tfparallel.pipeline.schedule import Instruction
 from tfparallel.pipeline.simulator import simulate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 NUM_EXAMPLES, NUM_CLASSES = 23, 3
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
 
 
 def residual():
@@ -100,19 +95,11 @@ def train(model, build, batch_size=10):
     history = model.fit(
         x, y, sample_weight=weights, batch_size=batch_size, epochs=3, shuffle=False, verbose=0
     ).history
-    return history, [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
-
-
-def seeded(build):
-    keras.utils.set_random_seed(3)
-    return build()
+    return history, state_of(model)
 
 
 def assert_equal(found, expected):
-    for name in expected[0]:
-        np.testing.assert_allclose(found[0][name], expected[0][name], rtol=1e-10, err_msg=name)
-    for value, wanted in zip(found[1], expected[1], strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-10, atol=1e-12)
+    comparison.assert_equal(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def pipelined(build, devices=DEVICES, num_micro_batches=4, **options):

@@ -7,20 +7,14 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tests.comparison import assert_equal, seeded, state_of
 from tfparallel.placement.model import PlacedModel
 from tfparallel.placement.report import placement_report
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 NUM_EXAMPLES, NUM_CLASSES = 20, 3
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
 
 
 def residual():
@@ -79,19 +73,7 @@ def compile_model(model, **options):
 def train(model):
     x, y = data()
     history = model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0).history
-    return history, [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
-
-
-def seeded(build):
-    keras.utils.set_random_seed(3)
-    return build()
-
-
-def assert_equal(found, expected):
-    for name in expected[0]:
-        np.testing.assert_allclose(found[0][name], expected[0][name], rtol=1e-12, err_msg=name)
-    for value, wanted in zip(found[1], expected[1], strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-14)
+    return history, state_of(model)
 
 
 @pytest.mark.parametrize("build", BUILDERS, ids=lambda f: f.__name__)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.commands.command_line import ROOT
+from tests.comparison import weights_of
 from tfparallel.cluster.ports import free_ports
 
 PROGRAM = pathlib.Path(__file__).with_name("stages_program.py")
@@ -123,16 +124,6 @@ def test_a_job_that_is_killed_resumes_to_the_weights_of_one_process(tmp_path):
         f"/job:worker/task:{index}/device:CPU:0" for index in range(2)
     ]
     assert all(own["peak_memory_bytes"] > own["parameter_bytes"] > 0 for own in held)
-
-
-def weights_of(path):
-    """Reads a file whose class only the task file knows: by running it."""
-    sys.path.insert(0, str(TRANSFORMER.parent))
-    try:
-        __import__("transformer")
-    finally:
-        sys.path.pop(0)
-    return keras.models.load_model(path).get_weights()
 
 
 def test_devices_cannot_be_chosen_where_processes_are_the_stages():
