@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -152,7 +153,13 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         The exit code.
     """
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output has gone (`| head`); a write at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (UsageError, *input_errors) as error:
         cause = error.__cause__
         if cause is not None and not isinstance(error, UsageError):

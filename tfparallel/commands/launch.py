@@ -208,9 +208,7 @@ def _main(arguments: Sequence[str]) -> int:
         _say(f"stopped by {signal.Signals(request.signum).name}")
         return 128 + request.signum
     except BrokenPipeError:
-        # Whoever read the output has gone (`| head`); a write at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        raise
     except (OSError, RuntimeError) as error:
         _say(str(error))
         return 1

@@ -28,22 +28,25 @@ def measured_timelines(model: keras.Model, data: Any, num_steps: int = 5) -> lis
         num_steps: How many are measured, after two that are not.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    arguments = keras.tree.map_structure(
+        lambda array: None if array is None else tf.convert_to_tensor(array), (x, y, sample_weight)
+    )
+    model.passes(*arguments)  # Builds the loss, if nothing has yet; that makes variables.
     order: list = []
 
-    @tf.function(autograph=False)
-    def passes(x, y, sample_weight):
-        step = model.passes(x, y, sample_weight, timed=True)
-        _, loss, gradients = step.run(x, y, sample_weight)
+    def passes():
+        step = model.passes(*arguments, timed=True)
+        _, loss, gradients = step.run(*arguments)
         order[:] = step.order.stamps
         # What nobody reads TensorFlow does not compute, even if something is to come behind it.
         return list(step.order.stamps.values()), loss, [g for g in gradients if g is not None]
 
-    arguments = keras.tree.map_structure(
-        lambda array: None if array is None else tf.convert_to_tensor(array), (x, y, sample_weight)
-    )
-    found = []
+    # Not tf.function: that runs the stateful operations of a trace one after the other, and a
+    # time stamp is one; so would the stages run.
+    traced = tf.compat.v1.wrap_function(passes, signature=[])
+    found: list[Timeline] = []
     for index in range(num_steps + 2):
-        stamps = [(float(begin), float(end)) for begin, end in passes(*arguments)[0]]
+        stamps = [(float(begin), float(end)) for begin, end in traced()[0]]
         if index >= 2:
             start = min(begin for begin, _ in stamps)
             seconds = {
