@@ -10,7 +10,7 @@ import tfparallel
 from tests import comparison
 from tests.comparison import seeded, state_of
 from tfparallel.pipeline.batch_norm import grouped
-from tfparallel.pipeline.measure import measured_timelines, stage_seconds
+from tfparallel.pipeline.measure import measured_timelines, stage_seconds, timed_passes
 from tfparallel.pipeline.schedule import Instruction
 from tfparallel.pipeline.simulator import simulate
 
@@ -189,12 +189,42 @@ def test_a_run_has_no_more_in_flight_than_the_schedule_says():
     x, y, _ = (array[:12] for array in data(residual))
     timelines = measured_timelines(model, (x, y), num_steps=2)
     for timeline in timelines:
-        assert timeline.most_in_flight <= len(DEVICES)
+        assert timeline.most_in_flight() == [3, 2, 1]
         for own in model.schedule.instructions:
             spans = [timeline.seconds[instruction] for instruction in own]
             for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
                 assert end <= begin
     assert simulate(model.schedule, stage_seconds(timelines)).makespan > 0
+
+
+def test_time_stamps_do_not_hold_the_stages_up():
+    model = compile_model(pipelined(residual, schedule="1f1b"))
+    x, y, _ = (tf.constant(array[:12]) for array in data(residual))
+    order, timed = timed_passes(model, (x, y, None))
+    stamps = timed.graph.structured_outputs[0]
+    begin, end = (
+        {instruction: pair[k].op for instruction, pair in zip(order, stamps, strict=True)}
+        for k in (0, 1)
+    )
+    first, second = Instruction("forward", 1, 0), Instruction("forward", 0, 1)
+    assert begin[Instruction("forward", 0, 0)].name in ancestors(begin[first])
+    assert end[first].name not in ancestors(begin[second])
+
+
+def test_a_tf_function_has_time_stamps_wait_for_each_other():
+    """The day that it does not, timelines may be traced as the step is."""
+
+    @tf.function
+    def stamps():
+        found = []
+        for device in DEVICES[:2]:
+            with tf.device(device):
+                found.append(tf.timestamp())
+        return found
+
+    graph = stamps.get_concrete_function().graph
+    first, second = (op for op in graph.get_operations() if op.type == "Timestamp")
+    assert first.name in ancestors(second)
 
 
 class Counting(layers.Layer):

@@ -107,7 +107,7 @@ def test_unequal_stages_take_what_the_formula_says():
     times = [StageSeconds(1.0, 2.0), StageSeconds(2.0, 4.0)]
     found = simulate(make_schedule("gpipe", 2, 8), times)
     assert found.makespan == 3 + 6 + 7 * 6
-    assert found.most_in_flight == 8
+    assert found.most_in_flight() == [8, 8]
 
 
 def test_a_trace_has_each_instruction():

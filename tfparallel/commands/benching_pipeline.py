@@ -68,7 +68,7 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
         "one_after_the_other_seconds": serial + update,
         "over_one_after_the_other": (serial + update) / step_seconds,
         "ideal_over_one_after_the_other": serial / simulated.makespan,
-        "most_in_flight": passes.most_in_flight,
+        "most_in_flight": passes.most_in_flight(),
     }
 
 

@@ -6,15 +6,16 @@ agree.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfparallel.pipeline.schedule import Instruction
 from tfparallel.pipeline.simulator import StageSeconds, Timeline
 
-__all__ = ["measured_timelines", "median_timeline", "stage_seconds"]
+__all__ = ["measured_timelines", "median_timeline", "stage_seconds", "timed_passes"]
 
 
 def measured_timelines(model: keras.Model, data: Any, num_steps: int = 5) -> list[Timeline]:
@@ -31,22 +32,10 @@ def measured_timelines(model: keras.Model, data: Any, num_steps: int = 5) -> lis
     arguments = keras.tree.map_structure(
         lambda array: None if array is None else tf.convert_to_tensor(array), (x, y, sample_weight)
     )
-    model.passes(*arguments)  # Builds the loss, if nothing has yet; that makes variables.
-    order: list = []
-
-    def passes():
-        step = model.passes(*arguments, timed=True)
-        _, loss, gradients = step.run(*arguments)
-        order[:] = step.order.stamps
-        # What nobody reads TensorFlow does not compute, even if something is to come behind it.
-        return list(step.order.stamps.values()), loss, [g for g in gradients if g is not None]
-
-    # Not tf.function: that runs the stateful operations of a trace one after the other, and a
-    # time stamp is one; so would the stages run.
-    traced = tf.compat.v1.wrap_function(passes, signature=[])
+    order, timed = timed_passes(model, arguments)
     found: list[Timeline] = []
     for index in range(num_steps + 2):
-        stamps = [(float(begin), float(end)) for begin, end in traced()[0]]
+        stamps = [(float(begin), float(end)) for begin, end in timed()[0]]
         if index >= 2:
             start = min(begin for begin, _ in stamps)
             seconds = {
@@ -55,6 +44,31 @@ def measured_timelines(model: keras.Model, data: Any, num_steps: int = 5) -> lis
             }
             found.append(Timeline(model.schedule, seconds))
     return found
+
+
+def timed_passes(model: keras.Model, batch: tuple) -> tuple[list[Instruction], Callable]:
+    """Traces the passes of a step with time stamps.
+
+    Args:
+        model: What `pipeline_parallel` returned, compiled.
+        batch: `(x, y, sample_weight)`, tensors or None.
+
+    Returns:
+        The instructions, and a function whose first result is the begin and end of each.
+    """
+    model.passes(*batch)  # Builds the loss, if nothing has yet; that makes variables.
+    order: list[Instruction] = []
+
+    def passes():
+        step = model.passes(*batch, timed=True)
+        _, loss, gradients = step.run(*batch)
+        order[:] = step.order.stamps
+        # What nobody reads TensorFlow does not compute, even if something is to come behind it.
+        return list(step.order.stamps.values()), loss, [g for g in gradients if g is not None]
+
+    # Not tf.function: it has the stateful operations of a trace wait for each other, and a time
+    # stamp is one. The stages would run one after the other.
+    return order, tf.compat.v1.wrap_function(passes, signature=[])
 
 
 def median_timeline(timelines: Sequence[Timeline]) -> Timeline:

@@ -7,6 +7,7 @@ forward f and backward b, takes (M + K − 1)(f + b) under GPipe and 1F1B; with 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from tfparallel.pipeline.schedule import Instruction, Schedule
@@ -63,24 +64,20 @@ class Timeline:
             return 0.0
         return 1 - sum(self.busy) / (self.schedule.num_devices * self.makespan)
 
-    @property
-    def most_in_flight(self) -> int:
-        """The most micro-batches that have begun forward, and not ended backward, at one time."""
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
-        for instruction, (begin, end) in self.seconds.items():
-            m = instruction.micro_batch
-            if instruction.kind == "forward":
-                first[m] = min(begin, first.get(m, begin))
-            else:
-                last[m] = max(end, last.get(m, end))
-        # At one time ends come first.
-        events = sorted([(end, 0) for end in last.values()] + [(at, 1) for at in first.values()])
-        number = largest = 0
-        for _, begins in events:
-            number += 1 if begins else -1
-            largest = max(largest, number)
-        return largest
+    def most_in_flight(self) -> list[int]:
+        """The most micro-batches that each device held activations of, stages counted apart."""
+        most = []
+        for own in self.schedule.instructions:
+            # At one time ends come first.
+            events = sorted(
+                (self.seconds[instruction][0], 1)
+                if instruction.kind == "forward"
+                else (self.seconds[instruction][1], -1)
+                for instruction in own
+            )
+            held = itertools.accumulate(change for _, change in events)
+            most.append(max(held, default=0))
+        return most
 
 
 def simulate(schedule: Schedule, stages: Sequence[StageSeconds]) -> Timeline:
