@@ -73,20 +73,14 @@ def newest_step(directory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form",
-    [
-        ["--parallel=none", "--checkpoint_every_steps=2"],
-        ["--num_devices=2", "--device_type=cpu"],
-    ],
-)
-def test_a_killed_run_resumes_to_the_same_weights(tmp_path, form):
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
     """SIGKILL in the middle of an epoch, under dropout, whose draws must go on as well.
 
     The epochs are of 5 steps over 80 examples in 3 batches, so a resumed run
     has to start in the middle of a pass.
     """
     task = TASKS / "dropout.py"
+    form = ["--num_devices=2", "--device_type=cpu", "--checkpoint_every_steps=2"]
     flags = [*form, "--epochs=40", "--steps_per_epoch=5", "--global_batch_size=32"]
     undisturbed = [flag for flag in flags if not flag.startswith("--checkpoint")]
     code, _, errors = tfparallel("train", task, *undisturbed, f"--save={tmp_path}/whole.keras")

@@ -12,19 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 NUM_EXAMPLES, NUM_FEATURES, NUM_CLASSES = 45, 6, 3
-VOCABULARY, LENGTH = 12, 5
 
 
 def examples():
     generator = np.random.default_rng(0)
     x = generator.normal(size=(NUM_EXAMPLES, NUM_FEATURES))
     return x, (x[:, 0] > 0).astype("int64") + (x[:, 1] > 0)
-
-
-def tokens():
-    generator = np.random.default_rng(1)
-    x = generator.integers(0, VOCABULARY, (NUM_EXAMPLES, LENGTH))
-    return x, x.sum(1) % NUM_CLASSES
 
 
 def build_dense():
@@ -37,19 +30,6 @@ def build_dense():
             layers.BatchNormalization(),
             layers.Activation("tanh"),
             layers.Dropout(0.3),
-            layers.Dense(NUM_CLASSES),
-        ]
-    )
-
-
-def build_embedding():
-    keras.utils.set_random_seed(3)
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((LENGTH,), dtype="int64"),
-            layers.Embedding(VOCABULARY, 4),
-            layers.Flatten(),
             layers.Dense(NUM_CLASSES),
         ]
     )
@@ -103,15 +83,6 @@ def several_steps_an_execution(scope):
     return outcome(model, history, x, y)
 
 
-def sparse_gradients(scope):
-    x, y = tokens()
-    with scope():
-        model = build_embedding()
-        compile_with(model, keras.optimizers.Adam(0.05, weight_decay=0.01))
-    history = model.fit(x, y, batch_size=7, epochs=3, shuffle=False, verbose=0)
-    return outcome(model, history, x, y)
-
-
 def sample_weights_and_class_weights(scope):
     x, y = examples()
     with scope():
@@ -132,7 +103,6 @@ WITHOUT_FILES = {
         uneven_batches_clipping_and_validation,
         gradient_accumulation,
         several_steps_an_execution,
-        sparse_gradients,
         sample_weights_and_class_weights,
     ]
 }

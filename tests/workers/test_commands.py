@@ -51,7 +51,7 @@ def train_on_one_device(tmp_path_factory):
     return keras.models.load_model(folder / "one.keras").get_weights()
 
 
-@pytest.mark.parametrize(("num_workers", "num_devices"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("num_workers", "num_devices"), [(2, 2)])
 def test_workers_train_to_the_weights_of_one_device(
     num_workers, num_devices, weights_of_one, tmp_path
 ):

@@ -60,8 +60,7 @@ def test_training_with_keras(tmp_path, num_workers, num_devices):
         np.testing.assert_array_equal(weight.numpy(), wanted)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("from_function", [True, False])
+@pytest.mark.parametrize(("num_devices", "from_function"), [(1, False), (2, True)])
 def test_a_custom_training_loop(tmp_path, num_devices, from_function):
     text = program("custom_loop.py", OURS)
     if num_devices > 1:
