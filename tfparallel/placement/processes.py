@@ -44,6 +44,10 @@ _REFUSALS, _REFUSED_SECONDS = 3, 0.2
 _SILENCE_SECONDS = 15.0
 _LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
 
+# What a process has made is sent by a thread of this pool. Its only thread would send it when
+# nothing is left to compute, and the next stage would wait for it one instruction longer.
+_SENDING_THREADS = "TF_NUM_INTEROP_THREADS"
+
 _addresses: list[str] = []  # Of all processes, in process 0 once it is connected.
 _lost: dict[int, str] = {}  # The processes that have ended, by index.
 _told = threading.Event()  # The program has had the error that names them.
@@ -85,6 +89,8 @@ def connect_to_cluster(
         return device_lib.choose_devices()
     if has_nvidia_gpu():
         os.environ.update(cluster.device_environment())
+    if os.environ.get(_SENDING_THREADS) == "1":
+        os.environ[_SENDING_THREADS] = "2"
     addresses, index = list(cluster.workers), cluster.worker_index
     meet_peers(addresses, index, facts or {}, start_timeout)
     if index > 0:
