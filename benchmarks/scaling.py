@@ -3,8 +3,10 @@
     .venv/bin/python benchmarks/scaling.py
     .venv/bin/python benchmarks/scaling.py --torch=OTHER_VENV/bin/python
 
-Weak scaling: a worker has as many examples as the one process. Beside it, if a Python with PyTorch
-is named, DistributedDataParallel with gloo on the same network, batch and cores. Contenders take
+Weak scaling: a worker has as many examples as the one process. What the machine allows is shown by
+two plain processes at once, one on each core: they share its memory and caches, and the slower at
+each step counts. Beside it, if a Python with PyTorch is named, DistributedDataParallel with gloo on
+the same network, batch and cores. Contenders take
 turns, a round each, now forwards, now backwards; only the one whose turn it is runs.
 """
 
@@ -27,8 +29,9 @@ NUM_WARM_UP_ROUNDS = 2
 TITLES = {
     "plain": "plain Keras, 1 process, no strategy",
     "torch": "PyTorch, 1 process",
+    "apart": "the same, 2 processes at once that know nothing of each other",
     "ours": "`tfparallel.data_parallel`, 2 workers",
-    "mpi": 'the same with `all_reduce="mpi"`',
+    "mpi": '`data_parallel` with `all_reduce="mpi"`, 2 workers',
     "ddp": "PyTorch DDP with gloo, 2 workers",
 }
 
@@ -51,7 +54,8 @@ def parse(arguments):
 
 def start(kind, num_examples, stack, cores, torch):
     """Starts the processes of a contender."""
-    variables = [{}]  # What a user starts by hand has none of the launcher's settings.
+    # What a user starts by hand has none of the launcher's settings.
+    variables = [{}] * (NUM_WORKERS if kind == "apart" else 1)
     if kind in ("ours", "mpi", "ddp"):
         variables = contest.job_environments(NUM_WORKERS)
     if kind == "mpi":
@@ -60,7 +64,7 @@ def start(kind, num_examples, stack, cores, torch):
     return contest.Group(
         stack,
         f"cnn_{num_examples}",
-        kind,
+        "plain" if kind == "apart" else kind,
         variables,
         cores=cores,
         program=(torch if is_torch else sys.executable, PROGRAMS[is_torch]),
@@ -68,7 +72,7 @@ def start(kind, num_examples, stack, cores, torch):
 
 
 def measure(num_examples, options, cores):
-    kinds = ["plain", "ours", "mpi"] + (["torch", "ddp"] if options.torch else [])
+    kinds = ["plain", "apart", "ours", "mpi"] + (["torch", "ddp"] if options.torch else [])
     with contextlib.ExitStack() as stack:
         contenders = {
             kind: start(kind, num_examples, stack, cores, options.torch) for kind in kinds
@@ -89,6 +93,7 @@ def measure(num_examples, options, cores):
         "efficiency": {
             f"{many}/{one}": contest.percentiles([r[one] / r[many] for r in rounds])
             for one, many in (
+                ("plain", "apart"),
                 ("plain", "ours"),
                 ("plain", "mpi"),
                 ("torch", "ddp"),

@@ -62,7 +62,6 @@ class PassScope(keras.StatelessScope):
             )
         variable._value.assign(keras.ops.cast(value, variable.dtype))
 
-
     @contextlib.contextmanager
     def refusing_stateful_draws(self) -> Iterator[None]:
         """Looks at the operations that are made, where the pass is done again.
