@@ -1,5 +1,6 @@
 """Four logical CPU devices and fixed seeds for every test, before TensorFlow runs an op."""
 
+import gc
 import os
 import random
 import signal
@@ -43,6 +44,15 @@ def in_float64():
     keras.config.set_floatx("float64")
     yield
     keras.config.set_floatx("float32")
+
+
+def pytest_collection_finish():
+    """Has Python's collector leave alone what the imports made.
+
+    `clear_session` collects after every test, and would look at all of TensorFlow each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -95,6 +95,7 @@ def top_level(tree):
             waiting.extend(ast.iter_child_nodes(node))
 
 
+@functools.cache
 def everywhere():
     return {module: edges(module, ast.walk(tree)) for module, tree in modules().items()}
 
