@@ -22,4 +22,6 @@ class BySharedWork(LoadScopeScheduling):
         if "/workers/" in path or path.endswith("parity/test_workers.py"):
             job = re.match(r"\d( x \d)?(?=-|$)", parameters[1]) if parameters else None
             return f"{path}::{job[0]}" if job else path
+        if path.endswith("placement/test_processes.py"):
+            return path
         return nodeid
