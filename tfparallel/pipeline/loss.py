@@ -149,6 +149,12 @@ def _values(loss, y_true, y_pred, weight) -> tuple[tf.Tensor, Any, Any, str]:
             f"with a reduction of 'sum' or a mean, is required. Received: {loss!r} with "
             f"reduction={getattr(loss, 'reduction', None)!r}. {_WAY_OUT}"
         )
+    if getattr(loss, "fn", None) is keras.losses.ctc:
+        raise PlacementError(
+            "The CTC loss fails of a micro-batch without examples, which the last batch of an "
+            "epoch may have. A loss that is computed of no rows is required. Received: "
+            f"{loss!r}. {_WAY_OUT}"
+        )
     masks = [getattr(y_pred, "_keras_mask", None)]
     y_pred = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_pred)
     y_true = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_true)

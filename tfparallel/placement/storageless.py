@@ -7,6 +7,7 @@ so with the same values.
 Rests on internals of Keras: the list of variables that wait, and how one is initialized.
 """
 
+import collections
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from keras.src.backend.common import global_state
 __all__ = ["NeedsStorage", "StoragelessModel"]
 
 _WAITING = "uninitialized_variables"
+_NUMBERS = "object_name_uids"  # Of the names that Keras makes: "dense", "dense_1".
 _CANNOT_WAIT = "create a variable while in a stateless scope"
 
 
@@ -33,7 +35,8 @@ class StoragelessModel:
 
     Raises:
         NeedsStorage: If the function makes a variable that cannot wait. What it drew from Python's
-            random numbers is put back, so that it may be called again in the plain way.
+            random numbers, and the names it took, are put back, so that it may be called again in
+            the plain way.
 
     Attributes:
         model: What the function returned.
@@ -44,6 +47,7 @@ class StoragelessModel:
         global_state.set_global_attribute(_WAITING, [])
         self._scope = keras.StatelessScope(initialize_variables=False)
         drawn = random.getstate()
+        numbers = dict(global_state.get_global_attribute(_NUMBERS) or {})
         try:
             with self._scope:
                 self.model = function()
@@ -52,6 +56,7 @@ class StoragelessModel:
             if _CANNOT_WAIT not in str(error):
                 raise
             random.setstate(drawn)
+            global_state.set_global_attribute(_NUMBERS, collections.defaultdict(int, numbers))
             raise NeedsStorage(str(error)) from error
         finally:
             global_state.set_global_attribute(_WAITING, others)

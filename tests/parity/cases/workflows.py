@@ -322,10 +322,12 @@ CASES += [
         data=load,
         train=saved_and_loaded,
         fit={"epochs": 2},
+        tolerance=tolerance,
     )
-    for name, build, load in [
-        ("Sequential", mlp, digits),
-        ("functional with convolutions and batch normalization", conv_norm_net, image_digits),
-        ("registered subclass", Subclassed, digits),
+    for name, build, load, tolerance in [
+        ("Sequential", mlp, digits, None),
+        # Before batch normalization a bias has no true gradient; Adam makes steps of its rounding.
+        ("functional with convolutions and batch normalization", conv_norm_net, image_digits, 1e-8),
+        ("registered subclass", Subclassed, digits, None),
     ]
 ]
