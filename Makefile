@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TORCH_VENV := .venv-torch
+TORCH ?= $(TORCH_VENV)/bin/python
+WITH_TORCH := $(if $(TORCH),--torch=$(TORCH))
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 DEMO_DEVICES ?= --device_type=cpu
 
@@ -40,10 +43,17 @@ parity: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check --config .ci/ruff.toml .
 
-bench: $(READY)
+# PyTorch stands beside ours, in an environment of its own (5 GB, made once); another one by
+# TORCH=its/bin/python, none by TORCH=
+$(TORCH_VENV)/.ready:
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch numpy
+	@touch $@
+
+bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.ready)
 	$(BIN)/python benchmarks/data_parallel.py
-	$(BIN)/python benchmarks/all_reduce.py
-	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/all_reduce.py $(WITH_TORCH)
+	$(BIN)/python benchmarks/scaling.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/model_parallel.py
-	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/pipeline.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/restarts.py

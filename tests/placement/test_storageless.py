@@ -73,6 +73,20 @@ def test_a_function_that_compiles_needs_storage():
     assert set(placed.placement.values()) == set(DEVICES)
 
 
+def test_names_of_keras_are_taken_once():
+    """A function that needs storage is called a second time."""
+
+    def unnamed():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dense(2)])
+        model.compile("adam", "mse")
+        return model
+
+    expected = [variable.path for variable in unnamed().variables]
+    keras.backend.clear_session()
+    placed = tfparallel.model_parallel(unnamed, devices=DEVICES)
+    assert [variable.path for variable in placed.variables] == expected
+
+
 def test_a_layer_from_elsewhere_is_copied():
     shared = layers.Dense(6, name="shared")
     shared.build((None, 6))
