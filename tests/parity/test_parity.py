@@ -89,6 +89,14 @@ FAST = {
     "save and load registered subclass",
 }
 
+# Of these, what takes more than a few seconds all the same.
+TAKE_LONG = {
+    "layer BatchNormalization of masked input",
+    "freeze and thaw",
+    "structure nested",
+    "VAE with add_loss",
+}
+
 
 def parameters():
     """The pairs of this session, the fast ones unmarked.
@@ -119,7 +127,7 @@ def parameters():
         for form, replicas in ways if table.MODE else sample:
             if form == "MirroredStrategy" and not case.drop_in:
                 continue
-            fast = case.name in FAST and (form, replicas) == ways[0]
+            fast = case.name in FAST - TAKE_LONG and (form, replicas) == ways[0]
             yield pytest.param(
                 case,
                 form,

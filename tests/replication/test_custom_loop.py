@@ -137,6 +137,7 @@ def test_the_tutorial_with_its_own_loss(strategy):
         np.testing.assert_allclose(result, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_weights_and_slots_are_those_of_one_device(strategy, name):
     alone = OPTIMIZERS[name]()
