@@ -1,5 +1,7 @@
 """Usage, help and mistakes: answered at once, without TensorFlow."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -32,6 +34,25 @@ def test_help_shows_an_example_and_every_flag(capsys, command):
     assert f"  tfparallel {command} models/digits_cnn.py" in shown
     assert "--parallel=none|data|model|tensor|pipeline" in shown
     assert "(default: 64)" in shown and "--report" in shown
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "plan"])
+def test_a_reader_that_has_gone_is_no_error_of_ours(command):
+    """As `tfparallel train --help | head -1` may end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tfparallel", command, "--help"],
+            cwd=ROOT,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_help_loads_no_tensorflow():

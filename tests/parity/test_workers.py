@@ -17,8 +17,10 @@ SAMPLE = {
     "2 x 2": [
         "sparse gradients under Adam",
         "loss that compares examples",
+        "mask and sample weights a token",
         "layer BatchNormalization of masked input",
         "random Dropout",
+        "GAN",
     ],
 }
 

@@ -94,6 +94,7 @@ def main(output, *flags):
             {
                 "devices": devices,
                 "processes": ids,
+                "num_interop_threads": os.environ["TF_NUM_INTEROP_THREADS"],
                 "differences": differences,
                 "audited": report.num_audited,
                 "elsewhere": [str(noted) for noted in report.elsewhere],

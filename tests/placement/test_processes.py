@@ -23,11 +23,12 @@ TRANSFORMER = ROOT / "models" / "transformer.py"
 pytestmark = pytest.mark.slow
 
 
-def launch(*command, num_processes=2, flags=()):
+def launch(*command, num_processes=2, flags=(), **environment):
     done = subprocess.run(
         [sys.executable, "-m", "tfparallel", "launch", f"--nproc_per_node={num_processes}"]
         + [*flags, "--", sys.executable, *map(str, command)],
         cwd=ROOT,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -43,7 +44,8 @@ def launch(*command, num_processes=2, flags=()):
 def run_job(tmp_path_factory):
     """What process 0 of three saw; one job for all that look at it."""
     path = tmp_path_factory.mktemp("stages") / "seen.json"
-    code, shown = launch(PROGRAM, path, num_processes=3)
+    # A thread each, as `launch` gives them where they share the cores.
+    code, shown = launch(PROGRAM, path, num_processes=3, TF_NUM_INTEROP_THREADS="1")
     assert code == 0, shown
     return json.loads(path.read_text()) | {"path": path}
 
@@ -52,6 +54,10 @@ def test_each_process_is_a_device(seen):
     expected = [f"/job:worker/task:{index}/device:CPU:0" for index in range(3)]
     assert seen["devices"] == expected
     assert len(set(seen["processes"])) == 3
+
+
+def test_a_thread_is_left_to_send_what_another_made(seen):
+    assert seen["num_interop_threads"] == "2"
 
 
 def test_weights_and_history_are_those_of_one_process(seen):

@@ -10,13 +10,6 @@ import tfparallel
 THREE = ["CPU:0", "CPU:1", "CPU:2"]
 
 
-@pytest.fixture
-def float64():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
-
-
 def moments_only():
     """A batch normalization whose moving averages are the last batch's moments."""
     return keras.Sequential(
@@ -69,7 +62,7 @@ def test_keras_synchronized_variance_of_a_large_mean_is_lost():
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7])
-def test_an_idle_replica_counts_for_nothing(num_rows, float64):
+def test_an_idle_replica_counts_for_nothing(num_rows, in_float64):
     x = 5 + np.random.default_rng(num_rows).normal(size=(num_rows, 3))
     mean, variance = moments_after_one_step(
         tfparallel.data_parallel(moments_only, devices=THREE), x
@@ -110,7 +103,7 @@ def train(model, x, y):
 
 
 @pytest.mark.parametrize("shape_of", ["sequence", "image"])
-def test_the_gradient_crosses_the_replicas(shape_of, float64):
+def test_the_gradient_crosses_the_replicas(shape_of, in_float64):
     """16 examples in batches of 7: 2 + 2 + 3, then 0 + 1 + 1 with an idle replica."""
     generator = np.random.default_rng(4)
     if shape_of == "sequence":

@@ -103,7 +103,10 @@ def test_a_worker_that_hangs_is_ended_and_named(tmp_path, undisturbed):
 
 
 def test_all_workers_refuse_what_the_chief_cannot_use(tmp_path):
-    """The checkpoints of another model."""
+    """A folder that cannot be written to, and the checkpoints of another model."""
+    (tmp_path / "file").touch()
+    code, shown = job(f"--checkpoint_dir={tmp_path}/file/ckpt")
+    assert code == 2 and "cannot be written to" in shown and "Epoch 1" not in shown, shown
     code, shown = job(f"--checkpoint_dir={tmp_path}/ckpt", "--epochs=1")
     assert code == 0, shown
     code, shown = job(f"--checkpoint_dir={tmp_path}/ckpt", task=TASKS.parents[1] / "models/mlp.py")
