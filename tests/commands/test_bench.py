@@ -24,7 +24,7 @@ def test_mistakes_are_told_before_tensorflow_is_loaded(capsys):
         (["all_reduce", "--warmup_iters=1"], "At least 4 is required. Received: --warmup_iters=1"),
         (["all_reduce", "--num_devices=1"], "At least 2"),
         (["all_reduce", "--num_devices=2", "--nproc_per_node=2"], "not both"),
-        (["all_reduce", "--nproc_per_node=2", "--save_profile"], "one process"),
+        (["broadcast", "--nproc_per_node=2", "--save_profile"], "all_reduce is required"),
         (["all_reduce", "--plot=a.pdf"], "must end in .png"),
         (["all_reduce", BLOBS, "--min_bytes=4K"], "those of the model's gradients"),
         (["all_reduce", "--dtype=int8"], "dtype"),

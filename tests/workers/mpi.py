@@ -1,5 +1,7 @@
 """What each worker of `test_mpi.py` runs: collectives through MPI, right and wrong."""
 
+import os
+import tempfile
 import time
 import traceback
 
@@ -7,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfparallel
+from tfparallel.collectives import profile, worker_choice
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
 
 BLOCK = 262_144  # Float32s of a block of shared memory.
@@ -111,6 +114,29 @@ def results_outlive_later_calls(group):
     assert group.communicator._buffers.num_made == made
 
 
+def the_profile_of_worker_0_decides(group):
+    """For all, whatever the others have; one of another machine is refused by all."""
+    tensorflow = group.by_tensorflow
+    names = worker_choice.names_of(tensorflow)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TFPARALLEL_PROFILES"] = folder
+        found = worker_choice.WorkerChoice(tensorflow, calibrate=False).choose(1000)
+        assert (found.choice.algorithm, found.choice.source) == ("ring_tuned", "default")
+        if group.worker_index == 0:
+            path = profile.save(names, {"ring_tuned": [(1000, 2e-3)], "ring": [(1000, 1e-3)]})
+        found = worker_choice.WorkerChoice(tensorflow).choose(1000)
+        assert (found.choice.algorithm, found.choice.source) == ("ring", "profile")
+        assert found.workers.transport == "ring" and "50% less time" in found.choice.why
+        assert float(found.workers.all_reduce([tf.ones([3])])[0][0]) == group.num_workers
+        if group.worker_index == 0:
+            path.write_text(path.read_text().replace(names[0], "worker:elsewhere"))
+        try:
+            worker_choice.WorkerChoice(tensorflow)
+            raise AssertionError("A profile of another machine was taken.")
+        except ValueError as error:
+            assert "worker:elsewhere" in str(error)
+
+
 def disagreement(group):
     """What is said where shapes, types or the order differ, with shared memory and without."""
     own, messages = group.worker_index == 1, []
@@ -146,6 +172,7 @@ CHECKS = {
         other_collectives,
         order_in_a_function,
         results_outlive_later_calls,
+        the_profile_of_worker_0_decides,
         disagreement,
     )
 }

@@ -1,6 +1,7 @@
 """All-reduce through MPI between real workers: `mpi.py` is what each of them runs."""
 
 import glob
+import json
 import os
 import pathlib
 import subprocess
@@ -56,13 +57,13 @@ def test_a_worker_that_does_not_come_in_time_is_named(job):
     assert "Received: worker 1 did not come." in job[0]["late"]
 
 
-def train(*flags, **environment):
+def train(*flags, transport="mpi", **environment):
     command = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2"]
-    command += ["--transport=mpi", "--", sys.executable, "-m", "tfparallel", "train"]
+    command += [f"--transport={transport}", "--", sys.executable, "-m", "tfparallel", "train"]
     done = subprocess.run(
         [*command, str(TASKS / "dropout.py"), "--parallel=data", "--epochs=2", *flags],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, "TFPARALLEL_PROFILES": "none", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -89,6 +90,17 @@ def test_without_mpi_the_error_says_how_to_get_it(tmp_path):
     code, shown = train(PYTHONPATH=path)
     assert code == 1, shown
     assert "Received: No library libmpi.so. To mend it: pip install 'tfparallel[mpi]'" in shown
+
+
+def test_auto_takes_what_was_fastest_when_fit_began(tmp_path):
+    report = tmp_path / "report.json"
+    code, shown = train("--all_reduce=auto", f"--report={report}", transport="tensorflow")
+    assert code == 0, shown
+    assert "all-reduce by auto" in shown
+    found = json.loads(report.read_text())["all_reduce"]
+    assert set(found["microseconds"]) == {"ring_tuned", "mpi"}
+    assert found["source"] == "calibration" and "on 2 workers" in found["why"]
+    assert f"all-reduce: {found['algorithm']} ({found['implementation']})" in shown
 
 
 TWO_HOSTS = """

@@ -16,6 +16,7 @@ from tfparallel.bench.through_mpi import mpi_contenders
 from tfparallel.collectives import transport
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
+from tfparallel.collectives.worker_choice import names_of
 
 
 class Workers:
@@ -30,6 +31,7 @@ class Workers:
         self.num_ranks = group.num_workers
         self.ranks = range(group.worker_index, group.worker_index + 1)
         self.place = f"{group.num_workers} processes"
+        self.names = names_of(group)
         # Workers leave TensorFlow's ring up to 2 ms apart, which would count as the collective's.
         closest = _by_mpi(group)[0] or group
         self._meet = tf.function(
@@ -58,9 +60,10 @@ class TensorFlowRing:
     def __init__(self, group: WorkerGroup, name: str):
         self.name = name
         self._group = group.with_transport(name)
-        tuned = ", in pieces" if name == "ring_tuned" else ""
-        self.implementation = f"TensorFlow CollectiveReduceV2 (RING{tuned})"
-        self.collectives = ("all_reduce",) if tuned else ("all_reduce", "all_gather", "broadcast")
+        self.implementation = self._group.implementation
+        self.collectives = ("all_reduce",)
+        if name == "ring":
+            self.collectives += ("all_gather", "broadcast")
 
     def prepare(self, collective: str, count: int, dtype: str) -> PreparedStep:
         """Traces a collective."""

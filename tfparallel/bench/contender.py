@@ -23,11 +23,13 @@ class World(Protocol):
         num_ranks: n, over all processes.
         ranks: Those that this process holds.
         place: What the ranks are, for people: "4 devices of one process".
+        names: A name for each rank, by which a profile is found again.
     """
 
     num_ranks: int
     ranks: range
     place: str
+    names: list[str]
 
     def barrier(self) -> None:
         """Returns once every process has come here."""
@@ -85,7 +87,7 @@ class OneProcess:
 
     def __init__(self, num_ranks: int, devices: Sequence[str] = ()):
         self.num_ranks = num_ranks
-        self.devices = list(devices)
+        self.names = list(devices)
         self.ranks = range(num_ranks)
         self.place = f"{num_ranks} devices of one process"
 

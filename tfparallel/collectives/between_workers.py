@@ -108,6 +108,14 @@ class WorkerGroup:
         self._signatures: dict[tuple, int] = {}
 
     @property
+    def implementation(self) -> str:
+        """What truly sums."""
+        if self.transport == "nccl":
+            return "TensorFlow CollectiveReduceV2 (NCCL)"
+        pieces = ", in pieces" if self.transport == "ring_tuned" else ""
+        return f"TensorFlow CollectiveReduceV2 (RING{pieces})"
+
+    @property
     def by_tensorflow(self) -> "WorkerGroup":
         """The same workers, joined by TensorFlow's own collectives."""
         return self

@@ -39,18 +39,24 @@ class Choice:
         source: "profile", "calibration", "default" or "argument".
         why: For people.
         seconds: Time of a reduction by algorithm, the lower quartile; empty if none was measured.
+        implementation: What truly runs.
     """
 
     algorithm: str
     source: str
     why: str
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    implementation: str = ""
+
+    def of(self, implementation: str) -> "Choice":
+        """Returns the choice, with what truly runs."""
+        return dataclasses.replace(self, implementation=implementation)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the choice for a report, times in microseconds."""
         return {
             "algorithm": self.algorithm,
-            "implementation": cross_device.implementation(self.algorithm),
+            "implementation": self.implementation or cross_device.implementation(self.algorithm),
             "source": self.source,
             "why": self.why,
             "microseconds": {name: time * 1e6 for name, time in self.seconds.items()},
@@ -95,6 +101,8 @@ class ChosenAllReduce(tf.distribute.CrossDeviceOps):
 def all_reduce_report(model) -> dict[str, Any] | None:
     """Returns what sums the replicas of a model, and why; None where TensorFlow's default does."""
     strategy = getattr(model, "strategy", None)
+    if getattr(strategy, "workers", None) is not None:
+        return strategy.all_reduce_choice.as_json()
     ops = getattr(strategy, "all_reduce_ops", None)
     if ops is None:
         return None
@@ -129,22 +137,30 @@ def choose(
             for name, row in measured.items()
             if name in runnable and name not in cross_device.NOT_IN_LOOPS
         }
-        return _fastest(seconds, "profile", size)
+        return fastest(seconds, DEFAULT, "profile", size)
     if calibrate and size_bytes:
-        return _fastest(_calibrated(devices, specs), "calibration", size)
+        return fastest(_calibrated(devices, specs), DEFAULT, "calibration", size)
     why = f"{size}: no profile, and nothing was measured"
     return Choice(_default(devices), "default", why)
 
 
-def _fastest(seconds, source, size) -> Choice:
+def fastest(seconds: dict[str, float], default: str, source: str, size: str) -> Choice:
+    """Returns the fastest of those measured, or the default if none beats it by `MIN_GAIN`.
+
+    Args:
+        seconds: A time for each algorithm.
+        default: What is taken unless another one is clearly faster.
+        source: "profile" or "calibration".
+        size: What was measured, for people.
+    """
     best = min(seconds, key=seconds.get)
-    if DEFAULT not in seconds:
+    if default not in seconds:
         return Choice(best, source, f"{size}: the fastest of those measured", seconds)
-    gain = 1 - seconds[best] / seconds[DEFAULT]
+    gain = 1 - seconds[best] / seconds[default]
     if gain < MIN_GAIN:
         why = f"{size}: none is faster by {MIN_GAIN:.0%}; the best ({best}) by {max(gain, 0):.0%}"
-        return Choice(DEFAULT, source, why, seconds)
-    return Choice(best, source, f"{size}: {gain:.0%} less time than {DEFAULT}", seconds)
+        return Choice(default, source, why, seconds)
+    return Choice(best, source, f"{size}: {gain:.0%} less time than {default}", seconds)
 
 
 def _default(devices):

@@ -1,8 +1,8 @@
 """What was measured on this machine, kept for the runs that come after.
 
-One file for each kind and number of devices, in `$TFPARALLEL_PROFILES`, or else in
-`$XDG_CACHE_HOME/tfparallel` or `~/.cache/tfparallel`. It holds who measured (host, processor,
-devices, versions) and, for each algorithm, the time at each size.
+One file for each kind and number of ranks (devices of a process, or workers), in
+`$TFPARALLEL_PROFILES`, or else in `$XDG_CACHE_HOME/tfparallel` or `~/.cache/tfparallel`. It holds
+who measured (host, processor, ranks, versions) and, for each algorithm, the time at each size.
 """
 
 import json
@@ -20,52 +20,52 @@ _VARIABLE = "TFPARALLEL_PROFILES"
 Times = Mapping[str, Sequence[tuple[int, float]]]
 
 
-def path_of(devices: Sequence[str]) -> pathlib.Path:
-    """Returns where the profile of these devices is kept."""
+def path_of(ranks: Sequence[str]) -> pathlib.Path:
+    """Returns where the profile of these ranks ("CPU:0", …; "worker:HOST", …) is kept."""
     folder = os.environ.get(_VARIABLE)
     if not folder:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         folder = os.path.join(cache, "tfparallel")
-    kind = devices[0].partition(":")[0].lower()
-    return pathlib.Path(folder, f"all_reduce_{kind}_{len(devices)}.json")
+    kind = ranks[0].partition(":")[0].lower()
+    return pathlib.Path(folder, f"all_reduce_{kind}_{len(ranks)}.json")
 
 
-def key_of(devices: Sequence[str]) -> dict[str, Any]:
+def key_of(ranks: Sequence[str]) -> dict[str, Any]:
     """Returns what must be the same for a profile to hold."""
     return {
         "host": platform.node(),
         "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} logical cores",
-        "devices": list(devices),
+        "ranks": list(ranks),
         "tensorflow": metadata.version("tensorflow"),
     }
 
 
-def save(devices: Sequence[str], times: Times) -> pathlib.Path:
+def save(ranks: Sequence[str], times: Times) -> pathlib.Path:
     """Writes a profile, whole or not at all, and returns where it is."""
-    path = path_of(devices)
+    path = path_of(ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
-    content = {"key": key_of(devices), "seconds": {name: list(row) for name, row in times.items()}}
+    content = {"key": key_of(ranks), "seconds": {name: list(row) for name, row in times.items()}}
     unfinished.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(unfinished, path)
     return path
 
 
-def load(devices: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
-    """Returns the profile of these devices, or None if none was saved.
+def load(ranks: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
+    """Returns the profile of these ranks, or None if none was saved.
 
     Raises:
-        ValueError: If it was measured on another machine, with other devices or versions, or is
+        ValueError: If it was measured on another machine, with other ranks or versions, or is
             no profile.
     """
-    path = path_of(devices)
+    path = path_of(ranks)
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise ValueError(f"{path} is no profile ({error}). {_mend(path)}") from error
-    found, expected = content.get("key", {}), key_of(devices)
+    found, expected = content.get("key", {}), key_of(ranks)
     differing = [
         f"{name} {found.get(name)!r} instead of {value!r}"
         for name, value in expected.items()
@@ -74,7 +74,7 @@ def load(devices: Sequence[str]) -> dict[str, list[tuple[int, float]]] | None:
     if differing:
         raise ValueError(
             "The profile was measured elsewhere, and what is fast there may be slow here. One of "
-            f"this host, these devices and versions is required. Received: {path} with "
+            f"this host, these ranks and versions is required. Received: {path} with "
             f"{'; '.join(differing)}. {_mend(path)}"
         )
     return {name: [(size, time) for size, time in row] for name, row in content["seconds"].items()}
@@ -98,7 +98,7 @@ def seconds_at(row: Sequence[tuple[int, float]], size_bytes: float) -> float:
 
 def _mend(path):
     return (
-        "Measure again with `tfparallel bench all_reduce --save_profile` and the same devices, or "
+        "Measure again with `tfparallel bench all_reduce --save_profile` and the same ranks, or "
         f"delete {path}."
     )
 

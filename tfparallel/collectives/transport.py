@@ -6,7 +6,10 @@
 | `ring_tuned` | the same, large sums in pieces that travel while others are summed |
 | `nccl` | NVIDIA's NCCL, between GPUs; NCCL_ALGO and NCCL_PROTO are read at its first use |
 | `mpi`, `mpi_…` | MPI, through host memory: `tfparallel.collectives.mpi` |
-| `auto` | the environment's TFPARALLEL_ALL_REDUCE, or else NCCL between GPUs and `ring_tuned` |
+| `auto` | the fastest, measured: `tfparallel.collectives.worker_choice` |
+| None | NCCL between GPUs, `ring_tuned` between CPUs |
+
+What the environment's TFPARALLEL_ALL_REDUCE says stands before `auto` and None.
 """
 
 import os
@@ -22,16 +25,16 @@ from tfparallel.startup import has_nvidia_gpu
 NAMES = ("auto", "ring", "ring_tuned", "nccl", *communicator.ALGORITHMS)
 
 
-def chosen(name: str | None) -> str:
-    """Returns the transport that a user's `all_reduce` means; None is "auto".
+def chosen(name: str | None) -> str | None:
+    """Returns the transport that a user's `all_reduce` means, or what the environment says.
 
     Raises:
         ValueError: If there is none of that name, or it needs what is not here.
     """
-    name, source = name or "auto", "all_reduce"
-    if name == "auto" and os.environ.get(ALL_REDUCE):
+    source = "all_reduce"
+    if name in (None, "auto") and os.environ.get(ALL_REDUCE):
         name, source = os.environ[ALL_REDUCE], ALL_REDUCE
-    if name not in NAMES:
+    if name is not None and name not in NAMES:
         raise ValueError(
             f"`all_reduce` between workers must be one of {', '.join(NAMES)}. "
             f"Received: {source}={name!r}."
@@ -45,12 +48,12 @@ def chosen(name: str | None) -> str:
 
 
 def options(
-    name: str, given: tf.distribute.experimental.CommunicationOptions | None
+    name: str | None, given: tf.distribute.experimental.CommunicationOptions | None
 ) -> tf.distribute.experimental.CommunicationOptions:
     """Returns TensorFlow's options for a transport, with what the user has set in them."""
     own = tf.distribute.experimental.CommunicationOptions
     given = given or own()
-    if name == "auto" or name.startswith("mpi"):
+    if name in (None, "auto") or name.startswith("mpi"):
         return given
     kind = "NCCL" if name == "nccl" else "RING"
     return own(
@@ -60,19 +63,19 @@ def options(
     )
 
 
-def joined(group: WorkerGroup, name: str) -> WorkerGroup:
+def joined(group: WorkerGroup, name: str | None) -> WorkerGroup:
     """Returns the workers, joined by a transport.
 
     Args:
         group: The workers, joined by TensorFlow.
-        name: The transport, of `NAMES`.
+        name: The transport, of `NAMES`; None or "auto" for TensorFlow's, as it is.
 
     Raises:
         RuntimeError: If a worker lacks MPI.
         ValueError: If the algorithm cannot run here.
     """
     group = group.by_tensorflow
-    if name == "auto":
+    if name in (None, "auto"):
         return group
     if not name.startswith("mpi"):
         return group.with_transport(name)

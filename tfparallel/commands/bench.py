@@ -65,7 +65,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_bool(
         "save_profile",
         False,
-        "Keep the sweep for --all_reduce=auto, under this host, these devices and versions.",
+        "Keep the sweep for --all_reduce=auto, under this host, these ranks and versions.",
         flag_values=values,
     )
     return values
@@ -76,7 +76,7 @@ def _main(arguments: Sequence[str]) -> int:
     positional = parse_positional(_COMMAND, values, arguments)
     if positional is None:
         return 0
-    problems = _positional_problems(positional) + _problems(values)
+    problems = _positional_problems(positional) + _problems(positional, values)
     problems += _task_problems(positional[1:], values)
     if problems:
         raise UsageError("\n".join(problems))
@@ -130,7 +130,7 @@ def _task_problems(task: Sequence[str], values: flags.FlagValues) -> list[str]:
     return []
 
 
-def _problems(values: flags.FlagValues) -> list[str]:
+def _problems(positional: Sequence[str], values: flags.FlagValues) -> list[str]:
     problems = []
     try:
         sizes = parse_size(values.min_bytes), parse_size(values.max_bytes)
@@ -148,10 +148,10 @@ def _problems(values: flags.FlagValues) -> list[str]:
             f"--num_devices={values.num_devices}, --nproc_per_node={values.nproc_per_node}. "
             "Drop one of the two."
         )
-    if values.save_profile and values.nproc_per_node is not None:
+    if values.save_profile and positional[:1] not in ([], ["all_reduce"]):
         problems.append(
-            "A profile is kept for the devices of one process. Received: --save_profile with "
-            f"--nproc_per_node={values.nproc_per_node}. Drop one of the two."
+            "A profile says how to sum gradients; all_reduce is required. Received: --save_profile "
+            f"with {positional[0]}. Drop the flag."
         )
     if values.plot is not None and importlib.util.find_spec("matplotlib") is None:
         problems.append(

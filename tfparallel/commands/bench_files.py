@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from tfparallel.bench import model as models
-from tfparallel.bench.contender import World
+from tfparallel.bench.contender import OneProcess, World
 from tfparallel.bench.limit import memory_bandwidth
 from tfparallel.bench.row import Row
 from tfparallel.collectives import profile
@@ -22,18 +22,15 @@ from tfparallel.diagnostics.report import versions
 __all__ = ["conclude", "save_profile"]
 
 
-def conclude(
-    values: flags.FlagValues, world: World, rows: Sequence[Row], devices: Sequence[str] | None
-) -> None:
+def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> None:
     """Prints the cost model and the winners, and writes what the flags ask for.
 
     Args:
         values: The command's flags.
         world: Who took part.
         rows: The sweep.
-        devices: The devices of this process, if they were the ranks.
     """
-    shared = bool(devices)
+    shared = isinstance(world, OneProcess)
     is_sweep = len({row.size_bytes for row in rows}) > 1
     found = models.fitted(rows, shared) if is_sweep else {}
     winners = ", ".join(f"{name} from {size} B" for size, name in models.fastest(rows))
@@ -67,16 +64,16 @@ def conclude(
             values.plot, rows, title=title, models=found, bandwidth=bandwidth, shared=shared
         )
         print(f"wrote {values.plot}")
-    if values.save_profile and devices:
-        save_profile(devices, rows)
+    if values.save_profile:
+        save_profile(world.names, rows)
 
 
-def save_profile(devices: Sequence[str], rows: Sequence[Row]) -> None:
+def save_profile(names: Sequence[str], rows: Sequence[Row]) -> None:
     """Keeps a sweep for `--all_reduce=auto`: lower quartiles, see `collectives/choice.py`."""
     times: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         times.setdefault(row.algorithm, []).append((row.size_bytes, row.quantile_seconds(0.25)))
-    print(f"wrote {profile.save(devices, times)}")
+    print(f"wrote {profile.save(names, times)}")
 
 
 def _environment(world, bandwidth) -> dict[str, Any]:

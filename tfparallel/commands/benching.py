@@ -57,7 +57,7 @@ def bench(collective: str, task_path: str | None, values: flags.FlagValues) -> i
         say(table.line(row), flush=True)
     say("\n".join(table.footer(rows)), flush=True)
     if is_chief:
-        conclude(values, world, rows, _devices_of(world))
+        conclude(values, world, rows)
     return 1 if any(row.num_wrong for row in rows) else 0
 
 
@@ -150,6 +150,3 @@ def _settings(collective, world, values, parts=None) -> dict[str, object]:
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
     }
 
-
-def _devices_of(world) -> list[str] | None:
-    return getattr(world, "devices", None)

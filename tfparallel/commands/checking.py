@@ -6,7 +6,6 @@ import keras
 import tensorflow as tf
 from absl import flags
 
-from tfparallel.collectives.choice import all_reduce_report
 from tfparallel.commands.flags import resolved
 from tfparallel.commands.forms import start_form
 from tfparallel.data.batches import first_batches
@@ -72,9 +71,7 @@ def check(path: str, values: flags.FlagValues) -> int:
         make_parallel_model=build,
         seed=values.seed,
     )
-    ran = all_reduce_report(built[-1]) if form.all_reduce else None
-    if ran is not None:
-        form.say(f"all-reduce: {ran['algorithm']} ({ran['implementation']}); {ran['why']}")
+    ran = form.all_reduce_report(built[-1])
     form.say(to_text(report))
     if values.report is not None and form.is_chief:
         content = {

@@ -11,6 +11,7 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
+from tfparallel.collectives.choice import all_reduce_report
 from tfparallel.commands.flags import StartError, UsageError
 from tfparallel.commands.form_flags import bucket_bytes, device_memory
 from tfparallel.commands.pipeline_flags import pipeline_choices
@@ -88,6 +89,15 @@ class Form:
             return data_parallel(build_model, strategy)
         return data_parallel(build_model, devices=self.devices)
 
+    def all_reduce_report(self, model: keras.Model) -> dict[str, Any] | None:
+        """What summed the gradients, for a report; said as well, if someone chose it."""
+        if not self.all_reduce and self.strategy is None:
+            return None
+        ran = all_reduce_report(model)
+        if ran is not None and ran["source"] != "default":
+            self.say(f"all-reduce: {ran['algorithm']} ({ran['implementation']}); {ran['why']}")
+        return ran
+
     def _pipeline(self, build_model):
         # The program is to run anyway; the function leaves the choice to its caller.
         model = pipeline_parallel(build_model, self.devices, allow_empty_stages=True, **self.cut)
@@ -114,9 +124,10 @@ class Form:
                 f"schedule {self.cut['schedule']}"
             )
         if self.workers is not None:
+            by = "auto" if self.strategy.all_reduce_is_open else self.workers.transport
             return (
                 f"data parallel on {self.workers.num_workers} workers, {number} each ({names}), "
-                f"all-reduce by {self.workers.transport}"
+                f"all-reduce by {by}"
             )
         return f"data parallel on {number} ({names})"
 
@@ -175,6 +186,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
                 stall_timeout=values.stall_timeout,
                 all_reduce=values.all_reduce,
                 bucket_bytes=bucket_bytes(values),
+                calibrate=values.calibrate,
                 facts=facts,
             )
     except ValueError as error:

@@ -15,7 +15,6 @@ from tfparallel.callbacks.nan import NaNGuard, NaNLossError
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.between_workers import WorkerLostError
-from tfparallel.collectives.choice import all_reduce_report
 from tfparallel.commands.flags import LostError, UsageError
 from tfparallel.commands.forms import start_form
 from tfparallel.data.batches import EpochBatches, evaluation_batches
@@ -130,8 +129,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
         "step_time_seconds": step_time.summary(),
         "peak_memory_bytes": peak_memory_bytes(),
     }
-    if form.all_reduce:
-        report["all_reduce"] = all_reduce_report(model)
+    report["all_reduce"] = form.all_reduce_report(model)
     if form.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)
     if form.name == "tensor":

@@ -159,6 +159,7 @@ class DataParallelModel(ReplicatedLayer):
 
     def _fit_as_worker(self, asked):
         """Trains as one of several workers, of which the chief alone speaks and writes."""
+        self._choose_all_reduce()
         asked = {name: value for name, value in asked.items() if name != "self"}
         callbacks = chief_only.flatten(asked.get("callbacks"))
         is_chief = self._workers.worker_index == 0
@@ -192,6 +193,15 @@ class DataParallelModel(ReplicatedLayer):
         with self.strategy.scope():
             self._symbolic_build(data_batch=data_batch)
         return None
+
+    def make_train_function(self, force=False):
+        """Traces a step; by now the model is built."""
+        self._choose_all_reduce()
+        return super().make_train_function(force)
+
+    def _choose_all_reduce(self):
+        if self._workers is not None and self.built:
+            self.strategy.choose_all_reduce(self.trainable_variables)
 
     def train_step(self, data):
         """One step of training, for the global batch."""

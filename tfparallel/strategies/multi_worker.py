@@ -22,9 +22,11 @@ from tensorflow.python.eager import context
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.address import split_address
+from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.cluster.spec import Cluster
-from tfparallel.collectives import transport
+from tfparallel.collectives import transport, worker_choice
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.choice import Choice
 from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.peers import meet_peers
 from tfparallel.startup import has_nvidia_gpu
@@ -90,17 +92,20 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             between two, may last before the worker ends itself (`callbacks/stall.py`).
         all_reduce: What carries tensors between the workers: "ring_tuned" or "ring", TensorFlow's
             own over gRPC; "nccl", for GPUs; "mpi", or one of its algorithms, through host memory
-            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. None and
-            "auto" are what the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
-            --transport=mpi` sets, or else NCCL between GPUs and "ring_tuned" between CPUs.
+            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. None, the
+            default, is NCCL between GPUs and "ring_tuned" between CPUs; "auto" the fastest, from
+            a profile or measured when `fit` begins, as in a `tfparallel.MirroredStrategy`. What
+            the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
+            --transport=mpi` sets, stands before both.
         bucket_bytes: How much of the gradients is summed at once, while the rest is still computed;
             None, the default, sums all of them together (see `docs/mpi.md` for when it gains).
+        calibrate: Whether "auto" may measure.
         facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
             it: a seed, a batch size.
 
     Raises:
-        ValueError: If the environment does not describe a cluster, a device is unknown, or
-            `all_reduce` is unknown or cannot run here.
+        ValueError: If the environment does not describe a cluster, a device is unknown,
+            `all_reduce` is unknown or cannot run here, or the profile is another machine's.
         RuntimeError: If TensorFlow's runtime has started already, a worker is missing at the
             deadline, a port is taken, or the workers disagree.
 
@@ -112,7 +117,9 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         >>> model.fit(x, y, batch_size=64)
     """
 
+    all_reduce_choice: Choice | None = None  # What sums over the workers, and why.
     _of_process = None  # The strategy of this process, which can start one only.
+    _to_choose: worker_choice.WorkerChoice | None = None
 
     def __init__(
         self,
@@ -124,6 +131,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         stall_timeout: float = 1800.0,
         all_reduce: str | None = None,
         bucket_bytes: int | None = None,
+        calibrate: bool = True,
         facts: Mapping[str, Any] | None = None,
     ):
         if not stall_timeout > 0:
@@ -136,7 +144,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 "`bucket_bytes` must be a number of bytes of at least 1, or None for one bucket. "
                 f"Received: bucket_bytes={bucket_bytes!r}."
             )
-        all_reduce = transport.chosen(all_reduce)
+        given, all_reduce = all_reduce, transport.chosen(all_reduce)
         _refuse_late_start()
         self.stall_timeout = stall_timeout
         if cluster_resolver is None:
@@ -145,7 +153,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 os.environ.update(cluster.device_environment())
             cluster_resolver = _resolver_of(cluster)
         num_devices = len(device_lib.choose_devices(devices=devices))
-        same = {"all_reduce": all_reduce, "bucket_bytes": bucket_bytes}
+        same = {"all_reduce": all_reduce, "bucket_bytes": bucket_bytes, "calibrate": calibrate}
         facts = {"devices a worker": num_devices, **same, **(facts or {})}
         _meet(cluster_resolver, facts, start_timeout)
         options = transport.options(all_reduce, communication_options)
@@ -165,16 +173,36 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 first_host=_first_host(cluster_resolver),
             )
             keep_freed_memory()
-            self.workers = transport.joined(self.workers, all_reduce)
             self.workers.bucket_bytes = bucket_bytes
+            self.workers = transport.joined(self.workers, all_reduce)
             WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
+            if all_reduce == "auto":
+                self._to_choose = worker_choice.WorkerChoice(self.workers, calibrate)
+            self.all_reduce_choice = _told(self.workers, given, all_reduce)
         MultiWorkerMirroredStrategy._of_process = self
 
     @classmethod
     def of_process(cls, **kwargs) -> "MultiWorkerMirroredStrategy":
         """Returns the strategy that this process started, or starts one."""
         return cls._of_process or cls(**kwargs)
+
+    @property
+    def all_reduce_is_open(self) -> bool:
+        """Whether "auto" has not chosen yet."""
+        return self._to_choose is not None
+
+    def choose_all_reduce(self, variables: Sequence[keras.Variable]) -> None:
+        """Under "auto", takes the fastest transport for the gradients of variables, once.
+
+        Called by all workers at the same place of their program.
+        """
+        size_bytes = sum(v.value.shape.num_elements() * v.value.dtype.size for v in variables)
+        if self._to_choose is None or not size_bytes:
+            return
+        self.workers, self.all_reduce_choice = self._to_choose.choose(size_bytes)
+        WorkerGroup.of_process = self.workers
+        self._to_choose = None
 
 
 def _resolver_of(cluster: Cluster):
@@ -199,6 +227,18 @@ def _meet(resolver, facts, start_timeout) -> None:
         return
     index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
     meet_peers(workers, index, facts, start_timeout)
+
+
+def _told(workers, given, all_reduce) -> Choice:
+    if all_reduce == "auto":
+        found = Choice(workers.transport, "default", "no `fit` yet, before which it is chosen")
+    elif all_reduce is None:
+        found = Choice(workers.transport, "default", "nothing else was asked for")
+    elif given == all_reduce:
+        found = Choice(workers.transport, "argument", "it was asked for")
+    else:
+        found = Choice(workers.transport, "argument", f"{ALL_REDUCE}={all_reduce}")
+    return found.of(workers.implementation)
 
 
 def _first_host(resolver) -> str:

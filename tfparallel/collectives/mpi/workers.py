@@ -40,6 +40,11 @@ class MpiWorkerGroup(WorkerGroup):
         return self
 
     @property
+    def implementation(self) -> str:
+        """What truly sums."""
+        return self.communicator.implementation("all_reduce")
+
+    @property
     def by_tensorflow(self) -> WorkerGroup:
         """The same workers, joined by TensorFlow's own collectives."""
         return self._group

@@ -1,0 +1,159 @@
+"""Which transport sums the gradients of a job's workers: measured, never guessed.
+
+As `choice.py` chooses among the algorithms of one process. Worker 0's profile decides for all
+(`tfparallel bench all_reduce --nproc_per_node=2 --save_profile`), or, without one, a calibration in
+which all take part. A transport that needs what a worker lacks is no candidate.
+"""
+
+import platform
+import statistics
+import time
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfparallel.collectives import choice, profile, transport
+from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.choice import Choice
+from tfparallel.collectives.mpi import library
+from tfparallel.startup import has_nvidia_gpu
+
+__all__ = ["WorkerChoice", "names_of"]
+
+# More need not be moved to tell which transport moves a byte faster.
+_MAX_BYTES = 2**26
+# Of MPI's algorithms its own choice; TensorFlow's ring without pieces never won.
+_LIKELY = ("nccl", "ring_tuned", "mpi")
+_MIN_ROUNDS = 3
+_MAX_ROUNDS = 15
+
+
+class Outcome(NamedTuple):
+    """What was chosen: the workers, joined by it, and why."""
+
+    workers: WorkerGroup
+    choice: Choice
+
+
+class WorkerChoice:
+    """Chooses once, for the gradients of the first model that is trained.
+
+    Made and called by every worker, at the same place of the program.
+
+    Args:
+        group: The workers, joined by TensorFlow.
+        calibrate: Whether to measure where there is no profile.
+
+    Raises:
+        ValueError: If worker 0's profile is another machine's.
+    """
+
+    def __init__(self, group: WorkerGroup, calibrate: bool = True):
+        self._group = group
+        self._calibrate = calibrate
+        self._profile = _profile_of_first(group)
+
+    def choose(self, size_bytes: int) -> Outcome:
+        """Chooses a transport for gradients of that many bytes in all."""
+        group, names = self._group, _candidates(self._group)
+        size = f"{size_bytes / 2**20:.3g} MiB on {group.num_workers} workers"
+        groups: dict[str, WorkerGroup] = {}
+        if self._profile:
+            seconds = {
+                name: profile.seconds_at(row, size_bytes)
+                for name, row in self._profile.items()
+                if name in names
+            }
+            found = choice.fastest(seconds, group.transport, "profile", size)
+            groups = _joined(group, [found.algorithm])
+        elif self._calibrate:
+            groups = _joined(group, [name for name in _LIKELY if name in names])
+            seconds = _measured(groups, min(size_bytes, _MAX_BYTES))
+            found = choice.fastest(seconds, group.transport, "calibration", size)
+        else:
+            why = f"{size}: no profile, and nothing was measured"
+            found = Choice(group.transport, "default", why)
+        if found.algorithm not in groups:
+            # MPI is installed, and cannot start.
+            groups = _joined(group, [group.transport])
+            found = Choice(group.transport, "default", f"{size}: {found.algorithm} failed to start")
+        workers = groups[found.algorithm]
+        return Outcome(workers, found.of(workers.implementation))
+
+
+def names_of(group: WorkerGroup) -> list[str]:
+    """Returns a name for each worker, by which a profile knows them: those of their hosts."""
+    return [f"worker:{host}" for host in group.exchange(platform.node())]
+
+
+def _profile_of_first(group) -> profile.Times | None:
+    names = names_of(group)
+    found, problem = None, None
+    if group.worker_index == 0:
+        try:
+            found = profile.load(names)
+        except ValueError as error:
+            problem = str(error)
+    found, problem = group.exchange([found, problem])[0]
+    if problem:
+        raise ValueError(problem)
+    return found
+
+
+def _candidates(group) -> list[str]:
+    """The transports that all workers have."""
+    offers = group.exchange({"mpi": library.is_installed(), "gpu": has_nvidia_gpu()})
+    found = ["ring", "ring_tuned"]
+    if all(offer["gpu"] for offer in offers):
+        found.append("nccl")
+    if all(offer["mpi"] for offer in offers):
+        found += [name for name in transport.NAMES if name.startswith("mpi")]
+    return found
+
+
+def _joined(group, names) -> dict[str, WorkerGroup]:
+    """The workers joined by each of the transports that starts on all of them."""
+    found = {}
+    for name in names:
+        try:
+            joined = transport.joined(group, name)
+        except RuntimeError:
+            joined = None
+        if all(group.exchange(joined is not None)):
+            found[name] = joined
+    return found
+
+
+def _measured(groups, size_bytes) -> dict[str, float]:
+    """The lower quartile of the slowest worker's seconds, by transport, all taking turns."""
+    group = next(iter(groups.values()))
+    vector = tf.Variable(tf.zeros([max(size_bytes // 4, 1)]), trainable=False)
+    steps = {}
+    for name, joined in groups.items():
+
+        def reduce(joined=joined):
+            return joined.all_reduce([vector.read_value()])[0][:1]
+
+        steps[name] = tf.function(reduce, autograph=False)
+        steps[name]()
+    meet = tf.function(lambda here: group.all_reduce([here])[0], autograph=False)
+    times: dict[str, list[float]] = {name: [] for name in groups}
+
+    def turn():
+        for name, step in steps.items():
+            meet(tf.ones([1])).numpy()
+            start = time.perf_counter()
+            step().numpy()
+            times[name].append(time.perf_counter() - start)
+
+    start = time.perf_counter()
+    turn()
+    wanted = int(choice.BUDGET_SECONDS / (time.perf_counter() - start))
+    num_rounds = max(min(group.exchange(wanted)[0], _MAX_ROUNDS), _MIN_ROUNDS)
+    for _ in range(num_rounds - 1):
+        turn()
+    everyones = group.exchange(times)
+    return {
+        name: statistics.quantiles(map(max, *[theirs[name] for theirs in everyones]), n=4)[0]
+        for name in groups
+    }
