@@ -76,7 +76,7 @@ def _main(arguments: Sequence[str]) -> int:
     positional = parse_positional(_COMMAND, values, arguments)
     if positional is None:
         return 0
-    problems = _positional_problems(positional) + _problems(positional, values)
+    problems = _positional_problems(positional, values) + _problems(values)
     problems += _task_problems(positional[1:], values)
     if problems:
         raise UsageError("\n".join(problems))
@@ -91,7 +91,7 @@ def _main(arguments: Sequence[str]) -> int:
     return benching.bench(collective, task[0] if task else None, values)
 
 
-def _positional_problems(positional: Sequence[str]) -> list[str]:
+def _positional_problems(positional: Sequence[str], values: flags.FlagValues) -> list[str]:
     problems = []
     if not positional or positional[0] not in COLLECTIVES:
         problems.append(
@@ -102,6 +102,11 @@ def _positional_problems(positional: Sequence[str]) -> list[str]:
         problems.append(
             "Gradients are summed; all_reduce is required with a task file. Received: "
             f"{' '.join(positional)}. Drop the file."
+        )
+    if values.save_profile and positional and positional[0] in COLLECTIVES[1:]:
+        problems.append(
+            "A profile says how to sum gradients; all_reduce is required. Received: --save_profile "
+            f"with {positional[0]}. Drop the flag."
         )
     if len(positional) > 2:
         problems.append(
@@ -130,7 +135,7 @@ def _task_problems(task: Sequence[str], values: flags.FlagValues) -> list[str]:
     return []
 
 
-def _problems(positional: Sequence[str], values: flags.FlagValues) -> list[str]:
+def _problems(values: flags.FlagValues) -> list[str]:
     problems = []
     try:
         sizes = parse_size(values.min_bytes), parse_size(values.max_bytes)
@@ -147,11 +152,6 @@ def _problems(positional: Sequence[str], values: flags.FlagValues) -> list[str]:
             "Ranks are the devices of one process or processes, not both. Received: "
             f"--num_devices={values.num_devices}, --nproc_per_node={values.nproc_per_node}. "
             "Drop one of the two."
-        )
-    if values.save_profile and positional[:1] not in ([], ["all_reduce"]):
-        problems.append(
-            "A profile says how to sum gradients; all_reduce is required. Received: --save_profile "
-            f"with {positional[0]}. Drop the flag."
         )
     if values.plot is not None and importlib.util.find_spec("matplotlib") is None:
         problems.append(
