@@ -12,7 +12,7 @@ SEED = 7
 NUM_BATCHES = 16
 
 
-def build_cnn():
+def build_cnn(num_units):
     return nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
@@ -20,9 +20,9 @@ def build_cnn():
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(64 * 12 * 12, 128),
+        nn.Linear(64 * 12 * 12, num_units),
         nn.ReLU(),
-        nn.Linear(128, 10),
+        nn.Linear(num_units, 10),
     )
 
 
@@ -30,7 +30,7 @@ def main():
     order, reply = dialog.begin()
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    model = build_cnn()
+    model = build_cnn(1024 if order["workload"].startswith("wide") else 128)
     if order["kind"] == "ddp":
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)

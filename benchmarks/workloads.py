@@ -4,6 +4,7 @@ The data are prototypes of the classes under noise, so that there is something t
 nothing to download. How long a step takes does not depend on them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -53,8 +54,11 @@ def build_mlp():
     )
 
 
-def build_cnn():
-    """Returns the net of `models/digits_cnn.py` for 28 x 28 pixels, without padding."""
+def build_cnn(num_units=128, name="cnn"):
+    """Returns the net of `models/digits_cnn.py` for 28 x 28 pixels, without padding.
+
+    With 128 units it has 1.2 million parameters, with 1024 9.5 million.
+    """
     return keras.Sequential(
         [
             keras.Input((28, 28, 1)),
@@ -62,10 +66,10 @@ def build_cnn():
             keras.layers.Conv2D(64, 3, activation="relu"),
             keras.layers.MaxPooling2D(2),
             keras.layers.Flatten(),
-            keras.layers.Dense(128, activation="relu"),
+            keras.layers.Dense(num_units, activation="relu"),
             keras.layers.Dense(NUM_CLASSES),
         ],
-        name="cnn",
+        name=name,
     )
 
 
@@ -84,4 +88,10 @@ WORKLOADS = {
         )
         for number in (32, 128)
     },
+    "wide_cnn_32": Workload(
+        "CNN of 2 convolutions and 1024 units",
+        functools.partial(build_cnn, 1024, "wide_cnn"),
+        input_shape=(28, 28, 1),
+        global_batch_size=32,
+    ),
 }
