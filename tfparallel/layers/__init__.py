@@ -1,13 +1,27 @@
-"""Layers split into parts, a part on each device."""
+"""Layers split into parts, a part on each device.
+
+Written in a model's definition they are the plain layers of Keras that they stand for, until
+`tfparallel.tensor_parallel` splits them:
+
+    def build():
+        return keras.Sequential([
+            keras.Input((64,)),
+            tfparallel.layers.ColumnParallelDense(128, activation="gelu"),
+            tfparallel.layers.RowParallelDense(64),
+        ])
+
+    model = tfparallel.tensor_parallel(build, devices=["CPU:0", "CPU:1"])
+"""
 
 from tfparallel.layers.attention import ParallelMultiHeadAttention
-from tfparallel.layers.convolution import ChannelParallelConv2D
+from tfparallel.layers.convolution import ChannelParallelConv2D, ChannelReducingConv2D
 from tfparallel.layers.dense import ColumnParallelDense, RowParallelDense
 from tfparallel.layers.embedding import VocabParallelEmbedding
 from tfparallel.layers.spatial import SpatialParallelConv2D, SpatialParallelPooling2D
 
 __all__ = [
     "ChannelParallelConv2D",
+    "ChannelReducingConv2D",
     "ColumnParallelDense",
     "ParallelMultiHeadAttention",
     "RowParallelDense",

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.dropout import share_draws
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parts import on_each, whole
@@ -11,7 +12,7 @@ from tfparallel.layers.variable import split_variable
 __all__ = ["ParallelMultiHeadAttention"]
 
 
-class ParallelMultiHeadAttention(SplitLayer):
+class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
     """Attention whose heads are split: each device computes some of them from end to end.
 
                query, key, value kernels                    output kernel
@@ -31,12 +32,21 @@ class ParallelMultiHeadAttention(SplitLayer):
     Input: query `(batch, T, width)`, value and key `(batch, S, width)`, masks, all whole. Output:
     `(batch, T, width)`, whole, on the first device.
 
+    Written by hand, with the arguments of `keras.layers.MultiHeadAttention`, it is that plain layer
+    until `tensor_parallel` splits it. A `keras.layers.GroupQueryAttention` is split as it is.
+
+    Example:
+        >>> attend = tfparallel.layers.ParallelMultiHeadAttention(num_heads=8, key_dim=64)
+        >>> outputs = attend(inputs, inputs, use_causal_mask=True)
+
     References:
         Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
         Parallelism, arXiv 1909.08053, 2019.
         Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
         Checkpoints, arXiv 2305.13245, 2023.
     """
+
+    plain, kind = keras.layers.MultiHeadAttention, "heads"
 
     def split(self) -> None:
         """Makes the parts."""

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parts import Parts, on_each, pieces, whole
 
@@ -48,7 +49,7 @@ class ColumnParallel(SplitLayer):
         return outputs
 
 
-class ColumnParallelDense(ColumnParallel):
+class ColumnParallelDense(WrittenByHand, ColumnParallel):
     """A dense layer whose columns are split: each device computes a part of the units.
 
                  kernel (in, units)              bias (units)
@@ -62,10 +63,26 @@ class ColumnParallelDense(ColumnParallel):
 
     Input: `(batch, …, in)`, whole. Output: `(batch, …, units)` in parts along the last axis.
 
+    Written by hand, with the arguments of `keras.layers.Dense`, it is that plain layer until
+    `tensor_parallel` splits it.
+
+    Example:
+        >>> def build():
+        ...     return keras.Sequential([
+        ...         keras.Input((64,)),
+        ...         tfparallel.layers.ColumnParallelDense(128, activation="gelu"),
+        ...         tfparallel.layers.RowParallelDense(64),
+        ...     ])
+        >>> model = tfparallel.tensor_parallel(build, devices=["CPU:0", "CPU:1"])
+        >>> model.split
+        {'dense': 'column', 'dense_1': 'row'}
+
     References:
         Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
         Parallelism, arXiv 1909.08053, 2019.
     """
+
+    plain, kind = keras.layers.Dense, "column"
 
 
 class RowParallel(SplitLayer):
@@ -102,7 +119,7 @@ class RowParallel(SplitLayer):
         return outputs if self.activation is None else self.activation(outputs)
 
 
-class RowParallelDense(RowParallel):
+class RowParallelDense(WrittenByHand, RowParallel):
     """A dense layer whose rows are split: each device reads a part of the features.
 
                               kernel (in, units)
@@ -120,10 +137,19 @@ class RowParallelDense(RowParallel):
     Input: `(batch, …, in)`, in parts along the last axis, or whole. Output: `(batch, …, units)`,
     whole, on the first device, where the bias is.
 
+    Written by hand, with the arguments of `keras.layers.Dense`, it is that plain layer until
+    `tensor_parallel` splits it.
+
+    Example:
+        >>> hidden = tfparallel.layers.ColumnParallelDense(128, activation="gelu")(inputs)
+        >>> outputs = tfparallel.layers.RowParallelDense(64)(hidden)
+
     References:
         Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
         Parallelism, arXiv 1909.08053, 2019.
     """
+
+    plain, kind = keras.layers.Dense, "row"
 
 
 def _input_shape(layer) -> tuple[int | None, ...]:

@@ -1,13 +1,15 @@
 """Embeddings in parts, by the vocabulary."""
 
+import keras
 import tensorflow as tf
 
+from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 
 __all__ = ["VocabParallelEmbedding"]
 
 
-class VocabParallelEmbedding(SplitLayer):
+class VocabParallelEmbedding(WrittenByHand, SplitLayer):
     """An embedding whose rows are split: each device holds a part of the vocabulary.
 
         table (vocabulary, width)          ids        2   9   0   9
@@ -22,11 +24,19 @@ class VocabParallelEmbedding(SplitLayer):
 
     Input: ids `(batch, …)`, whole. Output: `(batch, …, width)`, whole.
 
+    Written by hand, with the arguments of `keras.layers.Embedding`, it is that plain layer until
+    `tensor_parallel` splits it.
+
+    Example:
+        >>> embedded = tfparallel.layers.VocabParallelEmbedding(50_000, 512)(ids)
+
     References:
         Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
         Parallelism, arXiv 1909.08053, 2019. (There each device looks up zeros for the ids of
         others, and the sum of all is reduced.)
     """
+
+    plain, kind = keras.layers.Embedding, "vocabulary"
 
     def split(self) -> None:
         """Makes the parts."""

@@ -11,7 +11,8 @@ Walked in the order of the layers:
     convolutions and pooling, if so asked   height: rows of the picture (`spatial_plan.py`)
 
 A column whose parts nobody can use hands its output on whole. A layer that is called more than
-once, belongs to a class of the user's own, or adds a loss for its activity, is left in place.
+once, belongs to a class of the user's own, or adds a loss for its activity, is left in place. What
+is asked for, in the call or by the class as which a layer was written, is done or refused.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 import keras
 
 from tfparallel.extend import original_class
+from tfparallel.layers.by_hand import written_as
 from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.stages import PlacementError
@@ -52,6 +54,15 @@ _FEATUREWISE = {
     _layers.GlobalAveragePooling2D, _layers.GlobalMaxPooling2D, _layers.Activation,
     _layers.BatchNormalization, _layers.DepthwiseConv2D, _layers.PReLU,
 }  # fmt: skip
+# What may be asked for.
+_COULD_BE = {
+    _layers.Dense: (COLUMN, ROW),
+    _layers.Conv2D: (COLUMN, ROW, HEIGHT),
+    _layers.Embedding: (VOCABULARY,),
+    **dict.fromkeys(_ATTENTION, (HEADS,)),
+    **dict.fromkeys((_layers.DepthwiseConv2D, _layers.MaxPooling2D), (HEIGHT,)),
+    _layers.AveragePooling2D: (HEIGHT,),
+}
 # What an activation does to one feature must not depend on the others.
 _MIX_FEATURES = {"softmax", "log_softmax", "glu", "sparsemax"}
 
@@ -67,7 +78,8 @@ def plan(
     Args:
         model: A built model. Models nested in it are looked at by themselves.
         num_devices: How many parts there are to be.
-        asked: How single layers are split, by their names; None leaves one in place.
+        asked: How single layers are split, by their names; None leaves one in place. It outweighs
+            the class as which a layer was written.
         by_height: Whether convolutions, and what is between them, are split by the picture's height
             and not by channels.
 
@@ -89,13 +101,17 @@ def plan(
             len(sources) == 1 and sources[0] in in_parts and len(graph.readers[sources[0]]) == 1
         )
         kind = _kind(layer, num_devices, reads_parts, graph)
-        if by_height and _is_plain(layer) and len(graph.nodes[name]) == 1:
+        # What is in rows stays so, up to the next convolution.
+        can_stay = not isinstance(layer, _layers.Conv2D) and in_rows.issuperset(sources)
+        if (by_height or can_stay) and _is_plain(layer) and len(graph.nodes[name]) == 1:
             if is_split_by_height(layer, graph, num_devices, in_rows):
                 kind = HEIGHT
             elif isinstance(layer, _layers.Conv2D):
                 kind = None
-        if name in asked:
-            kind = _asked_kind(layer, asked[name], num_devices, graph)
+        if name in asked or written_as(layer) is not None:
+            kind = _asked_kind(layer, asked, num_devices, graph)
+            if kind == HEIGHT and not is_split_by_height(layer, graph, num_devices, in_rows):
+                raise PlacementError(_not_by_height(layer, asked, num_devices))
         if kind is None:
             continue
         found[name] = kind
@@ -130,38 +146,61 @@ def _kind(layer, num_devices, reads_parts, graph) -> str | None:
     return None
 
 
-def _asked_kind(layer, kind, num_devices, graph) -> str | None:
+def _asked_kind(layer, asked, num_devices, graph) -> str | None:
+    kind = asked[layer.name] if layer.name in asked else written_as(layer).kind
     if kind is None:
         return None
     cls = original_class(layer)
-    could = (
-        (COLUMN, ROW) if cls in _PAIRED
-        else (VOCABULARY,) if cls is _layers.Embedding
-        else (HEADS,) if cls in _ATTENTION
-        else ()
-    )  # fmt: skip
+    could = _COULD_BE.get(cls, ())
     if kind not in could:
         answer = f"It can be {' or '.join(could)}." if could else "It can only be left in place."
         raise PlacementError(
             f"Layer '{layer.name}' of class {cls.__name__} cannot be split by {kind!r}. {answer} "
             f"Received: split={{{layer.name!r}: {kind!r}}}."
         )
-    if not _is_plain(layer) or not _is_simple(layer) or len(graph.nodes[layer.name]) != 1:
+    # Which layers can be split by height is judged as a whole, elsewhere.
+    is_simple = kind == HEIGHT or _is_simple(layer)
+    if not _is_plain(layer) or not is_simple or len(graph.nodes[layer.name]) != 1:
         raise PlacementError(
             "A layer that is split must be called once, and have no activity regularizer, no LoRA, "
             "no quantization, no groups and the channels last. Received: "
-            f"split={{{layer.name!r}: {kind!r}}}. Leave the layer out."
+            f"{_request(layer, asked)}. {_way_out(layer, asked)}"
         )
+    if kind == HEIGHT:
+        return kind
     if kind == ROW:
         count, what = graph.nodes[layer.name][0].input_tensors[0].shape[-1], "features"
     else:
         count, what = _count(layer), _WHAT[cls]
     if count < num_devices:
         raise PlacementError(
-            f"Each device needs a part. Received: layer '{layer.name}' with {count} {what}, for "
-            f"{num_devices} devices. It can be split over {count} devices at most."
+            f"Each device needs a part. Received: {_request(layer, asked)}; layer '{layer.name}' "
+            f"with {count} {what}, for {num_devices} devices. It can be split over {count} devices "
+            "at most."
         )
     return kind
+
+
+def _not_by_height(layer, asked, num_devices) -> str:
+    return (
+        "A layer that is split by height must have a picture of known height and width, the "
+        f"channels last, and {num_devices} rows of output or more, one a device; no operation that "
+        "is no layer may read it, and as the model's output it has no activation. Received: "
+        f"{_request(layer, asked)}. {_way_out(layer, asked)}"
+    )
+
+
+def _request(layer, asked) -> str:
+    """Who asked, in the words of an error."""
+    if layer.name in asked:
+        return f"split={{{layer.name!r}: {asked[layer.name]!r}}}"
+    return f"'{layer.name}' written as {written_as(layer).__name__}"
+
+
+def _way_out(layer, asked) -> str:
+    if layer.name in asked and written_as(layer) is None:
+        return "Leave the layer out."
+    return f"Leave it in place by split={{{layer.name!r}: None}}."
 
 
 def _used(found, in_parts, graph) -> dict[str, str]:

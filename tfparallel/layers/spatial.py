@@ -27,6 +27,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.dropout import dropped
 from tfparallel.layers.layer import SplitLayer, sizes_of
 from tfparallel.layers.parts import Parts, on_each, pieces
@@ -97,7 +98,7 @@ class SpatialWindow(SplitLayer):
         return zip(*copies, strict=True) if copies else [()] * len(self._devices)
 
 
-class SpatialParallelConv2D(SpatialWindow):
+class SpatialParallelConv2D(WrittenByHand, SpatialWindow):
     """A convolution, or a depthwise one, of which each device computes some rows (see the module).
 
     y_k = f(x_k * W + b), with x_k the rows of part k and its halo. Each device reads the whole
@@ -106,7 +107,16 @@ class SpatialParallelConv2D(SpatialWindow):
     Input: `(batch, height, width, in)`, in parts along the height, or whole. Output: `(batch,
     height', width', filters)` in parts along the height. Padding "same" or "valid", any strides,
     dilation and groups; `channels_last`.
+
+    Written by hand, with the arguments of `keras.layers.Conv2D`, it is that plain layer until
+    `tensor_parallel` splits it. The plain layers behind it that can stay in rows do.
+
+    Example:
+        >>> x = tfparallel.layers.SpatialParallelConv2D(16, 3, padding="same")(pictures)
+        >>> x = keras.layers.MaxPooling2D()(x)  # Of its own rows on each device.
     """
+
+    plain, kind = keras.layers.Conv2D, "height"
 
     def _slide(self, picture, kernel, bias=None, *, pad):
         depthwise = isinstance(self, keras.layers.DepthwiseConv2D)
@@ -124,10 +134,12 @@ class SpatialParallelConv2D(SpatialWindow):
         return outputs if self.activation is None else self.activation(outputs)
 
 
-class SpatialParallelPooling2D(SpatialWindow):
+class SpatialParallelPooling2D(WrittenByHand, SpatialWindow):
     """Pooling, of which each device computes some rows (see the module).
 
-    Of a mean at the border only the pixels inside of the picture are counted, as in Keras.
+    Of a mean at the border only the pixels inside of the picture are counted, as in Keras. It
+    stands for two classes of Keras, so write one of those: behind a `SpatialParallelConv2D` it
+    stays in rows, elsewhere `split={name: "height"}` asks for it.
 
     Input: `(batch, height, width, channels)`, in parts along the height, or whole. Output: `(batch,
     height', width', channels)` in parts along the height.

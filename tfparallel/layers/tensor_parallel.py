@@ -9,6 +9,7 @@ from tfparallel import devices as device_lib
 from tfparallel.extend import classes_of, extend, original_class
 from tfparallel.layers import featurewise, plan, spatial_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
+from tfparallel.layers.by_hand import note, written_as
 from tfparallel.layers.convolution import ChannelParallelConv2D, ChannelReducingConv2D
 from tfparallel.layers.dense import ColumnParallelDense, RowParallelDense
 from tfparallel.layers.embedding import VocabParallelEmbedding
@@ -46,7 +47,9 @@ def tensor_parallel(
         devices: Names of the devices, such as `["GPU:0", "GPU:1"]`; two or more.
         split: How single layers are split, by their names, where that is not what the model's
             graph suggests: "column" or "row" for `Dense` and `Conv2D`, "heads" for attention,
-            "vocabulary" for `Embedding`, None to leave a layer in place.
+            "vocabulary" for `Embedding`, "height" for `Conv2D`, `DepthwiseConv2D` and pooling, None
+            to leave a layer in place. It outweighs the class as which a layer was written
+            (see `tfparallel.layers`).
         convolutions: "channels": convolutions are split by channels, weights and all. "height":
             they are split by the height of the picture, and so is what stands between them; each
             device holds some rows of each activation, reads the whole kernels, and exchanges the
@@ -110,6 +113,7 @@ def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
             target.assign(source)
     for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
         target.trainable = source.trainable
+        note(target, written_as(source))
     _split(copy, devices, asked, lambda layer: None)
     if model.compiled and (config := model.get_compile_config()) is not None:
         copy.compile_from_config(config)
@@ -131,6 +135,7 @@ def _split(model, devices, asked, initialize) -> keras.Model:
             f"`split` must name layers of the model. Received: no such layer: {', '.join(unknown)}."
             f" The layers are {', '.join(sorted(names))}."
         )
+    _refuse_hidden(model, models)
     kinds = {}
     for each in models:
         kinds[id(each)] = plan.plan(each, len(devices), asked, by_height)
@@ -228,6 +233,22 @@ def _nothing(model, models, num_devices) -> str:
         f"called once, without activity regularizer. Received: {', '.join(layers)}. Take fewer "
         "devices, or `tfparallel.data_parallel`."
     )
+
+
+def _refuse_hidden(model, models) -> None:
+    """Refuses layers that were written to be split where no graph shows who reads them."""
+    seen = {id(layer) for each in models for layer in layers_in_order(each)}
+    hidden = [
+        f"'{layer.name}' written as {written.__name__}"
+        for layer in model._flatten_layers()
+        if (written := written_as(layer)) is not None and id(layer) not in seen
+    ]
+    if hidden:
+        raise PlacementError(
+            "A layer that is split must be one of a functional or Sequential model's own, or of "
+            f"one nested in it. Received, inside of other layers: {', '.join(hidden)}. Write plain "
+            "layers of Keras there, or make a functional model of what is around them."
+        )
 
 
 def _refuse_scope() -> None:
