@@ -20,6 +20,7 @@ from tfparallel.layers import (
     SpatialParallelPooling2D,
     VocabParallelEmbedding,
 )
+from tfparallel.layers.plan import plan
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -158,6 +159,23 @@ def test_the_call_outweighs_the_definition():
     }
     asked = {"a": None, "b": "row"}
     assert tfparallel.tensor_parallel(build, DEVICES, split=asked).split == {"b": "row"}
+
+
+def test_a_single_layer_is_split_by_height_where_that_is_asked_for():
+    def build():
+        return keras.Sequential(
+            [keras.Input((7, 6, 2)), layers.AveragePooling2D(3, 2, "same", name="pool"),
+             layers.Conv2D(3, 2, name="a"), layers.Flatten(name="b")]
+        )  # fmt: skip
+
+    model = seeded(build)
+    parts = tfparallel.tensor_parallel(model, DEVICES, split={"pool": "height", "a": None})
+    assert parts.split == {"pool": "height"}
+    x = np.random.default_rng(0).normal(size=(3, 7, 6, 2))
+    expected = model.predict(x, verbose=0)
+    np.testing.assert_allclose(parts.predict(x, verbose=0), expected, rtol=1e-12, atol=1e-14)
+    with pytest.raises(ValueError, match=r"6 rows of output.*'pool': 'height'\}. Leave the layer"):
+        plan(model, 6, {"pool": "height"})
 
 
 def test_a_split_layer_is_made_as_keras_makes_it():

@@ -37,7 +37,8 @@ def tensor_parallel(
     part are where the part is. The weights that come out are those of one device.
 
     What is split, and what is exchanged for it, is told by `docs/split_layers.md`; the rest of the
-    model is on the first device.
+    model is on the first device. A layer written as one of `tfparallel.layers` is split as that
+    says, or refused.
 
     Args:
         model_or_function: A built functional or Sequential model, whose weights come along and
