@@ -121,7 +121,8 @@ def errors(by_ranks, shared):
                 for transport, one in _measurements(by_ranks[num_ranks][0]["rows"], shared):
                     if one.size_bytes in fitted_sizes:
                         to_fit.setdefault(transport, []).append(one)
-        models = {name: fit(ones, "shared" if shared else "wire") for name, ones in to_fit.items()}
+        kind = "shared" if shared else "wire"
+        models = {name: fit(ones, kind, os.cpu_count()) for name, ones in to_fit.items()}
         for transport, one in _measurements(by_ranks[left_out][1]["rows"], shared):
             if one.size_bytes not in fitted_sizes:
                 predicted = models[transport].seconds(one.algorithm, one.num_ranks, one.size_bytes)

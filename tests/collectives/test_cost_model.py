@@ -81,6 +81,21 @@ def test_a_fit_finds_the_numbers_and_predicts_ranks_that_it_has_not_seen(transpo
     assert found.seconds("ring", 8, 12345) == pytest.approx(true.seconds("ring", 8, 12345))
 
 
+def test_ranks_that_share_a_core_take_turns():
+    own = CostModel(3e-6, 4e-10, 2e-10, 5e-5)
+    rows = [
+        Measurement(name, n, size, max(1, n / 2) * own.seconds(name, n, size))
+        for name in ("ring", "tree", "recursive_doubling")
+        for n in (2, 8)
+        for size in SIZES
+    ]
+    found = fit(rows, num_cores=2)
+    assert found.median_error < 1e-6
+    assert found.seconds("ring", 4, 12345) == pytest.approx(2 * own.seconds("ring", 4, 12345))
+    # Two ranks a host have a core each, however many hosts there are.
+    assert found.seconds("ring", 64, 12345, 2) == pytest.approx(own.seconds("ring", 64, 12345))
+
+
 def _with_packets(model, num_ranks, size):
     terms = double_binary_tree.terms(num_ranks)
     bytes_time = (terms.sent * model.beta + terms.added * model.gamma) * size

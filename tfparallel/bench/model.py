@@ -17,12 +17,15 @@ _BETWEEN_WORKERS = {
 }
 
 
-def fitted(rows: Sequence[Row], shared: bool) -> dict[str, CostModel]:
+def fitted(
+    rows: Sequence[Row], shared: bool, num_cores: int | None = None
+) -> dict[str, CostModel]:
     """Returns a model for each transport of a sweep that has enough times to fit one.
 
     Args:
         rows: The sweep.
         shared: Whether the ranks are devices of one process.
+        num_cores: Of the host that all ranks are on; None if they are on several.
     """
     measured: dict[str, list[Measurement]] = {}
     for row in rows:
@@ -34,7 +37,7 @@ def fitted(rows: Sequence[Row], shared: bool) -> dict[str, CostModel]:
             )
     kind = "shared" if shared else "wire"
     return {
-        transport: fit(times, kind)
+        transport: fit(times, kind, num_cores)
         for transport, times in measured.items()
         if len(times) >= _FEWEST
     }
@@ -64,6 +67,7 @@ def as_json(model: CostModel) -> dict:
     """Returns the model, times in seconds."""
     return {
         "transport": model.transport,
+        "num_cores": model.num_cores,
         "fixed": model.fixed,
         "alpha": model.alpha,
         "beta": model.beta,

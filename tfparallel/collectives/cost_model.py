@@ -3,7 +3,10 @@
 On wires, ranks work side by side, and what waits for one another adds up (Hockney's model, with
 additions):
 
-    T = t₀ + a·α + b·S·β + c·S·γ          a, b, c: `terms` of the algorithm
+    T = r·(t₀ + a·α + b·S·β + c·S·γ)      a, b, c: `terms` of the algorithm
+
+r is 1 where each rank has a core. Where the ranks of a host share its cores they take turns, r
+ranks a core.
 
 In one process the ranks share cores and memory, and what all of them do adds up:
 
@@ -63,6 +66,7 @@ class CostModel:
         fixed: t₀, seconds a call.
         transport: One of `TRANSPORTS`.
         across: The wire between groups, where it is another one.
+        num_cores: Of a host, where ranks on wires share them; None where each rank has its own.
         residuals: Of a fit, prediction over measurement minus 1, one for each measurement.
     """
 
@@ -72,6 +76,7 @@ class CostModel:
     fixed: float = 0.0
     transport: str = "wire"
     across: Link | None = None
+    num_cores: int | None = None
     residuals: tuple[float, ...] = ()
 
     @property
@@ -98,7 +103,7 @@ class CostModel:
             ) * size_bytes
         inside, across = self._links(algorithm, num_ranks, local_ranks)
         terms = self._terms(algorithm, num_ranks, size_bytes, local_ranks, inside)
-        return (
+        return _turns(local_ranks or num_ranks, self.num_cores) * (
             self.fixed
             + terms.latencies * inside.alpha
             + terms.sent * size_bytes * inside.beta
@@ -173,12 +178,15 @@ class CostModel:
         return module.terms(num_ranks)
 
 
-def fit(measurements: Sequence[Measurement], transport: str = "wire") -> CostModel:
+def fit(
+    measurements: Sequence[Measurement], transport: str = "wire", num_cores: int | None = None
+) -> CostModel:
     """Fits t₀, α, β and γ.
 
     Args:
         measurements: Times, of algorithms of `catalog.ALGORITHMS`.
         transport: One of `TRANSPORTS`.
+        num_cores: Of the host, where ranks on wires share them.
 
     Returns:
         The model, with a residual for each measurement.
@@ -196,16 +204,29 @@ def fit(measurements: Sequence[Measurement], transport: str = "wire") -> CostMod
             f"At least {len(_PARAMETERS)} measurements are required to fit "
             f"{', '.join(_PARAMETERS)}. Received: {len(measurements)}. Sweep over more sizes."
         )
-    matrix = np.array([_row(one, transport) for one in measurements])
+    matrix = np.array([_row(one, transport, num_cores) for one in measurements])
     times = np.array([one.seconds for one in measurements])
     # Relative errors: a microsecond weighs more at 4 KiB than at 64 MiB.
     values = _least_squares(matrix / times[:, None], np.ones(len(times)))
     residuals = matrix @ values / times - 1
     fixed, alpha, beta, gamma = values.tolist()
-    return CostModel(alpha, beta, gamma, fixed, transport, residuals=tuple(residuals.tolist()))
+    return CostModel(
+        alpha,
+        beta,
+        gamma,
+        fixed,
+        transport,
+        num_cores=num_cores,
+        residuals=tuple(residuals.tolist()),
+    )
 
 
-def _row(one: Measurement, transport):
+def _turns(num_ranks, num_cores) -> float:
+    """How many ranks of a host share a core."""
+    return max(1.0, num_ranks / num_cores) if num_cores else 1.0
+
+
+def _row(one: Measurement, transport, num_cores):
     if transport == "shared":
         messages, copied, added = _shared_row(one.algorithm, one.num_ranks)
         return [1, messages, copied * one.size_bytes, added * one.size_bytes]
@@ -213,7 +234,9 @@ def _row(one: Measurement, transport):
     terms = ALGORITHMS[one.algorithm].terms(one.num_ranks)
     latencies = terms.latencies + terms.latencies_across
     sent = terms.sent + terms.sent_across
-    return [1, latencies, sent * one.size_bytes, terms.added * one.size_bytes]
+    row = [1, latencies, sent * one.size_bytes, terms.added * one.size_bytes]
+    turns = _turns(one.num_ranks, num_cores)
+    return [turns * value for value in row]
 
 
 @functools.lru_cache(maxsize=256)

@@ -32,7 +32,8 @@ def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> Non
     """
     shared = isinstance(world, OneProcess)
     is_sweep = len({row.size_bytes for row in rows}) > 1
-    found = models.fitted(rows, shared) if is_sweep else {}
+    num_cores = os.cpu_count() if len(set(world.names)) == 1 else None
+    found = models.fitted(rows, shared, num_cores) if is_sweep else {}
     winners = ", ".join(f"{name} from {size} B" for size, name in models.fastest(rows))
     print(f"# Fastest, as measured : {winners}")
     for transport, model in found.items():
