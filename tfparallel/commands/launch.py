@@ -208,7 +208,7 @@ def _main(arguments: Sequence[str]) -> int:
         _say(f"stopped by {signal.Signals(request.signum).name}")
         return 128 + request.signum
     except BrokenPipeError:
-        raise
+        raise  # Nobody reads the output any more; `run_command` ends quietly.
     except (OSError, RuntimeError) as error:
         _say(str(error))
         return 1
