@@ -73,8 +73,10 @@ def sweep(flag, num_ranks, options):
         if done.returncode:
             raise RuntimeError(f"a sweep failed, exit code {done.returncode}:\n{done.stdout}")
         (profile,) = pathlib.Path(folder).glob("all_reduce_*.json")
+        content = json.loads(path.read_text())
         return {
-            "rows": json.loads(path.read_text())["rows"],
+            "versions": content["environment"]["versions"],
+            "rows": content["rows"],
             "profile": json.loads(profile.read_text())["seconds"],
         }
 
@@ -177,7 +179,8 @@ def page(found, described, options):
             every = [error for errors_of in by_ranks.values() for error in errors_of]
             cells = [statistics.median(by_ranks[n]) for n in NUM_RANKS] + [statistics.median(every)]
             lines.append(f"| {transport} | " + " | ".join(f"{e:.0%}" for e in cells) + " |")
-    return lines + contest.footer("choice", described, options, "iters", "max_bytes")
+    named = {"tensorflow": found["processes"][NUM_RANKS[0]][0]["versions"]["tensorflow"]}
+    return lines + contest.footer("choice", described | named, options, "iters", "max_bytes")
 
 
 if __name__ == "__main__":
