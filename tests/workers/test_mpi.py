@@ -103,6 +103,46 @@ def test_auto_takes_what_was_fastest_when_fit_began(tmp_path):
     assert f"all-reduce: {found['algorithm']} ({found['implementation']})" in shown
 
 
+NO_LIBRARY = """
+import os
+import pathlib
+import sys
+import tempfile
+
+folder = tempfile.TemporaryDirectory()
+package = pathlib.Path(folder.name, "mpi4py")
+package.mkdir()
+(package / "__init__.py").write_text("raise ImportError('No library libmpi.so')")
+sys.path.insert(0, folder.name)
+os.environ["TFPARALLEL_PROFILES"] = folder.name
+
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.collectives import profile, worker_choice
+
+def main():
+    group = tfparallel.MultiWorkerMirroredStrategy().workers
+    found = [worker_choice.WorkerChoice(group).choose(1000)]
+    names = worker_choice.names_of(group)
+    if group.worker_index == 0:
+        profile.save(names, {"ring_tuned": [(1000, 2e-3)], "mpi": [(1000, 1e-3)]})
+    found.append(worker_choice.WorkerChoice(group).choose(1000))
+    rank = [tf.constant(1.0 + group.worker_index)]
+    sums = [float(one.workers.all_reduce(rank)[0]) for one in found]
+    return [one.choice.as_json() for one in found], sums
+"""
+
+
+def test_auto_goes_on_without_an_mpi_that_cannot_start():
+    for (calibrated, profiled), sums in run_workers(NO_LIBRARY, 2):
+        assert (calibrated["algorithm"], calibrated["source"]) == ("ring_tuned", "calibration")
+        assert set(calibrated["microseconds"]) == {"ring_tuned"}
+        assert (profiled["algorithm"], profiled["source"]) == ("ring_tuned", "default")
+        assert "mpi failed to start" in profiled["why"]
+        assert sums == [3.0, 3.0]
+
+
 TWO_HOSTS = """
 import os
 import tensorflow as tf
