@@ -89,7 +89,8 @@ def test_without_mpi_the_error_says_how_to_get_it(tmp_path):
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     code, shown = train(PYTHONPATH=path)
     assert code == 1, shown
-    assert "Received: No library libmpi.so. To mend it: pip install 'tfparallel[mpi]'" in shown
+    lacking = "Received: worker 0: No library libmpi.so; worker 1: No library libmpi.so."
+    assert f"{lacking} To mend it: pip install 'tfparallel[mpi]'" in shown
 
 
 def test_auto_takes_what_was_fastest_when_fit_began(tmp_path):
@@ -103,17 +104,19 @@ def test_auto_takes_what_was_fastest_when_fit_began(tmp_path):
     assert f"all-reduce: {found['algorithm']} ({found['implementation']})" in shown
 
 
-NO_LIBRARY = """
+ONE_WITHOUT_LIBRARY = """
+import json
 import os
 import pathlib
 import sys
 import tempfile
 
 folder = tempfile.TemporaryDirectory()
-package = pathlib.Path(folder.name, "mpi4py")
-package.mkdir()
-(package / "__init__.py").write_text("raise ImportError('No library libmpi.so')")
-sys.path.insert(0, folder.name)
+if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+    package = pathlib.Path(folder.name, "mpi4py")
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('No library libmpi.so')")
+    sys.path.insert(0, folder.name)
 os.environ["TFPARALLEL_PROFILES"] = folder.name
 
 import tensorflow as tf
@@ -134,8 +137,8 @@ def main():
 """
 
 
-def test_auto_goes_on_without_an_mpi_that_cannot_start():
-    for (calibrated, profiled), sums in run_workers(NO_LIBRARY, 2):
+def test_auto_goes_on_where_one_worker_has_no_library():
+    for (calibrated, profiled), sums in run_workers(ONE_WITHOUT_LIBRARY, 2):
         assert (calibrated["algorithm"], calibrated["source"]) == ("ring_tuned", "calibration")
         assert set(calibrated["microseconds"]) == {"ring_tuned"}
         assert (profiled["algorithm"], profiled["source"]) == ("ring_tuned", "default")

@@ -23,7 +23,7 @@ import importlib
 import importlib.util
 import types
 
-__all__ = ["MPICH_ALGORITHMS", "PIP", "AlgorithmVariable", "is_installed", "load"]
+__all__ = ["MPICH_ALGORITHMS", "PIP", "AlgorithmVariable", "is_installed", "load", "missing"]
 
 PIP = "pip install 'tfparallel[mpi]'"
 # Values of MPICH's variable, by the order in which it lists them.
@@ -45,8 +45,17 @@ def is_installed() -> bool:
     return importlib.util.find_spec("mpi4py") is not None
 
 
+def missing() -> str | None:
+    """Returns why mpi4py and its library cannot be used here, or None; MPI is not started."""
+    try:
+        _module()
+    except (ImportError, RuntimeError) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
+
+
 def load() -> types.ModuleType:
-    """Imports mpi4py and starts MPI, unless the program has.
+    """Starts MPI, unless the program has.
 
     mpi4py would start it while it is imported, and hold Python's lock until all processes have
     met; called through ctypes, other threads go on, such as the one that they meet in.
@@ -55,18 +64,10 @@ def load() -> types.ModuleType:
         The module `mpi4py.MPI`.
 
     Raises:
-        RuntimeError: If mpi4py or MPI's library is missing, or MPI cannot start.
+        ImportError: If mpi4py or MPI's library is missing: see `missing`.
+        RuntimeError: If MPI cannot start.
     """
-    try:
-        rc = importlib.import_module("mpi4py").rc
-        rc.initialize = False
-        rc.finalize = False  # It waits for the others, of which one may be dead.
-        mpi = importlib.import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:
-        raise RuntimeError(
-            "All-reduce through MPI needs mpi4py and an MPI library, which this Python lacks. "
-            f"Received: {str(error).splitlines()[0]}. To mend it: {PIP}"
-        ) from None
+    mpi = _module()
     if not mpi.Is_initialized():
         start = ctypes.CDLL(mpi.__file__).MPI_Init_thread
         failed = start(None, None, _THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
@@ -76,6 +77,13 @@ def load() -> types.ModuleType:
         mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
         mpi.COMM_SELF.Set_errhandler(mpi.ERRORS_RETURN)
     return mpi
+
+
+def _module() -> types.ModuleType:
+    rc = importlib.import_module("mpi4py").rc
+    rc.initialize = False
+    rc.finalize = False  # It waits for the others, of which one may be dead.
+    return importlib.import_module("mpi4py.MPI")
 
 
 class AlgorithmVariable:

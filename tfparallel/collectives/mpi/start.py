@@ -51,18 +51,18 @@ def join(
     """
     server, token = None, None
     offer: dict[str, Any] = {
-        "installed": library.is_installed(),
+        "missing": library.missing(),
         "started": any(name in os.environ for name in _STARTED_BY_MPI),
         "memory": _memory_name(),
         "cores": available_cores(),
     }
     said = exchange(offer)
-    lacking = [k for k, other in enumerate(said) if not other["installed"]]
+    missing = [other["missing"] for other in said]
+    lacking = [f"worker {k}: {problem}" for k, problem in enumerate(missing) if problem]
     if lacking:
         raise RuntimeError(
             "All-reduce through MPI needs mpi4py and an MPI library on every worker. Received: "
-            f"none on worker{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}. To mend "
-            f"it: {library.PIP}"
+            f"{'; '.join(lacking)}. To mend it: {library.PIP}"
         )
     if worker == 0:
         token = secrets.token_hex(16)
