@@ -93,6 +93,7 @@ def test_bench_measures_stages_in_processes(tmp_path):
     assert code == 0, said
     found = json.loads((tmp_path / "bench.json").read_text())
     (row,) = found["pipelines"]
+    assert found["plain"]["num_examples"] == row["num_examples"] == 64
     assert row["most_in_flight"] == [2, 1] and len(row["peak_memory_bytes"]) == 2
     assert 0 < row["bubble"] < 1 and row["bubble_of_equal_stages"] == pytest.approx(1 / 3)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

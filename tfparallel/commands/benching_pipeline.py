@@ -29,13 +29,17 @@ def measure(path: str, values: flags.FlagValues) -> int:
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
     data, _ = task.load_data()
-    (batch,) = first_batches(
-        data, global_batch_size=values.global_batch_size, seed=values.seed, num_batches=1
+    batch, _ = first_batches(  # The last one is short.
+        data, global_batch_size=values.global_batch_size, seed=values.seed, num_batches=2
     )
     batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
     model = form.build(task.build_model)
     task.compile_model(model)
-    found: dict[str, Any] = {"versions": versions(), "num_parameters": model.count_params()}
+    found: dict[str, Any] = {
+        "versions": versions(),
+        "num_parameters": model.count_params(),
+        "num_examples": len(keras.tree.flatten(batch)[0]),
+    }
     model._symbolic_build(data_batch=batch)  # The metrics' variables: Keras's own first act.
     step = tf.function(model.train_step, autograph=False)
     found["step_seconds"] = _median_seconds(lambda: step(batch), values.steps)
@@ -54,6 +58,7 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
     passes, stages = median_timeline(timelines), stage_seconds(timelines)
     simulated = simulate(model.schedule, stages)
     update = _update_seconds(model)
+    around = statistics.median(timeline.around for timeline in timelines)
     number = model.schedule.num_micro_batches
     serial = number * sum(stage.forward + stage.backward for stage in stages)
     return {
@@ -61,26 +66,27 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
         "stages": [vars(stage) for stage in stages],
         "passes_seconds": passes.makespan,
         "update_seconds": update,
+        "around_seconds": around,
         "bubble": passes.bubble,
         "bubble_of_equal_stages": theoretical_bubble(model.schedule),
         "simulated_bubble": simulated.bubble,
-        "simulated_step_seconds": simulated.makespan + update,
-        "one_after_the_other_seconds": serial + update,
-        "over_one_after_the_other": (serial + update) / step_seconds,
+        "simulated_step_seconds": around + simulated.makespan + update,
+        "one_after_the_other_seconds": around + serial + update,
+        "over_one_after_the_other": (around + serial + update) / step_seconds,
         "ideal_over_one_after_the_other": serial / simulated.makespan,
         "most_in_flight": passes.most_in_flight(),
     }
 
 
 def _update_seconds(model) -> float:
-    """Of the optimizer alone, with gradients of zero."""
+    """Of the optimizer alone, with gradients as large as the weights; zeros would be folded."""
 
     @tf.function(autograph=False)
     def update():
         gradients = []
         for variable in model.trainable_variables:
             with tf.device(variable._value.device):
-                gradients.append(tf.zeros_like(variable._value))
+                gradients.append(tf.identity(variable._value))
         model.optimizer.apply(gradients, model.trainable_variables)
         return {"loss": tf.zeros([])}
 

@@ -5,7 +5,9 @@ all that it makes is there. The clocks are those of the devices' hosts: of sever
 agree.
 """
 
+import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,14 +37,17 @@ def measured_timelines(model: keras.Model, data: Any, num_steps: int = 5) -> lis
     order, timed = timed_passes(model, arguments)
     found: list[Timeline] = []
     for index in range(num_steps + 2):
+        called = time.perf_counter()
         stamps = [(float(begin), float(end)) for begin, end in timed()[0]]
+        took = time.perf_counter() - called
         if index >= 2:
             start = min(begin for begin, _ in stamps)
             seconds = {
                 instruction: (begin - start, end - start)
                 for instruction, (begin, end) in zip(order, stamps, strict=True)
             }
-            found.append(Timeline(model.schedule, seconds))
+            timeline = Timeline(model.schedule, seconds)
+            found.append(dataclasses.replace(timeline, around=took - timeline.makespan))
     return found
 
 
@@ -79,29 +84,34 @@ def median_timeline(timelines: Sequence[Timeline]) -> Timeline:
 def stage_seconds(timelines: Sequence[Timeline]) -> list[StageSeconds]:
     """The median seconds of each stage, at this size of a micro-batch.
 
-    A transfer is the least time from an end to the begin of what reads it on another device: the
-    rest is waiting for the device.
+    A transfer is the median time from an end to the begin of what reads it, wherever the reader's
+    device stood waiting. Where it never did, it is the least time, which hides behind other work.
     """
     schedule = timelines[0].schedule
-    found = []
-    for stage in range(schedule.num_stages):
-        spans: dict[str, list[float]] = {"forward": [], "backward": []}
-        gaps = []
-        for timeline in timelines:
-            for instruction, (begin, end) in timeline.seconds.items():
-                if instruction.stage == stage:
-                    spans[instruction.kind].append(end - begin)
+    seconds: dict[tuple[int, str], list[float]] = {}
+    waits: dict[int, list[float]] = {}
+    gaps: dict[int, list[float]] = {}
+    for timeline in timelines:
+        for own in schedule.instructions:
+            free = 0.0
+            for instruction in own:
+                begin, end = timeline.seconds[instruction]
+                seconds.setdefault((instruction.stage, instruction.kind), []).append(end - begin)
                 for needed in schedule.needs(instruction):
-                    if needed.stage != instruction.stage and min(
-                        needed.stage, instruction.stage
-                    ) == stage:
-                        gaps.append(begin - timeline.seconds[needed][1])
-        crosses = stage + 1 < schedule.num_stages and schedule.num_devices > 1
-        found.append(
-            StageSeconds(
-                statistics.median(spans["forward"]),
-                statistics.median(spans["backward"]),
-                max(0.0, min(gaps)) if crosses and gaps else 0.0,
-            )
+                    if schedule.device_of(needed.stage) != schedule.device_of(instruction.stage):
+                        made = timeline.seconds[needed][1]
+                        edge = min(needed.stage, instruction.stage)
+                        (waits if free <= made else gaps).setdefault(edge, []).append(begin - made)
+                free = end
+    return [
+        StageSeconds(
+            statistics.median(seconds[stage, "forward"]),
+            statistics.median(seconds[stage, "backward"]),
+            _transfer(waits.get(stage, []), gaps.get(stage, [])),
         )
-    return found
+        for stage in range(schedule.num_stages)
+    ]
+
+
+def _transfer(waits, gaps) -> float:
+    return max(0.0, statistics.median(waits) if waits else min(gaps, default=0.0))

@@ -38,10 +38,12 @@ class Timeline:
     Attributes:
         schedule: What is done.
         seconds: Begin and end of each instruction, from the first one's begin.
+        around: What a measured call took before the first instruction and behind the last one.
     """
 
     schedule: Schedule
     seconds: dict[Instruction, tuple[float, float]]
+    around: float = 0.0
 
     @property
     def makespan(self) -> float:
