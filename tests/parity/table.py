@@ -48,6 +48,8 @@ SEEN_FILE = "TFPARALLEL_PARITY_SEEN"
 
 SMALLEST = 1e-12  # Differences below are rounding noise of one step.
 SLACK = 100.0  # Between machines, noise differs by less than this.
+# What Keras puts before the message of an error in a layer's call, and the bold type that it sets.
+_AS_KERAS_WRAPS = re.compile(r"^Exception encountered when calling \S+\.\s*|\x1b\[\d+m")
 SEVERITY = (EXACT, REPRODUCIBLE, REFUSED)
 
 
@@ -97,6 +99,7 @@ def worst(cells: list[Cell]) -> Cell:
 
 def first_sentence(message: str) -> str:
     """The first sentence of a message, the same for any number of replicas."""
+    message = _AS_KERAS_WRAPS.sub("", message)
     text = re.sub(r"\b[234] replicas", "N replicas", " ".join(message.split()))
     sentence = re.split(r"(?<=[.:]) (?=[A-Z0-9])", text)[0]
     return sentence.replace("|", "\\|").strip()

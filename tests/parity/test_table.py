@@ -26,6 +26,11 @@ def test_names_are_unique_and_rows_have_one_group():
         (EXACT, 1e-10, "exact, ≤ 1e-10"),
         (REPRODUCIBLE, 0.0, "reproducible"),
         (REFUSED, "Not on 3 replicas. Received: x", "refused: “Not on N replicas.”"),
+        (
+            REFUSED,
+            "Exception encountered when calling X.call().\n\n\x1b[1mNo state. Received: x\x1b[0m",
+            "refused: “No state.”",
+        ),
     ],
 )
 def test_a_cell_prints_what_it_parses(verdict, detail, text):
