@@ -8,7 +8,7 @@ import numpy as np
 from contender import compile_model, fit, make_clock
 
 SEED = 7
-NUM_BYTES, SEQUENCE_LENGTH, NUM_SEQUENCES = 256, 64, 16
+NUM_BYTES, SEQUENCE_LENGTH, NUM_SEQUENCES = 256, 64, 64
 WIDTH, NUM_HEADS, NUM_BLOCKS = 384, 6, 6
 NUM_BATCHES = 8
 NUM_TIMELINES = 5
