@@ -79,7 +79,7 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
 
 
 def _update_seconds(model) -> float:
-    """Of the optimizer alone, with gradients as large as the weights; zeros would be folded."""
+    """Of the optimizer alone, with gradients as large as the weights: with zeros it takes less."""
 
     @tf.function(autograph=False)
     def update():
