@@ -25,6 +25,7 @@ digest than its own goes no further.
 
 import bisect
 import types
+from collections.abc import Callable
 
 import numpy as np
 
@@ -35,7 +36,7 @@ SMALL_BYTES = 64 * 1024
 _NOTE_BYTES = 2000
 _CONTROL_BYTES = 8192
 _SUMS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-# Indices of 64-bit numbers in a control area; two of each but the first, in turn.
+# Indices of 64-bit numbers in a control area; of the digest there are two, in turn.
 _BARRIER, _DIGEST = 0, 8
 _NOTES = 256  # Bytes from the start.
 
@@ -69,25 +70,26 @@ class SharedMemory:
         self._own[_BARRIER] = 0
         comm.Barrier()
 
-    def announce(self, note: str, digest: int) -> list[str] | None:
+    def announce(self, note: Callable[[], str], digest: int) -> list[str] | None:
         """Tells the others what comes next, at a barrier.
 
         Args:
-            note: The call, for people.
+            note: Says what the call is, for people; asked if the workers differ.
             digest: A number of 63 bits that stands for it.
 
         Returns:
             None if all workers announce the same; else every worker's note.
         """
-        place = (self._turn + 1) % 2
-        text = note.encode()[:_NOTE_BYTES]
-        own = self._notes[self._rank][place * 2048 :]
-        own[: len(text) + 1] = np.frombuffer(text + b"\0", np.uint8)
-        self._own[_DIGEST + place] = digest
+        place = _DIGEST + (self._turn + 1) % 2
+        self._own[place] = digest
         self._barrier()
-        if all(other[_DIGEST + place] == digest for other in self._others):
+        if all(other[place] == digest for other in self._others):
             return None
-        found = [notes[place * 2048 :][:2048].tobytes() for notes in self._notes]
+        # Where two workers differ, each differs from one: all of them come here.
+        text = note().encode()[:_NOTE_BYTES] + b"\0"
+        self._notes[self._rank][: len(text)] = np.frombuffer(text, np.uint8)
+        self._barrier()
+        found = [area.tobytes() for area in self._notes]
         return [text.partition(b"\0")[0].decode(errors="replace") for text in found]
 
     def put_small(self, sources: list[np.ndarray], starts: list[int]) -> None:
