@@ -32,14 +32,15 @@ import keras  # noqa: E402  (TensorFlow is loaded by the face, without its chatt
 def fixed_seeds():
     """Seeds Python, NumPy and TensorFlow, and drops Keras's global state afterwards.
 
-    What a test leaves behind is collected when Python finds it worth the time: a look at all
-    objects after each test, which Keras offers, is a sixth of the fast tests' time.
+    `clear_session` collects what the test left behind. What is there still stays, as a rule: the
+    collector need not look at it again after each of the tests to come.
     """
     random.seed(SEED)
     np.random.seed(SEED)
     keras.utils.set_random_seed(SEED)
     yield
-    keras.backend.clear_session(free_memory=False)
+    keras.backend.clear_session()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -51,10 +52,7 @@ def in_float64():
 
 
 def pytest_collection_finish():
-    """Has Python's collector leave alone what the imports made, and look less often.
-
-    A traced function is hundreds of thousands of objects that stay.
-    """
+    """Has Python's collector leave alone what the imports made, and look less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

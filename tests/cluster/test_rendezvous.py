@@ -517,7 +517,23 @@ def test_control_c():
     workers = free_addresses(2)
     with process(workers, 0, timeout_seconds=120) as worker:
         wait_until_it_listens(workers[0]).close()
+        time.sleep(0.5)  # A connection that it is just taking up would be told as unclosed.
         worker.send_signal(signal.SIGINT)
+        _, errors = worker.communicate(timeout=20)
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert "ResourceWarning" not in errors and "never retrieved" not in errors
+
+
+def test_control_c_in_the_middle_of_a_task():
+    program = f"""import os, signal
+from tfparallel.cluster import meeting
+async def survey(self, absent):
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):  # Python runs the handler between two of its instructions.
+        pass
+meeting.Meeting.survey = survey
+{PROCESS}"""
+    with process(free_addresses(2), 0, timeout_seconds=120, program=program) as worker:
         _, errors = worker.communicate(timeout=20)
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert "ResourceWarning" not in errors and "never retrieved" not in errors

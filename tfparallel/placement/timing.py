@@ -6,6 +6,7 @@ So a program runs it several times, each time behind the last, and the time of o
     seconds = (T(1 + n) − T(1)) / n
 """
 
+import itertools
 import json
 import statistics
 import time
@@ -89,11 +90,12 @@ def specs(tensors: Any, batch_size: int) -> Any:
 
 
 def _marginal_seconds(program: Callable[[int], Callable[[], Any]]) -> float:
-    alone = _median_seconds(program(1))
-    if alone > _MOST_SECONDS:
-        return alone
-    several = _median_seconds(program(1 + _MORE_RUNS))
-    return max((several - alone) / _MORE_RUNS, _LEAST)
+    alone = program(1)
+    (once,) = _seconds_of(alone)
+    if once > _MOST_SECONDS:
+        return once
+    once, several = _seconds_of(alone, program(1 + _MORE_RUNS))
+    return max((several - once) / _MORE_RUNS, _LEAST)
 
 
 def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
@@ -144,16 +146,24 @@ def _one_number(tensor) -> tf.Tensor:
     return tf.cast(tf.reshape(values, [-1])[0], tf.float32)
 
 
-def _median_seconds(function: Callable[[], Any]) -> float:
-    function()  # The first call traces.
-    seconds: list[float] = []
+def _seconds_of(*functions: Callable[[], Any]) -> list[float]:
+    """The lower quartile of each one's times, called in turn.
+
+    What disturbs a machine makes calls slower, never faster, and calls in turn alike: of medians
+    that are taken one after the other, the difference can be zero.
+    """
+    for function in functions:
+        function()  # The first call traces.
+    seconds: list[list[float]] = []
     while len(seconds) < _LEAST_RUNS or (
-        sum(seconds) < _LEAST_SECONDS and len(seconds) < _MOST_RUNS
+        sum(map(sum, seconds)) < _LEAST_SECONDS * len(functions) and len(seconds) < _MOST_RUNS
     ):
-        started = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+        ends = [time.perf_counter()]
+        for function in functions:
+            function()
+            ends.append(time.perf_counter())
+        seconds.append([end - start for start, end in itertools.pairwise(ends)])
+    return [statistics.quantiles(each)[0] for each in zip(*seconds, strict=True)]
 
 
 def _examples(specifications, seed):
