@@ -4,8 +4,7 @@
     .venv/bin/python benchmarks/all_reduce.py --torch=OTHER_VENV/bin/python
 
 Contenders take turns, a round each, now forwards, now backwards; only the one whose turn it is
-runs. An iteration is the slower worker's, after a barrier that is the same for all; every element
-is checked once a round.
+runs. An iteration is the slower worker's, after a barrier; every element is checked once a round.
 """
 
 import contextlib
