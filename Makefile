@@ -53,8 +53,8 @@ $(TORCH_VENV)/.ready:
 bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.ready)
 	$(BIN)/python benchmarks/data_parallel.py
 	$(BIN)/python benchmarks/all_reduce.py $(WITH_TORCH)
-	$(BIN)/python benchmarks/choice.py
 	$(BIN)/python benchmarks/scaling.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/model_parallel.py
 	$(BIN)/python benchmarks/pipeline.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/restarts.py
+	$(BIN)/python benchmarks/choice.py  # Last: eight processes on all cores.

@@ -1,8 +1,8 @@
 """One worker of a contender of `all_reduce.py`: sums vectors with the others, and times it.
 
-Workers meet before each sum in the way that leaves their contender the best times. TensorFlow's meet
-through memory: they leave a collective of its own up to 2 ms apart, which would count as the sum's.
-PyTorch's meet by a sum of gloo: who has spun on a core waits for gloo's own thread, up to 4 ms.
+Workers meet before each sum in the way that leaves their contender the best times. TensorFlow's
+meet through memory: they leave a collective of its own up to 2 ms apart, which would count as the
+sum's. PyTorch's meet by a sum of gloo: who has spun on a core waits up to 4 ms for gloo's thread.
 
 {"kind": "ours_mpi", "cores": [0], …}   ->  {"implementation": "MPI shared memory, …", …}
 {"bytes": 4096, "iterations": 30}       ->  {"seconds": [0.0003, …], "num_wrong": 0}
