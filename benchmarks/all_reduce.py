@@ -61,11 +61,13 @@ def start(kind, stack, cores, torch):
             {name: value for name, value in each.items() if not name.startswith("MALLOC_")}
             for each in variables
         ]
-    meeting = stack.enter_context(tempfile.NamedTemporaryFile())
-    meeting.write(bytes(64 * NUM_WORKERS))
-    meeting.flush()
-    variables = [{**each, "MEETING": meeting.name} for each in variables]
-    python = torch if kind == "gloo" else sys.executable
+    python = torch
+    if kind != "gloo":
+        python = sys.executable
+        meeting = stack.enter_context(tempfile.NamedTemporaryFile())
+        meeting.write(bytes(64 * NUM_WORKERS))
+        meeting.flush()
+        variables = [{**each, "MEETING": meeting.name} for each in variables]
     return contest.Group(
         stack, "all_reduce", kind, variables, cores=cores, program=(python, PROGRAM)
     )

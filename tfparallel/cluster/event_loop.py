@@ -42,7 +42,10 @@ def _run_here(coroutine):
         task = loop.create_task(coroutine)
         try:
             return loop.run_until_complete(task)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                # It may have hit any task, whose end asyncio would report once more.
+                loop.set_exception_handler(lambda loop, context: None)
             # Ctrl-C comes out of the loop and leaves the task in the middle.
             task.cancel()
             loop.run_until_complete(asyncio.wait([task]))

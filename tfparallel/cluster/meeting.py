@@ -134,17 +134,8 @@ class Meeting(abc.ABC):
         """Starts a task that ends with the meeting at the latest."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._tasks.discard)
         return task
-
-    def _forget(self, task):
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        # Ctrl-C in the middle of a task has come out of the loop; it is not to be told twice.
-        if error is not None and not isinstance(error, KeyboardInterrupt):
-            task.get_loop().call_exception_handler(
-                {"message": "A task of a meeting failed", "exception": error, "task": task}
-            )
 
     def remaining(self) -> float:
         """Seconds until the time limit."""

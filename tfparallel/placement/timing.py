@@ -91,10 +91,10 @@ def specs(tensors: Any, batch_size: int) -> Any:
 
 def _marginal_seconds(program: Callable[[int], Callable[[], Any]]) -> float:
     alone = program(1)
-    (once,) = _seconds_of(alone)
+    (once,) = _seconds_of([alone], 0.0)
     if once > _MOST_SECONDS:
         return once
-    once, several = _seconds_of(alone, program(1 + _MORE_RUNS))
+    once, several = _seconds_of([alone, program(1 + _MORE_RUNS)], 2 * _LEAST_SECONDS)
     return max((several - once) / _MORE_RUNS, _LEAST)
 
 
@@ -146,8 +146,8 @@ def _one_number(tensor) -> tf.Tensor:
     return tf.cast(tf.reshape(values, [-1])[0], tf.float32)
 
 
-def _seconds_of(*functions: Callable[[], Any]) -> list[float]:
-    """The lower quartile of each one's times, called in turn.
+def _seconds_of(functions: list[Callable[[], Any]], least_seconds: float) -> list[float]:
+    """The lower quartile of each one's times, called in turn, for so long at least.
 
     What disturbs a machine makes calls slower, never faster, and calls in turn alike: of medians
     that are taken one after the other, the difference can be zero.
@@ -156,7 +156,7 @@ def _seconds_of(*functions: Callable[[], Any]) -> list[float]:
         function()  # The first call traces.
     seconds: list[list[float]] = []
     while len(seconds) < _LEAST_RUNS or (
-        sum(map(sum, seconds)) < _LEAST_SECONDS * len(functions) and len(seconds) < _MOST_RUNS
+        sum(map(sum, seconds)) < least_seconds and len(seconds) < _MOST_RUNS
     ):
         ends = [time.perf_counter()]
         for function in functions:

@@ -30,7 +30,6 @@ from tfparallel.collectives.mpi.waiting import Waiting
 
 ALGORITHMS = ("mpi", "mpi_shared_memory", *library.MPICH_ALGORITHMS)
 _NOTE_BYTES = 2048
-_ODD = 0x1E3779B97F4A7C15  # Spreads the numbers of calls over the digests.
 _FUNCTIONS = {
     "all_reduce": "MPI_Iallreduce",
     "all_gather": "MPI_Iallgather",
@@ -217,7 +216,7 @@ class Communicator:
     def _announce(self, note):
         self._num_calls += 1
         num_calls = self._num_calls
-        digest = (_digest(note) + num_calls * _ODD) % 2**63
+        digest = _digest(note) + num_calls
 
         def numbered():
             return f"call {num_calls}, {note}"
@@ -261,9 +260,9 @@ class Communicator:
 
 @functools.lru_cache(maxsize=1024)
 def _planned(op, dtype, shapes):
-    """Where the parts of a message start, its size, and what to call it: once for each call site.
+    """Where the parts of a message start, its size, and what to call it.
 
-    A step sums the same hundreds of shapes again and again.
+    Kept, as each step sums the same hundreds of shapes.
     """
     starts, num_bytes = layout([math.prod(shape) * dtype.itemsize for shape in shapes])
     parts = ", ".join(f"{dtype.name} {shape}" for shape in shapes)
