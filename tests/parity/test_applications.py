@@ -17,7 +17,7 @@ from .case import precision
 # 64 x 64 end as 2 x 2, so that a micro-batch of four has 16 numbers a channel, which leave the
 # error what it is. Those of 32 x 32 end as one pixel: with 4 numbers a channel, and a rate of 0.01,
 # two runs on one device whose pictures differ in the last bit were 0.2 apart after ten steps.
-SIZES = {"VGG16": 32, "Xception": 71}
+SIZES = {"VGG16": 32, "ConvNeXtTiny": 32, "Xception": 71}
 # Sixteen layers without normalization take small pictures to zero. EfficientNet takes pictures of
 # 0 to 255: of small ones its first normalization makes noise, and two runs on one device whose
 # pictures differ in the last bit are 6e-5 apart after ten steps.
@@ -29,23 +29,19 @@ NETWORKS = [
     "Xception", "ConvNeXtTiny",
 ]  # fmt: skip
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
-# Eight examples each are cheaper to trace than four: what the sample can afford.
-NUM_MICRO_BATCHES = {"MobileNet": 2}
+# Two are cheaper to trace than four: what the sample can afford.
+NUM_MICRO_BATCHES = 4 if table.MODE else 2
 
 
 def pipeline(build, devices, schedule):
     return tfparallel.pipeline_parallel(
         build,
         devices,
-        num_micro_batches(build.args[0]),
+        NUM_MICRO_BATCHES,
         schedule,
         batch_normalization="deferred",
         balance="memory",
     )
-
-
-def num_micro_batches(name):
-    return NUM_MICRO_BATCHES.get(name, 4)
 
 
 FORMS = {
@@ -58,12 +54,12 @@ FORMS = {
 }
 # Stages compute what one device does, digit by digit. Sums of parts are in another order.
 TOLERANCE = dict.fromkeys(FORMS, 1e-9) | {"model_parallel": 1e-12}
-ON = {"tensor_parallel": (2, 4), "model_parallel": (2, 4), "gpipe": (4,)}
+ON = dict.fromkeys(FORMS, (2, 4)) | {"height": (2,)}
 # `make parity` and TFPARALLEL_PARITY=all run all of them: a minute or two each.
 ALL = [
     (name, num_devices, form)
     for name, form in itertools.product(NETWORKS, FORMS)
-    for num_devices in ON.get(form, (2,))
+    for num_devices in ON[form]
 ]
 # The other forms of a network are rows of the page (cases/structures.py).
 SAMPLE = [("MobileNet", 2, "1f1b")]
@@ -92,7 +88,7 @@ def test_a_network_on_devices_is_the_network(name, num_devices, form):
 def on_one_device(name, moments_of_parts):
     """Plain Keras; of deferred statistics, with layers that normalize the batch in groups."""
     build = functools.partial(network, name)
-    return train(grouped(build, num_micro_batches(name))() if moments_of_parts else build(), name)
+    return train(grouped(build, NUM_MICRO_BATCHES)() if moments_of_parts else build(), name)
 
 
 def network(name):

@@ -95,5 +95,7 @@ def test_bench_measures_stages_in_processes(tmp_path):
     (row,) = found["pipelines"]
     assert found["plain"]["num_examples"] == row["num_examples"] == 64
     assert row["most_in_flight"] == [2, 1] and len(row["peak_memory_bytes"]) == 2
+    for tensors, whole in zip(row["peak_tensor_bytes"], row["peak_memory_bytes"], strict=True):
+        assert tensors is None or 0 <= tensors < whole  # Only large ones are counted.
     assert 0 < row["bubble"] < 1 and row["bubble_of_equal_stages"] == pytest.approx(1 / 3)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -163,29 +163,38 @@ def _run(path, values, asked, num_processes) -> dict[str, Any]:
                 f"{' '.join(asked)} on {num_processes} processes failed with exit code "
                 f"{done.returncode}:\n{done.stdout[-3000:]}"
             )
-        return json.loads(pathlib.Path(report).read_text())
+        found = json.loads(pathlib.Path(report).read_text())
+        for rank in range(1, num_processes):
+            own = json.loads(pathlib.Path(f"{report}.{rank}").read_text())
+            found["peak_tensor_bytes"].append(own["peak_tensor_bytes"])
+        return found
 
 
 _HEAD = (
     "stages", "schedule", "M", "recompute", "step", "over plain", "over serial", "ideal",
-    "bubble", "simulated", "simulated/measured", "peak memory",
+    "bubble", "simulated", "simulated/measured", "tensors, MiB", "memory, MiB",
 )  # fmt: skip
-_WIDTHS = (6, 11, 3, 11, 9, 10, 11, 6, 7, 9, 18, 11)
+_WIDTHS = (6, 11, 3, 11, 9, 10, 11, 6, 7, 9, 18, 12, 11)
 
 
 def _cells(row) -> tuple[str, ...]:
-    peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in row["peak_memory_bytes"])
     return (
         str(row["num_devices"]), row["schedule"], str(row["num_micro_batches"]), row["recompute"],
         _ms(row["step_seconds"]), f"{row['over_one_process']:.2f}",
         f"{row['over_one_after_the_other']:.2f}", f"{row['ideal_over_one_after_the_other']:.2f}",
         f"{row['bubble']:.0%}/{row['simulated_bubble']:.0%}", _ms(row["simulated_step_seconds"]),
-        f"{row['simulated_step_seconds'] / row['step_seconds']:.2f}", f"{peaks} MiB",
+        f"{row['simulated_step_seconds'] / row['step_seconds']:.2f}",
+        _mib(row["peak_tensor_bytes"]), _mib(row["peak_memory_bytes"]),
     )  # fmt: skip
 
 
 def _line(cells) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
+
+
+def _mib(sizes: Sequence[int | None]) -> str:
+    """By process: the most that its tensors took, or all of it."""
+    return ", ".join("?" if size is None else f"{size / 2**20:.0f}" for size in sizes)
 
 
 def _ms(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """The body of one measurement of `bench pipeline`: everything that needs TensorFlow loaded."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,8 +25,18 @@ _NUM_TIMELINES = 7
 
 
 def measure(path: str, values: flags.FlagValues) -> int:
-    """Measures what the flags say, and writes it as JSON."""
-    form = start_form(values, {"command": "bench pipeline"})
+    """Measures what the flags say, and writes it as JSON.
+
+    A process that has served process 0 to its end writes what its own tensors took, to a file that
+    has its rank behind the report's name.
+    """
+    try:
+        form = start_form(values, {"command": "bench pipeline"})
+    except SystemExit as ended:
+        if not ended.code:
+            own = {"peak_tensor_bytes": _peak_tensor_bytes()}
+            write_report(f"{values.report}.{os.environ['RANK']}", own)
+        raise
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
     data, _ = task.load_data()
@@ -47,12 +58,14 @@ def measure(path: str, values: flags.FlagValues) -> int:
         found |= _of_pipeline(model, batch, found["step_seconds"])
     else:
         found["peak_memory_bytes"] = [peak_memory_bytes()]
+        found["peak_tensor_bytes"] = [_peak_tensor_bytes()]
     write_report(values.report, found)
     return 0
 
 
 def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
     # Before anything else takes memory.
+    own_tensors = _peak_tensor_bytes()
     peaks = [own.get("peak_memory_bytes", 0) for own in held_by_device(model)]
     timelines = measured_timelines(model, batch, _NUM_TIMELINES)
     passes, stages = median_timeline(timelines), stage_seconds(timelines)
@@ -63,6 +76,7 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
     serial = number * sum(stage.forward + stage.backward for stage in stages)
     return {
         "peak_memory_bytes": peaks,
+        "peak_tensor_bytes": [own_tensors],
         "stages": [vars(stage) for stage in stages],
         "passes_seconds": passes.makespan,
         "update_seconds": update,
@@ -76,6 +90,18 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
         "ideal_over_one_after_the_other": serial / simulated.makespan,
         "most_in_flight": passes.most_in_flight(),
     }
+
+
+def _peak_tensor_bytes() -> int | None:
+    """Returns the most that tensors of this process have taken, or None where nothing counts it.
+
+    TensorFlow's own allocator counts, and keeps what is freed, so that a process's resident size is
+    more, and tells less. On a CPU it is there where oneDNN is, for tensors of 256 KiB and more.
+    """
+    try:
+        return tf.config.experimental.get_memory_info("CPU:0")["peak"]
+    except ValueError:
+        return None
 
 
 def _update_seconds(model) -> float:
