@@ -44,6 +44,8 @@ FAST = {
     "loss that compares examples",
     "reduction sum of SparseCategoricalCrossentropy",
     "reduction mean_with_sample_weight of SparseCategoricalCrossentropy",
+    "softmax far off",
+    "two outputs far off",
     "mask and sample weights a token",
     "ignore_class",
     "sample weights for each output",

@@ -1,15 +1,38 @@
 """A batch, cut into micro-batches and joined again, by rows."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard
-from tfparallel.pipeline.cut import Values, functional_of
+from tfparallel.logits import Logits, logits_of
+from tfparallel.pipeline.cut import Key, LogitsOf, Values, functional_of
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "Joined"]
+
+
+class Joined(NamedTuple):
+    """An output of the whole batch.
+
+    Attributes:
+        sources: What was joined: the output, or the logits behind it, or both, by key.
+        logits: How the output is made of them.
+        mask: Its mask, or None.
+    """
+
+    sources: dict[Key, tf.Tensor]
+    logits: Logits | None
+    mask: tf.Tensor | None
+
+    def output(self) -> tf.Tensor:
+        """Makes the output: under a tape, for its gradient."""
+        *kept, last = self.sources.values()
+        found = last if self.logits is None else self.logits.output(last, *kept)
+        if self.mask is not None:
+            found._keras_mask = self.mask
+        return found
 
 
 class Batch:
@@ -26,10 +49,12 @@ class Batch:
     Attributes:
         shards: The rows of each micro-batch; `shard.replica` is its index.
         num_rows: Of the whole batch, a tensor if it is not known when the step is traced.
+        behind: The logits of the outputs, once they are known, of any micro-batch.
     """
 
     def __init__(self, model: keras.Model, x, y, sample_weight, num_micro_batches: int):
         self.x, self.y, self.sample_weight = x, y, sample_weight
+        self.behind: dict[int, Logits] = {}
         self._functional = functional_of(model)
         given = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
         self._flat = self._functional._standardize_inputs(given)
@@ -53,6 +78,14 @@ class Batch:
             for symbol, tensor in zip(self._functional.inputs, self._flat, strict=True)
         }
 
+    def note_logits(self, values: Values) -> None:
+        """Adds to what a stage made the logits behind the model's outputs among it."""
+        for key in self.output_keys:
+            logits = logits_of(values[key]) if values.get(key) is not None else None
+            if logits is not None:
+                values[LogitsOf(key)] = logits.tensor
+                self.behind[key] = logits
+
     def targets_of(self, shard: Shard) -> tuple[Any, Any]:
         """A micro-batch's targets and weights."""
         return keras.tree.map_structure(
@@ -65,34 +98,40 @@ class Batch:
         flat = []
         for key in self.output_keys:
             part = shard.without_dummy_row(values[key])
+            logits = values.get(LogitsOf(key))
+            if logits is not None and logits_of(part) is None:  # Sliced, or sent here.
+                part = self.behind[key].output(shard.without_dummy_row(logits), part)
             mask = getattr(values[key], "_keras_mask", None)
             if mask is not None:
                 part._keras_mask = shard.without_dummy_row(mask)
             flat.append(part)
         return self.packed(flat)
 
-    def joined(self, key: int, values: list[Values]) -> tf.Tensor:
-        """Joins the micro-batches' parts of an output, its mask with it.
+    def joined(self, key: int, values: list[Values]) -> Joined:
+        """Joins the micro-batches' parts of an output, its mask and its logits with it.
 
         Raises:
             ValueError: If the output has no axis of the examples.
         """
-        parts, masks = [], []
-        for shard, own in zip(self.shards, values, strict=True):
-            if own[key].shape.rank == 0:
-                raise ValueError(
-                    "An output of shape () cannot be joined from micro-batches: a mean, a sum or a "
-                    "maximum over the examples would each be joined in another way. Outputs of "
-                    "shape (batch, …) are required. Received: a scalar. Return a value for each "
-                    "example, or add a scalar with `self.add_loss`."
-                )
-            parts.append(shard.without_dummy_row(own[key]))
-            mask = getattr(own[key], "_keras_mask", None)
-            masks.append(mask if mask is None else shard.without_dummy_row(mask))
-        joined = tf.concat(parts, 0)
-        if masks[0] is not None:
-            joined._keras_mask = tf.concat(masks, 0)
-        return joined
+        if values[0][key].shape.rank == 0:
+            raise ValueError(
+                "An output of shape () cannot be joined from micro-batches: a mean, a sum or a "
+                "maximum over the examples would each be joined in another way. Outputs of "
+                "shape (batch, …) are required. Received: a scalar. Return a value for each "
+                "example, or add a scalar with `self.add_loss`."
+            )
+        behind = self.behind.get(key)
+        masks = [getattr(own[key], "_keras_mask", None) for own in values]
+        sources: dict[Key, tf.Tensor] = {}
+        if behind is None or behind.operation is None:
+            sources[key] = self._rows([own[key] for own in values])
+        if behind is not None:
+            sources[LogitsOf(key)] = self._rows([own[LogitsOf(key)] for own in values])
+        return Joined(sources, behind, None if masks[0] is None else self._rows(masks))
+
+    def _rows(self, parts: list[tf.Tensor]) -> tf.Tensor:
+        pairs = zip(self.shards, parts, strict=True)
+        return tf.concat([shard.without_dummy_row(part) for shard, part in pairs], 0)
 
     def rows_of(self, shard: Shard, gradient: tf.Tensor) -> tf.Tensor:
         """A micro-batch's part of the gradient of an output; zeros for a dummy row."""

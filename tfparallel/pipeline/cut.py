@@ -13,7 +13,7 @@ Rests on internals of Keras: the nodes of a functional model, and the context of
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -21,9 +21,17 @@ from keras.src.backend.common import global_state
 from keras.src.layers.layer import CallContext
 from keras.src.models.functional import operation_fn
 
-__all__ = ["Stage", "Values", "cut_stages", "functional_of", "with_mask_of"]
+__all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "functional_of", "with_mask_of"]
 
-Values = dict[int, Any]
+
+class LogitsOf(NamedTuple):
+    """The key of the logits behind one of the model's outputs (`tfparallel/logits.py`)."""
+
+    output: int
+
+
+Key = int | LogitsOf  # The id of a symbolic tensor.
+Values = dict[Key, Any]
 
 
 class Stage:

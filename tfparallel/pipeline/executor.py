@@ -20,6 +20,7 @@ once. The loss, the metrics and the terms that layers add are those of the whole
 * "1f1b", "interleaved": of each micro-batch with the divisor of the whole batch (`loss.py`).
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ import tensorflow as tf
 
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.batch_norm import write_averages
-from tfparallel.pipeline.cut import Stage, Values, with_mask_of
+from tfparallel.pipeline.cut import LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.gradient_sums import GradientSums
 from tfparallel.pipeline.loss import MicroBatchLoss, check_equal
 from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
@@ -123,7 +124,7 @@ class Step:
 
     def _forward(self, index, m):
         stage, values = self._stages[index], self._values[m]
-        taken = self._received({key: values[key] for key in stage.inputs})
+        taken = self._received(_of(values, stage.inputs))
         self._taken[index, m] = taken
         found = self._run_stage(stage, m, taken, is_repeated=False)
         values.update(found.made if self._is_last(index) else _of(found.made, stage.outputs))
@@ -175,6 +176,7 @@ class Step:
             tape.watch([variable._value for variable in self._variables_of(stage)])
             with computing(own), scope, scope.refusing_stateful_draws():
                 made = stage.run(taken)
+            self._batch.note_logits(made)
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in scope.losses]
             if self._is_last(stage.index) and not self._is_joined:
                 part = self._part_of_loss(shard, self._batch.outputs_of(shard, made))
@@ -219,6 +221,8 @@ class Step:
 
     def _maker(self, key) -> int:
         """The stage that made a tensor; -1 for the model's inputs."""
+        if isinstance(key, LogitsOf):
+            key = key.output
         return next((stage.index for stage in self._stages if key in stage.outputs), -1)
 
     def _is_last(self, index) -> bool:
@@ -237,14 +241,14 @@ class Step:
         """Joins the outputs; under "gpipe" the loss's gradients go on their way back."""
         batch, keys = self._batch, self._batch.output_keys
         with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
-            outputs = [batch.joined(key, self._values) for key in keys]
+            joined = [batch.joined(key, self._values) for key in keys]
             added = average_of_added(batch, self._added)
-            whole = WholeLoss(self._model, batch, outputs, added, differentiate=self._is_joined)
+            whole = WholeLoss(self._model, batch, joined, added, differentiate=self._is_joined)
             if not self._is_joined:
                 self._check(whole)
                 return whole
-            for key, output in zip(keys, outputs, strict=True):
-                gradient = whole.gradient(output)
+            for key, tensor in itertools.chain(*(own.sources.items() for own in joined)):
+                gradient = whole.gradient(tensor)
                 for m, shard in enumerate(batch.shards if gradient is not None else ()):
                     rows = batch.rows_of(shard, gradient)
                     self._upstream.setdefault((self._maker(key), m, key), []).append(rows)
@@ -279,7 +283,9 @@ class Step:
 
 
 def _of(values: Values, keys) -> Values:
-    return {key: values[key] for key in keys}
+    """The values of some keys, with the logits behind them."""
+    found = {key: values[key] for key in keys}
+    return found | {key: values[key] for key in map(LogitsOf, keys) if key in values}
 
 
 def _is_differentiable(tensor) -> bool:

@@ -4,13 +4,14 @@ With the losses that layers add, weighted with the micro-batches' shares of the 
 weight's regularization, which is computed where the weight is.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfparallel.pipeline.batch import Batch
+from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import GradientSums
 
 __all__ = ["WholeLoss", "average_of_added", "loss_of", "scale_of"]
@@ -30,7 +31,7 @@ class WholeLoss:
     Args:
         model: The model, compiled.
         batch: The whole batch.
-        outputs: The joined outputs, flat.
+        joined: The outputs, flat.
         added: What layers added, for the whole batch.
         differentiate: Whether the gradients are wanted.
 
@@ -44,7 +45,7 @@ class WholeLoss:
         self,
         model: keras.Model,
         batch: Batch,
-        outputs: list[tf.Tensor],
+        joined: list[Joined],
         added: list[tf.Tensor],
         *,
         differentiate: bool,
@@ -52,10 +53,11 @@ class WholeLoss:
         self._model = model
         self._regularized = list(_regularized(model))
         self.extra = [*added, *(own.loss for own in self._regularized)]
-        self.predictions = batch.packed(outputs)
-        watched = [tensor for tensor in (*outputs, *self.extra) if tensor.dtype.is_floating]
+        sources = itertools.chain(*(own.sources.values() for own in joined))
+        watched = [tensor for tensor in (*sources, *self.extra) if tensor.dtype.is_floating]
         with tf.GradientTape() as tape:
             tape.watch(watched)
+            self.predictions = batch.packed([own.output() for own in joined])
             self.loss = loss_of(model, batch, self.predictions, self.extra)
             scaled = model.optimizer.scale_loss(self.loss)
         self._found: dict[int, Any] | None = None
@@ -64,7 +66,7 @@ class WholeLoss:
             self._found = dict(zip(map(id, watched), gradients, strict=True))
 
     def gradient(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        """∂ scaled loss / ∂ an output."""
+        """∂ scaled loss / ∂ an output, or the logits behind it."""
         found = self._found.get(id(tensor))
         return None if found is None else tf.convert_to_tensor(found)
 

@@ -19,7 +19,8 @@ examples, tokens under a mask, a sum of weights. The sum over k is therefore exa
 any size and for any loss, those that compare examples included.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -30,6 +31,7 @@ from tfparallel.collectives import replica_sums
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
+from tfparallel.logits import Logits, logits_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.strategies import variables
@@ -41,7 +43,8 @@ class _Replica(NamedTuple):
     shard: shards.Shard
     tape: tf.GradientTape
     inputs: list[tf.Tensor]
-    outputs: list[tf.Tensor]
+    logits: list[Logits | None]  # Of each output.
+    outputs: list[tf.Tensor]  # What is joined of them: logits where they are known.
     losses: list[tf.Tensor]
     masks: list[tf.Tensor | None]
     scope: state.ReplicaScope
@@ -110,7 +113,8 @@ class ReplicatedCall:
             self._summed,
         )
         num_outputs = len(replicas[0].outputs)
-        outputs, losses = results[:num_outputs], results[num_outputs:]
+        joined, losses = iter(results[:num_outputs]), results[num_outputs:]
+        outputs = [_output_of(joined, logits) for logits in replicas[0].logits]
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
             if masks[0] is not None:
                 (output._keras_mask,) = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
@@ -134,10 +138,14 @@ class ReplicatedCall:
                     structure = self._call(*replica_args, **replica_kwargs)
                 outputs = [self._checked(output) for output in keras.tree.flatten(structure)]
                 masks = [getattr(output, "_keras_mask", None) for output in outputs]
-                outputs = [shard.without_dummy_row(output) for output in outputs]
+                logits = [logits_of(output) for output in outputs]
+                tensors = itertools.chain(*map(_to_join, outputs, logits))
+                joined = [shard.without_dummy_row(tensor) for tensor in tensors]
                 masks = [None if mask is None else shard.without_dummy_row(mask) for mask in masks]
                 losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
-            replicas[k] = _Replica(shard, tape, own, outputs, losses, masks, scope, structure)
+            replicas[k] = _Replica(
+                shard, tape, own, logits, joined, losses, masks, scope, structure
+            )
 
         self._strategy.run(on_replica)
         return [replicas[k] for k in range(len(own_shards))]
@@ -270,6 +278,22 @@ class ReplicatedCall:
             by_index[index] if index in by_index else _sum(terms)
             for index, terms in enumerate(by_variable)
         ]
+
+
+def _to_join(output: tf.Tensor, logits: Logits | None) -> list[tf.Tensor]:
+    if logits is None:
+        return [output]
+    return [logits.tensor] if logits.operation is not None else [output, logits.tensor]
+
+
+def _output_of(joined: Iterator[tf.Tensor], logits: Logits | None) -> tf.Tensor:
+    """The whole batch's output, of what `_to_join` gave."""
+    first = next(joined)
+    if logits is None:
+        return first
+    if logits.operation is not None:
+        return logits.output(first)
+    return logits.output(next(joined), kept=first)
 
 
 def _sum(terms):

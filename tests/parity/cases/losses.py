@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers, losses, ops
 
 from .. import data
@@ -227,6 +228,76 @@ CASES += [
     for reduction in REDUCTIONS
     for name in ("SparseCategoricalCrossentropy", "MeanSquaredError")
     for make, head, target in [DECOMPOSING[name]]
+]
+
+
+def far_off(head, depth: int = 1):
+    """Logits of tens, most of them wrong: Keras clips probabilities that are below 1e-7."""
+
+    def build():
+        inputs = keras.Input((64,))
+        x = layers.Dense(12, activation="tanh")(inputs)
+        outputs = []
+        for _ in range(depth):
+            large = keras.initializers.RandomNormal(stddev=20.0)
+            outputs.append(head()(layers.Dense(10, kernel_initializer=large)(x)))
+            x = layers.Dense(12, activation="tanh")(x)
+        return keras.Model(inputs, outputs if depth > 1 else outputs[0])
+
+    return build
+
+
+class TensorFlowSoftmax(layers.Layer):
+    """Notes no logits: Keras's losses find them behind the operation."""
+
+    def call(self, x):
+        return tf.nn.softmax(x)
+
+
+FAR_OFF = "probabilities below 1e-7, of `softmax` and `sigmoid`"
+CASES += [
+    case(
+        GROUP,
+        FAR_OFF,
+        "softmax far off",
+        build=far_off(layers.Softmax),
+        compile=compiled(
+            tiny_steps, losses.SparseCategoricalCrossentropy, metrics=lambda: ["accuracy"]
+        ),
+    ),
+    case(
+        GROUP,
+        FAR_OFF,
+        "softmax far off, run_eagerly",
+        build=far_off(layers.Softmax),
+        compile=compiled(tiny_steps, losses.SparseCategoricalCrossentropy, run_eagerly=True),
+    ),
+    case(
+        GROUP,
+        FAR_OFF,
+        "TensorFlow's softmax far off",
+        build=far_off(TensorFlowSoftmax),
+        compile=compiled(tiny_steps, losses.CategoricalCrossentropy),
+        data=lambda: labelled(data.one_hot)(),
+    ),
+    case(
+        GROUP,
+        FAR_OFF,
+        "sigmoid far off",
+        build=far_off(lambda: layers.Activation("sigmoid")),
+        compile=compiled(tiny_steps, losses.BinaryCrossentropy),
+        data=lambda: labelled(data.one_hot)(),
+    ),
+    case(
+        GROUP,
+        FAR_OFF,
+        "two outputs far off",
+        build=far_off(layers.Softmax, depth=2),
+        compile=compiled(
+            tiny_steps, lambda: [losses.SparseCategoricalCrossentropy() for _ in range(2)]
+        ),
+        data=lambda: (lambda x, y: {"x": x, "y": [y, y]})(*data.flat()),
+    ),
 ]
 
 
