@@ -19,6 +19,8 @@ import tfparallel
 # there with it; the tests of Ctrl-C need one that is heard.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # As `nohup` has it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 NUM_CPU_DEVICES = 4
 SEED = 7

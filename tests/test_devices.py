@@ -319,3 +319,16 @@ def test_a_real_gpu_is_split():
         CUDA_VISIBLE_DEVICES=visible,
     )
     assert finished.stdout == "['GPU:0', 'GPU:1']\nGPU:1\n", finished.stderr
+
+
+def test_what_tensors_took_is_counted_where_tensorflow_counts():
+    before = devices.peak_tensor_bytes()
+    if before is None:
+        pytest.skip("TensorFlow counts no memory of this CPU")
+    held = devices.tf.zeros([(before >> 2) + (1 << 20)])
+    assert devices.peak_tensor_bytes() >= before + (1 << 22)
+    del held
+
+
+def test_memory_that_nothing_counts_is_none():
+    assert devices.peak_tensor_bytes("GPU:99") is None

@@ -18,7 +18,7 @@ LIBRARY = TOP / "tfparallel"
 # and itself; a new package is given its row here.
 ROWS = [
     ["startup", "cluster", "device_names"],
-    ["devices", "data", "task", "extend", "peers"],
+    ["devices", "data", "task", "extend", "logits", "peers"],
     ["collectives", "mesh"],
     ["bench"],
     ["strategies", "checkpoint"],

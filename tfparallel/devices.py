@@ -39,6 +39,7 @@ __all__ = [
     "connect",
     "hide_other_gpus",
     "list_devices",
+    "peak_tensor_bytes",
     "resolve",
     "set_memory_growth",
     "split_cpu",
@@ -278,6 +279,25 @@ def set_memory_growth(enabled: bool = True) -> list[str]:
         except RuntimeError as error:
             raise RuntimeError(_too_late(f"set memory growth on GPU:{index}", call)) from error
     return list_devices("GPU")
+
+
+def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
+    """Returns the most that tensors on a device of this process have taken so far.
+
+    TensorFlow's own allocator counts, and keeps what is freed: a process's resident size is more,
+    and tells less. On a CPU it is there where oneDNN is, for tensors of 256 KiB and more; the
+    logical devices of a CPU have one together.
+
+    Args:
+        device: Its name.
+
+    Returns:
+        Bytes, or None where nothing counts them.
+    """
+    try:
+        return tf.config.experimental.get_memory_info(device)["peak"]
+    except ValueError:
+        return None
 
 
 def choose_devices(

@@ -12,6 +12,7 @@ from absl import flags
 
 from tfparallel.commands.forms import start_form
 from tfparallel.data.batches import first_batches
+from tfparallel.devices import peak_tensor_bytes
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
 from tfparallel.pipeline.simulator import simulate, theoretical_bubble
@@ -34,7 +35,7 @@ def measure(path: str, values: flags.FlagValues) -> int:
         form = start_form(values, {"command": "bench pipeline"})
     except SystemExit as ended:
         if not ended.code:
-            own = {"peak_tensor_bytes": _peak_tensor_bytes()}
+            own = {"peak_tensor_bytes": peak_tensor_bytes()}
             write_report(f"{values.report}.{os.environ['RANK']}", own)
         raise
     keras.utils.set_random_seed(values.seed)
@@ -58,14 +59,14 @@ def measure(path: str, values: flags.FlagValues) -> int:
         found |= _of_pipeline(model, batch, found["step_seconds"])
     else:
         found["peak_memory_bytes"] = [peak_memory_bytes()]
-        found["peak_tensor_bytes"] = [_peak_tensor_bytes()]
+        found["peak_tensor_bytes"] = [peak_tensor_bytes()]
     write_report(values.report, found)
     return 0
 
 
 def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
     # Before anything else takes memory.
-    own_tensors = _peak_tensor_bytes()
+    own_tensors = peak_tensor_bytes()
     peaks = [own.get("peak_memory_bytes", 0) for own in held_by_device(model)]
     timelines = measured_timelines(model, batch, _NUM_TIMELINES)
     passes, stages = median_timeline(timelines), stage_seconds(timelines)
@@ -90,18 +91,6 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
         "ideal_over_one_after_the_other": serial / simulated.makespan,
         "most_in_flight": passes.most_in_flight(),
     }
-
-
-def _peak_tensor_bytes() -> int | None:
-    """Returns the most that tensors of this process have taken, or None where nothing counts it.
-
-    TensorFlow's own allocator counts, and keeps what is freed, so that a process's resident size is
-    more, and tells less. On a CPU it is there where oneDNN is, for tensors of 256 KiB and more.
-    """
-    try:
-        return tf.config.experimental.get_memory_info("CPU:0")["peak"]
-    except ValueError:
-        return None
 
 
 def _update_seconds(model) -> float:
