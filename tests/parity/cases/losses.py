@@ -272,21 +272,19 @@ CASES += [
         build=far_off(layers.Softmax),
         compile=compiled(tiny_steps, losses.SparseCategoricalCrossentropy, run_eagerly=True),
     ),
-    case(
-        GROUP,
-        FAR_OFF,
-        "TensorFlow's softmax far off",
-        build=far_off(TensorFlowSoftmax),
-        compile=compiled(tiny_steps, losses.CategoricalCrossentropy),
-        data=lambda: labelled(data.one_hot)(),
-    ),
-    case(
-        GROUP,
-        FAR_OFF,
-        "sigmoid far off",
-        build=far_off(lambda: layers.Activation("sigmoid")),
-        compile=compiled(tiny_steps, losses.BinaryCrossentropy),
-        data=lambda: labelled(data.one_hot)(),
+    *(
+        case(
+            GROUP,
+            FAR_OFF,
+            f"{name} far off",
+            build=far_off(head),
+            compile=compiled(tiny_steps, loss),
+            data=labelled(data.one_hot),
+        )
+        for name, head, loss in [
+            ("TensorFlow's softmax", TensorFlowSoftmax, losses.CategoricalCrossentropy),
+            ("sigmoid", lambda: layers.Activation("sigmoid"), losses.BinaryCrossentropy),
+        ]
     ),
     case(
         GROUP,
@@ -296,7 +294,7 @@ CASES += [
         compile=compiled(
             tiny_steps, lambda: [losses.SparseCategoricalCrossentropy() for _ in range(2)]
         ),
-        data=lambda: (lambda x, y: {"x": x, "y": [y, y]})(*data.flat()),
+        data=labelled(lambda y: [y, y]),
     ),
 ]
 
