@@ -8,11 +8,12 @@ another tensor, with neither: so its logits are joined, and make the output agai
 Rests on an attribute of Keras's, `_keras_logits`, and on its look at operations.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["Logits", "logits_of"]
+__all__ = ["Logits", "logits_of", "output_of", "sources_of"]
 
 _ACTIVATIONS = {
     "Softmax": lambda logits: tf.raw_ops.Softmax(logits=logits),
@@ -55,3 +56,16 @@ def logits_of(output: tf.Tensor) -> Logits | None:
         if noted is None or noted is logits:
             return Logits(logits, output.op.type, noted is not None)
     return None if noted is None else Logits(noted, None, True)
+
+
+def sources_of(output: tf.Tensor, logits: Logits | None) -> list[tf.Tensor]:
+    """Returns what to join, slice or send in place of an output: it, its logits, or both."""
+    if logits is None:
+        return [output]
+    return [logits.tensor] if logits.operation is not None else [output, logits.tensor]
+
+
+def output_of(sources: Sequence[tf.Tensor], logits: Logits | None) -> tf.Tensor:
+    """Returns the output, of what `sources_of` gave once it has been joined, sliced or sent."""
+    *kept, last = sources
+    return last if logits is None else logits.output(last, *kept)

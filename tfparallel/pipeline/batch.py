@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard
-from tfparallel.logits import Logits, logits_of
+from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.cut import Key, LogitsOf, Values, functional_of
 
 __all__ = ["Batch", "Joined"]
@@ -28,8 +28,7 @@ class Joined(NamedTuple):
 
     def output(self) -> tf.Tensor:
         """Makes the output: under a tape, for its gradient."""
-        *kept, last = self.sources.values()
-        found = last if self.logits is None else self.logits.output(last, *kept)
+        found = output_of([*self.sources.values()], self.logits)
         if self.mask is not None:
             found._keras_mask = self.mask
         return found

@@ -20,7 +20,7 @@ any size and for any loss, those that compare examples included.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -31,7 +31,7 @@ from tfparallel.collectives import replica_sums
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
-from tfparallel.logits import Logits, logits_of
+from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.strategies import variables
@@ -44,11 +44,16 @@ class _Replica(NamedTuple):
     tape: tf.GradientTape
     inputs: list[tf.Tensor]
     logits: list[Logits | None]  # Of each output.
-    outputs: list[tf.Tensor]  # What is joined of them: logits where they are known.
+    sources: list[list[tf.Tensor]]  # What is joined for each output, its logits where known.
     losses: list[tf.Tensor]
     masks: list[tf.Tensor | None]
     scope: state.ReplicaScope
     structure: Any
+
+    @property
+    def joined(self) -> list[tf.Tensor]:
+        """All that is joined with the rows of the other replicas."""
+        return list(itertools.chain(*self.sources))
 
 
 class ReplicatedCall:
@@ -97,7 +102,7 @@ class ReplicatedCall:
 
         def forward(*_):
             replicas.extend(self._forward(inputs, call_state))
-            joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "outputs")]
+            joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "joined")]
             sums = [tf.add_n(terms) for terms in _transposed(replicas, "losses")]
             results = self._gathered(joined, inputs.num_rows) + self._summed(sums)
             return results, lambda *upstream: self._backward(
@@ -112,13 +117,14 @@ class ReplicatedCall:
             [replica.shard for replica in replicas],
             self._summed,
         )
-        num_outputs = len(replicas[0].outputs)
-        joined, losses = iter(results[:num_outputs]), results[num_outputs:]
-        outputs = [_output_of(joined, logits) for logits in replicas[0].logits]
+        first = replicas[0]
+        num_joined = len(first.joined)
+        joined = keras.tree.pack_sequence_as(first.sources, results[:num_joined])
+        outputs = list(map(output_of, joined, first.logits))
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
             if masks[0] is not None:
                 (output._keras_mask,) = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
-        return keras.tree.pack_sequence_as(replicas[0].structure, outputs), losses
+        return keras.tree.pack_sequence_as(first.structure, outputs), results[num_joined:]
 
     def _forward(self, inputs: BatchInputs, call_state: state.CallState) -> list[_Replica]:
         """Calls the layer on each replica, with its rows of the inputs."""
@@ -139,12 +145,14 @@ class ReplicatedCall:
                 outputs = [self._checked(output) for output in keras.tree.flatten(structure)]
                 masks = [getattr(output, "_keras_mask", None) for output in outputs]
                 logits = [logits_of(output) for output in outputs]
-                tensors = itertools.chain(*map(_to_join, outputs, logits))
-                joined = [shard.without_dummy_row(tensor) for tensor in tensors]
+                sources = [
+                    [shard.without_dummy_row(tensor) for tensor in sources_of(*pair)]
+                    for pair in zip(outputs, logits, strict=True)
+                ]
                 masks = [None if mask is None else shard.without_dummy_row(mask) for mask in masks]
                 losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
             replicas[k] = _Replica(
-                shard, tape, own, logits, joined, losses, masks, scope, structure
+                shard, tape, own, logits, sources, losses, masks, scope, structure
             )
 
         self._strategy.run(on_replica)
@@ -195,10 +203,10 @@ class ReplicatedCall:
 
     def _backward(self, replicas, upstream, sources, needed, num_rows):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
-        num_outputs = len(replicas[0].outputs)
+        num_joined = len(replicas[0].joined)
         own_upstream = [
-            [None if dy is None else replica.shard.rows(dy) for dy in upstream[:num_outputs]]
-            + list(upstream[num_outputs:])
+            [None if dy is None else replica.shard.rows(dy) for dy in upstream[:num_joined]]
+            + list(upstream[num_joined:])
             for replica in replicas
         ]
         gradients = {}
@@ -209,7 +217,7 @@ class ReplicatedCall:
             targets = [
                 (target, dy)
                 for target, dy in zip(
-                    replica.outputs + replica.losses, own_upstream[k], strict=True
+                    replica.joined + replica.losses, own_upstream[k], strict=True
                 )
                 if target.dtype.is_floating and dy is not None
             ]
@@ -278,22 +286,6 @@ class ReplicatedCall:
             by_index[index] if index in by_index else _sum(terms)
             for index, terms in enumerate(by_variable)
         ]
-
-
-def _to_join(output: tf.Tensor, logits: Logits | None) -> list[tf.Tensor]:
-    if logits is None:
-        return [output]
-    return [logits.tensor] if logits.operation is not None else [output, logits.tensor]
-
-
-def _output_of(joined: Iterator[tf.Tensor], logits: Logits | None) -> tf.Tensor:
-    """The whole batch's output, of what `_to_join` gave."""
-    first = next(joined)
-    if logits is None:
-        return first
-    if logits.operation is not None:
-        return logits.output(first)
-    return logits.output(next(joined), kept=first)
 
 
 def _sum(terms):
