@@ -217,16 +217,34 @@ def test_nobody_reads_on():
     process.stderr.close()
 
 
-def test_a_full_disk_is_an_error():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_an_error(unbuffered):
+    code = "print('x', flush=True); import time; time.sleep(600)"
+    told = told_of_a_full_disk(command(["--grace_seconds=0.1"], code), unbuffered)
+    assert told == "tfparallel launch: [Errno 28] No space left on device\n"
+
+
+def test_help_on_a_full_disk_is_an_error():
+    told = told_of_a_full_disk([sys.executable, "-m", "tfparallel", "launch", "--help"], "")
+    assert told.startswith("tfparallel launch: the output is not whole: [Errno 28]")
+    assert told.count("\n") == 1
+
+
+def told_of_a_full_disk(arguments, unbuffered):
     if not os.path.exists("/dev/full"):
         pytest.skip("the system has no /dev/full")
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            command(["--grace_seconds=0.1"], "print('x'); import time; time.sleep(600)"),
-            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_SECONDS,
-        )  # fmt: skip
+            arguments,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+        )
     assert done.returncode == 1
-    assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+    return done.stderr
 
 
 def nodes(endpoint, rank, *more):

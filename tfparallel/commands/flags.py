@@ -153,12 +153,10 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         The exit code.
     """
     try:
-        code = run()
-        sys.stdout.flush()
-        return code
+        return _flushed(name, run())
     except BrokenPipeError:
-        # Whoever read the output has gone (`| head`); a write at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read the output has gone (`| head`).
+        _drop_output()
         return 128 + signal.SIGPIPE
     except (UsageError, *input_errors) as error:
         cause = error.__cause__
@@ -175,6 +173,25 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         sys.stderr.flush()
         # Past TensorFlow's own end, which waits seconds for the workers that are gone.
         os._exit(1)
+
+
+def _flushed(name, code):
+    """Writes what is left of the output; returns the exit code, 1 where a full disk spoils a 0."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_output()
+        if code == 0:
+            print(f"tfparallel {name}: the output is not whole: {error}", file=sys.stderr)
+            return 1
+    return code
+
+
+def _drop_output():
+    """Drops what cannot be written: at its end Python would try again, and fail with code 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def help_text(command: Command, values: flags.FlagValues) -> str:
