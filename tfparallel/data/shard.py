@@ -47,6 +47,19 @@ class Shard(NamedTuple):
             return max(self.num_rows, 1)
         return tf.maximum(self.num_rows, 1)
 
+    def rows_used(self, tensor):
+        """The rows of an input, shape `(B, …)`, dense, ragged or sparse, that it computes."""
+        start, number = self.first_row_used, self.num_rows_used
+        if isinstance(tensor, tf.SparseTensor):
+            begin = tf.concat([[start], tf.zeros_like(tensor.dense_shape[1:], tf.int32)], 0)
+            size = tf.concat([[number], tf.cast(tensor.dense_shape[1:], tf.int32)], 0)
+            return tf.sparse.slice(tensor, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
+        rows = tensor[start : start + number]
+        mask = getattr(tensor, "_keras_mask", None)
+        if mask is not None:
+            rows._keras_mask = mask[start : start + number]
+        return rows
+
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """The rows of a global tensor, shape `(B, …)`, that belong to this replica."""
         return tensor[self.start : self.start + self.num_rows]
@@ -58,6 +71,17 @@ class Shard(NamedTuple):
     def weight(self, dtype) -> tf.Tensor:
         """The replica's share of the global batch, n_k / B."""
         return tf.cast(self.num_rows, dtype) / tf.cast(self.num_global_rows, dtype)
+
+
+def count_rows(tensor):
+    """Returns the rows of an input, dense, ragged or sparse: an int, or a tensor until known."""
+    if tensor.shape.rank is not None and tensor.shape[0] is not None:
+        return tensor.shape[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.int32)
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.cast(tensor.dense_shape[0], tf.int32)
+    return tf.shape(tensor)[0]
 
 
 _current = threading.local()  # A replica of `MirroredStrategy.run` is a thread of its own.

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives.indexed_slices import check_told_apart
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.shard import Shard
+from tfparallel.data.shard import Shard, count_rows
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.cut import Key, LogitsOf, Values, functional_of
 
@@ -48,7 +49,7 @@ class Batch:
     Attributes:
         shards: The rows of each micro-batch; `shard.replica` is its index.
         num_rows: Of the whole batch, a tensor if it is not known when the step is traced.
-        behind: The logits of the outputs, once they are known, of any micro-batch.
+        behind: The logits of what stages made, once they are known, of any micro-batch.
     """
 
     def __init__(self, model: keras.Model, x, y, sample_weight, num_micro_batches: int):
@@ -57,8 +58,9 @@ class Batch:
         self._functional = functional_of(model)
         given = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
         self._flat = self._functional._standardize_inputs(given)
+        check_told_apart(model, self._flat)
         first = next(tensor for tensor in self._flat if tensor is not None)
-        self.num_rows = first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+        self.num_rows = count_rows(first)
         self.shards = [
             Shard(m, num_micro_batches, start, size, self.num_rows)
             for m, (start, size) in enumerate(row_ranges(self.num_rows, num_micro_batches))
@@ -71,19 +73,28 @@ class Batch:
 
     def inputs_of(self, shard: Shard) -> Values:
         """A micro-batch's inputs, by the symbolic input's id."""
-        rows = slice(shard.first_row_used, shard.first_row_used + shard.num_rows_used)
         return {
-            id(symbol): None if tensor is None else tensor[rows]
+            id(symbol): None if tensor is None else shard.rows_used(tensor)
             for symbol, tensor in zip(self._functional.inputs, self._flat, strict=True)
         }
 
     def note_logits(self, values: Values) -> None:
-        """Adds to what a stage made the logits behind the model's outputs among it."""
-        for key in self.output_keys:
-            logits = logits_of(values[key]) if values.get(key) is not None else None
+        """Adds to what a stage made the logits behind it.
+
+        Not of the model's outputs alone: a layer may hand on what it is given.
+        """
+        made = [(key, tensor) for key, tensor in values.items() if not isinstance(key, LogitsOf)]
+        for key, tensor in made:
+            logits = None if tensor is None else logits_of(tensor)
             if logits is not None:
                 values[LogitsOf(key)] = logits.tensor
                 self.behind[key] = logits
+
+    def attach_logits(self, values: Values) -> None:
+        """Makes what was sent to a stage again, of the logits that were sent with it."""
+        for key in [key for key in values if isinstance(key, LogitsOf)]:
+            behind = self.behind[key.output]
+            values[key.output] = behind.output(values[key], values[key.output])
 
     def targets_of(self, shard: Shard) -> tuple[Any, Any]:
         """A micro-batch's targets and weights."""

@@ -25,7 +25,7 @@ __all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "functional_of", 
 
 
 class LogitsOf(NamedTuple):
-    """The key of the logits behind one of the model's outputs (`tfparallel/logits.py`)."""
+    """The key of the logits behind a tensor (`tfparallel/logits.py`)."""
 
     output: int
 

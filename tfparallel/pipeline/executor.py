@@ -206,9 +206,10 @@ class Step:
         """What was sent, on this device, once its turn has come."""
         keys = [key for key, tensor in sent.items() if tensor is not None]
         here = self.order.begun([tf.identity(sent[key]) for key in keys])
-        found = dict.fromkeys(sent)
-        for key, tensor in zip(keys, here, strict=True):
-            found[key] = with_mask_of(tensor, sent[key])
+        found = dict.fromkeys(sent) | dict(zip(keys, here, strict=True))
+        self._batch.attach_logits(found)
+        for key in keys:
+            with_mask_of(found[key], sent[key])
         return found
 
     def _returned(self, taken: Values) -> Values:

@@ -6,6 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives import indexed_slices
+
 __all__ = ["GradientSums"]
 
 
@@ -57,9 +59,5 @@ class GradientSums:
         if not sparse:
             return dense
         with tf.device(variable._value.device):
-            joined = tf.IndexedSlices(
-                tf.concat([part.values for part in sparse], 0),
-                tf.concat([part.indices for part in sparse], 0),
-                sparse[0].dense_shape,
-            )
+            joined = indexed_slices.joined(sparse)
             return joined if dense is None else dense + tf.convert_to_tensor(joined)

@@ -100,7 +100,8 @@ def _marginal_seconds(program: Callable[[int], Callable[[], Any]]) -> float:
 
 def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
     """Returns a function from a number of runs to a program that takes so many steps."""
-    copy = keras.models.clone_model(model)
+    # What holds nothing is not changed by a call, and some of it cannot be copied (`Lambda`).
+    copy = keras.models.clone_model(model) if model.variables else model
     variables = copy.trainable_variables
     if optimizer is not None and variables:
         optimizer = copy_of(optimizer)
@@ -114,9 +115,8 @@ def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
         with tf.GradientTape() as tape:
             tape.watch(sources)
             outputs = copy(inputs, training=True)
-            total = tf.add_n(
-                [tf.reduce_sum(tf.cast(o, "float32")) for o in keras.tree.flatten(outputs)]
-            )
+            made = [o for o in keras.tree.flatten(outputs) if o.dtype != tf.string]
+            total = sum((tf.reduce_sum(tf.cast(o, "float32")) for o in made), tf.zeros(()))
         found = tape.gradient(total, [*sources, *(v.value for v in variables)])
         own = found[len(sources) :]
         if optimizer is not None and any(gradient is not None for gradient in own):
@@ -143,7 +143,8 @@ def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
 
 def _one_number(tensor) -> tf.Tensor:
     values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
-    return tf.cast(tf.reshape(values, [-1])[0], tf.float32)
+    one = tf.reshape(values, [-1])[0]
+    return tf.cast(tf.strings.length(one) if one.dtype == tf.string else one, tf.float32)
 
 
 def _seconds_of(functions: list[Callable[[], Any]], least_seconds: float) -> list[float]:
@@ -170,6 +171,8 @@ def _examples(specifications, seed):
     def example(spec):
         if spec.dtype.is_floating:
             return tf.random.stateless_normal(spec.shape, [seed, 2], dtype=spec.dtype)
+        if spec.dtype == tf.string:
+            return tf.fill(spec.shape, str(seed % 2))
         return tf.cast(tf.fill(spec.shape, seed % 2), spec.dtype)
 
     return keras.tree.map_structure(example, specifications)

@@ -71,7 +71,8 @@ def check_data(x, batch_size, steps_per_epoch, method: str) -> None:
     if isinstance(x, tf.data.Dataset):
         _check_dataset(x, steps_per_epoch, method)
         return
-    sizes = [len(leaf) for leaf in keras.tree.flatten(x) if getattr(leaf, "shape", ()) != ()]
+    leaves = [leaf for leaf in keras.tree.flatten(x) if getattr(leaf, "shape", ()) != ()]
+    sizes = [leaf.shape[0] for leaf in leaves]
     if sizes and max(sizes) == 0:
         raise ValueError(
             f"The data given to `{method}` is empty. At least one example is required. Received: "

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.in_replica import all_gather, all_reduce
 from tfparallel.extend import extend
 from tfparallel.replication import optimizer as optimizers
@@ -59,9 +60,11 @@ def reduce_gradients(
     by_dtype: dict = {}
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
-            results[index] = tf.IndexedSlices(
+            gathered = tf.IndexedSlices(
                 all_gather(gradient.values), all_gather(gradient.indices), gradient.dense_shape
             )
+            distinct = indexed_slices.are_distinct(gradient)
+            results[index] = indexed_slices.joined([gathered], distinct)
         elif gradient is not None:
             by_dtype.setdefault(gradient.dtype, []).append(index)
     for indices in by_dtype.values():

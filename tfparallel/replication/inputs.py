@@ -37,6 +37,11 @@ class BatchInputs:
         """The differentiable tensors, for the whole batch."""
         return [self._leaves[index] for index in self._float_indices]
 
+    @property
+    def batched(self) -> list[Any]:
+        """All tensors with a batch axis, for the whole batch."""
+        return [self._leaves[index] for index in self._batched]
+
     def split(self, all_shards: list[shards.Shard]) -> list[list[Any]]:
         """Returns each replica's rows of the tensors with a batch axis.
 
@@ -48,7 +53,7 @@ class BatchInputs:
             leaf = self._leaves[index]
             with tf.device(getattr(leaf, "device", None) or "/device:CPU:0"):
                 for part, shard in zip(parts, all_shards, strict=True):
-                    part.append(_rows(leaf, shard))
+                    part.append(shard.rows_used(leaf))
         return parts
 
     def floats_of(self, part: list[Any]) -> list[tf.Tensor]:
@@ -63,7 +68,7 @@ class BatchInputs:
         return keras.tree.pack_sequence_as(self._structure, leaves)
 
     def _count_rows(self):
-        sizes = [_num_rows(self._leaves[index]) for index in self._batched]
+        sizes = [shards.count_rows(self._leaves[index]) for index in self._batched]
         known = {size for size in sizes if isinstance(size, int)}
         if len(known) > 1:
             raise ValueError(
@@ -87,26 +92,3 @@ def _has_batch_axis(leaf) -> bool:
 
 def _is_differentiable(leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
-
-
-def _num_rows(leaf):
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.shape[0] if leaf.shape[0] is not None else tf.cast(leaf.nrows(), tf.int32)
-    if leaf.shape.rank is not None and leaf.shape[0] is not None:
-        return leaf.shape[0]
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.cast(leaf.dense_shape[0], tf.int32)
-    return tf.shape(leaf)[0]
-
-
-def _rows(leaf, shard: shards.Shard):
-    start, stop = shard.first_row_used, shard.first_row_used + shard.num_rows_used
-    if isinstance(leaf, tf.SparseTensor):
-        begin = tf.concat([[start], tf.zeros_like(leaf.dense_shape[1:], tf.int32)], 0)
-        size = tf.concat([[shard.num_rows_used], tf.cast(leaf.dense_shape[1:], tf.int32)], 0)
-        return tf.sparse.slice(leaf, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
-    rows = leaf[start:stop]
-    mask = getattr(leaf, "_keras_mask", None)
-    if mask is not None:
-        rows._keras_mask = mask[start:stop]
-    return rows

@@ -27,7 +27,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from tfparallel.collectives import replica_sums
+from tfparallel.collectives import indexed_slices, replica_sums
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
@@ -106,7 +106,7 @@ class ReplicatedCall:
             sums = [tf.add_n(terms) for terms in _transposed(replicas, "losses")]
             results = self._gathered(joined, inputs.num_rows) + self._summed(sums)
             return results, lambda *upstream: self._backward(
-                replicas, upstream, sources, needed, inputs.num_rows
+                replicas, upstream, sources, needed, inputs
             )
 
         needed = [record.should_record_backprop([tensor]) for tensor in inputs.floats]
@@ -201,9 +201,11 @@ class ReplicatedCall:
             )
         return output
 
-    def _backward(self, replicas, upstream, sources, needed, num_rows):
+    def _backward(self, replicas, upstream, sources, needed, inputs):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
         num_joined = len(replicas[0].joined)
+        if self._strategy.num_replicas > 1:
+            indexed_slices.check_told_apart(self._layer, inputs.batched)
         own_upstream = [
             [None if dy is None else replica.shard.rows(dy) for dy in upstream[:num_joined]]
             + list(upstream[num_joined:])
@@ -234,7 +236,7 @@ class ReplicatedCall:
         num_inputs = len(replicas[0].inputs)
         own_shards = [replica.shard for replica in replicas]
         results = [
-            self._input_gradient(rows, own_shards, num_rows) if is_needed else None
+            self._input_gradient(rows, own_shards, inputs.num_rows) if is_needed else None
             for rows, is_needed in zip(by_source[:num_inputs], needed, strict=True)
         ]
         results += self._variable_gradients(by_source[num_inputs:])
@@ -294,17 +296,14 @@ def _sum(terms):
     if not terms:
         return None
     if all(isinstance(term, tf.IndexedSlices) for term in terms):
-        return tf.IndexedSlices(
-            tf.concat([term.values for term in terms], 0),
-            tf.concat([term.indices for term in terms], 0),
-            terms[0].dense_shape,
-        )
+        return indexed_slices.joined(terms)
     return tf.add_n([tf.convert_to_tensor(term) for term in terms])
 
 
 def _gather_slices(workers, slices: tf.IndexedSlices) -> tf.IndexedSlices:
     values, indices = workers.all_gather_uneven([slices.values, slices.indices])
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+    gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
+    return indexed_slices.joined([gathered], distinct=indexed_slices.are_distinct(slices))
 
 
 def _join(rows, all_shards):

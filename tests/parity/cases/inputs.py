@@ -275,3 +275,44 @@ CASES += [
         message="jit_compile",
     )
 ]
+
+
+def sparse_net():
+    inputs = keras.Input((64,), sparse=True)
+    x = layers.Dense(12, activation="relu")(inputs)
+    return keras.Model(inputs, layers.Dense(10)(x))
+
+
+def sparse_pixels():
+    x, y = data.flat()
+    return {"x": tf.sparse.from_dense(np.where(x > 0.5, x, 0.0)), "y": y}
+
+
+def in_words():
+    """Each digit's darkest columns, by name."""
+    x, y = data.rows()
+    order = np.argsort(x.sum(axis=1), axis=1)[:, -3:]
+    return {"x": tf.constant(np.array(list("abcdefgh"), object)[order]), "y": y}
+
+
+def words_net():
+    inputs = keras.Input((3,), dtype="string")
+    x = layers.StringLookup(vocabulary=list("abcdef"))(inputs)
+    x = layers.Flatten()(layers.Embedding(8, 4)(x))
+    return keras.Model(inputs, layers.Dense(10)(layers.Lambda(lambda t: 2 * t)(x)))
+
+
+def sparse_words_net():
+    inputs = keras.Input((3,), dtype="string")
+    lookup = layers.StringLookup(vocabulary=list("abcdef"), output_mode="count", sparse=True)
+    return keras.Model(inputs, layers.Dense(10)(layers.Dense(12)(lookup(inputs))))
+
+
+CASES += [
+    case(GROUP, feature, name, build=build, data=load, compile=compiled(keras.optimizers.Adam))
+    for feature, name, build, load in [
+        ("sparse tensors", "sparse input", sparse_net, sparse_pixels),
+        ("sparse tensors", "sparse layer", sparse_words_net, in_words),
+        ("strings, lookups and `Lambda`", "strings", words_net, in_words),
+    ]
+]

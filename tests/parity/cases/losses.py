@@ -254,6 +254,13 @@ class TensorFlowSoftmax(layers.Layer):
         return tf.nn.softmax(x)
 
 
+def handed_on():
+    """The softmax of one stage is what a layer of the next puts out."""
+    model = far_off(layers.Softmax)()
+    hand_on = layers.ActivityRegularization(l2=0.01)
+    return keras.Model(model.inputs, hand_on(layers.Activation("linear")(model.output)))
+
+
 FAR_OFF = "probabilities below 1e-7, of `softmax` and `sigmoid`"
 CASES += [
     case(
@@ -285,6 +292,13 @@ CASES += [
             ("TensorFlow's softmax", TensorFlowSoftmax, losses.CategoricalCrossentropy),
             ("sigmoid", lambda: layers.Activation("sigmoid"), losses.BinaryCrossentropy),
         ]
+    ),
+    case(
+        GROUP,
+        FAR_OFF,
+        "softmax far off, handed on",
+        build=handed_on,
+        compile=compiled(tiny_steps, losses.SparseCategoricalCrossentropy),
     ),
     case(
         GROUP,
