@@ -38,6 +38,46 @@ def test_an_eager_step_is_refused(form):
         np.testing.assert_array_equal(one, other)
 
 
+def build_shared():
+    inputs = [keras.Input((64,), sparse=True) for _ in range(2)]
+    shared = keras.layers.Dense(8)
+    x = keras.layers.Add()([shared(each) for each in inputs])
+    return keras.Model(inputs, keras.layers.Dense(10)(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_kernel_of_two_sparse_tensors_is_refused(form):
+    """Each index has then as many slices as there are tensors that have it."""
+    model = FORMS[form](build_shared)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = model.get_weights()
+    x, y = digits()
+    with pytest.raises(ValueError, match=r"Received: a weight of shape \(64, 8\)"):
+        model.fit([x, x], y, batch_size=20, verbose=0)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_reduce_gradients_adds_them_in_a_loop_of_ones_own():
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    ids = [[4, 1], [1, 7]]
+
+    @tf.function
+    def step():
+        def reduce():
+            k = tf.distribute.get_replica_context().replica_id_in_sync_group
+            distinct, _ = tf.unique(tf.constant(ids)[k])
+            gradient = tf.IndexedSlices(tf.ones([2, 3]), distinct, tf.constant([9, 3]))
+            (reduced,) = tfparallel.reduce_gradients([gradient])
+            return reduced.values[:, 0], reduced.indices
+
+        return [strategy.experimental_local_results(each) for each in strategy.run(reduce)]
+
+    for values, indices in zip(*step(), strict=True):
+        assert indices.numpy().tolist() == [4, 1, 7]
+        assert values.numpy().tolist() == [1, 2, 1]
+
+
 def test_slices_are_added_where_the_graph_says_that_each_index_comes_once():
     @tf.function
     def join(ids, distinct):

@@ -41,13 +41,34 @@ def joined(parts: Sequence[tf.IndexedSlices], distinct: bool | None = None) -> t
 
 
 def are_distinct(slices: tf.IndexedSlices) -> bool:
-    """Whether the graph has no index come twice, whatever the batch holds."""
+    """Whether the graph has no index come twice, whatever the batch holds.
+
+    Raises:
+        ValueError: If a weight was read twice, and of one reading at least that is so: an index has
+            as many slices then as there are readings that have it.
+    """
     if not tf.is_symbolic_tensor(slices.indices):
         return False
-    operation = slices.indices.op
+    operation = _maker(slices.indices)
+    if operation.type == "ConcatV2" and any(_is_distinct(own) for own in operation.inputs[:-1]):
+        raise ValueError(
+            "A weight that multiplies a sparse tensor and is read a second time in a step cannot be "
+            "trained in parts: its gradient does not tell which slices are to be added. A layer of "
+            "its own for each sparse tensor is required. Received: a weight of shape "
+            f"{slices.shape}. Or make the tensors dense."
+        )
+    return _is_distinct(slices.indices)
+
+
+def _is_distinct(indices: tf.Tensor) -> bool:
+    return _maker(indices).type in _DISTINCT
+
+
+def _maker(tensor: tf.Tensor) -> tf.Operation:
+    operation = tensor.op
     while operation.type in _HANDED_ON:
         operation = operation.inputs[0].op
-    return operation.type in _DISTINCT
+    return operation
 
 
 def check_told_apart(model: keras.Layer, inputs: Iterable[Any]) -> None:
