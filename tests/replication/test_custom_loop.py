@@ -401,3 +401,66 @@ def test_tensorflows_all_reduce_refuses_a_backward_pass_of_its_own():
     strategy.run(forward)
     with pytest.raises(RuntimeError, match="Mismatching ReplicaContext"):
         strategy.run(backward)
+
+
+def test_an_embedding_that_is_read_once_a_batch_has_one_slice_an_index(strategy):
+    table = tf.zeros((9, 2))
+
+    def reduce(k):
+        with tf.GradientTape() as tape:
+            tape.watch(table)
+            read = tf.gather(table, tf.range(2)) * (k + 1.0)
+        (reduced,) = tfparallel.reduce_gradients([tape.gradient(read, table)])
+        return reduced.values, reduced.indices
+
+    for values, indices in on_replicas(strategy, reduce):
+        assert indices.numpy().tolist() == [0, 1]
+        assert values.numpy().tolist() == [[6, 6], [6, 6]]
+
+
+# --- batch normalization ----------------------------------------------------------------------
+
+
+def normalized_loop(strategy, synchronized, num_steps=6):
+    """Trains on batches of 9; returns the weights, moving averages among them."""
+    x = np.random.default_rng(2).normal(size=(num_steps, 9, 4)) * 3 + 1
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(5),
+                keras.layers.BatchNormalization(synchronized=synchronized),
+                keras.layers.Dense(1),
+            ]
+        )
+        optimizer = tfparallel.distribute_optimizer(keras.optimizers.SGD(0.1))
+
+    @tf.function
+    def step(rows):
+        def on_replica(own):
+            with tf.GradientTape() as tape:
+                loss = tf.nn.compute_average_loss(model(own, training=True)[:, 0] ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            gradients = tfparallel.reduce_gradients(gradients)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        strategy.run(on_replica, args=(rows,))
+
+    for rows in strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices(x.reshape(-1, 4)).batch(9)
+    ):
+        step(rows)
+    return model.get_weights()
+
+
+def test_batch_norm_of_each_replica_is_refused_in_a_custom_loop(strategy):
+    with pytest.raises(ValueError, match=r"Layer 'batch_normalization.*synchronized=True"):
+        normalized_loop(strategy, synchronized=False)
+
+
+def test_synchronized_batch_norm_is_exact_in_a_custom_loop(strategy):
+    one = normalized_loop(tfparallel.MirroredStrategy(["CPU:0"]), synchronized=False)
+    three = normalized_loop(strategy, synchronized=True)
+    for expected, received in zip(one, three, strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-9, atol=1e-12)

@@ -1,90 +1,146 @@
 """Sparse gradients of the parts of a batch, joined into that of the whole.
 
 Keras squares the slices of a sparse gradient as they come, so it matters whether an index that two
-parts have becomes one slice or two:
+parts have becomes one slice or two. A weight's gradient has the slices of each of its readings, and
+of a reading the whole batch's gradient has
 
-* of an `Embedding` the whole batch's gradient has a slice for each id that was read, repeated or
-  not; so those of the parts are laid end to end;
-* of a kernel that a sparse tensor multiplies it has one for each feature that the batch holds
-  (`tf.nn.embedding_lookup_sparse` looks every feature up once); so those of an index are added.
+* "rows": a slice for each id in its rows, repeated or not, where an `Embedding` is read with what
+  the batch holds. Those of the parts are laid end to end;
+* "once": a slice for each index, once a batch, where it is read with indices that no row decides: a
+  position embedding read with 0 … T−1. All parts have the same indices, and slices are added place
+  by place;
+* "distinct": a slice for each feature that the batch holds, where a sparse tensor multiplies a
+  kernel (`tf.nn.embedding_lookup_sparse` looks every feature up once). Those of an index are added.
 
-Which it is, a graph tells: the indices come from TensorFlow's `Unique`. Eagerly nothing does.
+Which it is, a graph tells, by the operations that made the indices (`data/provenance.py`). Of an
+eager step a trace of the same call tells (`collectives/traced_readings.py`).
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import keras
 import tensorflow as tf
 
-__all__ = ["are_distinct", "check_told_apart", "joined"]
+from tfparallel.data import provenance
+
+__all__ = ["DISTINCT", "ONCE", "ROWS", "Reading", "joined", "merged", "readings", "together"]
+
+ROWS, ONCE, DISTINCT = "rows", "once", "distinct"
 
 _HANDED_ON = ("Identity", "Reshape", "Cast")
-_DISTINCT = ("Unique", "UniqueV2", "UniqueWithCounts")
+_UNIQUE = ("Unique", "UniqueV2", "UniqueWithCounts")
 
 
-def joined(parts: Sequence[tf.IndexedSlices], distinct: bool | None = None) -> tf.IndexedSlices:
-    """Returns the gradient of the whole batch.
+class Reading(NamedTuple):
+    """What one reading of a weight adds to its gradient.
+
+    Attributes:
+        values: Slices, shape `(n, …)`.
+        indices: Their indices, shape `(n,)`.
+        kind: `ROWS`, `ONCE` or `DISTINCT`.
+    """
+
+    values: tf.Tensor
+    indices: tf.Tensor
+    kind: str
+
+
+def readings(slices: tf.IndexedSlices, kinds: Sequence[str] | None = None) -> list[Reading]:
+    """Takes a sparse gradient apart.
 
     Args:
-        parts: Those of its parts, in order.
-        distinct: Whether each index is to have one slice; if None, as the parts' graph says.
-    """
-    if len(parts) == 1 and distinct is None:
-        return parts[0]
-    values = tf.concat([part.values for part in parts], 0)
-    indices = tf.concat([part.indices for part in parts], 0)
-    if distinct or (distinct is None and all(map(are_distinct, parts))):
-        indices, place = tf.unique(indices)
-        values = tf.math.unsorted_segment_sum(values, place, tf.size(indices))
-    return tf.IndexedSlices(values, indices, parts[0].dense_shape)
-
-
-def are_distinct(slices: tf.IndexedSlices) -> bool:
-    """Whether the graph has no index come twice, whatever the batch holds.
+        slices: The gradient of a weight, in a part of the batch.
+        kinds: The kind of each reading, where no graph tells: of an eager step.
 
     Raises:
-        ValueError: If a weight was read twice, and of one reading at least that is so: an index has
-            as many slices then as there are readings that have it.
+        ValueError: If readings of several kinds cannot be told apart.
     """
-    if not tf.is_symbolic_tensor(slices.indices):
-        return False
-    operation = _maker(slices.indices)
-    if operation.type == "ConcatV2" and any(_is_distinct(own) for own in operation.inputs[:-1]):
+    if tf.is_symbolic_tensor(slices.indices):
+        return [
+            Reading(values, indices, _kind(indices))
+            for values, indices in _split(slices.values, slices.indices)
+        ]
+    if kinds is None or len(set(kinds)) > 1:
         raise ValueError(
-            "A weight that multiplies a sparse tensor and is read a second time in a step cannot be "
-            "trained in parts: its gradient does not tell which slices are to be added. A layer of "
-            "its own for each sparse tensor is required. Received: a weight of shape "
-            f"{slices.shape}. Or make the tensors dense."
+            "A sparse gradient does not tell, where no graph is traced, which of its slices are "
+            "to be added to those of other replicas. A traced step is required. Received: an "
+            f"eager gradient of a weight of shape {tuple(slices.shape)}, read "
+            f"{len(kinds) if kinds else 'once or more'} times. Put the step into a `tf.function`, "
+            "or compile with run_eagerly=False."
         )
-    return _is_distinct(slices.indices)
+    return [Reading(slices.values, slices.indices, kinds[0])]
 
 
-def _is_distinct(indices: tf.Tensor) -> bool:
-    return _maker(indices).type in _DISTINCT
+def joined(
+    parts: Sequence[tf.IndexedSlices], kinds: Sequence[str] | None = None
+) -> list[Reading]:
+    """Returns the readings of the whole batch; `together` makes a gradient of them.
+
+    Args:
+        parts: The gradients of its parts, in order.
+        kinds: As `readings` takes them.
+    """
+    by_part = [readings(part, kinds) for part in parts]
+    return [_joined(same) for same in zip(*by_part, strict=True)]
 
 
-def _maker(tensor: tf.Tensor) -> tf.Operation:
+def together(by_reading: Sequence[Reading], dense_shape) -> tf.IndexedSlices:
+    """Makes a sparse gradient of its readings, laid end to end as a tape lays them."""
+    if len(by_reading) == 1:
+        (only,) = by_reading
+        return tf.IndexedSlices(only.values, only.indices, dense_shape)
+    indices = [each.indices for each in by_reading]
+    if len({each.dtype for each in indices}) > 1:
+        indices = [tf.cast(each, tf.int64) for each in indices]
+    values = tf.concat([each.values for each in by_reading], 0)
+    return tf.IndexedSlices(values, tf.concat(indices, 0), dense_shape)
+
+
+def merged(reading: Reading) -> Reading:
+    """Adds the slices of each index, where a reading has one of each; else returns it as it is."""
+    if reading.kind != DISTINCT:
+        return reading
+    indices, place = tf.unique(reading.indices)
+    values = tf.math.unsorted_segment_sum(reading.values, place, tf.size(indices))
+    return Reading(values, indices, DISTINCT)
+
+
+def _joined(same: Sequence[Reading]) -> Reading:
+    """One reading of the whole batch, of what its parts have of it."""
+    if len(same) == 1:
+        return same[0]
+    first = same[0]
+    if first.kind == ONCE:
+        return first._replace(values=tf.add_n([each.values for each in same]))
+    values = tf.concat([each.values for each in same], 0)
+    indices = tf.concat([each.indices for each in same], 0)
+    return merged(Reading(values, indices, first.kind))
+
+
+def _split(values: tf.Tensor, indices: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """The readings that a tape has laid end to end."""
+    values_maker, indices_maker = _unwrapped(values), _unwrapped(indices)
+    if values_maker.type != "ConcatV2" or indices_maker.type != "ConcatV2":
+        return [(values, indices)]
+    *all_values, _ = values_maker.inputs
+    *all_indices, _ = indices_maker.inputs
+    if len(all_values) != len(all_indices):
+        return [(values, indices)]
+    pairs = zip(all_values, all_indices, strict=True)
+    return [found for pair in pairs for found in _split(*pair)]
+
+
+def _unwrapped(tensor: tf.Tensor) -> tf.Operation:
     operation = tensor.op
-    while operation.type in _HANDED_ON:
+    while operation.type == "Identity":
         operation = operation.inputs[0].op
     return operation
 
 
-def check_told_apart(model: keras.Layer, inputs: Iterable[Any]) -> None:
-    """Raises if sparse gradients of this model, run eagerly, could be of either kind.
-
-    Raises:
-        ValueError: If it reads or makes sparse tensors and no graph is traced.
-    """
-    if not tf.executing_eagerly():
-        return
-    given = [leaf for leaf in inputs if isinstance(leaf, tf.SparseTensor)]
-    makers = [own.name for own in model._flatten_layers() if getattr(own, "sparse", False)]
-    if given or makers:
-        raise ValueError(
-            f"Sparse tensors cannot be trained on eagerly in parts: of '{model.name}' nothing then "
-            "tells which slices of its gradients are to be added. A traced step is required. "
-            f"Received: run_eagerly=True, sparse tensors {[tuple(t.shape) for t in given]}, sparse "
-            f"layers {makers}. Compile with run_eagerly=False, or make the tensors dense."
-        )
+def _kind(indices: tf.Tensor) -> str:
+    operation = indices.op
+    while operation.type in _HANDED_ON:
+        operation = operation.inputs[0].op
+    if operation.type in _UNIQUE:
+        return DISTINCT
+    return ROWS if provenance.made_of(indices) else ONCE

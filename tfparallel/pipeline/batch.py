@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.indexed_slices import check_told_apart
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard, count_rows
 from tfparallel.logits import Logits, logits_of, output_of
@@ -58,7 +57,6 @@ class Batch:
         self._functional = functional_of(model)
         given = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
         self._flat = self._functional._standardize_inputs(given)
-        check_told_apart(model, self._flat)
         first = next(tensor for tensor in self._flat if tensor is not None)
         self.num_rows = count_rows(first)
         self.shards = [

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives import traced_readings
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.batch_norm import write_averages
 from tfparallel.pipeline.cut import LogitsOf, Stage, Values, with_mask_of
@@ -84,12 +85,13 @@ class Step:
         self._recompute = "never" if tf.executing_eagerly() else recompute
         self._memory = StepMemory()
         self._writable = writable(model, recompute)
-        self._sums = GradientSums(model.trainable_variables)
+        self._sums = GradientSums(model.trainable_variables, self._kinds_of_readings)
         self._taken: dict[tuple, Values] = {}  # By stage and micro-batch: what was sent.
         self._recorded: dict[tuple, Recorded] = {}  # Likewise.
         self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
         self._parts: list[tf.Tensor] = []  # Of the loss, by micro-batch.
         self._loss: MicroBatchLoss | None = None
+        self._kinds: dict[int, Any] = {}
         self.order = Order(devices, timed)
         self.checked: list[tf.Operation] = []
 
@@ -237,6 +239,22 @@ class Step:
         trained = {id(variable) for variable in self._model.trainable_variables}
         found = {id(v): v for layer in stage.layers for v in layer.trainable_variables}
         return [variable for key, variable in found.items() if key in trained]
+
+    def _kinds_of_readings(self) -> dict[int, Any]:
+        """By the weight's id; in a graph a gradient itself tells."""
+        if not tf.executing_eagerly():
+            return {}
+        if not self._kinds:
+
+            def call(x):
+                outputs = self._model(x, training=True)
+                self._model._clear_losses()
+                return outputs
+
+            trained = self._model.trainable_variables
+            found = traced_readings.kinds_of(call, self._batch.x, [v._value for v in trained])
+            self._kinds = dict(zip(map(id, trained), found, strict=True))
+        return self._kinds
 
     def _whole_loss(self) -> WholeLoss:
         """Joins the outputs; under "gpipe" the loss's gradients go on their way back."""

@@ -1,6 +1,6 @@
 """Σ_m g_m for each weight, added up on its device, micro-batch by micro-batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,9 +19,15 @@ class GradientSums:
 
     Args:
         variables: The weights.
+        kinds: Returns, by the weight's id, the kinds of its readings, where no graph is traced.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable]):
+    def __init__(
+        self,
+        variables: Sequence[keras.Variable],
+        kinds: Callable[[], dict[int, Any]] = dict,
+    ):
+        self._kinds = kinds
         self._dense: dict[int, tf.Tensor] = {}
         self._sparse: dict[int, list[tf.IndexedSlices]] = {id(v): [] for v in variables}
 
@@ -59,5 +65,6 @@ class GradientSums:
         if not sparse:
             return dense
         with tf.device(variable._value.device):
-            joined = indexed_slices.joined(sparse)
+            readings = indexed_slices.joined(sparse, self._kinds().get(id(variable)))
+            joined = indexed_slices.together(readings, sparse[0].dense_shape)
             return joined if dense is None else dense + tf.convert_to_tensor(joined)

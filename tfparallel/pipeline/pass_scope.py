@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator as keras_seeds
 
+from tfparallel.data import shard as shards
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.placement.stages import PlacementError
 
@@ -60,7 +61,11 @@ class PassScope(keras.StatelessScope):
                 f"a state are required. Received: a write to '{variable.path}'. Train this model "
                 "with `tfparallel.model_parallel`."
             )
-        variable._value.assign(keras.ops.cast(value, variable.dtype))
+        value = keras.ops.cast(value, variable.dtype)
+        shard = shards.current()
+        if shard is not None and shard.may_be_idle and not _is_seed(variable):
+            value = tf.where(shard.num_rows > 0, value, variable._value)  # A dummy row is none.
+        variable._value.assign(value)
 
     @contextlib.contextmanager
     def refusing_stateful_draws(self) -> Iterator[None]:
@@ -132,6 +137,10 @@ def check_state(model: keras.Model, batch_normalization: str | None) -> None:
             "micro-batch has other rows. Layers without `stateful=True` are required. Received: "
             f"{stateful}. Take `tfparallel.model_parallel`, or pass the state as an input."
         )
+
+
+def _is_seed(variable) -> bool:
+    return variable.path.endswith("seed_generator_state")
 
 
 def _is_global_seed(variable) -> bool:

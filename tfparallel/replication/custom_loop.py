@@ -10,9 +10,10 @@ def train_step(batch):                                     # on each replica
 optimizer = tfparallel.distribute_optimizer(optimizer)     # once, before the loop
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices
@@ -55,17 +56,15 @@ def reduce_gradients(
             "after `tape.gradient`."
         )
     gradients = list(gradients)
-    gradients = _weighted(gradients, weight)
+    weigh = _weigher(weight)
     results: list = [None] * len(gradients)
     by_dtype: dict = {}
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
-            gathered = tf.IndexedSlices(
-                all_gather(gradient.values), all_gather(gradient.indices), gradient.dense_shape
-            )
-            distinct = indexed_slices.are_distinct(gradient)
-            results[index] = indexed_slices.joined([gathered], distinct)
+            readings = [_of_all(each, weigh) for each in indexed_slices.readings(gradient)]
+            results[index] = indexed_slices.together(readings, gradient.dense_shape)
         elif gradient is not None:
+            gradients[index] = weigh(gradient)
             by_dtype.setdefault(gradient.dtype, []).append(index)
     for indices in by_dtype.values():
         flat = tf.concat([tf.reshape(gradients[index], [-1]) for index in indices], 0)
@@ -80,24 +79,47 @@ def reduce_gradients(
     return results
 
 
-def _weighted(gradients, weight):
+def _of_all(reading: indexed_slices.Reading, weigh) -> indexed_slices.Reading:
+    """A reading of all replicas, of this replica's."""
+    values = weigh(reading.values)
+    if reading.kind == indexed_slices.ONCE and _are_equal_on_all(reading.indices):
+        return reading._replace(values=all_reduce(values))
+    gathered = reading._replace(values=all_gather(values), indices=all_gather(reading.indices))
+    return indexed_slices.merged(gathered)
+
+
+def _are_equal_on_all(indices: tf.Tensor) -> bool:
+    """Whether all replicas read a weight with the same indices; constants may be a replica's own.
+
+    What the trace cannot tell, each step looks at.
+    """
+
+    def compare(strategy, indices):
+        first, *others = strategy.experimental_local_results(indices)
+        known = [tf.get_static_value(each) for each in (first, *others)]
+        if all(each is not None for each in known):
+            return all(np.array_equal(known[0], each) for each in known[1:])
+        for other in others:
+            tf.debugging.assert_equal(
+                first,
+                other,
+                "A weight is read with indices that no argument of the step decides, and that "
+                "are not the same on all replicas. Pass them to `strategy.run`. Received:",
+            )
+        return True
+
+    return tf.distribute.get_replica_context().merge_call(compare, args=(indices,))
+
+
+def _weigher(weight) -> Callable[[tf.Tensor], tf.Tensor]:
     """Multiplies by w_k / Σ w_k; a weight of 0 makes zeros of whatever an empty mean gave."""
     if weight is None:
-        return gradients
+        return lambda tensor: tensor
     weight = tf.cast(weight, tf.float64)  # A share of 1/3 must not limit float64 gradients.
     share = weight / all_reduce(weight)
-
-    def weigh(tensor):
-        return tf.where(weight > 0, tensor * tf.cast(share, tensor.dtype), tf.zeros_like(tensor))
-
-    return [
-        tf.IndexedSlices(weigh(g.values), g.indices, g.dense_shape)
-        if isinstance(g, tf.IndexedSlices)
-        else None
-        if g is None
-        else weigh(g)
-        for g in gradients
-    ]
+    return lambda tensor: tf.where(
+        weight > 0, tensor * tf.cast(share, tensor.dtype), tf.zeros_like(tensor)
+    )
 
 
 def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:

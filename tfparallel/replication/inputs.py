@@ -38,9 +38,9 @@ class BatchInputs:
         return [self._leaves[index] for index in self._float_indices]
 
     @property
-    def batched(self) -> list[Any]:
-        """All tensors with a batch axis, for the whole batch."""
-        return [self._leaves[index] for index in self._batched]
+    def structure(self) -> tuple[tuple, dict]:
+        """The arguments, for the whole batch."""
+        return keras.tree.pack_sequence_as(self._structure, self._leaves)
 
     def split(self, all_shards: list[shards.Shard]) -> list[list[Any]]:
         """Returns each replica's rows of the tensors with a batch axis.

@@ -11,6 +11,7 @@ Keras counts its draws in a variable that every replica holds a copy of, so unde
 import keras
 import tensorflow as tf
 
+from tfparallel.data import provenance
 from tfparallel.data import shard as shards
 
 _PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.
@@ -41,13 +42,27 @@ class IndexedDropout:
         shard = shards.current()
         if shard is None or not training or not 0 < self.rate < 1:
             return super().call(inputs, training=training)
-        shape = self._mask_shape(inputs)
-        if (getattr(self, "noise_shape", None) or (None,))[0] == 1:
-            shard = shard._replace(start=0, num_rows=1)  # One mask, for all examples.
-        uniform = uniform_of_rows(shape, inputs.dtype, self.seed_generator.next_global(), shard)
+        inputs = tf.convert_to_tensor(inputs)  # A layer may drop parts of a weight.
+        shape, seed = self._mask_shape(inputs), self.seed_generator.next_global()
+        uniform = self._uniform(inputs, shape, seed, shard)
         kept = uniform >= tf.constant(self.rate, inputs.dtype)
         scale = tf.constant(1 / (1 - self.rate), inputs.dtype)
         return tf.where(kept, inputs * scale, tf.zeros([], inputs.dtype))
+
+    def _uniform(self, inputs, shape, seed, shard):
+        """The numbers that one device draws, as far as this replica needs them."""
+        axis = _row_axis(inputs, shard)
+        if axis is None or (self.noise_shape or (None,) * len(shape))[axis] == 1:
+            # One mask for all examples: of a tensor without rows, or by its noise shape.
+            return uniform_of_rows(shape, inputs.dtype, seed, shard._replace(start=0, num_rows=1))
+        if axis == 0:
+            return uniform_of_rows(shape, inputs.dtype, seed, shard)
+        # Rows lie apart in it, so the numbers of all of them are drawn.
+        everything = [*shape[:axis], shard.num_global_rows, *shape[axis + 1 :]]
+        whole = shard._replace(start=0, num_rows=1)
+        drawn = uniform_of_rows(everything, inputs.dtype, seed, whole)
+        begin = tf.one_hot(axis, len(shape), shard.first_row_used, dtype=tf.int32)
+        return tf.slice(drawn, begin, tf.stack(shape))
 
     def _mask_shape(self, inputs):
         """Sizes of the mask of this replica's rows."""
@@ -57,6 +72,29 @@ class IndexedDropout:
             asked = self.noise_shape or (None,) * inputs.shape.rank
         shape = keras.ops.shape(inputs)
         return [shape[axis] if size is None else size for axis, size in enumerate(asked)]
+
+
+def _row_axis(inputs: tf.Tensor, shard: shards.Shard) -> int | None:
+    """The axis of a tensor that holds the examples; None where it has none.
+
+    Of a graph whose batches may have any size, that is the axis whose size is not known. Axis 0 may
+    hold a multiple of the rows: other axes folded into it.
+
+    Raises:
+        ValueError: If it was made of rows, and several axes may hold them.
+    """
+    if tf.is_symbolic_tensor(inputs) and not provenance.made_of(inputs):
+        return None
+    if isinstance(shard.num_rows_used, int) or inputs.shape[0] is None:
+        return 0
+    unknown = [axis for axis, size in enumerate(inputs.shape) if size is None]
+    if len(unknown) == 1:
+        return unknown[0]
+    raise ValueError(
+        "A dropout mask is drawn for the rows of the whole batch, and which axis of this tensor "
+        "holds the rows is not known. A tensor whose axis 0 holds them is required. Received: "
+        f"shape {tuple(inputs.shape)}. Transpose it before the dropout layer."
+    )
 
 
 def uniform_of_rows(shape, dtype, seed, shard: shards.Shard) -> tf.Tensor:

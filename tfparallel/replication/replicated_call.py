@@ -27,7 +27,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from tfparallel.collectives import indexed_slices, replica_sums
+from tfparallel.collectives import indexed_slices, replica_sums, traced_readings
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
@@ -204,8 +204,6 @@ class ReplicatedCall:
     def _backward(self, replicas, upstream, sources, needed, inputs):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
         num_joined = len(replicas[0].joined)
-        if self._strategy.num_replicas > 1:
-            indexed_slices.check_told_apart(self._layer, inputs.batched)
         own_upstream = [
             [None if dy is None else replica.shard.rows(dy) for dy in upstream[:num_joined]]
             + list(upstream[num_joined:])
@@ -239,7 +237,7 @@ class ReplicatedCall:
             self._input_gradient(rows, own_shards, inputs.num_rows) if is_needed else None
             for rows, is_needed in zip(by_source[:num_inputs], needed, strict=True)
         ]
-        results += self._variable_gradients(by_source[num_inputs:])
+        results += self._variable_gradients(by_source[num_inputs:], inputs)
         if is_recording():
             # The sources, too: what a tape does not see used it takes for a constant.
             used = [dy for dy in upstream if dy is not None] + sources
@@ -250,7 +248,7 @@ class ReplicatedCall:
         joined = _join(rows, own_shards)
         return None if joined is None else self._gathered([joined], num_rows)[0]
 
-    def _variable_gradients(self, by_variable):
+    def _variable_gradients(self, by_variable, inputs):
         """Σ_k g_k for each trainable variable: over the replicas here, then over the workers."""
         if self._partial_gradients is not None:
             found = zip(self._trainable, by_variable, strict=True)
@@ -260,50 +258,68 @@ class ReplicatedCall:
                 tf.zeros_like(variable.value) if id(variable) in present else None
                 for variable in self._trainable
             ]
-        totals = self._totals(by_variable)
-        workers = self._strategy.workers
-        if workers is None:
-            return totals
-        dense = [i for i, total in enumerate(totals) if isinstance(total, tf.Tensor)]
-        summed = workers.all_reduce_gradients([totals[i] for i in dense])
-        for i, total in zip(dense, summed, strict=True):
+        totals: list = [None] * len(by_variable)
+        sparse = [i for i, terms in enumerate(by_variable) if _are_sparse(terms)]
+        dense = [i for i, terms in enumerate(by_variable) if terms[0] is not None]
+        dense = [i for i in dense if i not in sparse]
+        for i, total in zip(dense, self._totals([by_variable[i] for i in dense]), strict=True):
             totals[i] = total
-        return [
-            _gather_slices(workers, total) if isinstance(total, tf.IndexedSlices) else total
-            for total in totals
-        ]
-
+        if sparse:
+            kinds = self._kinds_of_readings(inputs)
+            for i in sparse:
+                totals[i] = self._sparse_total(by_variable[i], kinds[i])
+        return totals
 
     def _totals(self, by_variable):
-        """The sums over the replicas here: by the algorithm asked for, or on the first device."""
-        ops = self._strategy.all_reduce_ops
-        dense = [
-            index
-            for index, terms in enumerate(by_variable)
-            if ops is not None and all(isinstance(term, tf.Tensor) for term in terms)
+        """Sums dense gradients: by the algorithm asked for, or on the first device."""
+        ops, workers = self._strategy.all_reduce_ops, self._strategy.workers
+        plain = [i for i, terms in enumerate(by_variable) if ops is not None and _are_dense(terms)]
+        found = replica_sums.sums(ops, [by_variable[i] for i in plain])
+        by_index = dict(zip(plain, found, strict=True))
+        totals = [
+            by_index[i] if i in by_index else tf.add_n([tf.convert_to_tensor(g) for g in terms])
+            for i, terms in enumerate(by_variable)
         ]
-        found = replica_sums.sums(ops, [by_variable[index] for index in dense])
-        by_index = dict(zip(dense, found, strict=True))
-        return [
-            by_index[index] if index in by_index else _sum(terms)
-            for index, terms in enumerate(by_variable)
-        ]
+        return totals if workers is None else workers.all_reduce_gradients(totals)
+
+    def _sparse_total(self, terms, kinds) -> tf.IndexedSlices:
+        """Joins sparse gradients, reading by reading: of the replicas here, then of the workers."""
+        by_reading = indexed_slices.joined(terms, kinds)
+        workers = self._strategy.workers
+        if workers is not None:
+            by_reading = [_over_workers(workers, reading) for reading in by_reading]
+        return indexed_slices.together(by_reading, terms[0].dense_shape)
+
+    def _kinds_of_readings(self, inputs) -> list:
+        """By trainable variable, where no graph is traced; else a gradient itself tells."""
+        if not tf.executing_eagerly():
+            return [None] * len(self._trainable)
+        kinds = getattr(self._layer, "_kinds_of_readings", None)
+        if kinds is None or len(kinds) != len(self._trainable):
+
+            def call(arguments):
+                with state.ReplicaScope(0):
+                    return self._call(*arguments[0], **arguments[1])
+
+            weights = [variables.copies(variable)[0] for variable in self._trainable]
+            kinds = traced_readings.kinds_of(call, inputs.structure, weights)
+            object.__setattr__(self._layer, "_kinds_of_readings", kinds)
+        return kinds
 
 
-def _sum(terms):
-    """Σ_k g_k. Sparse gradients are joined, not added: Keras squares them as they come."""
-    terms = [term for term in terms if term is not None]
-    if not terms:
-        return None
-    if all(isinstance(term, tf.IndexedSlices) for term in terms):
-        return indexed_slices.joined(terms)
-    return tf.add_n([tf.convert_to_tensor(term) for term in terms])
+def _are_sparse(terms) -> bool:
+    return all(isinstance(term, tf.IndexedSlices) for term in terms)
 
 
-def _gather_slices(workers, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    values, indices = workers.all_gather_uneven([slices.values, slices.indices])
-    gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
-    return indexed_slices.joined([gathered], distinct=indexed_slices.are_distinct(slices))
+def _are_dense(terms) -> bool:
+    return all(isinstance(term, tf.Tensor) for term in terms)
+
+
+def _over_workers(workers, reading: indexed_slices.Reading) -> indexed_slices.Reading:
+    if reading.kind == indexed_slices.ONCE:
+        return reading._replace(values=workers.all_reduce([reading.values])[0])
+    values, indices = workers.all_gather_uneven([reading.values, reading.indices])
+    return indexed_slices.merged(reading._replace(values=values, indices=indices))
 
 
 def _join(rows, all_shards):

@@ -93,8 +93,12 @@ class CallState:
                 continue
             new = [tf.identity(copy) for copy in variables.copies(variable)]
             if key in self._sums:
-                (added,) = sum_over_workers([_added(self._sums[key], new, own_shards)])
-                variable.assign(self._sums[key][0] + added)
+                before = self._sums[key]
+                (added,) = sum_over_workers([_added(before, new, own_shards)])
+                variable.assign(before[0] + added)
+                # In a program the first copy holds the whole; of the others each would count again.
+                for copy, own in zip(variables.copies(variable)[1:], before[1:], strict=True):
+                    copy.assign(own)
             else:
                 (average,) = sum_over_workers([_share_of_average(new, own_shards)])
                 variable.assign(average)

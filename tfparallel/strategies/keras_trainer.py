@@ -15,6 +15,7 @@ import tensorflow as tf
 
 _TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
 _COMPILE_MODULE = "keras.src.trainers.trainer"
+_BATCH_NORM_MODULE = "keras.src.layers.normalization.batch_normalization"
 _OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
 
 # What may stand between the strategy and Keras; anything else is the user's own code.
@@ -55,6 +56,25 @@ def refuse_unprepared_optimizer() -> None:
             f"{received}. Write `optimizer = tfparallel.distribute_optimizer(optimizer)`, or train "
             "with `model.fit`."
         )
+
+
+def refuse_own_moments() -> None:
+    """Raises if a batch normalization is calling that averages a replica's own moments.
+
+    Raises:
+        ValueError: For one that is not synchronized, in a custom loop.
+    """
+    layer = _caller(_BATCH_NORM_MODULE, keras.layers.BatchNormalization)
+    if layer is None or layer.synchronized:
+        return
+    raise ValueError(
+        f"Layer '{layer.name}' normalizes each replica's rows by moments of their own in a custom "
+        "loop: the weights would differ from one device's. Moments of the global batch are "
+        "required. Received: BatchNormalization(synchronized=False) under `strategy.run`. Pass "
+        "`synchronized=True`, and divide each replica's loss by the examples of the global batch "
+        "before the tape (`tf.nn.compute_average_loss`), then `reduce_gradients(gradients)` "
+        "without a weight; or train with `model.fit`."
+    )
 
 
 def _caller(module: str, owner_type: type):

@@ -18,6 +18,8 @@ any replica:
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils, values, values_util
 
+from tfparallel.strategies import keras_trainer
+
 
 def _outside_replicas() -> bool:
     return values_util.get_current_replica_id_as_int() is None
@@ -30,6 +32,14 @@ class MirroredVariable(values.MirroredVariable):
     def handle(self):
         """The resource of this replica's copy; outside a replica, of the first copy."""
         return self._primary.handle if _outside_replicas() else super().handle
+
+    def assign(self, value, *args, **kwargs):
+        """Assigns; what a replica writes in a custom loop must not be of its own rows alone."""
+        strategy = self._distribute_strategy
+        if not _outside_replicas() and not strategy.program_is_running and not self.trainable:
+            if strategy.num_replicas > 1:
+                keras_trainer.refuse_own_moments()
+        return super().assign(value, *args, **kwargs)
 
     def __int__(self):
         return int(self.numpy())
