@@ -8,11 +8,14 @@ import tensorflow as tf
 from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
+from tfparallel.pipeline.pieces import in_two
 from tfparallel.placement.model import PlacedModel
 from tfparallel.placement.stages import PlacementError
+from tfparallel.replication.check_rows import check_rows
 
 __all__ = ["PipelinedModel"]
 
+_ROWS_PROBED = 5  # Two micro-batches of unequal size.
 _KERAS_BATCH_SIZE = 32  # Where `fit` is given arrays and no `batch_size`.
 
 
@@ -25,6 +28,7 @@ class PipelinedModel(PlacedModel):
         stage_of: The stage of each layer, by name.
         recompute: Of which micro-batches the forward pass is done again, for the backward one.
         batch_normalization: None, or "deferred".
+        check_rows: Whether a model that mixes examples is refused.
     """
 
     def compile(self, *args, **kwargs):
@@ -55,6 +59,8 @@ class PipelinedModel(PlacedModel):
     def train_step(self, data):
         """One step of training: all micro-batches forward and backward, then one update."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        if self.check_rows:
+            check_rows(self, self.__call__, in_two, _ROWS_PROBED, (x,), {"training": True})
         step = self.passes(x, y, sample_weight)
         y_pred, loss, gradients = step.run(x, y, sample_weight)
         with tf.device(self.devices[-1]):

@@ -15,6 +15,7 @@ from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place
 from tfparallel.placement.stages import PlacementError
+from tfparallel.replication.check_rows import make_quiet
 
 __all__ = ["RECOMPUTES", "TooFewLayersError", "pipeline_parallel", "stages_by_layer"]
 
@@ -54,6 +55,7 @@ def pipeline_parallel(
     balance: str = "time",
     device_memory: int | None = None,
     batch_size: int = 32,
+    check_rows: bool = True,
 ) -> keras.Model:
     """Cuts a functional or Sequential model into stages, and each batch into micro-batches.
 
@@ -89,6 +91,8 @@ def pipeline_parallel(
             `model_parallel`.
         device_memory: How many bytes each stage may hold; no limit if None.
         batch_size: The examples of a batch, for what the best cut costs.
+        check_rows: Whether a model that does not treat each example by itself is refused, as for
+            `data_parallel`.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, the latter two
@@ -136,12 +140,14 @@ def pipeline_parallel(
         "stage_of": found,
         "recompute": recompute,
         "batch_normalization": batch_normalization,
+        "check_rows": check_rows,
     }
     model = place(model_or_function, placement_of, PipelinedModel, attributes)
     extend_random_layers(model)
     if batch_normalization is not None:
         for layer in batch_norms(model):
             extend(layer, DeferredBatchNormalization)
+    make_quiet(model)
     return model
 
 

@@ -23,6 +23,7 @@ def data_parallel(
     all_reduce: str | None = None,
     replica_weights: Sequence[int] | None = None,
     synchronize_batch_norm: bool = True,
+    check_rows: bool = True,
     allow_independent_workers: bool = False,
 ) -> keras.Model:
     """Trains a plain Keras model on several devices, to the weights that one device gives.
@@ -53,6 +54,10 @@ def data_parallel(
         synchronize_batch_norm: Whether batch normalization uses the moments of the global batch,
             as on one device. False uses each replica's own, which is faster by one small
             reduction a layer, and not exact.
+        check_rows: Whether a model that does not treat each example by itself is refused: one
+            that subtracts a mean of the batch, say. It is tried out on made-up rows before the
+            first step, unless it consists of Keras's own layers. False trains it all the same, to
+            other weights than one device's.
         allow_independent_workers: Whether several workers of one job may each train a model of
             its own.
 
@@ -79,6 +84,8 @@ def data_parallel(
     strategy = _resolve_strategy(strategy, devices, all_reduce, allow_independent_workers)
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
+    if not isinstance(strategy, _OneDevice):
+        strategy.check_rows = check_rows
     if isinstance(model_or_function, keras.Model):
         _refuse_foreign_scope(model_or_function, strategy)
         model = clone.clone_under(model_or_function, strategy)

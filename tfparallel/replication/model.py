@@ -21,6 +21,7 @@ from tfparallel.replication import (
     random,
     sample_partition,
 )
+from tfparallel.replication.check_rows import check_rows, make_quiet
 from tfparallel.replication.replicated_call import ReplicatedCall
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
@@ -35,8 +36,12 @@ class ReplicatedLayer:
             return super().__call__(*args, **kwargs)
         if not self.built:
             self._build_under_scope(args, kwargs)
-        call = ReplicatedCall(self, super().__call__, self._strategy, self._partial_gradients())
-        outputs, losses = call(args, kwargs)
+        call = super().__call__
+        if self._strategy.check_rows and self._strategy.num_replicas > 1:
+            num_rows = 2 * self._strategy.num_replicas + 1
+            check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
+        replicated = ReplicatedCall(self, call, self._strategy, self._partial_gradients())
+        outputs, losses = replicated(args, kwargs)
         self._clear_losses()
         if losses:
             keras.Layer.add_loss(self, losses)  # A functional model refuses its own.
@@ -53,6 +58,11 @@ class ReplicatedLayer:
                 isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))
             )
         )
+
+    def _on_replicas(self, layer, call, args, kwargs):
+        """Computes a call as a step does, for a probe."""
+        with self._strategy.program():
+            return ReplicatedCall(layer, call, self._strategy)(args, kwargs)
 
     def _build_under_scope(self, args, kwargs):
         # Inside the trace of a step a variable would be created outside the strategy.
@@ -295,6 +305,7 @@ def extend_parts(model: keras.Model) -> None:
             extend(layer, random.IndexedDropout)
         for generator in layer._seed_generators:
             extend(generator, random.ReplicaSeedGenerator)
+    make_quiet(model)
     cls = original_class(model)
     if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):
         # A step of the user's own calls the model's parts, which are then what is spread.

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfparallel.data import provenance
 from tfparallel.data import shard as shards
+from tfparallel.replication import row_probe
 
 _PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.
 _FOLD = 0x9E3779B1  # Odd, so that r ↦ r·_FOLD is one-to-one modulo 2³².
@@ -40,6 +41,8 @@ class IndexedDropout:
     def call(self, inputs, training=False):
         """Drops units as one device does, on the rows that are this replica's."""
         shard = shards.current()
+        if training and 0 < self.rate < 1:
+            row_probe.note_dropout()
         if shard is None or not training or not 0 < self.rate < 1:
             return super().call(inputs, training=training)
         inputs = tf.convert_to_tensor(inputs)  # A layer may drop parts of a weight.

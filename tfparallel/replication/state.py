@@ -123,10 +123,16 @@ def _share_of_average(new, own_shards):
     )
 
 
-def _thread_state() -> dict:
+def global_seed_generator() -> keras.random.SeedGenerator:
+    """Keras's seed generator for layers and functions without one; made where there is none yet."""
     if global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR) is None:
         python_state = random.getstate()  # An unseeded generator takes its seed from Python's.
         with tf.init_scope():  # Its variable outlives the step that is being traced.
             keras_seeds.global_seed_generator()
         random.setstate(python_state)
+    return global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR)
+
+
+def _thread_state() -> dict:
+    global_seed_generator()
     return {name: global_state.get_global_attribute(name) for name in _THREAD_STATE}

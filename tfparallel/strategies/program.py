@@ -73,6 +73,7 @@ class ProgramStrategy:
 
     workers: WorkerGroup | None = None  # What joins the workers of the job; None for one.
     all_reduce_ops: tf.distribute.CrossDeviceOps | None = None  # None: on the first device.
+    check_rows = True  # Whether a call that mixes examples is refused; see `data_parallel`.
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
 

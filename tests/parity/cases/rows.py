@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 from keras import layers, ops, optimizers
 
+from ..case import EXACT, REFUSED
 from ..programs import case, compiled
 from .layers import dense, row_digits, stack, text_digits
 from .structures import fit_evaluate_predict
@@ -187,4 +190,86 @@ CASES += [
         build=stack((64,), dense, HoldsMetrics),
         train=fit_evaluate_predict,
     ),
+]
+
+
+MIXED = "a layer that mixes examples"
+
+
+class Centred(layers.Layer):
+    """Subtracts the mean of the batch."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0)
+
+
+class KeepsState(layers.Layer):
+    """Keeps something of the rows that it has seen."""
+
+    def __init__(self, what, **kwargs):
+        super().__init__(**kwargs)
+        self.what = what
+
+    def build(self, shape):
+        self.state = self.add_weight(shape=(), initializer="zeros", trainable=False, name="kept")
+
+    def call(self, x):
+        new = {
+            "maximum": lambda: ops.maximum(self.state, ops.max(x)),
+            "sum": lambda: self.state + ops.sum(x),
+            "count": lambda: self.state + ops.cast(ops.shape(x)[0], x.dtype),
+            "mean": lambda: 0.9 * self.state + 0.1 * ops.mean(x),
+        }[self.what]()
+        self.state.assign(new)
+        return x
+
+    def get_config(self):
+        return super().get_config() | {"what": self.what}
+
+
+class AddsLoss(layers.Layer):
+    """Adds a sum over the rows as a loss, where Keras's convention is a mean."""
+
+    def call(self, x):
+        self.add_loss(1e-3 * ops.sum(ops.square(x)))
+        return x
+
+
+class Doubled(layers.Layer):
+    """Puts out two rows for each example, the first ones of all before the second ones."""
+
+    def call(self, x):
+        return ops.concatenate([x, -x], axis=0)
+
+
+class Constant(layers.Layer):
+    """Puts out a weight, and no rows."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(4, shape[-1]), name="kernel")
+
+    def call(self, x):
+        return self.kernel + 0 * ops.mean(x)
+
+
+REFUSED_ROWS = "does not treat each example by itself"
+
+
+def mixed(name, make, **fields):
+    return case(
+        GROUP,
+        MIXED,
+        f"mixes examples: {name}",
+        build=stack((64,), dense, make),
+        verdicts=(EXACT, REFUSED),
+        message=REFUSED_ROWS,
+        **fields,
+    )
+
+
+CASES += [
+    mixed("subtracts the batch's mean", Centred),
+    *[mixed(f"keeps the {what}", functools.partial(KeepsState, what)) for what in
+      ("maximum", "sum", "count", "mean")],
+    mixed("adds a sum as a loss", AddsLoss),
 ]

@@ -1,0 +1,149 @@
+"""A model that mixes examples is refused before it trains to other weights."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfparallel
+from tests.parity.cases.rows import AddsLoss, Centred, Constant, Doubled, KeepsState
+
+TWO = ["CPU:0", "CPU:1"]
+X = np.random.default_rng(0).normal(size=(9, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+class Always(layers.Layer):
+    """Draws whatever `training` says, as the sampling layer of a VAE does."""
+
+    def build(self, shape):
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + keras.random.normal(ops.shape(x), seed=self.seed_generator)
+
+
+class Gathered(layers.Layer):
+    """Subtracts the mean of the global batch: the way out that the error names."""
+
+    def call(self, x):
+        return x - ops.mean(tfparallel.all_gather(x), axis=0)
+
+
+class TimeMajor(layers.Layer):
+    def call(self, x):
+        return ops.transpose(x, (1, 0))
+
+
+def net(*middle, tail=True):
+    def build():
+        end = [layers.Dense(1)] if tail else []
+        return keras.Sequential([keras.Input((4,)), layers.Dense(4), *[m() for m in middle], *end])
+
+    return build
+
+
+def nested():
+    inner = keras.Sequential([keras.Input((4,)), layers.Dense(4), Centred(name="culprit")])
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Dense(1)(inner(layers.Dense(4)(inputs))))
+
+
+def trained(build, **options):
+    model = tfparallel.data_parallel(build, devices=TWO, **options)
+    model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=5, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (net(Centred), "output 0 .*layer 'centred.*' of class Centred.*all_gather"),
+        (nested, "layer 'culprit' of class Centred"),
+        (net(AddsLoss), "a loss that it adds.*class AddsLoss"),
+        (net(lambda: KeepsState("maximum")), r"variable 'sequential.*/kept'.*class KeepsState"),
+        (net(lambda: layers.Softmax(axis=0)), "of class Softmax"),
+        (net(lambda: layers.Dense(3, activation=lambda x: x - ops.max(x, axis=0))), "class Dense"),
+        (net(Doubled, tail=False), "class Doubled"),
+        (net(Constant, tail=False), "class Constant"),
+        (net(TimeMajor, tail=False), "class TimeMajor"),
+    ],
+    ids=["mean", "nested", "loss", "state", "softmax", "activation", "double", "constant", "time"],
+)
+def test_a_layer_that_mixes_examples_is_named(build, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        trained(build)
+
+
+@pytest.mark.parametrize(
+    "middle", [Gathered, Always, lambda: KeepsState("mean"), layers.BatchNormalization]
+)
+def test_a_layer_that_does_not_is_trained(middle):
+    trained(net(middle))
+
+
+def test_a_probe_changes_nothing():
+    weights = []
+    for check_rows in (True, False):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        mean = net(lambda: KeepsState("mean"), lambda: layers.Dropout(0.5, seed=2))
+        weights.append(trained(mean, check_rows=check_rows).get_weights())
+    for probed, unprobed in zip(*weights, strict=True):
+        np.testing.assert_array_equal(probed, unprobed)
+
+
+def test_one_may_train_on_all_the_same():
+    trained(net(Centred), check_rows=False)
+
+
+def test_prediction_is_looked_at_too():
+    model = tfparallel.data_parallel(net(Centred), devices=TWO)
+    with pytest.raises(ValueError, match="class Centred"):
+        model.predict(X, verbose=0)
+
+
+def test_plain_code_under_the_strategy_is_looked_at():
+    for check_rows in (True, False):
+        strategy = tfparallel.MirroredStrategy(TWO)
+        strategy.check_rows = check_rows
+        with strategy.scope():
+            model = net(Centred)()
+            model.compile("sgd", "mse")
+        if not check_rows:
+            model.fit(X, Y, batch_size=5, verbose=0)
+            continue
+        with pytest.raises(ValueError, match="class Centred"):
+            model.fit(X, Y, batch_size=5, verbose=0)
+
+
+def test_an_eager_step_is_looked_at():
+    model = tfparallel.data_parallel(net(Centred), devices=TWO)
+    model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="class Centred"):
+        model.fit(X, Y, batch_size=5, verbose=0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_micro_batches_are_looked_at(schedule):
+    for check_rows in (True, False):
+        model = tfparallel.pipeline_parallel(
+            net(Centred), TWO, 2, schedule, balance="memory", check_rows=check_rows
+        )
+        model.compile("sgd", "mse")
+        if not check_rows:
+            model.fit(X, Y, batch_size=5, verbose=0)
+            continue
+        with pytest.raises(ValueError, match="class Centred"):
+            model.fit(X, Y, batch_size=5, verbose=0)
+
+
+def test_keras_own_layers_are_known(monkeypatch):
+    from tfparallel.replication import row_probe
+
+    def never(*_):
+        raise AssertionError("probed")
+
+    monkeypatch.setattr(row_probe, "first_difference", never)
+    trained(net(layers.BatchNormalization, lambda: layers.Dropout(0.5), layers.LayerNormalization))

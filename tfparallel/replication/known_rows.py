@@ -1,0 +1,48 @@
+"""Which layers are known to treat each example by itself, and need no probe (`row_probe.py`).
+
+Keras's own layers do, but for those that are told to work along axis 0, and those that run a user's
+function. Everything else is looked at.
+"""
+
+import keras
+
+from tfparallel.extend import original_class
+
+__all__ = ["is_known_by_rows"]
+
+_RUN_ANYTHING = ("Lambda", "Dot", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer")
+_MAY_NAME_AXES = ("axis", "axes", "attention_axes", "_attention_axes")
+_FUNCTIONS = ("activation", "recurrent_activation")
+_SUMS_OVER_ROWS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+
+def is_known_by_rows(layer: keras.Layer) -> bool:
+    """Whether a layer, with all that it holds, is known to treat each example by itself."""
+    return all(_is_known(part) for part in layer._flatten_layers())
+
+
+def _is_known(layer) -> bool:
+    cls = original_class(layer)
+    if isinstance(layer, keras.Model):
+        operations = getattr(layer, "operations", None)  # A subclassed model has none.
+        is_graph = cls in (keras.Model, keras.Sequential) or cls.__name__ == "Functional"
+        return is_graph and all(isinstance(each, keras.Layer) for each in operations or ())
+    if not cls.__module__.startswith("keras.src.layers.") or cls.__name__ in _RUN_ANYTHING:
+        return False
+    axes = [axis for name in _MAY_NAME_AXES for axis in _flat(getattr(layer, name, None))]
+    functions = [getattr(layer, name, None) for name in _FUNCTIONS]
+    regularizer = layer.activity_regularizer
+    return (
+        0 not in axes
+        and not layer._metrics
+        and all(_is_kerass(each) for each in functions if each is not None)
+        and (regularizer is None or type(regularizer) in _SUMS_OVER_ROWS)
+    )
+
+
+def _flat(axes):
+    return [axis for axis in keras.tree.flatten(axes) if isinstance(axis, int)]
+
+
+def _is_kerass(function) -> bool:
+    return getattr(function, "__module__", type(function).__module__).startswith("keras.")

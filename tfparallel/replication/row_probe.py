@@ -1,0 +1,189 @@
+"""Whether a call treats each example by itself: one piece and several of the same rows, compared.
+
+    rows x  (B, …)  ──▶  f(x)                        as on one device
+          x_0, x_1  ──▶  f(x_0), f(x_1)  ──▶ joined  as the form computes it
+
+A layer that subtracts the mean of the batch, keeps its maximum, or adds a sum of its rows as a
+loss gives something else in pieces, and would train to other weights without a word. The rows are
+made up, of the types of the call's arguments: uniform numbers, ids of 0 and 1. Nothing is read from
+the data, and nothing of the model changes: what the pieces write is restored.
+
+Random layers other than dropout are switched off, and batch normalization takes its moving
+averages: what these do across rows is this package's own. Where a layer draws whatever `training`
+says, shapes alone are compared.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.strategies import variables
+
+__all__ = ["Difference", "QuietInProbe", "first_difference", "is_probing", "made_up"]
+
+# Another order of summation changes less; what looks at other rows changes more.
+_TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
+_COARSE = 5e-2
+_LENGTH, _SIZE = 8, 32  # For axes of no known size: of sequences, of pictures.
+
+
+class Difference(NamedTuple):
+    """What differs between the whole and the pieces.
+
+    Attributes:
+        what: "output 0", "a loss that it adds", "variable 'path'", "what is to be joined".
+        relative: How far, relative to the largest element; infinite for other shapes.
+    """
+
+    what: str
+    relative: float
+
+
+class _State:
+    is_on = False  # Replicas are threads of their own, which inherit nothing.
+    num_dropped = 0
+
+
+def is_probing() -> bool:
+    """Whether a probe is being traced."""
+    return _State.is_on
+
+
+def note_dropout() -> None:
+    """Called by each draw of a dropout layer, whose mask is compared like all else."""
+    _State.num_dropped += 1
+
+
+@contextlib.contextmanager
+def _probing() -> Iterator[None]:
+    _State.is_on, _State.num_dropped = True, 0
+    try:
+        yield
+    finally:
+        _State.is_on = False
+
+
+class QuietInProbe:
+    """Extends a layer: while a probe is traced, it acts as in inference."""
+
+    def call(self, *args, **kwargs):
+        """Calls the layer, without training where a probe calls it."""
+        if _State.is_on and kwargs.get("training"):
+            kwargs["training"] = False
+        return super().call(*args, **kwargs)
+
+
+def made_up(spec: tf.TensorSpec, num_rows: int, seed: int) -> np.ndarray | None:
+    """Rows for a probe; None for a type of which none can be made up."""
+    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+        return None
+    unknown = _SIZE if spec.shape.rank >= 4 else _LENGTH
+    shape = [num_rows if axis == 0 else size or unknown for axis, size in enumerate(spec.shape)]
+    drawn = np.random.default_rng(seed).uniform(0, 2, shape)
+    if spec.dtype == tf.string:
+        return np.where(drawn < 1, "a", "b")
+    if spec.dtype.is_floating or spec.dtype.is_integer or spec.dtype.is_bool:
+        return np.floor(drawn).astype(bool) if spec.dtype.is_bool else drawn.astype(
+            spec.dtype.as_numpy_dtype
+        )
+    return None
+
+
+def first_difference(
+    whole: Callable[..., tuple[Any, Sequence[tf.Tensor]]],
+    in_pieces: Callable[..., tuple[Any, Sequence[tf.Tensor]]],
+    specs: Sequence[tf.TensorSpec],
+    rows: Sequence[np.ndarray],
+    written: Sequence[keras.Variable],
+) -> Difference | None:
+    """Runs both and compares; None where nothing differs, or nothing can be compared.
+
+    Args:
+        whole: Takes tensors, returns outputs and the losses that layers added.
+        in_pieces: The same, as the form computes it; it may write variables.
+        specs: The types of the tensors.
+        rows: The tensors.
+        written: The variables that either may write.
+    """
+    updates: dict[str, tf.Tensor] = {}
+
+    @tf.function(autograph=False)
+    def one_piece(*tensors):
+        scope = keras.StatelessScope(collect_losses=True)
+        with scope:
+            outputs, _ = whole(*tensors)
+        after = {v.path: scope.get_current_value(v) for v in written}
+        updates.update({path: value for path, value in after.items() if value is not None})
+        return keras.tree.flatten(outputs), list(scope.losses), dict(updates)
+
+    @tf.function(autograph=False)
+    def pieces(*tensors):
+        outputs, losses = in_pieces(*tensors)
+        return keras.tree.flatten(outputs), list(losses)
+
+    with _probing():
+        try:
+            first = one_piece.get_concrete_function(*specs)
+            draws = _num_draws(first.graph) > _State.num_dropped
+            second = pieces.get_concrete_function(*specs)
+            kept = [v for v in written if v.path in updates]
+            expected = first(*map(tf.constant, rows))
+        except Exception:  # Made-up rows may be none that the model takes: its own data will tell.
+            return None
+        with _restored(kept):
+            try:
+                received = second(*map(tf.constant, rows))
+            except tf.errors.InvalidArgumentError:
+                return Difference("what is to be joined", float("inf"))
+            states = {v.path: variables.copies(v)[0].numpy() for v in kept}
+    pairs = [*zip(expected[0], received[0], strict=False)]
+    found = [(f"output {i}", *pair) for i, pair in enumerate(pairs)]
+    if len(expected[1]) == len(received[1]):
+        found += [
+            ("a loss that it adds", *pair) for pair in zip(expected[1], received[1], strict=True)
+        ]
+    found += [
+        (f"variable '{path}'", value, states[path])
+        for path, value in expected[2].items()
+        if "seed_generator" not in path
+    ]
+    for what, one, other in found:
+        relative = _distance(np.asarray(one), np.asarray(other), only_shapes=draws)
+        if relative > _TOLERANCE.get(np.asarray(one).dtype.name, _COARSE):
+            return Difference(what, relative)
+    return None
+
+
+@contextlib.contextmanager
+def _restored(written: Sequence[keras.Variable]) -> Iterator[None]:
+    before = [[copy.numpy() for copy in variables.copies(v)] for v in written]
+    try:
+        yield
+    finally:
+        for variable, values in zip(written, before, strict=True):
+            for copy, value in zip(variables.copies(variable), values, strict=True):
+                copy.assign(value)
+
+
+def _num_draws(graph) -> int:
+    counted = [op.type for op in graph.get_operations()]
+    return sum("Random" in name and not name.startswith("StatelessRandomGet") for name in counted)
+
+
+def _distance(one: np.ndarray, other: np.ndarray, only_shapes: bool) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    if only_shapes or one.size == 0:
+        return 0.0
+    if not np.issubdtype(one.dtype, np.number) and one.dtype.name != "bfloat16":
+        return 0.0 if np.array_equal(one, other) else float("inf")
+    one, other = one.astype("float64"), other.astype("float64")
+    if not np.isfinite(one).all():
+        return 0.0  # Of rows that mean nothing to the model.
+    scale = np.max(np.abs(one)) or 1.0
+    apart = np.max(np.abs(one - other))
+    return float(apart / scale) if np.isfinite(apart) else float("inf")
