@@ -30,3 +30,6 @@ COMPILED_FOR_ONE_DEVICE = dict.fromkeys(
 STATE_OF_A_ROW = dict.fromkeys(
     (*REPLICATED, "pipeline_parallel"), "Stateful recurrent layers keep a state for each row"
 )
+MIXES_EXAMPLES = dict.fromkeys(
+    (*REPLICATED, "pipeline_parallel"), "does not treat each example by itself"
+)

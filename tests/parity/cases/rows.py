@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import layers, ops, optimizers
 
-from ..case import EXACT, REFUSED
+from .. import refusals
 from ..programs import case, compiled
 from .layers import dense, row_digits, stack, text_digits
 from .structures import fit_evaluate_predict
@@ -179,7 +179,6 @@ CASES += [
         ("positions", DroppedPositions),
         ("a kernel", DroppedKernel),
         ("a time-major tensor", TimeMajor),
-        ("two views", ConcatenatedViews),
     ]
 ]
 CASES += [
@@ -252,24 +251,33 @@ class Constant(layers.Layer):
         return self.kernel + 0 * ops.mean(x)
 
 
-REFUSED_ROWS = "does not treat each example by itself"
-
-
-def mixed(name, make, **fields):
+def mixed(name, make, refused, **fields):
     return case(
         GROUP,
         MIXED,
         f"mixes examples: {name}",
         build=stack((64,), dense, make),
-        verdicts=(EXACT, REFUSED),
-        message=REFUSED_ROWS,
+        refused=refused,
         **fields,
     )
 
 
+def keeps(what):
+    refused = refusals.MIXES_EXAMPLES if what != "mean" else {}
+    make = functools.partial(KeepsState, what)
+    return mixed(f"keeps the {what}", make, refused | refusals.STATE_OF_A_CALL)
+
+
 CASES += [
-    mixed("subtracts the batch's mean", Centred),
-    *[mixed(f"keeps the {what}", functools.partial(KeepsState, what)) for what in
-      ("maximum", "sum", "count", "mean")],
-    mixed("adds a sum as a loss", AddsLoss),
+    mixed("subtracts the batch's mean", Centred, refusals.MIXES_EXAMPLES),
+    *map(keeps, ("maximum", "sum", "count", "mean")),
+    mixed("adds a sum as a loss", AddsLoss, refusals.MIXES_EXAMPLES),
+    case(
+        GROUP,
+        DROPPED,
+        "dropout of two views",
+        build=pooled(ConcatenatedViews),
+        data=row_digits,
+        refused=refusals.MIXES_EXAMPLES,
+    ),
 ]
