@@ -147,3 +147,9 @@ def test_keras_own_layers_are_known(monkeypatch):
 
     monkeypatch.setattr(row_probe, "first_difference", never)
     trained(net(layers.BatchNormalization, lambda: layers.Dropout(0.5), layers.LayerNormalization))
+
+    def residual():
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, layers.Dense(1)(ops.tanh(layers.Dense(4)(inputs)) + inputs))
+
+    trained(residual)

@@ -12,6 +12,10 @@ __all__ = ["is_known_by_rows"]
 
 _RUN_ANYTHING = ("Lambda", "Dot", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer")
 _MAY_NAME_AXES = ("axis", "axes", "attention_axes", "_attention_axes")
+_BY_ELEMENT = (
+    *("Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Maximum", "Minimum", "Negative"),
+    *("Absolute", "Square", "Sqrt", "Exp", "Log", "Tanh", "Relu", "Sigmoid", "Gelu", "Silu"),
+)
 _FUNCTIONS = ("activation", "recurrent_activation")
 _SUMS_OVER_ROWS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
@@ -24,9 +28,9 @@ def is_known_by_rows(layer: keras.Layer) -> bool:
 def _is_known(layer) -> bool:
     cls = original_class(layer)
     if isinstance(layer, keras.Model):
-        operations = getattr(layer, "operations", None)  # A subclassed model has none.
-        is_graph = cls in (keras.Model, keras.Sequential) or cls.__name__ == "Functional"
-        return is_graph and all(isinstance(each, keras.Layer) for each in operations or ())
+        operations = getattr(layer, "operations", ())  # A subclassed model has none.
+        is_graph = cls is keras.Sequential or cls.__name__ == "Functional"
+        return is_graph and all(map(_is_known_operation, operations))
     if not cls.__module__.startswith("keras.src.layers.") or cls.__name__ in _RUN_ANYTHING:
         return False
     axes = [axis for name in _MAY_NAME_AXES for axis in _flat(getattr(layer, name, None))]
@@ -38,6 +42,15 @@ def _is_known(layer) -> bool:
         and all(_is_kerass(each) for each in functions if each is not None)
         and (regularizer is None or type(regularizer) in _SUMS_OVER_ROWS)
     )
+
+
+def _is_known_operation(operation) -> bool:
+    """Layers are looked at by themselves; `x + y` in a functional model is an operation."""
+    if isinstance(operation, keras.Layer):
+        return True
+    ranks = {len(x.shape) for node in operation._inbound_nodes for x in node.input_tensors}
+    is_kerass = type(operation).__module__.startswith("keras.src.ops.")
+    return is_kerass and type(operation).__name__ in _BY_ELEMENT and len(ranks) <= 1
 
 
 def _flat(axes):
