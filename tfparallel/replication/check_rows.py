@@ -51,11 +51,11 @@ def check_rows(
     training = bool(kwargs.get("training"))
     if training in looked_at or True in looked_at or is_known_by_rows(layer):
         return
-    object.__setattr__(layer, "_rows_looked_at", (*looked_at, training))
     with tf.init_scope():
         found = _probed(layer, call, in_pieces, num_rows, args, kwargs)
         if found is not None:
             raise ValueError(refusal(layer, _culprit(layer, in_pieces, num_rows, kwargs), found))
+    object.__setattr__(layer, "_rows_looked_at", (*looked_at, training))
 
 
 def refusal(layer: keras.Layer, culprit: keras.Layer, found: row_probe.Difference) -> str:

@@ -54,7 +54,7 @@ class IndexedDropout:
 
     def _uniform(self, inputs, shape, seed, shard):
         """The numbers that one device draws, as far as this replica needs them."""
-        axis = _row_axis(inputs, shard)
+        axis = self._row_axis_of(inputs, shard)
         if axis is None or (self.noise_shape or (None,) * len(shape))[axis] == 1:
             # One mask for all examples: of a tensor without rows, or by its noise shape.
             return uniform_of_rows(shape, inputs.dtype, seed, shard._replace(start=0, num_rows=1))
@@ -66,6 +66,23 @@ class IndexedDropout:
         drawn = uniform_of_rows(everything, inputs.dtype, seed, whole)
         begin = tf.one_hot(axis, len(shape), shard.first_row_used, dtype=tf.int32)
         return tf.slice(drawn, begin, tf.stack(shape))
+
+    def _row_axis_of(self, inputs, shard) -> int | None:
+        """The axis that holds the rows; of an eager tensor the one that a probe's trace found."""
+        found = getattr(self, "_row_axes", {0})
+        if tf.is_symbolic_tensor(inputs):
+            axis = _row_axis(inputs, shard)
+            if row_probe.is_probing():
+                object.__setattr__(self, "_row_axes", {axis} | getattr(self, "_row_axes", set()))
+            return axis
+        if len(found) > 1:
+            raise ValueError(
+                f"Layer '{self.name}' drops parts of tensors that hold the rows of the batch on "
+                "different axes, or not at all, and an eager step does not tell which is which. A "
+                f"traced step is required. Received: run_eagerly=True, axes {found}. Compile with "
+                "run_eagerly=False, or take a dropout layer for each."
+            )
+        return next(iter(found))
 
     def _mask_shape(self, inputs):
         """Sizes of the mask of this replica's rows."""

@@ -174,7 +174,16 @@ CASES = [
 ]
 
 CASES += [
-    case(GROUP, DROPPED, f"dropout of {name}", build=pooled(layer), data=row_digits)
+    case(
+        GROUP,
+        DROPPED,
+        f"dropout of {name}" + ", eagerly" * eagerly,
+        build=pooled(layer),
+        data=row_digits,
+        compile=compiled(run_eagerly=eagerly),
+        fit={"epochs": 1 if eagerly else 4},
+    )
+    for eagerly in (False, True)
     for name, layer in [
         ("positions", DroppedPositions),
         ("a kernel", DroppedKernel),
