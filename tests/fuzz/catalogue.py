@@ -310,6 +310,8 @@ REAL = [
     "squared_error",
     "'mape'",
 ]
+# Metrics that take no axis of steps.
+OF_TWO_AXES = ("metrics.F1Score", "metrics.FBetaScore", "metrics.R2Score")
 # The last layer, what targets hold, losses and metrics.
 HEADS = [
     (

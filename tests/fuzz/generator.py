@@ -167,11 +167,14 @@ def draw_heads(choose, style: str, shape):
     for _ in range(count):
         layers, target, target_shape, losses, metrics = pick(choose, catalogue.HEADS)
         blocks = [Block(make) for make in layers]
-        if len(shape) == 2 and choose(2):  # An output a step.
+        a_step = len(shape) == 2 and choose(2) == 1
+        if a_step:
             target_shape = (shape[0], *target_shape)
         elif len(shape) > 1:
             blocks = [Block("layers.Flatten()"), *blocks]
         loss = pick(choose, losses).format(r=often(choose, "", catalogue.REDUCTION, 2))
+        if a_step:
+            metrics = [each for each in metrics if not each.startswith(catalogue.OF_TWO_AXES)]
         chosen = dict.fromkeys(often(choose, None, metrics, 2) for _ in range(2))
         chosen = tuple(each for each in chosen if each)
         heads.append(Head(tuple(blocks), target, target_shape, loss, chosen))

@@ -6,6 +6,7 @@ and worker 0 judges.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import sys
@@ -36,7 +37,7 @@ def judge_all(
             ended = _start(folder, num_workers, num_devices, 60 + 60 * len(left))
             outcomes += _read(folder)
         if len(outcomes) < len(batch):
-            text = ended.culprit.describe() if ended.culprit else "The job ended early."
+            text = ended.culprit.explain() if ended.culprit else "The job ended early."
             outcomes.append(Outcome(NAME, CRASH, text))
     return outcomes
 
@@ -90,7 +91,8 @@ def main(folder: str, num_devices: int) -> None:
     for one_device in batch:
         outcome = judge(Workers(), one_device)
         # A worker that fails alone is a finding, wherever it fails.
-        worst = max(strategy.workers.exchange(outcome), key=lambda each: each.is_finding)
+        outcomes = strategy.workers.exchange(dataclasses.astuple(outcome))
+        worst = max((Outcome(*each) for each in outcomes), key=lambda each: each.is_finding)
         if strategy.workers.worker_index == 0:
             with open(os.path.join(folder, "outcomes"), "ab") as file:
                 pickle.dump(worst, file)
