@@ -12,7 +12,7 @@ WITH_TORCH := $(if $(TORCH),--torch=$(TORCH))
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast parity lint bench
+.PHONY: setup demo test test-fast parity fuzz lint bench
 
 setup: $(READY)
 
@@ -39,6 +39,12 @@ test-fast: $(READY)
 
 parity: $(READY)
 	$(BIN)/python -m tests.parity.table --write
+
+# Random programs under every form; another seed, other programs. Ends with code 1 on a finding.
+FUZZ_MINUTES ?= 10
+FUZZ_SEED ?= $(shell date +%Y%m%d)
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz.run --minutes=$(FUZZ_MINUTES) --seed=$(FUZZ_SEED) $(if $(FUZZ_LOG),--log=$(FUZZ_LOG))
 
 lint: $(READY)
 	$(BIN)/ruff check --config .ci/ruff.toml .

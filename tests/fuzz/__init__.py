@@ -1,0 +1,1 @@
+"""A fuzzer: random Keras programs, trained on one device and under every form."""

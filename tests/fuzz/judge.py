@@ -1,0 +1,243 @@
+"""Trains a program on one device and under a form, and says what became of it.
+
+    exact         as one device: no further from it than rounding carries the program
+    reproducible  other random numbers than one device draws, where docs/parity.md says so, and
+                  the same ones in a second run
+    refused       an error of ours, which says what it received
+    silent        other results, and no word
+    crash         any other error
+
+How far rounding carries a program is measured: one device trains it a second time, its first
+weights moved by one unit in the last place. A value may be `SLACK` times as far off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tempfile
+import traceback
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.parity.case import (
+    SEED,
+    Builder,
+    DropIn,
+    Observed,
+    Pipeline,
+    Plain,
+    Split,
+    Stages,
+    observe,
+    precision,
+    relative_difference,
+)
+from tests.parity.table import first_sentence
+
+from .program import Program, load, source
+
+EXACT, REPRODUCIBLE, REFUSED, SILENT, CRASH = "exact", "reproducible", "refused", "silent", "crash"
+FORMS = (
+    "data_parallel",
+    "MirroredStrategy",
+    "model_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+)
+SLACK, SMALLEST = 100.0, 1e-9
+# Keras's LoRA has weights of float32 whatever the policy is; the tolerance is that of parity.
+IN_FLOAT32, SMALLEST_IN_FLOAT32 = re.compile(r"enable_lora"), 1e-4
+
+# What draws by replica or by micro-batch, by docs/parity.md: reproducible, not exact.
+DRAWS_OTHERWISE = re.compile(
+    r"Gaussian(Noise|Dropout)|AlphaDropout|(LSTM|GRU|SimpleRNN)\([^)]*dropout="
+)
+DRAWS_AS_ONE_DEVICE = ("model_parallel", "tensor_parallel")
+
+
+class Discarded(Exception):
+    """One device does not train the program, or to numbers that say nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a program under a form."""
+
+    form: str
+    verdict: str
+    detail: str = ""
+    relative: float = 0.0
+
+    @property
+    def is_finding(self) -> bool:
+        return self.verdict in (SILENT, CRASH)
+
+    @property
+    def family(self) -> str:
+        """The same for findings that look like one cause."""
+        text = re.sub(r"'[^']*'|\d+(\.\d+)?(e-?\d+)?|<[^>]*>", "…", self.detail)
+        return f"{self.verdict}: {text[:160]}" if self.verdict == CRASH else self.verdict
+
+
+def form_of(name: str, program: Program) -> Plain:
+    devices = [f"CPU:{index}" for index in range(program.replicas)]
+    return {
+        "data_parallel": lambda: Builder(devices),
+        "MirroredStrategy": lambda: DropIn(devices),
+        "model_parallel": lambda: Stages(devices[:2]),
+        "tensor_parallel": lambda: Split(devices[:2]),
+        "pipeline_parallel": lambda: Pipeline(
+            devices[:2], program.schedule, num_micro_batches=num_micro_batches(program)
+        ),
+    }[name]()
+
+
+def num_micro_batches(program: Program) -> int:
+    """As many as the last batch has examples for: 2 at least, 4 at most, an even number."""
+    return 4 if 4 <= (program.num_examples % program.batch_size or program.batch_size) else 2
+
+
+def train(program: Program, form: Plain, moved: bool = False) -> Observed:
+    """Trains the program from its seed and returns what is compared, by name."""
+    keras.backend.clear_session()
+    with precision("float64"):
+        keras.utils.set_random_seed(SEED)
+        names = load(program)
+        build, compile_model = names["build_model"], names["compile_model"]
+        if program.start == "function" or isinstance(form, DropIn):
+            model = form.make(build, compile_model)
+        else:
+            original = build()
+            if program.start == "compiled":
+                compile_model(original)
+            model = original if type(form) is Plain else form.make(original)
+            if program.start == "built":
+                compile_model(model)
+        if moved:
+            move_by_one_unit(model, names["load_data"]()[0])
+        seen = names["train"](model)
+        history = seen.pop("history")
+        if "save" in program.then:
+            seen["predictions of the file"] = saved_and_loaded(model, names["load_data"]()[0])
+        return observe(model, history, **seen)
+
+
+def move_by_one_unit(model: keras.Model, x) -> None:
+    """Moves each trainable weight by one unit in the last place, up or down."""
+    if not model.built:
+        model(keras.tree.map_structure(lambda array: keras.ops.convert_to_tensor(array[:2]), x))
+    up_or_down = np.random.default_rng(SEED)
+    for variable in model.trainable_variables:
+        value = np.asarray(variable)
+        towards = up_or_down.choice([-np.inf, np.inf], size=value.shape)
+        variable.assign(np.where(value == 0, value, np.nextafter(value, towards)))
+
+
+def saved_and_loaded(model: keras.Model, x):
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.keras")
+        model.save(path)
+        return keras.models.load_model(path).predict(x, batch_size=8, verbose=0)
+
+
+@dataclasses.dataclass
+class OneDevice:
+    """What one device sees of a program, and how far from it a value may be.
+
+    The rounding is measured when a value is further away than `smallest`: seldom.
+    """
+
+    program: Program
+    expected: Observed
+    limits: dict[str, float] | None = None
+
+    @classmethod
+    def train(cls, program: Program) -> OneDevice:
+        """Trains the program.
+
+        Raises:
+            Discarded: If Keras fails, or the numbers are none.
+        """
+        try:
+            expected = train(program, Plain())
+        except Exception as error:  # noqa: BLE001  (whatever it says, there is no program)
+            text = first_sentence(str(error))[:150]
+            raise Discarded(f"{type(error).__name__}: {text}") from error
+        for name, value in expected.items():
+            if not name.startswith("history") and not np.all(np.abs(value) < 1e8):
+                raise Discarded("Training diverges.")
+        return cls(program, expected)
+
+    @property
+    def smallest(self) -> float:
+        """The difference that is rounding in any program of this precision."""
+        return SMALLEST_IN_FLOAT32 if IN_FLOAT32.search(source(self.program)) else SMALLEST
+
+    def beyond(self, seen: Observed) -> dict[str, float]:
+        """The values of `seen` that are further away than rounding carries them."""
+        if not beyond(self.expected, seen, dict.fromkeys(self.expected, self.smallest)):
+            return {}
+        if self.limits is None:
+            again = train(self.program, Plain(), moved=True)
+            self.limits = {
+                name: SLACK * relative_difference(name, value, again[name]) + self.smallest
+                for name, value in self.expected.items()
+            }
+        return beyond(self.expected, seen, self.limits)
+
+
+def judge(form: str | Plain, one_device: OneDevice) -> Outcome:
+    """Trains the program under a form, or a form's name, and compares."""
+    program, expected = one_device.program, one_device.expected
+    named = isinstance(form, str)
+    name = form if named else form.name
+
+    def make() -> Plain:
+        return form_of(name, program) if named else form
+
+    try:
+        seen = train(program, make())
+        differences = one_device.beyond(seen)
+        if differences and name not in DRAWS_AS_ONE_DEVICE and expected.keys() == seen.keys():
+            if DRAWS_OTHERWISE.search(source(program)):
+                differences = beyond(seen, train(program, make()), {})
+                if not differences:
+                    return Outcome(name, REPRODUCIBLE)
+    except Exception as error:  # noqa: BLE001  (which errors are good ones is what is judged)
+        return of_error(name, error)
+    if differences:
+        largest = sorted(differences, key=lambda key: -differences[key])[:4]
+        detail = ", ".join(f"{key}: {differences[key]:.1e}" for key in largest)
+        return Outcome(name, SILENT, detail, differences[largest[0]])
+    apart = [relative_difference(key, value, seen[key]) for key, value in expected.items()]
+    return Outcome(name, EXACT, relative=max(apart))
+
+
+def beyond(expected: Observed, seen: Observed, limits: dict[str, float]) -> dict[str, float]:
+    """The values that are further apart than they may be; infinity for one that is missing."""
+    apart = dict.fromkeys(expected.keys() ^ seen.keys(), float("inf"))
+    for name in expected.keys() & seen.keys():
+        if expected[name].shape != seen[name].shape:
+            apart[f"{name} of shape {expected[name].shape}, now {seen[name].shape}"] = float("inf")
+            continue
+        relative = relative_difference(name, expected[name], seen[name])
+        if relative > limits.get(name, SMALLEST):
+            apart[name] = relative
+    return apart
+
+
+def of_error(form: str, error: Exception) -> Outcome:
+    """A refusal, if the error is ours and says what it received."""
+    text = first_sentence(str(error))[:400]
+    places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    ours = any(f"{os.sep}tfparallel{os.sep}" in place for place in places[-3:])
+    plain = isinstance(error, (ValueError, RuntimeError)) and not isinstance(
+        error, tf.errors.OpError
+    )
+    if plain and ours and "Received:" in str(error):
+        return Outcome(form, REFUSED, text)
+    return Outcome(form, CRASH, f"{type(error).__name__}: {text}")

@@ -1,0 +1,97 @@
+"""Families of findings: those that are known and not mended yet, and what one is told by.
+
+A finding that shows a known family is counted under its name, and is not made smaller again.
+When a family is mended, or refused, its entry goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from .judge import FORMS, Outcome
+from .program import Program, source
+
+WORKERS = "workers"
+REPLICATED = ("data_parallel", "MirroredStrategy", WORKERS)
+BY_PIECES = (*REPLICATED, "pipeline_parallel")
+ALL = (*FORMS, WORKERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A name, what a program's source (or the error) must hold, and the forms that show it."""
+
+    name: str
+    pattern: str
+    forms: tuple[str, ...]
+    of_error: bool = False
+
+    def tells(self, program: Program, outcome: Outcome) -> bool:
+        text = outcome.detail if self.of_error else source(program) + f"start = {program.start}"
+        return outcome.form in self.forms and re.search(self.pattern, text, re.DOTALL) is not None
+
+
+_BUILT = r".*start = (built|compiled)"
+
+KNOWN = [
+    Family("an embedding that is read once a batch", r" = PositionEmbedding\(", BY_PIECES),
+    Family("LoRA inside of attention", r"_query_dense\.enable_lora", ("tensor_parallel",)),
+    Family("a variable frozen by itself", r"kernel\.trainable = False" + _BUILT, ALL),
+    Family("LoRA's alpha in a clone", r"lora_alpha" + _BUILT, ALL),
+    Family("a metric that a layer holds", r"= Measured\(", BY_PIECES),
+    Family("axis 0 that is not the examples", r"= (DroppedWeight\(|TimeMajor\(0)", BY_PIECES),
+    Family(
+        "operations across examples",
+        r"= (MinusBatchMean|RunningMax|RunningSum|ByBatchSize)\(",
+        BY_PIECES,
+    ),
+    Family("PReLU with shared axes in a pair", r"PReLU\(shared_axes", ("tensor_parallel",)),
+    Family(
+        "a layer that reads an input and a tensor", "could not find node key", ALL, of_error=True
+    ),
+]
+
+
+def family_of(program: Program, outcome: Outcome) -> str:
+    """The name of the known family that a finding belongs to, or nothing."""
+    return next((family.name for family in KNOWN if family.tells(program, outcome)), "")
+
+
+def traits(program: Program) -> frozenset[str]:
+    """What is out of the ordinary in a program: its layers, and the options that it sets."""
+    plain = Program(inputs=(), blocks=(), heads=())
+    found = set()
+    for field in dataclasses.fields(Program):
+        value = getattr(program, field.name)
+        if field.name in ("inputs", "heads"):
+            for each in value:
+                found |= {block.make.split("(")[0] for block in each.blocks}
+            found |= {f"two {field.name}"} if len(value) > 1 else set()
+        elif field.name == "blocks":
+            for block in value:
+                found |= {block.make.split("(")[0], block.after, block.call}
+        elif value != getattr(plain, field.name):
+            found.add(f"{field.name}={value}")
+    ordinary = {"", "layers.Dense", "layers.Flatten", "layers.Embedding", "{layer}({x})"}
+    # How many there are is seldom the cause, and shrinks to what shows it.
+    return frozenset(
+        trait
+        for trait in found - ordinary
+        if not trait.startswith(("num_examples", "batch_size", "replicas", "schedule", "outputs"))
+    )
+
+
+# Left out of three programs in four, so that what they do hides nothing else.
+LAYERS = frozenset(
+    {
+        "PositionEmbedding",
+        "Measured",
+        "DroppedWeight",
+        "TimeMajor",
+        "MinusBatchMean",
+        "RunningMax",
+        "RunningSum",
+        "ByBatchSize",
+    }
+)

@@ -1,0 +1,181 @@
+"""Random programs, one after another, until the time is over.
+
+    python -m tests.fuzz.run --minutes=30 --seed=7
+    make fuzz FUZZ_MINUTES=30 FUZZ_SEED=7
+
+Each program is trained on one device and under every form; what several workers make of it is
+seen for `BATCH` programs at a time, in one job. A finding is made smaller and printed, as a
+program that runs by itself, the first time that its family is met. The exit code is 1 if there
+was one that `known` does not name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import gc
+import json
+import os
+import sys
+import time
+import warnings
+
+import tfparallel
+
+from . import known, workers
+from .generator import drawn
+from .judge import FORMS, REFUSED, Discarded, OneDevice, Outcome, judge
+from .program import Program, source
+from .shrink import shrink
+
+REPLICATED = ("data_parallel", "MirroredStrategy")
+BATCH = 20  # Programs for one job of workers.
+
+
+@dataclasses.dataclass
+class Found:
+    """A family of findings: the smallest program that shows it, and how often it was met."""
+
+    program: Program
+    outcome: Outcome
+    count: int = 1
+
+    def has(self, program: Program, outcome: Outcome) -> bool:
+        """Whether another finding looks like this one."""
+        if outcome.family != self.outcome.family:
+            return False
+        alike = known.traits(self.program) <= known.traits(program)
+        return outcome.verdict == "crash" or alike
+
+
+class Session:
+    """What a run has seen."""
+
+    def __init__(self, seed: str, log: str = "", shrink_seconds: float = 120.0):
+        self.seed, self.log, self.shrink_seconds = seed, log, shrink_seconds
+        self.pairs: collections.Counter = collections.Counter()
+        self.refusals: collections.Counter = collections.Counter()
+        self.discarded: collections.Counter = collections.Counter()
+        self.known: collections.Counter = collections.Counter()
+        self.found: list[Found] = []
+
+    def run(self, index: int, forms: tuple[str, ...] | None = None) -> OneDevice | None:
+        """Trains the program of an index; returns what workers need to train it too.
+
+        The two forms that replicate are one engine: they take turns, unless `forms` says more.
+        """
+        forms = forms or tuple(form for form in FORMS if form != REPLICATED[index % 2])
+        left_out = known.LAYERS if index % 4 else frozenset()
+        program, choices = drawn(f"{self.seed}/{index}", left_out)
+        try:
+            one_device = OneDevice.train(program)
+        except Discarded as error:
+            self.discarded[str(error)] += 1
+            self.write(index, program, [])
+            return None
+        outcomes = [judge(form, one_device) for form in forms]
+        self.write(index, program, outcomes)
+        for outcome in outcomes:
+            self.count(program, outcome, choices, left_out)
+        return one_device
+
+    def count(self, program, outcome, choices=None, left_out=frozenset()) -> None:
+        self.pairs[outcome.form, outcome.verdict] += 1
+        if outcome.verdict == REFUSED:
+            self.refusals[outcome.form, outcome.detail] += 1
+        if not outcome.is_finding:
+            return
+        if family := known.family_of(program, outcome):
+            self.known[family] += 1
+            return
+        for found in self.found:
+            if found.has(program, outcome):
+                found.count += 1
+                return
+        print(f"\n{outcome.form}: {outcome.verdict}. {outcome.detail}\nMaking it smaller …")
+        if choices is not None:
+            try:
+                program, outcome = shrink(choices, outcome, left_out, self.shrink_seconds)
+            except RuntimeError as error:
+                print(error)
+        self.found.append(Found(program, outcome))
+        print(report(program, outcome), flush=True)
+
+    def write(self, index: int, program: Program, outcomes: list[Outcome]) -> None:
+        if self.log:
+            line = {
+                "index": index,
+                "program": json.loads(program.to_json()),
+                "outcomes": [dataclasses.astuple(outcome) for outcome in outcomes],
+            }
+            with open(self.log, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def summary(self) -> str:
+        forms = list(dict.fromkeys(form for form, _ in sorted(self.pairs)))
+        lines = [f"Seed {self.seed}: {sum(self.pairs.values())} pairs of program and form."]
+        for form in forms:
+            counts = {v: n for (f, v), n in sorted(self.pairs.items()) if f == form}
+            text = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+            lines.append(f"  {form}: {sum(counts.values())}: {text}")
+        lines.append(f"Discarded, as one device does not train them: {self.discarded.total()}")
+        lines += [f"  {n} x {text}" for text, n in self.discarded.most_common()]
+        lines.append(f"Refused: {self.refusals.total()}")
+        lines += [f"  {n} x {form}: {text}" for (form, text), n in self.refusals.most_common()]
+        lines.append(f"Of known families: {self.known.total()}")
+        lines += [f"  {n} x {text}" for text, n in self.known.most_common()]
+        silent = sum(found.count for found in self.found if found.outcome.verdict != "crash")
+        crashes = sum(found.count for found in self.found if found.outcome.verdict == "crash")
+        lines.append(f"New: {silent} silent differences, {crashes} crashes")
+        for found in self.found:
+            lines.append(
+                f"  {found.count} x {found.outcome.form}: {found.outcome.verdict}: "
+                f"{found.outcome.detail[:200]}"
+            )
+        return "\n".join(lines)
+
+
+def report(program: Program, outcome: Outcome) -> str:
+    """A finding as a program that runs by itself and as JSON."""
+    return (
+        f"{'-' * 80}\n{source(program)}\n"
+        f"# {outcome.form}, {program.replicas} devices, start={program.start}, "
+        f"schedule={program.schedule}\n# {outcome.verdict}: {outcome.detail}\n"
+        f"# {program.to_json()}\n{'-' * 80}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long to go on")
+    parser.add_argument("--seed", default="0", help="of the programs: the same ones again")
+    parser.add_argument("--start", type=int, default=0, help="the index of the first program")
+    parser.add_argument("--log", default="", help="a file for each program and what was seen")
+    parser.add_argument("--no_workers", action="store_true", help="leave out several workers")
+    arguments = parser.parse_args()
+    tfparallel.devices.split_cpu(4)
+    warnings.simplefilter("ignore")
+    gc.freeze()  # What the imports made is not looked at after each program.
+    session = Session(arguments.seed, arguments.log)
+    until = time.monotonic() + 60 * arguments.minutes
+    index, batch = arguments.start, []
+    while time.monotonic() < until:
+        seen = session.run(index)
+        index += 1
+        if seen is not None:
+            batch.append(seen)
+        if len(batch) == BATCH and not arguments.no_workers:
+            for one_device, outcome in zip(batch, workers.judge_all(batch), strict=True):
+                session.write(-1, one_device.program, [outcome])
+                session.count(one_device.program, outcome)
+            batch = []
+        if index % 10 == 0:
+            print(f"[{index} programs, {sum(session.pairs.values())} pairs]", flush=True)
+    print(session.summary(), flush=True)
+    return 1 if session.found else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    sys.exit(main())

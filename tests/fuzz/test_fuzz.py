@@ -1,0 +1,160 @@
+"""The fuzzer draws programs that Keras trains, tells a wrong result and makes it smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+# By their whole names: the processes of a job look for the same ones.
+from tests.fuzz import catalogue, shrink, workers
+from tests.fuzz.generator import draw_program, drawn, filled
+from tests.fuzz.judge import (
+    CRASH,
+    EXACT,
+    FORMS,
+    REFUSED,
+    SILENT,
+    Discarded,
+    OneDevice,
+    Outcome,
+    judge,
+)
+from tests.fuzz.program import Block, Head, Input, Program, load, source
+from tests.fuzz.run import Session, report
+from tests.parity.case import Builder, Plain
+
+DENSE = Head((Block("layers.Dense(3)"),), "real", (3,), "'mse'")
+SMALLEST = Program(inputs=(Input("real", (5,)),), blocks=(), heads=(DENSE,))
+DEVICES = ["CPU:0", "CPU:1"]
+
+
+def test_a_seed_draws_the_same_program_and_json_keeps_it():
+    programs = [drawn(f"test/{index}")[0] for index in range(50)]
+    assert programs == [drawn(f"test/{index}")[0] for index in range(50)]
+    assert len(set(programs)) > 45
+    assert [Program.from_json(program.to_json()) for program in programs] == programs
+    for program in programs:
+        compile(source(program), "program", "exec")
+
+
+def test_the_simplest_choices_make_the_simplest_program():
+    assert draw_program(lambda count: 0) == SMALLEST
+
+
+@pytest.mark.parametrize("entry", catalogue.LAYERS, ids=lambda entry: entry.make)
+def test_a_layer_puts_out_the_shape_that_the_catalogue_says(entry, in_float64):
+    shapes = {1: (5,), 2: (4, 3), 3: (4, 4, 2)}
+    for rank in entry.ranks:
+        for call in entry.call:
+            fields = {"same": str(shapes[rank][-1]), "first": str(shapes[rank][0])}
+            make = filled(random.Random(1).randrange, entry.make, fields)
+            after = entry.shape(shapes[rank], fields)
+            if after != shapes[rank] and call != entry.call[0]:
+                continue
+            program = Program(
+                inputs=(Input("real", shapes[rank]),),
+                blocks=(Block(make, call),),
+                heads=(Head((), "real", after, "'mse'"),),
+            )
+            model = load(program)["build_model"]()
+            assert model.output_shape[1:] == after
+
+
+@pytest.mark.parametrize("entry", catalogue.INPUTS, ids=lambda entry: f"{entry[0]}-{entry[2]}")
+def test_an_input_makes_the_shape_that_the_catalogue_says(entry, in_float64):
+    holds, shape, made, after = entry
+    blocks = tuple(Block(make) for make in made)
+    head = Head((), "real", after, "'mse'")
+    model = load(Program((Input(holds, shape, blocks),), (), (head,)))["build_model"]()
+    assert model.output_shape[1:] == after
+
+
+class Faulty(Builder):
+    """A form that does something to the model that it makes."""
+
+    def __init__(self, fault):
+        super().__init__(DEVICES)
+        self.fault = fault
+
+    def make(self, build, compile=None):
+        model = Plain().make(build, compile)
+        self.fault(model)
+        return model
+
+
+def other_rate(model):
+    model.optimizer.learning_rate.assign(model.optimizer.learning_rate * 1.000001)
+
+
+def another_unit(model):
+    kernel = model.trainable_variables[0]
+    kernel.assign(kernel * (1.0 + 2e-16))
+
+
+def test_rounding_is_exact_and_a_rate_that_is_a_millionth_larger_is_not():
+    one_device = OneDevice.train(SMALLEST)
+    assert judge(Faulty(lambda model: None), one_device) == Outcome(Builder.name, EXACT)
+    assert judge(Faulty(another_unit), one_device).verdict == EXACT
+    seen = judge(Faulty(other_rate), one_device)
+    assert seen.verdict == SILENT and seen.is_finding and 1e-9 < seen.relative < 1e-5
+
+
+def raising(error):
+    def fault(model):
+        raise error
+
+    return fault
+
+
+def test_only_an_error_of_ours_that_says_what_it_received_is_a_refusal():
+    one_device = OneDevice.train(SMALLEST)
+    for error in (KeyError("x"), ValueError("No. Received: x"), TypeError("No. Received: x")):
+        assert judge(Faulty(raising(error)), one_device).verdict == CRASH
+    lamb = dataclasses.replace(SMALLEST, optimizer="optimizers.Lamb(0.1)")
+    seen = judge("tensor_parallel", OneDevice.train(lamb))
+    assert seen.verdict == REFUSED and "each element by itself" in seen.detail
+
+
+def test_what_one_device_does_not_train_is_discarded():
+    with pytest.raises(Discarded, match="Could not interpret"):
+        OneDevice.train(dataclasses.replace(SMALLEST, optimizer="'no such optimizer'"))
+
+
+def test_a_finding_shrinks_to_the_layer_that_shows_it(monkeypatch):
+    """Without training: whatever has a RunningSum is wrong."""
+    trained = []
+
+    def judge_by_source(form, program):
+        trained.append(program)
+        return Outcome(form, SILENT if "RunningSum()" in source(program) else EXACT)
+
+    monkeypatch.setattr(shrink, "judge", judge_by_source)
+    monkeypatch.setattr(shrink.OneDevice, "train", lambda program: program)
+    for index in range(2000):
+        program, choices = drawn(f"shrink/{index}")
+        if len(program.blocks) > 2 and "RunningSum()" in source(program):
+            break
+    wrong = Outcome("data_parallel", SILENT)
+    smallest, outcome = shrink.shrink(choices, wrong)
+    assert smallest.blocks == (Block("RunningSum()"),)
+    assert smallest.optimizer == SMALLEST.optimizer and smallest.heads[0].loss == "'mse'"
+    assert outcome == wrong and len(trained) < 200
+    assert "class RunningSum" in report(smallest, outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_fixed_seeds_in_every_form():
+    """The first two programs of a seed that one device trains; the others are for `make fuzz`."""
+    session, batch, index = Session("make test"), [], 1
+    while len(batch) < 2:
+        one_device = session.run(index)
+        batch += [one_device] if one_device else []
+        index += 1
+    for one_device, outcome in zip(batch, workers.judge_all(batch), strict=True):
+        session.count(one_device.program, outcome)
+    assert not session.found, session.summary()
+    assert {form for form, _ in session.pairs} == {*FORMS, workers.NAME}
+    assert sum(n for (_, verdict), n in session.pairs.items() if verdict == EXACT) >= 5

@@ -1,0 +1,247 @@
+"""Layers, a metric and a data set as users write them, for the generator's programs.
+
+A program that uses one of them holds its source, so that it runs by itself.
+"""
+
+import keras
+from keras import layers, ops
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class PositionEmbedding(layers.Layer):
+    def build(self, shape):
+        self.table = layers.Embedding(shape[1], shape[-1])
+        self.table.build(())
+
+    def call(self, x):
+        return x + self.table(ops.arange(x.shape[1]))
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class AddedPositions(layers.Layer):
+    def build(self, shape):
+        self.positions = self.add_weight(shape=shape[1:], initializer="normal", name="positions")
+
+    def call(self, x):
+        return x + self.positions
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class ClassToken(layers.Layer):
+    def build(self, shape):
+        self.token = self.add_weight(shape=(1, 1, shape[-1]), initializer="normal", name="token")
+
+    def call(self, x):
+        token = ops.broadcast_to(self.token, (ops.shape(x)[0], 1, x.shape[-1]))
+        return ops.concatenate([token, x], axis=1)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Counter(layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1.0)
+        return x / (1.0 + 0.1 * self.calls)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class RunningMean(layers.Layer):
+    def build(self, shape):
+        self.mean = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", trainable=False, name="mean"
+        )
+
+    def call(self, x, training=False):
+        if training:
+            mean = ops.mean(x, axis=tuple(range(x.ndim - 1)))
+            self.mean.assign(0.9 * self.mean + 0.1 * mean)
+        return x - self.mean
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class RunningSum(layers.Layer):
+    def build(self, shape):
+        self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False, name="rows")
+
+    def call(self, x, training=False):
+        if training:
+            self.rows.assign_add(ops.cast(ops.shape(x)[0], self.rows.dtype))
+        return x / (1.0 + 0.01 * self.rows)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class RunningMax(layers.Layer):
+    def build(self, shape):
+        self.largest = self.add_weight(
+            shape=(), initializer="ones", trainable=False, name="largest"
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(x))))
+        return x / self.largest
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class MeanLoss(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        return x
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class SumLoss(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        return x
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class WeightLoss(layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.sum(ops.abs(self.scale)))
+        return x * self.scale
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Measured(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.size = keras.metrics.Mean(name="size")
+
+    def call(self, x):
+        self.size.update_state(ops.abs(x))
+        return x
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class MinusBatchMean(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Centred(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=-1, keepdims=True)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class BothHalves(layers.Layer):
+    def build(self, shape):
+        self.inner = layers.Dense(shape[-1], activation="tanh")
+        self.inner.build(shape)
+
+    def call(self, x):
+        first, second = ops.split(self.inner(ops.concatenate([x, -x], axis=0)), 2, axis=0)
+        return first + second
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class TimeMajor(layers.Layer):
+    def __init__(self, rate=0.0, **kwargs):
+        super().__init__(**kwargs)
+        self.rate = rate
+        self.drop = layers.Dropout(rate, seed=3)
+
+    def call(self, x, training=False):
+        x = self.drop(ops.swapaxes(x, 0, 1), training=training)
+        return ops.swapaxes(ops.tanh(x), 0, 1)
+
+    def get_config(self):
+        return {**super().get_config(), "rate": self.rate}
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class DroppedWeight(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.drop = layers.Dropout(0.3, seed=5)
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=shape[1:], initializer="normal", name="bias")
+
+    def call(self, x, training=False):
+        return x + self.drop(self.bias[None], training=training)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class ByBatchSize(layers.Layer):
+    def call(self, x):
+        return x / ops.cast(ops.shape(x)[0], x.dtype)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Folded(layers.Layer):
+    def build(self, shape):
+        self.inner = layers.Dense(shape[-1], activation="tanh")
+        self.inner.build((None, shape[-1]))
+
+    def call(self, x):
+        folded = ops.reshape(x, (-1, x.shape[-1]))
+        return ops.reshape(self.inner(folded), (-1, *x.shape[1:]))
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class TwoTables(layers.Layer):
+    def build(self, shape):
+        self.table = self.add_weight(shape=(7, shape[-1]), initializer="normal", name="table")
+
+    def call(self, x):
+        index = ops.cast(ops.abs(x[..., 0]) * 3, "int32") % 7
+        return x + ops.take(self.table, index, axis=0)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Largest(keras.metrics.Metric):
+    def __init__(self, name="largest", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(ops.maximum(self.value, ops.max(ops.abs(y_pred))))
+
+    def result(self):
+        return self.value
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class RowsSeen(keras.metrics.Metric):
+    def __init__(self, name="rows_seen", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.rows = self.add_variable((), "zeros", name="rows")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign_add(ops.cast(ops.shape(y_pred)[0], self.rows.dtype))
+
+    def result(self):
+        return self.rows
+
+
+@keras.saving.register_keras_serializable("fuzz")
+def absolute_error(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred), axis=-1)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+def squared_error(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, arrays, batch_size):
+        super().__init__()
+        self.arrays, self.batch_size = arrays, batch_size
+
+    def __len__(self):
+        return -(-len(self.arrays[1]) // self.batch_size)
+
+    def __getitem__(self, index):
+        rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return keras.tree.map_structure(lambda array: array[rows], self.arrays)
