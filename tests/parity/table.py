@@ -179,7 +179,7 @@ epoch, is compared by name. A cell is the worst of all its runs.
 
 - **exact, ≤ d**: no value differs by more than d, relative to the largest element of its
   variable. Runs are in float64 and must reach 1e-9; those of float32 1e-4 (Keras's image
-  augmentation, top-k metrics, CTC and orthogonal regularizer compute in float32 alone),
+  augmentation, top-k metrics, CTC, orthogonal regularizer and factors of LoRA are float32 alone),
   of mixed precision 1e-2 with the same number of skipped updates.
 - **reproducible**: the layer draws other random numbers than on one device; two runs of
   one seed are identical.
@@ -187,6 +187,9 @@ epoch, is compared by name. A cell is the worst of all its runs.
 - Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
   for its end, so there one device gets the same batches in a data set that says how many they are,
   and so do `model_parallel`, `tensor_parallel` and `pipeline_parallel`, whose loop is Keras's own.
+- `ScheduleFreeAdamW`: compared is what plain Keras does with `run_eagerly=True`, or with its
+  optimizer built before `fit`. Plain `compile` and `fit` set its momentum back to the weights at
+  every step, a fault of Keras 3.15 ([upstream.md](upstream.md)): other weights than all forms here.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two

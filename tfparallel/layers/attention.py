@@ -3,10 +3,11 @@
 import keras
 import tensorflow as tf
 
+from tfparallel.extend import extend
 from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.dropout import share_draws
-from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
-from tfparallel.layers.parts import on_each, whole
+from tfparallel.layers.layer import FixedLayer, SplitLayer, local_layer, sizes_of
+from tfparallel.layers.parts import on_each, pieces, whole
 from tfparallel.layers.variable import split_variable
 
 __all__ = ["ParallelMultiHeadAttention"]
@@ -56,6 +57,10 @@ class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
         for device, size in zip(self._devices, groups, strict=True):
             own = {name: size * number // min(heads.values()) for name, number in heads.items()}
             locals_.append(local_layer(self, device, **own))
+        # Those that ask, of which there may be more than of keys and values.
+        most = max(heads, key=heads.get)
+        numbers = [local.get_config()[most] for local in locals_]
+        object.__setattr__(self, "_num_heads_of_parts", numbers)
         object.__setattr__(self, "_output_bias", self._output_dense.bias)
         for projection in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
             if getattr(self, projection, None) is not None:
@@ -65,19 +70,27 @@ class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
             # It is added once, to the sum.
             object.__setattr__(local._output_dense, "bias", None)
         if self.dropout > 0:
-            # Scores are (batch, …, heads, T, S).
             share_draws(
                 self._dropout_layer, [local._dropout_layer for local in locals_],
-                [local.get_config()[max(heads, key=heads.get)] for local in locals_],
-                axis=-1 - 2 * len(getattr(self, "_attention_axes", None) or (1,)),
+                self._num_heads_of_parts,
+                axis=self._heads_axis,
             )  # fmt: skip
         self._hold(locals_)
+
+    @property
+    def _heads_axis(self) -> int:
+        """The axis of the heads in scores, and in masks of scores: (batch, …, heads, T, S)."""
+        return -1 - 2 * len(getattr(self, "_attention_axes", None) or (1,))
 
     def call(self, query, value, key=None, **kwargs):
         """Computes the heads, each on its device, and sums what they say."""
         scores_too = kwargs.get("return_attention_scores", False)
         names = [name for name in kwargs if tf.is_tensor(kwargs[name])]
         copies: dict[int, list] = {}
+        mask = kwargs.get("attention_mask")
+        if mask is not None and self._has_heads(mask):
+            sizes, axis = self._num_heads_of_parts, self._heads_axis
+            copies[id(mask)] = pieces(mask, sizes, axis, self._devices)
         inputs = list(map(whole, [query, value] if key is None else [query, value, key]))
         for tensor in [*inputs, *(kwargs[name] for name in names)]:
             if id(tensor) not in copies:  # Self-attention reads one tensor three times.
@@ -97,8 +110,13 @@ class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
             total._keras_mask = outputs[0]._keras_mask
         if not scores_too:
             return total
-        axis = -1 - 2 * len(getattr(self, "_attention_axes", None) or (1,))
-        return total, tf.concat(scores, axis)
+        return total, tf.concat(scores, self._heads_axis)
+
+    def _has_heads(self, mask) -> bool:
+        """Whether each head has a mask of its own."""
+        if len(mask.shape) <= -self._heads_axis:
+            return False
+        return mask.shape[self._heads_axis] == sum(self._num_heads_of_parts) > 1
 
 
 def _head_counts(layer) -> dict[str, int]:
@@ -109,7 +127,8 @@ def _head_counts(layer) -> dict[str, int]:
 
 
 def _take_projection(layer, locals_, name, axes) -> None:
-    from_whole = getattr(layer, name)
+    from_whole = extend(getattr(layer, name), FixedLayer)
+    from_whole.fix()
     for variable in from_whole.variables:
         if variable.name in axes:
             parts = [

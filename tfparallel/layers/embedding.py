@@ -22,7 +22,7 @@ class VocabParallelEmbedding(WrittenByHand, SplitLayer):
     Each id is sent to its owner, and its row back: nothing is added up, and no row travels that
     nobody asked for. The gradient of a part stays sparse, in the order in which the ids came.
 
-    Input: ids `(batch, …)`, whole. Output: `(batch, …, width)`, whole.
+    Input: ids `(batch, …)`, whole, also ragged. Output: `(batch, …, width)`, whole.
 
     Written by hand, with the arguments of `keras.layers.Embedding`, it is that plain layer until
     `tensor_parallel` splits it.
@@ -52,6 +52,8 @@ class VocabParallelEmbedding(WrittenByHand, SplitLayer):
 
     def call(self, inputs):
         """Looks ids up, each where its row is."""
+        if isinstance(inputs, tf.RaggedTensor):
+            return inputs.with_flat_values(self.call(inputs.flat_values))
         ids = tf.convert_to_tensor(inputs)
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int32)

@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
 from tfparallel.extend import original_class
-from tfparallel.layers.parts import whole
+from tfparallel.layers.parts import Parts, between_layers, is_between_layers, whole
 from tfparallel.layers.variable import split_variable
+from tfparallel.placement.stages import PlacementError
 
-__all__ = ["SplitLayer", "WholeLayer", "local_layer", "sizes_of"]
+__all__ = ["FixedLayer", "SplitLayer", "WholeLayer", "local_layer", "sizes_of"]
 
 
 class _Held:
@@ -31,11 +32,34 @@ class WholeLayer:
     def __call__(self, *args, **kwargs):
         """Calls the layer, with parts joined."""
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        with tf.device(self._devices[0]):
+        with tf.device(self._devices[0]), between_layers(False):
             return super().__call__(*args, **kwargs)
 
 
-class SplitLayer:
+class FixedLayer:
+    """Extends a layer whose weights are in parts: they are all that it has, and stay what they are.
+
+    The smaller layers would not know of factors that are added, nor of other numbers.
+    """
+
+    def enable_lora(self, *args, **kwargs):
+        """Raises an error.
+
+        Raises:
+            PlacementError: Always.
+        """
+        raise PlacementError(_fixed(self, "enable_lora"))
+
+    def _quantize(self, *args, **kwargs):
+        raise PlacementError(_fixed(self, "quantize"))
+
+    def fix(self) -> None:
+        """Has the layer refuse to be quantized."""
+        # Keras gives each layer a method of its own, which hides that of a class.
+        object.__setattr__(self, "quantize", self._quantize)
+
+
+class SplitLayer(FixedLayer):
     """Extends a built layer of Keras that is computed by smaller ones, one on each device.
 
     The smaller ones are plain layers of the same class. Their variables are the parts of this
@@ -44,12 +68,38 @@ class SplitLayer:
     """
 
     def __call__(self, *args, **kwargs):
-        """Calls the layer; a tensor in parts may stand where a tensor does."""
-        with tf.device(self._devices[0]):
-            return super().__call__(*args, **kwargs)
+        """Calls the layer; a tensor in parts may stand where a tensor does.
+
+        Only the next layer of a model in parts can read such a tensor: whoever else calls this
+        one, a submodel or a layer of the user's own, gets the whole.
+        """
+        args, kwargs = keras.tree.map_structure(self._autocast, (args, kwargs))
+        can_stay = is_between_layers()
+        with tf.device(self._devices[0]), between_layers(False):
+            outputs = super().__call__(*args, **kwargs)
+        return outputs if can_stay else keras.tree.map_structure(whole, outputs)
+
+    def __setattr__(self, name, value):
+        """Sets an attribute, if it is none that the smaller layers have a copy of."""
+        if name in getattr(self, "_settings", ()):
+            raise PlacementError(
+                "What a layer computes must be set before it is split. Received: "
+                f"{name}={value!r} of layer '{self.name}'. Set it in the plain model, and call "
+                "`tensor_parallel` with that."
+            )
+        super().__setattr__(name, value)
+
+    def _autocast(self, value):
+        # As Keras does to a tensor.
+        if not isinstance(value, Parts) or not self.autocast or not value.dtype.is_floating:
+            return value
+        return value.cast(self.compute_dtype)
 
     def _hold(self, locals_: Sequence[keras.Layer]) -> None:
         object.__setattr__(self, "_small", _Held(list(locals_)))
+        settings = {*self.get_config(), "dtype_policy"} - {"name", "trainable"}
+        object.__setattr__(self, "_settings", settings)
+        self.fix()
 
     def _take(self, locals_: Sequence[keras.Layer], axes: dict[str, int]) -> None:
         """Keeps the smaller layers; their variables become the parts, by name, along the axes."""
@@ -71,6 +121,14 @@ class SplitLayer:
             with tf.device(device):
                 outputs.append(local(*own, **kwargs))
         return outputs
+
+
+def _fixed(layer, method) -> str:
+    return (
+        "The weights of a split layer must stay those that it was split with. Received: "
+        f"{method}() of layer '{layer.name}'. Call {method}() on the plain model, and "
+        "`tensor_parallel` with that: it leaves such a layer in place, on the first device."
+    )
 
 
 def sizes_of(number: int, devices: Sequence[str]) -> list[int]:

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from tfparallel.layers.layer import WholeLayer
 from tfparallel.layers.optimizer import split_updates
-from tfparallel.layers.parts import whole
+from tfparallel.layers.parts import between_layers, whole
 from tfparallel.layers.softmax_loss import in_parts
 from tfparallel.layers.variable import parts_of
 from tfparallel.placement.model import PlacedModel
@@ -18,7 +18,9 @@ class NestedModel:
 
     def call(self, *args, **kwargs):
         """Calls the model."""
-        return keras.tree.map_structure(whole, super().call(*args, **kwargs))
+        with between_layers(True):
+            outputs = super().call(*args, **kwargs)
+        return keras.tree.map_structure(whole, outputs)
 
 
 class NestedLayer(NestedModel, WholeLayer):

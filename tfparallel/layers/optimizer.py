@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import extend, original_class
-from tfparallel.layers.variable import SplitVariable, parts_of, split_variable, whole_of
+from tfparallel.layers.variable import SplitVariable, cut, parts_of, split_variable, whole_of
 from tfparallel.placement.optimizer import PlacedOptimizer
 from tfparallel.placement.stages import PlacementError
 
@@ -36,10 +36,23 @@ class SplitOptimizer(PlacedOptimizer):
         super().build(parts_of(variables))
 
     def apply(self, grads, trainable_variables=None):
-        """Applies gradients of the parts, in the order of `parts_of(trainable_variables)`."""
+        """Applies gradients of the parts, in the order of `parts_of(trainable_variables)`.
+
+        Those of whole variables, from a loop of the user's own, are cut into parts.
+        """
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
-        variables = parts_of(trainable_variables)
+        grads, variables = list(grads), parts_of(trainable_variables)
+        if len(grads) == len(trainable_variables) != len(variables):
+            grads = [
+                part
+                for gradient, variable in zip(grads, trainable_variables, strict=True)
+                for part in (
+                    cut(gradient, variable)
+                    if isinstance(variable, SplitVariable)
+                    else [gradient]
+                )
+            ]
         super().apply(grads, variables)
         if _wrapped(self):
             return
@@ -71,13 +84,23 @@ class SplitOptimizer(PlacedOptimizer):
     @property
     def variables(self):
         """The variables of the optimizer, as they are on one device."""
-        found = []
-        for variable in super().variables:
-            if not hasattr(variable, "_group"):
-                found.append(variable)
-            elif hasattr(variable, "_joined"):
-                found.append(variable._joined)
-        return found
+        return _wholes(super().variables)
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        """What `tf.train.Checkpoint` writes: wholes, as on one device and on any other number."""
+        children = dict(super()._trackable_children(save_type, **kwargs))
+        held = vars(self).setdefault("_whole_lists", {})
+        for name in children:
+            variables = getattr(self, name, None)
+            if not isinstance(variables, list) or not any(map(_is_part, variables)):
+                continue
+            wholes = _wholes(variables)
+            if name not in held or len(vars(held[name])) < len(wholes):
+                held[name] = tf.__internal__.tracking.AutoTrackable()
+                for index, variable in enumerate(wholes):
+                    setattr(held[name], str(index), variable)
+            children[name] = held[name]
+        return children
 
     def set_weights(self, weights):
         """Assigns values to all variables, as they are on one device."""
@@ -122,6 +145,22 @@ def split_updates(optimizer: keras.Optimizer) -> None:
     extend(optimizer, SplitOptimizer)
     for inner in wrapped:
         split_updates(inner)
+
+
+def _is_part(variable) -> bool:
+    return hasattr(variable, "_whole") or hasattr(variable, "_group")
+
+
+def _wholes(variables) -> list[keras.Variable]:
+    """The variables of an optimizer, of the model's or of its own, with their parts joined."""
+    found = {}
+    for variable in variables:
+        if hasattr(variable, "_group"):
+            if hasattr(variable, "_joined"):  # The first part knows the whole.
+                found[id(variable)] = variable._joined
+        else:
+            found[id(whole_of(variable))] = whole_of(variable)
+    return list(found.values())
 
 
 def _wrapped(optimizer) -> list[keras.Optimizer]:

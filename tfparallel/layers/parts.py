@@ -1,10 +1,14 @@
 """A tensor in parts, a part on each device, on its way from one split layer to the next."""
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-__all__ = ["Parts", "on_each", "pieces", "whole"]
+__all__ = ["Parts", "between_layers", "is_between_layers", "on_each", "pieces", "whole"]
+
+_is_between_layers = contextvars.ContextVar("is_between_layers", default=False)
 
 
 class Parts:
@@ -49,6 +53,16 @@ class Parts:
         """How long each part is along the axis."""
         return [tensor.shape[self.axis] for tensor in self.tensors]
 
+    def cast(self, dtype: str) -> "Parts":
+        """Returns the same tensor with elements of another type, cast where each part is."""
+        if self.dtype == tf.as_dtype(dtype):
+            return self
+        tensors = []
+        for tensor, device in zip(self.tensors, self.devices, strict=True):
+            with tf.device(device):
+                tensors.append(tf.cast(tensor, dtype))
+        return Parts(tensors, self.axis, self.devices, self._keras_mask)
+
     def whole(self) -> tf.Tensor:
         """Joins the parts on the first device; once, however many ask."""
         if self._whole is None:
@@ -62,6 +76,21 @@ class Parts:
 def whole(value):
     """Returns a tensor in parts as one; anything else as it is."""
     return value.whole() if isinstance(value, Parts) else value
+
+
+@contextlib.contextmanager
+def between_layers(is_between: bool) -> Iterator[None]:
+    """Says in a block whether what a layer returns goes to the next layer of a model in parts."""
+    token = _is_between_layers.set(is_between)
+    try:
+        yield
+    finally:
+        _is_between_layers.reset(token)
+
+
+def is_between_layers() -> bool:
+    """Whether what a layer returns here may be in parts."""
+    return _is_between_layers.get()
 
 
 def on_each(tensor, devices: Sequence[str]) -> list:

@@ -11,11 +11,12 @@ Walked in the order of the layers:
     convolutions and pooling, if so asked   height: rows of the picture (`spatial_plan.py`)
 
 A column whose parts nobody can use hands its output on whole. A layer that is called more than
-once, belongs to a class of the user's own, or adds a loss for its activity, is left in place. What
-is asked for, in the call or by the class as which a layer was written, is done or refused.
+once, or belongs to a class of the user's own, is left in place; so is one that adds a loss for its
+activity, has LoRA or is quantized, or holds a layer of which that is true. What is asked for, in
+the call or by the class as which a layer was written, is done or refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import keras
 
@@ -72,6 +73,7 @@ def plan(
     num_devices: int,
     asked: Mapping[str, str | None] | None = None,
     by_height: bool = False,
+    shared: Collection[int] = (),
 ) -> dict[str, str]:
     """Says how each layer of a functional or Sequential model is split.
 
@@ -82,6 +84,7 @@ def plan(
             the class as which a layer was written.
         by_height: Whether convolutions, and what is between them, are split by the picture's height
             and not by channels.
+        shared: The `id` of each layer that another model calls, too; they are left in place.
 
     Returns:
         One of `KINDS` by the layer's name; what is left in place is not named.
@@ -90,7 +93,7 @@ def plan(
         PlacementError: If a layer cannot be split as is asked.
     """
     asked = asked or {}
-    graph = Graph(model)
+    graph = Graph(model, shared)
     found: dict[str, str] = {}
     in_parts: set[str] = set()
     in_rows: set[str] = set()
@@ -103,7 +106,7 @@ def plan(
         kind = _kind(layer, num_devices, reads_parts, graph)
         # What is in rows stays so, up to the next convolution.
         can_stay = not isinstance(layer, _layers.Conv2D) and in_rows.issuperset(sources)
-        if (by_height or can_stay) and _is_plain(layer) and len(graph.nodes[name]) == 1:
+        if (by_height or can_stay) and _is_plain(layer) and graph.is_called_once(layer):
             if is_split_by_height(layer, graph, num_devices, in_rows):
                 kind = HEIGHT
             elif isinstance(layer, _layers.Conv2D):
@@ -124,7 +127,7 @@ def plan(
 
 def _kind(layer, num_devices, reads_parts, graph) -> str | None:
     cls = original_class(layer)
-    if not _is_plain(layer) or len(graph.nodes[layer.name]) != 1:
+    if not _is_plain(layer) or not graph.is_called_once(layer):
         return None
     count = _count(layer)
     if cls in _PAIRED:
@@ -160,10 +163,10 @@ def _asked_kind(layer, asked, num_devices, graph) -> str | None:
         )
     # Which layers can be split by height is judged as a whole, elsewhere.
     is_simple = kind == HEIGHT or _is_simple(layer)
-    if not _is_plain(layer) or not is_simple or len(graph.nodes[layer.name]) != 1:
+    if not _is_plain(layer) or not is_simple or not graph.is_called_once(layer):
         raise PlacementError(
             "A layer that is split must be called once, and have no activity regularizer, no LoRA, "
-            "no quantization, no groups and the channels last. Received: "
+            "no quantization, also inside of it, no groups and the channels last. Received: "
             f"{_request(layer, asked)}. {_way_out(layer, asked)}"
         )
     if kind == HEIGHT:
@@ -227,7 +230,8 @@ class Graph:
         readers: The names of what reads it; the model's caller reads its outputs.
     """
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model, shared: Collection[int] = ()):
+        self._shared = shared
         functional = getattr(model, "_functional", None) or model
         own = {id(node) for nodes in functional._nodes_by_depth.values() for node in nodes}
         self.nodes = {
@@ -250,6 +254,10 @@ class Graph:
         for tensor in functional.outputs:
             self.readers[tensor._keras_history.operation.name].append(CALLER)
 
+    def is_called_once(self, layer: keras.Layer) -> bool:
+        """Whether a layer has one call, in this model or in any other that is split with it."""
+        return len(self.nodes[layer.name]) == 1 and id(layer) not in self._shared
+
 
 def _count(layer) -> int | None:
     """How many units, filters, heads or ids there are to share out; None for another layer."""
@@ -258,11 +266,12 @@ def _count(layer) -> int | None:
 
 
 def _is_plain(layer) -> bool:
-    return (
-        getattr(layer, "activity_regularizer", None) is None
-        and not getattr(layer, "lora_enabled", False)
-        and not getattr(layer, "quantization_mode", None)
-        and layer.built
+    # Attention hands its activity regularizer on to its projections, which may have LoRA, too.
+    return layer.built and not any(
+        getattr(inner, "activity_regularizer", None) is not None
+        or getattr(inner, "lora_enabled", False)
+        or getattr(inner, "quantization_mode", None)
+        for inner in layer._flatten_layers()
     )
 
 
@@ -292,4 +301,7 @@ def _is_featurewise(layer, cls, tensor) -> bool:
     if cls is _layers.BatchNormalization:
         is_last = layer.axis % len(tensor.shape) == len(tensor.shape) - 1
         return is_last and not layer.synchronized
+    if cls is _layers.PReLU:
+        # One slope for all features cannot be cut.
+        return layer.alpha.shape[-1] == tensor.shape[-1]
     return cls in _FEATUREWISE

@@ -1,5 +1,6 @@
 """The builder `tensor_parallel`: the layers of a plain Keras model split over several devices."""
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
@@ -137,9 +138,11 @@ def _split(model, devices, asked, initialize) -> keras.Model:
             f" The layers are {', '.join(sorted(names))}."
         )
     _refuse_hidden(model, models)
+    counts = collections.Counter(id(layer) for each in models for layer in layers_in_order(each))
+    shared = {key for key, number in counts.items() if number > 1}
     kinds = {}
     for each in models:
-        kinds[id(each)] = plan.plan(each, len(devices), asked, by_height)
+        kinds[id(each)] = plan.plan(each, len(devices), asked, by_height, shared)
     found = {name: kind for each in models for name, kind in kinds[id(each)].items()}
     if not found:
         raise PlacementError(_nothing(model, models, len(devices)))

@@ -32,7 +32,8 @@ class PlacedModel:
         super().compile(*args, jit_compile=False, **kwargs)
         if self.optimizer is not None:
             self._place_updates()
-            if not self.optimizer.built and self.trainable_variables:
+            is_whole = all(map(_has_its_variables, self._flatten_layers()))
+            if is_whole and not self.optimizer.built and self.trainable_variables:
                 self.optimizer.build(self.trainable_variables)
 
     def _place_updates(self):
@@ -92,7 +93,6 @@ class PlacedModel:
             return super().train_step(data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         # Loss and metrics belong to no layer; they stand where the outputs are.
-        trained = self._trained()
         with tf.device(self._last_device):
             y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
             loss = self._compute_loss(
@@ -101,12 +101,19 @@ class PlacedModel:
             batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
             self._loss_tracker.update_state(loss, sample_weight=batch_size)
             loss = self.optimizer.scale_loss(loss)
+            # Not before the call, in which an activation with weights makes them.
+            trained = self._trained()
             if trained:
                 found = gradients(loss, trained)
         if trained:
             self.optimizer.apply(found, trained)
         with tf.device(self._last_device):
             return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _has_its_variables(layer: keras.Layer) -> bool:
+    """Whether a layer makes no more variables; one given as an activation does when called."""
+    return layer.built or original_class(layer).build is keras.Layer.build
 
 
 def has_own_step(model: keras.Model) -> bool:
