@@ -47,9 +47,9 @@ def extend(instance: Extended, mixin: type, **attributes: Any) -> Extended:
     """
     if not isinstance(instance, mixin):
         instance.__class__ = extended_class(mixin, type(instance))
-    # What Keras puts on each layer to wrap its method would hide the mixin's.
-    if "quantize" in vars(mixin):
-        vars(instance).pop("quantize", None)
+        if hasattr(mixin, "quantize"):
+            # What Keras puts on each layer, to wrap its method, would hide the mixin's.
+            vars(instance).pop("quantize", None)
     if attributes:
         attributes[_ATTRIBUTES] = extended_attributes(instance) | {*attributes, _ATTRIBUTES}
     for name, value in attributes.items():

@@ -80,8 +80,9 @@ def same(value: Any, other: Any) -> bool:
             value.get_config(), other.get_config()
         )
     if isinstance(value, functools.partial):
+        parts = ("func", "args", "keywords")
         return isinstance(other, functools.partial) and all(
-            same(getattr(value, part), getattr(other, part)) for part in ("func", "args", "keywords")
+            same(getattr(value, part), getattr(other, part)) for part in parts
         )
     if isinstance(value, types.MethodType):
         return isinstance(other, types.MethodType) and value.__func__ is other.__func__
@@ -110,8 +111,7 @@ def _is_value(value) -> bool:
 
 
 def _holds_layer(value) -> bool:
-    """Whether a function is bound to a layer, or to a variable: it would compute with the source's.
-    """
+    """Whether it is bound to a layer or a variable, and would compute with the source's."""
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, keras.Layer) or _has_variables(value.__self__)
     if isinstance(value, functools.partial):

@@ -58,7 +58,7 @@ def complete(
             try:
                 _carry_layer(source, target)
             except (CannotCarry, ValueError, TypeError, AttributeError) as error:
-                problems.append(f"layer '{source.path or source.name}': {error}")
+                problems.append(f"layer '{_path(source)}': {error}")
         _refuse(model, problems)
         variables = _matched(model, pairs)
         for source, target in variables:
@@ -117,15 +117,15 @@ def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
         shapes = [[(tuple(v.shape), v.dtype) for v in held] for held in (ours, theirs)]
         if shapes[0] != shapes[1]:
             problems.append(
-                f"layer '{source.path or source.name}' has the variables {_listed(ours)}, its clone "
+                f"layer '{_path(source)}' has the variables {_listed(ours)}, its clone "
                 f"{_listed(theirs)}"
             )
             continue
         for variable, copied in zip(ours, theirs, strict=True):
             if found.setdefault(id(variable), (variable, copied))[1] is not copied:
                 problems.append(
-                    f"layer '{source.path or source.name}' shares variable '{variable.path}' with another layer, "
-                    "and its clone has one of its own"
+                    f"layer '{_path(source)}' shares variable '{variable.path}' with another "
+                    "layer, and its clone has one of its own"
                 )
     _refuse(model, problems)
     return list(found.values())
@@ -135,6 +135,10 @@ def _variables_of(layer) -> list[keras.Variable]:
     held = [*layer._trainable_variables, *layer._non_trainable_variables]
     held += [generator.state for generator in layer._seed_generators]
     return held + [variable for metric in layer._metrics for variable in metric.variables]
+
+
+def _path(layer) -> str:
+    return layer.path or layer.name  # One that is not built has no path.
 
 
 def _listed(variables) -> str:

@@ -17,7 +17,7 @@ _LENGTHS = (8, 32)  # Of an axis of unknown length; convolutions need some.
 # Equal operations on equal values; a model in parts sums in another order. Relative to the largest
 # output.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-_SHOWN = 3
+_SHOWN, _LONGEST = 3, 80  # Differences that are told, and characters of a value.
 
 
 class NotAlike(ValueError):
@@ -39,8 +39,8 @@ def differences(
         variables: The variables of both, in pairs.
     """
     found = [
-        f"layer '{source.path or source.name}' is {'' if source.trainable else 'not '}trainable, its clone is "
-        f"{'' if target.trainable else 'not '}"
+        f"`trainable` of layer '{source.path or source.name}' is {source.trainable}, of its clone "
+        f"{target.trainable}"
         for source, target in layers
         if source.trainable != target.trainable
     ]
@@ -61,16 +61,23 @@ def differences(
 
 
 def _in_config(source, target) -> list[str]:
+    if isinstance(source, keras.Model):  # Its layers are compared one by one.
+        return []
     try:
         config, copied = source.get_config(), target.get_config()
     except NotImplementedError:  # It is made by a layer around it, whose config says all.
         return []
     return [
-        f"`{key}` of layer '{source.path or source.name}' is {config[key]!r} in its config, in its clone's "
-        f"{copied.get(key)!r}"
+        f"`{key}` of layer '{source.path or source.name}' is {_short(config[key])}, of its clone "
+        f"{_short(copied.get(key))}"
         for key in config
         if not _same_config(config[key], copied.get(key))
     ]
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _same_config(value, other) -> bool:
@@ -81,7 +88,8 @@ def _same_config(value, other) -> bool:
         return isinstance(other, dict) and all(
             _same_config(each, other.get(key))
             for key, each in value.items()
-            if key not in ("build_config", "compile_config")
+            # How a class is called where it was extended, and what it was built for.
+            if key not in ("build_config", "module", "registered_name")
         )
     if isinstance(value, list | tuple):
         return (
@@ -157,8 +165,7 @@ def _outputs(model, batch) -> list[np.ndarray] | None:
 
 
 def _apart(expected, outputs) -> float:
-    """The largest difference that is more than rounding, relative to the largest value; 0 if none.
-    """
+    """The largest difference beyond rounding, relative to the largest value; 0 if there is none."""
     largest = 0.0
     for value, other in zip(expected, outputs, strict=True):
         if value.shape != other.shape or value.dtype != other.dtype:

@@ -31,6 +31,25 @@ class MirroredVariable(values.MirroredVariable):
         """The resource of this replica's copy; outside a replica, of the first copy."""
         return self._primary.handle if _outside_replicas() else super().handle
 
+    def assign(self, value, *args, **kwargs):
+        return self._write("assign", value, *args, **kwargs)
+
+    def assign_add(self, value, *args, **kwargs):
+        return self._write("assign_add", value, *args, **kwargs)
+
+    def assign_sub(self, value, *args, **kwargs):
+        return self._write("assign_sub", value, *args, **kwargs)
+
+    def _write(self, method: str, value, *args, **kwargs):
+        """Writes the variable; outside any strategy, each of its copies.
+
+        So an optimizer that knows of no strategy can train a model that reads this one's layers.
+        """
+        if tf.distribute.has_strategy() or isinstance(value, values.DistributedValues):
+            return getattr(super(), method)(value, *args, **kwargs)
+        written = [getattr(copy, method)(value, *args, **kwargs) for copy in self._values]
+        return written[0]
+
     def __int__(self):
         return int(self.numpy())
 
