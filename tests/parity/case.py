@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,8 +64,9 @@ class Case:
         train: Trains under a form and returns what it observed.
         baseline: What the result is compared with, where that is another
             program than `train` on one device (a run without interruption).
-        verdicts: The verdicts that keep the promise for this case.
-        message: What a refusal must say, a regular expression.
+        verdicts: The verdicts that keep the promise where the form trains the case.
+        refused: The forms that refuse the case instead, each with what its error says, a
+            regular expression. A form that is not named must train.
         dtype: The dtype policy under which all of it runs.
         tolerance: Replaces the dtype's, with its reason beside the case.
         drop_in: Whether the case is also run as plain code under the drop-in
@@ -81,7 +83,7 @@ class Case:
     train: Callable[[Any, Case], Observed] | None = None
     baseline: Callable[[Any, Case], Observed] | None = None
     verdicts: tuple[str, ...] = (EXACT,)
-    message: str = ""
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
     dtype: str = "float64"
     tolerance: float | None = None
     drop_in: bool = True
@@ -89,6 +91,10 @@ class Case:
     @property
     def limit(self) -> float:
         return TOLERANCE[self.dtype] if self.tolerance is None else self.tolerance
+
+    def expects(self, form: str, error: Exception) -> bool:
+        """Whether `form` refuses this case, and in these words."""
+        return form in self.refused and re.search(self.refused[form], str(error)) is not None
 
 
 class Plain:

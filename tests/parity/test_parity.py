@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import re
+import zlib
 
 import pytest
-
-from tfparallel.placement.stages import PlacementError
 
 from . import table
 from .case import EXACT, FORMS, REFUSED, REPRODUCIBLE, Case, Plain, compare, run
@@ -100,36 +98,40 @@ TAKE_LONG = {
 }
 
 
-def parameters():
+# All pairs of a case: every form, on as many devices as the page says.
+WAYS = [
+    ("data_parallel", 3),
+    ("data_parallel", 2),
+    ("data_parallel", 4),
+    ("MirroredStrategy", 3),
+    ("model_parallel", 2),
+    ("tensor_parallel", 2),
+    ("pipeline_parallel", 2),
+]
+
+
+def sample_of(name: str) -> list[tuple[str, int]]:
+    """The ways in which `make test` trains a case, from the case's name alone.
+
+    A case of `FAST` has one: `data_parallel` on 3 replicas for one in two, another for the rest.
+    One in 20 of the other cases has the first way. No case changes what another one has.
+    """
+    number = zlib.crc32(name.encode())
+    if name not in FAST:
+        return WAYS[:1] if number % 20 == 0 else []
+    return [WAYS[1 + (number >> 16) % (len(WAYS) - 1)]] if number % 2 else WAYS[:1]
+
+
+def parameters(cases: list[Case] = ALL, mode: str = table.MODE):
     """The pairs of this session, the fast ones unmarked.
 
-    The sample of `make test`: every other case of `FAST` on 3 replicas under `data_parallel`, and
-    a case of every tenth row without one of them; the rest of `FAST` in another way, on 2 replicas,
-    on 4, as plain code under the drop-in strategy, in two stages, split in two, or as a pipeline,
-    in turn. With TFPARALLEL_PARITY=all (or write): every case on 2, 3 and 4 replicas, on 3 under
-    the drop-in strategy, in 2 stages, split in 2, and as a pipeline of 2.
+    With TFPARALLEL_PARITY=all (or write) all of them, else the sample of `make test`.
     """
-    with_fast = {case.feature for case in ALL if case.name in FAST}
-    others = {case.feature: case.name for case in reversed(ALL) if case.feature not in with_fast}
-    sampled, turn = list(others.values())[2::10], 0
-    ways = [
-        ("data_parallel", 3),
-        ("data_parallel", 2),
-        ("data_parallel", 4),
-        ("MirroredStrategy", 3),
-        ("model_parallel", 2),
-        ("tensor_parallel", 2),
-        ("pipeline_parallel", 2),
-    ]
-    for case in ALL:
-        sample = [ways[0]] if case.name in sampled else []
-        if case.name in FAST:
-            sample = [ways[1 + turn // 2 % (len(ways) - 1)] if turn % 2 else ways[0]]
-            turn += 1
-        for form, replicas in ways if table.MODE else sample:
+    for case in cases:
+        for form, replicas in WAYS if mode else sample_of(case.name):
             if form == "MirroredStrategy" and not case.drop_in:
                 continue
-            fast = case.name in FAST - TAKE_LONG and (form, replicas) == ways[0]
+            fast = case.name in FAST - TAKE_LONG and (form, replicas) == WAYS[0]
             yield pytest.param(
                 case,
                 form,
@@ -162,11 +164,14 @@ def judge(case: Case, form) -> tuple[str, float | str]:
     try:
         seen = run(case, form)
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        if isinstance(error, PlacementError):
-            return REFUSED, str(error)
-        if REFUSED in case.verdicts and re.search(case.message, str(error)):
+        if case.expects(form.name, error):
             return REFUSED, str(error)
         raise
+    if form.name in case.refused:
+        raise AssertionError(
+            f"{case.name} was trained under {form.name}, and the case says that it is refused: "
+            f"“{case.refused[form.name]}”. Take {form.name} out of its `refused`."
+        )
     differences = compare(expected, seen)
     if EXACT in case.verdicts and differences[0].relative <= case.limit:
         return EXACT, differences[0].relative

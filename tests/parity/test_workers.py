@@ -40,6 +40,5 @@ def test_workers_train_as_one_device_does(job: str, name: str):
     (case,) = [case for case in ALL if case.name == name]
     seen = seen_by(job)[name]
     assert not seen.failure, seen.failure
-    assert seen.verdict in case.verdicts
     table.record(case, table.WORKERS, job, seen.verdict, seen.detail)
     table.refuse_stale(case, table.WORKERS, job)

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import sys
 import tempfile
 import traceback
@@ -130,14 +129,16 @@ def _judge(case, form, workers, plain, compare):
 
     seen, error = attempt()
     verdict, detail, failure, again = "", "", "", False
-    if workers.worker_index == 0 and error is None:
+    if error is None and form.name in case.refused:
+        failure = f"Trained, though the case says that it is refused: {case.refused[form.name]}"
+    elif workers.worker_index == 0 and error is None:
         differences = compare(run(case, plain, baseline=True), seen)
         if EXACT in case.verdicts and differences[0].relative <= case.limit:
             verdict, detail = EXACT, differences[0].relative
         else:
             failure = ", ".join(f"{d.name}: {d.relative:.1e}" for d in differences[:6])
             again = REPRODUCIBLE in case.verdicts
-    elif error is not None and REFUSED in case.verdicts and re.search(case.message, str(error)):
+    elif error is not None and case.expects(form.name, error):
         verdict, detail = REFUSED, str(error)
     elif error is not None:
         failure = "".join(traceback.format_exception(error))

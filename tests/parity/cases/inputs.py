@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from .. import data
-from ..case import EXACT, REFUSED, fit_arguments, observe
+from .. import data, refusals
+from ..case import fit_arguments, observe
 from ..programs import case, compiled, digits
 from .layers import stack
 from .metrics import conv_norm_net
@@ -166,6 +166,7 @@ CASES += [
         load=data.images,
         # A batch of one has variance over its pixels alone.
         compile=compiled(lambda: keras.optimizers.SGD(0.01)),
+        refused=refusals.MOMENTS_OF_A_BATCH,
     ),
     sizes_case(
         "fewer examples than replicas, recurrent",
@@ -174,6 +175,7 @@ CASES += [
         build=stack((8, 8), lambda: layers.LSTM(6), layers.BatchNormalization),
         load=data.rows,
         compile=compiled(lambda: keras.optimizers.SGD(0.01)),
+        refused=refusals.MOMENTS_OF_A_BATCH,
     ),
 ]
 
@@ -201,6 +203,7 @@ CASES += [
         compile=compiled(lambda: keras.optimizers.SGD(0.05), metrics=lambda: ["accuracy"]),
         data=image_digits,
         train=on_batches,
+        refused=refusals.MOMENTS_OF_A_BATCH,
     ),
     case(
         GROUP,
@@ -220,6 +223,7 @@ CASES += [
             lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2), run_eagerly=True
         ),
         fit={"epochs": 2},
+        refused=refusals.MOMENTS_OF_A_BATCH,
     ),
 ]
 
@@ -271,8 +275,7 @@ CASES += [
         "`jit_compile=True` on several replicas",
         "jit_compile",
         compile=compiled(jit_compile=True),
-        verdicts=(EXACT, REFUSED),
-        message="jit_compile",
+        refused=refusals.COMPILED_FOR_ONE_DEVICE,
     )
 ]
 

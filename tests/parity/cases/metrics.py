@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import layers
 
-from .. import data
+from .. import data, refusals
 from ..case import observe
 from ..programs import case, compiled, digits, mlp
 from .losses import even, labelled, net
@@ -137,6 +137,7 @@ CASES += [
         build=AddMetric,
         compile=compiled(metrics=lambda: ["accuracy"]),
         train=fit_evaluate_predict,
+        refused=refusals.SUBCLASSED,
     ),
 ]
 
@@ -204,5 +205,6 @@ CASES += [
         build=conv_norm_net,
         compile=compiled(metrics=lambda: ["accuracy"]),
         train=predict_sizes,
+        refused=refusals.MOMENTS_OF_A_BATCH,
     )
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 from keras import layers, optimizers
 
-from .. import data
+from .. import data, refusals
 from ..case import fit_arguments, observe, optimizers_of
 from ..programs import case, compiled
 
@@ -108,11 +108,15 @@ def built_before_fit(make):
     return compile_and_build
 
 
+# Whose update of an element looks at others.
+OF_WHOLE_WEIGHTS = {"Lamb", "Adafactor", "Muon"}
+
 CASES = [
     _optimizer_case(
         name,
         make,
         **({"compile": built_before_fit(make)} if name == "ScheduleFreeAdamW" else {}),
+        **({"refused": refusals.LOOKS_AT_WHOLE_WEIGHTS} if name in OF_WHOLE_WEIGHTS else {}),
     )
     for name, make in OPTIMIZERS.items()
 ]

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import layers
 
-from .. import data
+from .. import data, refusals
 from ..case import fit_arguments, observe
 from ..programs import case, compiled
 
@@ -62,13 +62,18 @@ def unbuilt_sequential():
 
 
 CASES = [
-    case(GROUP, feature, f"model {name}", build=build)
-    for feature, name, build in [
-        ("`Sequential`", "Sequential without an input shape", unbuilt_sequential),
-        ("functional", "functional", functional),
-        ("functional", "shared layer", shared_layer),
-        ("subclassed", "subclassed", Subclassed),
-        ("nested", "nested", nested),
+    case(GROUP, feature, f"model {name}", build=build, refused=refused)
+    for feature, name, build, refused in [
+        (
+            "`Sequential`",
+            "Sequential without an input shape",
+            unbuilt_sequential,
+            refusals.NOT_BUILT,
+        ),
+        ("functional", "functional", functional, {}),
+        ("functional", "shared layer", shared_layer, {}),
+        ("subclassed", "subclassed", Subclassed, refusals.SUBCLASSED),
+        ("nested", "nested", nested, refusals.MOMENTS_OF_A_BATCH),
     ]
 ]
 
@@ -185,6 +190,7 @@ CASES += [
         compile=compiled(loss=loss, **extra),
         data=load,
         train=fit_evaluate_predict,
+        refused=refusals.SUBCLASSED if build is Nest else {},
     )
     for name, build, loss, load, extra in [
         (
@@ -224,5 +230,6 @@ CASES += [
         # Two steps: 52 batch normalizations one after another on 17 examples of
         # 1x1 pixels each multiply a difference in the last digit.
         fit={"epochs": 1},
+        refused=refusals.MOMENTS_OF_A_BATCH,
     )
 ]

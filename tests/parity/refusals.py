@@ -1,0 +1,32 @@
+"""What several cases expect a form to refuse, and in which words: see `Case.refused`.
+
+A refusal is a promise as much as an exact result is: a case names each form that refuses it,
+and a form that it does not name must train it. So an error that is new fails the tests, and
+`make parity` writes no page.
+"""
+
+from __future__ import annotations
+
+PLACED = ("model_parallel", "tensor_parallel", "pipeline_parallel")
+REPLICATED = ("data_parallel", "MirroredStrategy", "workers")
+
+NOT_BUILT = dict.fromkeys(PLACED, "is not built, so its layers have no sizes")
+SUBCLASSED = dict.fromkeys(PLACED, "A functional or Sequential model is required")
+OWN_TRAIN_STEP = dict.fromkeys(PLACED, "A `train_step` of the user's own differentiates")
+
+MOMENTS_OF_A_BATCH = {
+    "pipeline_parallel": "Batch normalization takes the moments of the whole batch"
+}
+STATE_OF_A_CALL = {"pipeline_parallel": "A layer that changes its state in each call"}
+ONE_NUMBER_A_BATCH = {"pipeline_parallel": "Loss '\\w+' puts out one number for a batch"}
+COMPARES_EXAMPLES = {"pipeline_parallel": "The loss compares examples of different micro-batches"}
+NO_SUM_OF_PARTS = {"pipeline_parallel": "with a reduction of 'sum' or a mean, is required"}
+
+LOOKS_AT_WHOLE_WEIGHTS = {"tensor_parallel": "must treat each element by itself"}
+TWICE_DIFFERENTIATED = dict.fromkeys(REPLICATED, "Cannot differentiate twice through")
+COMPILED_FOR_ONE_DEVICE = dict.fromkeys(
+    REPLICATED + PLACED, r"`jit_compile=True` compiles (the|a) step for one device"
+)
+STATE_OF_A_ROW = dict.fromkeys(
+    (*REPLICATED, "pipeline_parallel"), "Stateful recurrent layers keep a state for each row"
+)

@@ -1,0 +1,167 @@
+"""The tests of parity cannot be fooled: by an error that is new, or by a case that is added."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tfparallel.placement.stages import PlacementError
+
+from . import refusals, table, test_parity, workers
+from .case import EXACT, FORMS, REFUSED, Builder, Plain, Split, compare
+from .cases import ALL
+from .programs import case
+from .test_parity import judge, parameters
+
+DEVICES = ["CPU:0", "CPU:1"]
+
+
+def refusing(text: str):
+    """A form that refuses every case in these words."""
+
+    class Refusing(Split):
+        def make(self, build, compile=None):
+            raise PlacementError(text)
+
+    return Refusing(DEVICES)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Adds a case to those that `judge` knows."""
+
+    def add(**fields):
+        added = case("Tests", "a row", "a case of this test", **fields)
+        monkeypatch.setattr(test_parity, "ALL", [*ALL, added])
+        test_parity.on_one_device.cache_clear()
+        return added
+
+    yield add
+    test_parity.on_one_device.cache_clear()
+
+
+def test_a_refusal_counts_only_in_the_form_and_the_words_that_the_case_says(known):
+    expected = known(refused={"tensor_parallel": "must treat each element"}, fit={"epochs": 1})
+    said = "The update must treat each element by itself."
+    assert judge(expected, refusing(said)) == (REFUSED, said)
+    with pytest.raises(PlacementError, match="something else"):
+        judge(expected, refusing("Now it is something else."))
+    elsewhere = dataclasses.replace(expected, refused={"pipeline_parallel": "must treat"})
+    with pytest.raises(PlacementError, match="must treat each element"):
+        judge(elsewhere, refusing(said))
+    with pytest.raises(PlacementError, match="must treat each element"):
+        judge(dataclasses.replace(expected, refused={}), refusing(said))
+
+
+def test_a_case_that_says_it_is_refused_may_not_train(known):
+    expected = known(refused={"data_parallel": "anything"}, fit={"epochs": 1})
+    with pytest.raises(AssertionError, match="was trained under data_parallel.*“anything”"):
+        judge(expected, Builder(DEVICES))
+
+
+class Alone:
+    """The workers of a job of one."""
+
+    worker_index = 0
+
+    def exchange(self, value):
+        return [value]
+
+
+def test_workers_judge_likewise():
+    said = "`jit_compile=True` compiles the step for one device."
+
+    def seen(refused, form):
+        form.name = table.WORKERS
+        one = case("Tests", "a row", "a case of this test", fit={"epochs": 1}, refused=refused)
+        return workers._judge(one, form, Alone(), Plain(), compare)
+
+    expected = refusals.COMPILED_FOR_ONE_DEVICE
+    assert seen(expected, refusing(said)) == (REFUSED, said, "")
+    for refused in ({}, {"workers": "other words"}, {"data_parallel": "jit_compile"}):
+        verdict, _, failure = seen(refused, refusing(said))
+        assert not verdict and said in failure
+    assert seen({}, Plain())[0] == EXACT
+    verdict, _, failure = seen(expected, Plain())
+    assert not verdict and "Trained, though" in failure
+
+
+def test_a_case_names_forms_that_there_are():
+    for each in ALL:
+        assert set(each.refused) <= {*table.COLUMNS}, each.name
+    assert {*refusals.PLACED, *refusals.REPLICATED} == {*FORMS, table.WORKERS}
+
+
+def test_the_page_says_refused_where_a_case_says_so():
+    """Each refused cell is some case's, and each case's refusal is in its cell."""
+    if table.MODE == "write":
+        pytest.skip("the page is being written")
+    cells = table.parse(table.PAGE.read_text())
+    expected = {
+        (each.feature, form)
+        for each in ALL
+        for form in each.refused
+        if each.drop_in or form != "MirroredStrategy"
+    }
+    refused = {key for key, written in cells.items() if written.verdict == REFUSED}
+    assert refused == expected, f"{refused ^ expected}. {table.RENEW}"
+
+
+def test_a_case_more_leaves_the_pairs_of_the_others_as_they_are():
+    def pairs(cases):
+        return {parameter.id for parameter in parameters(cases, "")}
+
+    before = pairs(ALL)
+    for place in (0, 100, len(ALL)):
+        for name in ("a new case", "another one", "a third"):
+            cases = list(ALL)
+            cases.insert(place, case("Tests", "a row", name))
+            assert before <= pairs(cases)
+            assert all(name.replace(" ", "-") in pair for pair in pairs(cases) - before)
+    for place in (0, 100):
+        assert pairs([*ALL[:place], *ALL[place + 1 :]]) <= before
+
+
+def test_every_way_has_pairs_in_the_sample():
+    counted = {}
+    for parameter in parameters(ALL, ""):
+        _, form, replicas = parameter.values
+        counted[form, replicas] = counted.get((form, replicas), 0) + 1
+    assert len(counted) == 7 and min(counted.values()) >= 2, counted
+
+
+@pytest.mark.slow
+def test_what_is_refused_anew_fails_where_the_page_is_written(tmp_path):
+    """`make parity` may not write a refusal that no case expects."""
+    plugin = tmp_path / "refuses_sgd.py"
+    plugin.write_text(
+        "import tfparallel\n"
+        "from tfparallel.placement.stages import PlacementError\n"
+        "def refuse(*args, **kwargs):\n"
+        "    raise PlacementError('A new refusal.')\n"
+        "tfparallel.tensor_parallel = refuse\n"
+    )
+    seen = tmp_path / "seen.jsonl"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "refuses_sgd", "tests/parity/test_parity.py"]
+        + ["-k", "optimizer-Adam-tensor_parallel-2 or optimizer-Lamb-tensor_parallel-2"],
+        cwd=table.PAGE.parents[1],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "TFPARALLEL_PARITY": "write",
+            table.SEEN_FILE: str(seen),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 1, result.stdout[-2000:]
+    assert "2 failed" in result.stdout, result.stdout[-2000:]
+    assert not seen.exists(), json.loads(seen.read_text().splitlines()[0])
