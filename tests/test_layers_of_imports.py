@@ -19,7 +19,7 @@ LIBRARY = TOP / "tfparallel"
 ROWS = [
     ["startup", "cluster", "device_names"],
     ["devices", "data", "task", "extend", "logits", "peers"],
-    ["collectives", "mesh"],
+    ["collectives", "cloning", "mesh"],
     ["bench"],
     ["strategies", "checkpoint"],
     ["callbacks"],

@@ -11,6 +11,8 @@ import keras
 
 Extended = TypeVar("Extended")
 
+_ATTRIBUTES = "_extended_attributes"
+
 
 @functools.cache
 def extended_class(mixin: type, original: type) -> type:
@@ -22,9 +24,14 @@ def extended_class(mixin: type, original: type) -> type:
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
+            "__new__": _new_original,
             "_extended_from": original,
         },
     )
+    if hasattr(original, "from_config"):
+        extended.from_config = classmethod(_original_from_config)
+    if hasattr(original, "_unpickle_model"):
+        extended.__reduce__ = _reduce_to_original
     package, _, name = keras.saving.get_registered_name(original).rpartition(">")
     if package:
         # A registered class is saved under its registered name; loading still finds the user's.
@@ -40,18 +47,54 @@ def extend(instance: Extended, mixin: type, **attributes: Any) -> Extended:
     """
     if not isinstance(instance, mixin):
         instance.__class__ = extended_class(mixin, type(instance))
-    for name, value in attributes.items():
-        # Past Keras's tracking: a strategy or a flag is no part of the model.
-        object.__setattr__(instance, name, value)
+        if hasattr(mixin, "quantize"):
+            # What Keras puts on each layer, to wrap its method, would hide the mixin's.
+            vars(instance).pop("quantize", None)
+    attach(instance, **attributes)
     return instance
+
+
+def attach(instance: Any, **attributes: Any) -> None:
+    """Sets attributes of this package's on an object of Keras's: no part of it, nor of its copy."""
+    if attributes:
+        attributes[_ATTRIBUTES] = extended_attributes(instance) | {*attributes, _ATTRIBUTES}
+    for name, value in attributes.items():
+        object.__setattr__(instance, name, value)  # Past Keras's tracking.
+
+
+def extended_attributes(instance: Any) -> frozenset[str]:
+    """The names of the attributes that `extend` and `attach` have set."""
+    return frozenset(getattr(instance, _ATTRIBUTES, ()))
 
 
 def original_class(instance: Any) -> type:
     """Returns the class that `instance` had before it was extended, once or several times."""
-    original = type(instance)
+    return _before(type(instance))
+
+
+def _before(original: type) -> type:
     while hasattr(original, "_extended_from"):
         original = original._extended_from
     return original
+
+
+# What is made from an extended class, as `keras.models.clone_model` does, has none of the
+# attributes of an extended object: it is one of the original class.
+
+
+def _new_original(cls, *args, **kwargs):
+    return _before(cls)(*args, **kwargs)
+
+
+def _original_from_config(cls, config, **kwargs):
+    return _before(cls).from_config(config, **kwargs)
+
+
+def _reduce_to_original(self):
+    # Keras pickles what it saves, and the class that reads it; an extended one has no module.
+    original = original_class(self)
+    function, arguments = original.__reduce__(self)
+    return getattr(original, function.__name__), arguments
 
 
 def classes_of(model: keras.Model) -> dict[str, type]:

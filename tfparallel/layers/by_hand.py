@@ -37,9 +37,6 @@ class WrittenByHand:
             TypeError: If the class stands for no plain one, or as the plain class raises it.
             ValueError: As the plain class raises it.
         """
-        if issubclass(cls, keras.Layer):
-            # What `extend` makes of this class and a layer's own is constructed as that one.
-            return super().__new__(cls, *args, **kwargs)
         if "plain" not in vars(cls):
             raise TypeError(
                 "A layer that is split must be of one of Keras's own classes, and "

@@ -7,7 +7,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.extend import classes_of, extend, original_class
+from tfparallel.cloning.compiled import compile_alike
+from tfparallel.cloning.complete import complete
+from tfparallel.cloning.layers import copy_layers, like
+from tfparallel.extend import extend, original_class
 from tfparallel.layers import featurewise, plan, spatial_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
 from tfparallel.layers.by_hand import note, written_as
@@ -106,23 +109,13 @@ def tensor_parallel(
 
 def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
     check_model(model)
-    def plain(layer):
-        return original_class(layer).from_config(layer.get_config())
-
-    with keras.saving.custom_object_scope(classes_of(model)), tf.device(devices[0]):
-        copy = keras.models.clone_model(model, clone_function=plain)
-        for source, target in zip(model.variables, copy.variables, strict=True):
-            target.assign(source)
+    with tf.device(devices[0]):
+        copy = copy_layers(model, like)
+        complete(model, copy)
     for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
-        target.trainable = source.trainable
         note(target, written_as(source))
     _split(copy, devices, asked, lambda layer: None)
-    if model.compiled and (config := model.get_compile_config()) is not None:
-        copy.compile_from_config(config)
-        if model.optimizer is not None and model.optimizer.built:
-            pairs = zip(model.optimizer.variables, copy.optimizer.variables, strict=True)
-            for source, target in pairs:
-                target.assign(source)
+    compile_alike(model, copy)
     return copy
 
 

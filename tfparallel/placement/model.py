@@ -72,6 +72,19 @@ class PlacedModel:
         else:
             super().save(filepath, overwrite=overwrite, zipped=zipped, **kwargs)
 
+    def quantize(self, *args, **kwargs):
+        """Refuses to quantize layers that are placed; plain ones can be.
+
+        Raises:
+            PlacementError: Always.
+        """
+        raise PlacementError(
+            "A model's layers cannot be quantized once they are placed: Keras quantizes layers of "
+            f"its own classes alone. A quantized model is required. Received: `quantize` on layers "
+            f"on {self.devices}. Save the model, load the file, which is plain Keras, call "
+            "`quantize` there, and place the result."
+        )
+
     @property
     def devices(self) -> list[str]:
         """The devices, in the order of the stages."""

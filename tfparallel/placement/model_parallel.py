@@ -7,7 +7,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.extend import classes_of, extend, original_class
+from tfparallel.cloning.compiled import compile_alike
+from tfparallel.cloning.complete import complete
+from tfparallel.cloning.layers import copy_layers, like
+from tfparallel.extend import extend
 from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
@@ -125,25 +128,16 @@ def _copy_of(model: keras.Model, placement_of, mixin, attributes) -> keras.Model
 
     def placed(layer):
         if layer.name not in placement:
-            return original_class(layer).from_config(layer.get_config())
+            return like(layer)
         device = placement[layer.name]
         with tf.device(device):
-            copy = original_class(layer).from_config(layer.get_config())
+            copy = like(layer)
         return extend(copy, PlacedLayer, _device=device)
 
-    with keras.saving.custom_object_scope(classes_of(model)):
-        copy = keras.models.clone_model(model, clone_function=placed)
+    copy = copy_layers(model, placed)
+    complete(model, copy)
     extend(copy, mixin, placement=placement, **attributes)
-    for source, target in zip(model.variables, copy.variables, strict=True):
-        target.assign(source)
-    for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
-        target.trainable = source.trainable
-    if model.compiled and (config := model.get_compile_config()) is not None:
-        copy.compile_from_config(config)
-        if model.optimizer is not None and model.optimizer.built:
-            pairs = zip(model.optimizer.variables, copy.optimizer.variables, strict=True)
-            for source, target in pairs:
-                target.assign(source)
+    compile_alike(model, copy)
     return copy
 
 

@@ -18,6 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.callbacks.step_time import StepTime
+from tfparallel.cloning.complete import without_draws
+from tfparallel.cloning.layers import copy_layers, like
 from tfparallel.placement.graph import layers_in_order
 
 __all__ = ["copy_of", "inputs_of", "measured_overhead", "measured_seconds", "specs"]
@@ -51,11 +53,11 @@ def measured_seconds(
     given = {id(tensor) for tensor in keras.tree.flatten(inputs_of(model))}
     for layer in layers_in_order(model):
         found[layer.name] = 0.0
-        for inputs, outputs in _nodes_of(layer, model):
+        for inputs, outputs, node in _nodes_of(layer, model):
             is_first = all(id(tensor) in given for tensor in keras.tree.flatten(inputs))
             key = _kind(layer, inputs, outputs, is_first)
             if key not in known:
-                alone = keras.Model(inputs, outputs)
+                alone = _alone(layer, inputs, outputs, node)
                 program = _program_of(alone, batch_size, optimizer, backward, not is_first)
                 known[key] = _marginal_seconds(program)
             found[layer.name] += known[key]
@@ -100,21 +102,19 @@ def _marginal_seconds(program: Callable[[int], Callable[[], Any]]) -> float:
 
 def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
     """Returns a function from a number of runs to a program that takes so many steps."""
-    # What holds nothing is not changed by a call, and some of it cannot be copied (`Lambda`).
-    copy = keras.models.clone_model(model) if model.variables else model
-    variables = copy.trainable_variables
+    variables = model.trainable_variables
     if optimizer is not None and variables:
         optimizer = copy_of(optimizer)
         optimizer.build(variables)
 
     def one_step(inputs):
         if not backward:
-            return copy(inputs, training=True)
+            return model(inputs, training=True)
         floating = [x for x in keras.tree.flatten(inputs) if x.dtype.is_floating]
         sources = floating if has_input_gradient else []
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            outputs = copy(inputs, training=True)
+            outputs = model(inputs, training=True)
             made = [o for o in keras.tree.flatten(outputs) if o.dtype != tf.string]
             total = sum((tf.reduce_sum(tf.cast(o, "float32")) for o in made), tf.zeros(()))
         found = tape.gradient(total, [*sources, *(v.value for v in variables)])
@@ -178,18 +178,50 @@ def _examples(specifications, seed):
     return keras.tree.map_structure(example, specifications)
 
 
-def _nodes_of(layer, model) -> list[tuple[Any, Any]]:
-    """What each call of a layer was given and returned, as Keras's symbolic tensors."""
+class _Call:
+    """A call of a layer that holds nothing: no copy is needed, and some have none (`Lambda`)."""
+
+    variables, trainable_variables = (), ()
+
+    def __init__(self, inputs, node):
+        self.input = inputs
+        self._node = node
+
+    def __call__(self, inputs, training):
+        given = {id(symbol): tensor for symbol, tensor in zip(self.input, inputs, strict=True)}
+        args, kwargs = self._node.arguments.fill_in(given)
+        layer = self._node.operation
+        if layer._call_has_training_arg:
+            kwargs = {**kwargs, "training": training}
+        return layer(*args, **kwargs)
+
+
+def _alone(layer, inputs, outputs, node) -> "keras.Model | _Call":
+    """Makes a model of one call of a layer, with weights of its own."""
+    if node is None:
+        return copy_layers(keras.Model(inputs, outputs), like)
+    if not layer.variables and not layer.metrics_variables:
+        return _Call(inputs, node)
+    # A model whose inputs were both an `Input` and a computed tensor would spoil the one that they
+    # are from, whose config Keras could not tell any more: all are new.
+    new = {id(t): keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in inputs}
+    args, kwargs = node.arguments.fill_in(new)
+    with without_draws():
+        return keras.Model(list(new.values()), like(layer)(*args, **kwargs))
+
+
+def _nodes_of(layer, model) -> list[tuple[Any, Any, Any]]:
+    """What each call of a layer was given and returned, as symbolic tensors, and its node."""
     if isinstance(layer, keras.Model):
-        return [(layer.inputs, layer.outputs)]
+        return [(layer.inputs, layer.outputs, None)]
     own = set(map(id, _tensors_of(model)))
     nodes = [
         # One that is read twice, as query and as value, is one input.
-        (list({id(t): t for t in node.input_tensors}.values()), node.output_tensors)
+        (list({id(t): t for t in node.input_tensors}.values()), node.output_tensors, node)
         for node in layer._inbound_nodes
         if all(id(tensor) in own for tensor in node.output_tensors)
     ]
-    return nodes or [(layer.input, layer.output)]
+    return nodes or [(layer.input, layer.output, None)]
 
 
 def _tensors_of(model) -> Iterable[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import extend, original_class
+from tfparallel.extend import attach, extend, original_class
 from tfparallel.replication import row_probe
 from tfparallel.replication.known_rows import is_known_by_rows
 from tfparallel.replication.state import global_seed_generator
@@ -55,7 +55,7 @@ def check_rows(
         found = _probed(layer, call, in_pieces, num_rows, args, kwargs)
         if found is not None:
             raise ValueError(refusal(layer, _culprit(layer, in_pieces, num_rows, kwargs), found))
-    object.__setattr__(layer, "_rows_looked_at", (*looked_at, training))
+    attach(layer, _rows_looked_at=(*looked_at, training))
 
 
 def refusal(layer: keras.Layer, culprit: keras.Layer, found: row_probe.Difference) -> str:

@@ -49,6 +49,27 @@ def check_compile(model: keras.Model, strategy) -> None:
         )
 
 
+def check_variables(model: keras.Model, strategy) -> None:
+    """Raises if the model trains a variable that the strategy does not hold.
+
+    Raises:
+        ValueError: For a variable that was made outside the strategy's scope, by `enable_lora` or
+            by a layer that was added since.
+    """
+    outside = [
+        variable.path
+        for variable in model.trainable_variables
+        if getattr(variable.value, "distribute_strategy", None) is not strategy
+    ]
+    if outside:
+        raise ValueError(
+            f"Model '{model.name}' trains variables that were made outside its strategy's scope. "
+            f"A copy on each of {strategy.num_replicas} replicas is required. Received: "
+            f"{', '.join(outside)}. Add layers, and call `enable_lora`, within `with "
+            "model.distribute_strategy.scope():`, or before you pass the model to the builder."
+        )
+
+
 def check_data(x, batch_size, steps_per_epoch, method: str) -> None:
     """Raises on data that cannot be trained on.
 

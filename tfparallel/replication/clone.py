@@ -2,6 +2,8 @@
 
 import keras
 
+from tfparallel.cloning.compiled import compile_alike
+from tfparallel.cloning.complete import complete, without_draws
 from tfparallel.extend import classes_of, original_class
 from tfparallel.replication.optimizer import hold_in_first_copy
 
@@ -26,7 +28,11 @@ def clone_under(model: keras.Model, strategy) -> keras.Model:
             "the function that builds it, is required. Received: a model without variables. Call "
             "it on a batch first, or pass the function."
         )
-    with strategy.scope(), keras.saving.custom_object_scope(classes_of(model)):
+    with (
+        strategy.scope(),
+        keras.saving.custom_object_scope(classes_of(model)),
+        without_draws(),
+    ):
         try:
             copy = original_class(model).from_config(_unbuilt(model.get_config()))
             if not copy.built and (config := model.get_build_config()):
@@ -37,34 +43,12 @@ def clone_under(model: keras.Model, strategy) -> keras.Model:
                 "config. `get_config` and `from_config` are required to clone it. Received: "
                 f"{error}. Pass the function that builds the model instead."
             ) from error
-        if len(copy.variables) != len(model.variables):
-            raise ValueError(
-                f"The clone of model '{model.name}' has {len(copy.variables)} variables, the model "
-                f"{len(model.variables)}. A config that rebuilds the whole model is required. "
-                "Received: a model whose layers are not all in its config. Pass the function that "
-                "builds the model instead."
-            )
-        for source, target in zip(model.variables, copy.variables, strict=True):
-            target.assign(source)
-        for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
-            target.trainable = source.trainable
-        if model.compiled:
-            _compile_alike(model, copy)
-    return copy
-
-
-def _compile_alike(model: keras.Model, copy: keras.Model) -> None:
-    config = model.get_compile_config()
-    if config is None:
-        return
-    copy.compile_from_config(config)
-    # The outer call of `compile_from_config` builds the optimizer; its state follows.
-    if model.optimizer is not None and model.optimizer.built:
-        if not copy.optimizer.built:
-            copy.optimizer.build(copy.trainable_variables)
-        for source, target in zip(model.optimizer.variables, copy.optimizer.variables, strict=True):
-            target.assign(source)
+    complete(model, copy, strategy.scope)
+    with strategy.scope():
+        compile_alike(model, copy)
+    if copy.compiled and copy.optimizer is not None and copy.optimizer.built:
         hold_in_first_copy(copy.optimizer)
+    return copy
 
 
 def _unbuilt(config):

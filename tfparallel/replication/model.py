@@ -104,6 +104,7 @@ class DataParallelModel(ReplicatedLayer):
         with strategy.scope():
             super().compile(*args, **kwargs)
         checks.check_compile(self, strategy)
+        checks.check_variables(self, strategy)
         extend_parts(self)
         return None
 
@@ -126,6 +127,11 @@ class DataParallelModel(ReplicatedLayer):
         """Predicts, as `keras.Model.predict`: all rows, on every worker."""
         with self._guarded(keras.Model.predict, args, kwargs) as asked:
             return super().predict(**asked)
+
+    def quantize(self, *args, **kwargs):
+        """Quantizes the layers, as `keras.Model.quantize`; on all replicas."""
+        with contextlib.nullcontext() if self.strategy is None else self.strategy.scope():
+            return super().quantize(*args, **kwargs)
 
     def save(self, filepath, overwrite=True, **kwargs):
         """Saves the model, as `keras.Model.save`; any worker may, alone or with all others."""
@@ -196,6 +202,7 @@ class DataParallelModel(ReplicatedLayer):
         # that were prefetched, and an unseeded shuffle moves on. The data set's spec says as much.
         if self.strategy is None:
             return super()._maybe_symbolic_build(iterator, data_batch)
+        checks.check_variables(self, self.strategy)
         if original_class(self).train_step is not keras.Model.train_step:
             return None  # Only the user's step knows what it calls, and what it updates.
         if iterator is not None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfparallel.data import provenance
 from tfparallel.data import shard as shards
+from tfparallel.extend import attach
 from tfparallel.replication import row_probe
 
 _PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.
@@ -73,7 +74,7 @@ class IndexedDropout:
         if tf.is_symbolic_tensor(inputs):
             axis = _row_axis(inputs, shard)
             if row_probe.is_probing():
-                object.__setattr__(self, "_row_axes", {axis} | getattr(self, "_row_axes", set()))
+                attach(self, _row_axes={axis} | getattr(self, "_row_axes", set()))
             return axis
         if len(found) > 1:
             raise ValueError(

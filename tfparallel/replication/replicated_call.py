@@ -31,6 +31,7 @@ from tfparallel.collectives import indexed_slices, replica_sums, traced_readings
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
+from tfparallel.extend import attach
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
@@ -303,7 +304,7 @@ class ReplicatedCall:
 
             weights = [variables.copies(variable)[0] for variable in self._trainable]
             kinds = traced_readings.kinds_of(call, inputs.structure, weights)
-            object.__setattr__(self._layer, "_kinds_of_readings", kinds)
+            attach(self._layer, _kinds_of_readings=kinds)
         return kinds
 
 

@@ -112,6 +112,14 @@ class ProgramStrategy:
         """Whether a program is being traced or run."""
         return self._program_depth > 0
 
+    def scope(self):
+        """Within it, variables are made on all devices, as under TensorFlow's strategy."""
+        model = None if self.program_is_running else keras_trainer.calling_model()
+        if model is not None and model.compiled:
+            # `train_on_batch` builds an optimizer that was made outside before it runs a step.
+            self.extend_model(model)
+        return super().scope()
+
     @contextlib.contextmanager
     def program(self) -> Iterator[None]:
         """Within it, code acts for the global batch, as on one device, outside any replica."""

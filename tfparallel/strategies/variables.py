@@ -34,12 +34,28 @@ class MirroredVariable(values.MirroredVariable):
         return self._primary.handle if _outside_replicas() else super().handle
 
     def assign(self, value, *args, **kwargs):
-        """Assigns; what a replica writes in a custom loop must not be of its own rows alone."""
+        return self._write("assign", value, *args, **kwargs)
+
+    def assign_add(self, value, *args, **kwargs):
+        return self._write("assign_add", value, *args, **kwargs)
+
+    def assign_sub(self, value, *args, **kwargs):
+        return self._write("assign_sub", value, *args, **kwargs)
+
+    def _write(self, method: str, value, *args, **kwargs):
+        """Writes the variable; outside any strategy, each of its copies.
+
+        So an optimizer that knows of no strategy can train a model that reads this one's layers.
+        What a replica of a custom loop writes must not be of its own rows alone.
+        """
         strategy = self._distribute_strategy
-        if not _outside_replicas() and not strategy.program_is_running and not self.trainable:
+        if not (_outside_replicas() or strategy.program_is_running or self.trainable):
             if strategy.num_replicas > 1:
                 keras_trainer.refuse_own_moments()
-        return super().assign(value, *args, **kwargs)
+        if tf.distribute.has_strategy() or isinstance(value, values.DistributedValues):
+            return getattr(super(), method)(value, *args, **kwargs)
+        written = [getattr(copy, method)(value, *args, **kwargs) for copy in self._values]
+        return written[0]
 
     def __int__(self):
         return int(self.numpy())

@@ -1,0 +1,195 @@
+"""What a layer holds beside its variables and its config: numbers, functions, tensors.
+
+A rate that was set after the layer was built, `lora_alpha`, an activation that was replaced, the
+mean of an adapted `Normalization`, and whatever a layer of the user's own keeps and its
+`get_config` leaves out.
+"""
+
+import enum
+import functools
+import re
+import types
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.extend import extended_attributes
+
+__all__ = ["CannotCarry", "carry_attributes", "same"]
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, re.Pattern,
+    np.generic, np.ndarray, tf.DType, tf.TensorShape,
+)  # fmt: skip
+_BY_CONFIG = (
+    keras.initializers.Initializer,
+    keras.regularizers.Regularizer,
+    keras.constraints.Constraint,
+    keras.DTypePolicy,
+)
+# What any layer has and the user may set; the rest of a bare layer is Keras's own bookkeeping.
+_SET_BY_USERS = {"_supports_masking", "activity_regularizer", "autocast", "_remat_mode"}
+_ABSENT = object()
+
+
+class CannotCarry(ValueError):
+    """An attribute cannot be given to the copy; the message says which, and what it is."""
+
+
+def carry_attributes(source: Any, target: Any) -> None:
+    """Gives a layer's copy what the layer holds, where the copy has something else.
+
+    Functions, regularizers, constraints and tensors are shared: they have no state. What belongs to
+    Keras's tracking (variables, layers, metrics) is not looked at.
+
+    Raises:
+        CannotCarry: If a value is tied to the source, as a bound method is.
+    """
+    skipped = _bookkeeping() | extended_attributes(source)
+    for name, value in list(vars(source).items()):
+        if name in skipped:
+            continue
+        copy = vars(target).get(name, _ABSENT)
+        if copy is value:
+            continue
+        if isinstance(value, keras.random.SeedGenerator) and copy in (_ABSENT, None):
+            # A dropout whose rate is zero now has a generator from when it was not.
+            target._tracker.unlock()
+            setattr(target, name, keras.random.SeedGenerator(0, name=value.name))
+            target._tracker.lock()
+        elif isinstance(value, tf.Variable):
+            _assign(name, value, copy)
+        elif _is_value(value) and not same(value, copy):
+            if _holds_layer(value):
+                raise CannotCarry(f"`{name}` is {value!r}, which belongs to the layer itself")
+            setattr(target, name, value)
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two values of an attribute do the same, as far as can be seen."""
+    if value is other:
+        return True
+    if tf.is_tensor(value) or isinstance(value, np.ndarray | np.generic):
+        return _same_arrays(value, other)
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        return _same_containers(value, other)
+    if isinstance(value, _BY_CONFIG):
+        return type(value) is type(other) and _same_containers(
+            value.get_config(), other.get_config()
+        )
+    if isinstance(value, functools.partial):
+        parts = ("func", "args", "keywords")
+        return isinstance(other, functools.partial) and all(
+            same(getattr(value, part), getattr(other, part)) for part in parts
+        )
+    if isinstance(value, types.MethodType):
+        return isinstance(other, types.MethodType) and value.__func__ is other.__func__
+    if isinstance(value, types.FunctionType):
+        return isinstance(other, types.FunctionType) and _same_functions(value, other)
+    try:
+        return bool(value == other)
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_value(value) -> bool:
+    """Whether this module knows how to compare it, and so may hand it on."""
+    if isinstance(value, keras.KerasTensor):
+        return False
+    if isinstance(value, dict):
+        return all(map(_is_value, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_value, value))
+    if isinstance(value, tf.Tensor):
+        return not tf.is_symbolic_tensor(value)
+    return isinstance(
+        value,
+        (*_PLAIN, *_BY_CONFIG, types.FunctionType, types.MethodType, functools.partial),
+    )
+
+
+def _holds_layer(value) -> bool:
+    """Whether it is bound to a layer or a variable, and would compute with the source's."""
+    if isinstance(value, types.MethodType):
+        return isinstance(value.__self__, keras.Layer) or _has_variables(value.__self__)
+    if isinstance(value, functools.partial):
+        held = [value.func, *value.args, *value.keywords.values()]
+        return any(isinstance(each, keras.Layer | keras.Variable) for each in held)
+    if isinstance(value, types.FunctionType):
+        return any(isinstance(each, keras.Layer | keras.Variable) for each in _closed_over(value))
+    if isinstance(value, dict):
+        return any(map(_holds_layer, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_holds_layer, value))
+    return isinstance(value, _BY_CONFIG) and _has_variables(value)
+
+
+def _has_variables(value) -> bool:
+    held = getattr(value, "__dict__", {}).values()
+    return any(isinstance(each, keras.Variable | tf.Variable) for each in held)
+
+
+def _same_arrays(value, other) -> bool:
+    if not (tf.is_tensor(other) or isinstance(other, np.ndarray | np.generic)):
+        return False
+    value, other = np.asarray(value), np.asarray(other)
+    if (value.shape, value.dtype) != (other.shape, other.dtype):
+        return False
+    if value.dtype.kind in "fcV":  # bfloat16 is of kind "V".
+        return bool(np.array_equal(value.astype("complex128"), other.astype("complex128"), True))
+    return bool(np.array_equal(value, other))
+
+
+def _same_containers(value, other) -> bool:
+    if isinstance(value, dict):
+        return isinstance(other, dict) and value.keys() == other.keys() and all(
+            same(each, other[key]) for key, each in value.items()
+        )
+    if isinstance(value, set | frozenset):
+        return value == other
+    return (
+        isinstance(other, list | tuple)
+        and len(value) == len(other)
+        and all(map(same, value, other))
+    )
+
+
+def _same_functions(value, other) -> bool:
+    """A layer that is read from a config has the same code in another function."""
+    if value.__code__ != other.__code__:
+        return False
+    pairs = [
+        *zip(_closed_over(value), _closed_over(other), strict=True),
+        *zip(value.__defaults__ or (), other.__defaults__ or (), strict=False),
+    ]
+    # What is no value, such as `self`, is each function's own.
+    return all(same(*pair) for pair in pairs if _is_value(pair[0]))
+
+
+def _closed_over(function) -> list:
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # A name that has no value yet.
+            found.append(None)
+    return found
+
+
+def _assign(name, value, copy) -> None:
+    fits = isinstance(copy, tf.Variable) and (copy.shape, copy.dtype) == (value.shape, value.dtype)
+    if not fits:
+        raise CannotCarry(f"`{name}` is a `tf.Variable` that the clone does not have")
+    copy.assign(value)
+
+
+@functools.cache
+def _bookkeeping() -> frozenset[str]:
+    """The attributes that every layer and every model of Keras has."""
+    inputs = keras.Input((1,), name="bare")
+    models = [keras.Model(inputs, inputs, name="bare"), keras.Sequential(name="bare")]
+    bare = [keras.Layer(name="bare"), *models]
+    names = {name for each in bare for name in vars(each)} | {"_compile_config", "stop_training"}
+    return frozenset(names - _SET_BY_USERS)

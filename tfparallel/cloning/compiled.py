@@ -1,0 +1,125 @@
+"""Compiles a copy of a model as the model was, with its optimizer's state."""
+
+import keras
+
+from tfparallel.cloning.likeness import NotAlike
+from tfparallel.extend import classes_of, original_class
+
+__all__ = ["compile_alike"]
+
+
+def compile_alike(model: keras.Model, copy: keras.Model) -> None:
+    """Compiles `copy` if `model` is compiled: optimizer, loss, metrics, how steps are run.
+
+    The loss is shared, and so are functions; what has a state is made anew, and the optimizer is
+    given its own's. `jit_compile=True` becomes "auto": Keras keeps what "auto" was resolved to on
+    one device, where several may not be able to.
+
+    Args:
+        model: A built model.
+        copy: Its copy, with the same variables.
+
+    Raises:
+        NotAlike: If the optimizer or a metric cannot be made from its config.
+    """
+    if not model.compiled or not model.get_compile_config():
+        return
+    if original_class(model).compile is not keras.Model.compile:
+        # A class with a `compile` of its own says itself how it is compiled from a config.
+        with keras.saving.custom_object_scope(classes_of(model)):
+            original_class(copy).compile_from_config(copy, model.get_compile_config())
+        _carry_state(model, copy)
+        return
+    # What `compile` was called with, which its config describes less well: a loss of the user's
+    # own is one object, and a lambda has no config.
+    arguments = dict(model._compile_config.config)
+    arguments["optimizer"] = _optimizer_like(model, copy)
+    for name in ("metrics", "weighted_metrics"):
+        arguments[name] = keras.tree.map_structure(_metric_like, arguments[name])
+    if arguments["jit_compile"]:
+        arguments["jit_compile"] = "auto"
+    trained = {
+        id(getattr(variable, "_whole", variable))
+        for variable in getattr(model.optimizer, "_trainable_variables", ())
+    }
+    if not trained:
+        copy.compile(**arguments, auto_scale_loss=False)
+        return
+    # The optimizer has slots for what was trained when it was built, not for what is now.
+    flags = [variable.trainable for variable in copy.variables]
+    frozen = [layer for layer in copy._flatten_layers() if not layer.trainable]
+    try:
+        for layer in frozen:
+            layer._trainable = True
+        for source, target in zip(model.variables, copy.variables, strict=True):
+            target.trainable = id(source) in trained
+        copy.compile(**arguments, auto_scale_loss=False)
+        _carry_state(model, copy)
+    finally:
+        for variable, flag in zip(copy.variables, flags, strict=True):
+            variable.trainable = flag
+        for layer in frozen:
+            layer._trainable = False
+
+
+def _carry_state(model, copy) -> None:
+    if model.optimizer is None or not model.optimizer.built:
+        return
+    if not copy.optimizer.built:
+        copy.optimizer.build(copy.trainable_variables)
+    slots, copied = model.optimizer.variables, copy.optimizer.variables
+    if [tuple(v.shape) for v in slots] != [tuple(v.shape) for v in copied]:
+        raise NotAlike(
+            f"The clone of the optimizer '{model.optimizer.name}' has other variables. An "
+            f"optimizer that was built for what the model trains is required. Received: "
+            f"{len(slots)} variables, in its clone {len(copied)}. Compile the model again."
+        )
+    for source, target in zip(slots, copied, strict=True):
+        target.assign(source)
+
+
+def _optimizer_like(model, copy):
+    if model.optimizer is None:
+        return None
+    optimizer = _from_config(model.optimizer, "optimizer")
+    pairs = {id(s): t for s, t in zip(model.variables, copy.variables, strict=True)}
+    _exclude_alike(model.optimizer, optimizer, pairs)
+    return optimizer
+
+
+def _exclude_alike(source, target, pairs) -> None:
+    """What is left out of weight decay stands in no config."""
+    excluded = getattr(source, "_exclude_from_weight_decay", None) or set()
+    pattern = getattr(source, "_exclude_from_weight_decay_pattern", None)
+    if excluded or pattern:
+        target.exclude_from_weight_decay(
+            var_list=[variable for key, variable in pairs.items() if key in excluded],
+            var_names=[pattern.pattern] if pattern else None,
+        )
+    for inner, copied in _inner(source, target):
+        _exclude_alike(inner, copied, pairs)
+
+
+def _inner(source, target) -> list[tuple]:
+    found = [(o.inner_optimizer, t.inner_optimizer) for o, t in [(source, target)]
+             if hasattr(o, "inner_optimizer")]  # fmt: skip
+    return [*found, *zip(getattr(source, "optimizers", ()), getattr(target, "optimizers", ()),
+                         strict=True)]  # fmt: skip
+
+
+def _metric_like(metric):
+    return _from_config(metric, "metric") if isinstance(metric, keras.Metric) else metric
+
+
+def _from_config(held, kind: str):
+    """A new object like one that has a state."""
+    original = original_class(held)
+    try:
+        return original.from_config(held.get_config())
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise NotAlike(
+            f"The model is compiled with the {kind} '{held.name}' of class {original.__name__}, "
+            "which cannot be rebuilt from its config. `get_config` and `from_config` are required "
+            f"to clone it. Received: {error}. Clone the model before it is compiled, and compile "
+            "the clone."
+        ) from error

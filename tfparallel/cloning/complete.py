@@ -1,0 +1,154 @@
+"""Gives the copy of a model, built from its config, what the config does not say.
+
+```
+   config ──► layers, shapes          what Keras builds the copy from
+   model ───► weights, flags of each variable, LoRA, adapted state, attributes set later
+              └── compared at the end; what differs still is refused (`likeness.py`)
+```
+"""
+
+import contextlib
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+
+import keras
+
+from tfparallel.cloning.attributes import CannotCarry, carry_attributes, same
+from tfparallel.cloning.likeness import NotAlike, differences
+from tfparallel.extend import original_class
+
+__all__ = ["NotAlike", "complete", "without_draws"]
+
+# What the user can set on a variable by itself.
+_OF_A_VARIABLE = ("trainable", "constraint", "regularizer", "overwrite_with_gradient")
+
+
+@contextlib.contextmanager
+def without_draws() -> Iterator[None]:
+    """Within it layers may be made whose seeds those that come after do not miss."""
+    drawn = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+
+
+def complete(
+    model: keras.Model,
+    copy: keras.Model,
+    scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> None:
+    """Makes `copy` like `model`, in place.
+
+    Args:
+        model: A built model.
+        copy: What Keras made of its config, built too.
+        scope: Returns the scope in which the copy's variables are made.
+
+    Raises:
+        NotAlike: If the copy still differs: in its layers, its variables and their flags, its
+            config, or what it computes of a batch. All that was seen is in the message.
+    """
+    pairs = _pairs(model, copy)
+    problems: list[str] = []
+    with scope():
+        for source, target in pairs:
+            try:
+                _carry_layer(source, target)
+            except (CannotCarry, ValueError, TypeError, AttributeError) as error:
+                problems.append(f"layer '{_path(source)}': {error}")
+        _refuse(model, problems)
+        variables = _matched(model, pairs)
+        for source, target in variables:
+            target.assign(source)
+        for source, target in pairs:
+            target.trainable = source.trainable
+        for source, target in variables:
+            for name in _OF_A_VARIABLE:
+                if not same(getattr(source, name, None), getattr(target, name, None)):
+                    setattr(target, name, getattr(source, name))
+    _refuse(model, differences(model, copy, pairs, variables))
+
+
+def _pairs(model, copy) -> list[tuple[keras.Layer, keras.Layer]]:
+    layers, copies = model._flatten_layers(), copy._flatten_layers()
+    kinds = [[original_class(layer).__name__ for layer in each] for each in (layers, copies)]
+    if kinds[0] != kinds[1]:
+        both = itertools.zip_longest(*kinds, fillvalue="nothing")
+        index, (kind, copied) = next((i, pair) for i, pair in enumerate(both) if len({*pair}) > 1)
+        path = layers[index].path if index < len(layers) else "behind the last"
+        _refuse(model, [f"layer '{path}' is a {kind}, in its clone {copied}"])
+    return list(zip(layers, copies, strict=True))
+
+
+def _carry_layer(source: keras.Layer, target: keras.Layer) -> None:
+    if getattr(source, "lora_enabled", False) and not getattr(target, "lora_enabled", False):
+        # Inside of another layer, as attention's projections are, whose config says nothing of it.
+        target.enable_lora(source.lora_rank, lora_alpha=source.lora_alpha)
+    _carry_policy(source, target)
+    if hasattr(source, "load_assets"):
+        with tempfile.TemporaryDirectory() as folder:  # The words of an adapted lookup.
+            source.save_assets(folder)
+            target.load_assets(folder)
+    carry_attributes(source, target)
+    target.name = source.name  # Which a config without `name` leaves to Keras.
+    for metric, copied in zip(source._metrics, target._metrics, strict=True):
+        carry_attributes(metric, copied)
+
+
+def _carry_policy(source, target) -> None:
+    if same(source.dtype_policy, target.dtype_policy):
+        return
+    if source.dtype_policy.quantization_mode or target.dtype_policy.quantization_mode:
+        raise CannotCarry(
+            f"it is quantized ({source.dtype_policy.name}) and its clone is not "
+            f"({target.dtype_policy.name})"
+        )
+    target.dtype_policy = source.dtype_policy
+
+
+def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
+    """The variables of a model with those of its copy, each once."""
+    problems, found = [], {}
+    for source, target in pairs:
+        ours, theirs = _variables_of(source), _variables_of(target)
+        shapes = [[(tuple(v.shape), v.dtype) for v in held] for held in (ours, theirs)]
+        if shapes[0] != shapes[1]:
+            problems.append(
+                f"layer '{_path(source)}' has the variables {_listed(ours)}, its clone "
+                f"{_listed(theirs)}"
+            )
+            continue
+        for variable, copied in zip(ours, theirs, strict=True):
+            if found.setdefault(id(variable), (variable, copied))[1] is not copied:
+                problems.append(
+                    f"layer '{_path(source)}' shares variable '{variable.path}' with another "
+                    "layer, and its clone has one of its own"
+                )
+    _refuse(model, problems)
+    return list(found.values())
+
+
+def _variables_of(layer) -> list[keras.Variable]:
+    held = [*layer._trainable_variables, *layer._non_trainable_variables]
+    held += [generator.state for generator in layer._seed_generators]
+    return held + [variable for metric in layer._metrics for variable in metric.variables]
+
+
+def _path(layer) -> str:
+    return layer.path or layer.name  # One that is not built has no path.
+
+
+def _listed(variables) -> str:
+    return ", ".join(f"{v.name} {tuple(v.shape)} {v.dtype}" for v in variables) or "none"
+
+
+def _refuse(model, problems: list[str]) -> None:
+    if problems:
+        raise NotAlike(
+            f"The clone of model '{model.name}' would not be like it. A model that its config "
+            f"rebuilds is required. Received: {'; '.join(problems)}. Pass the function that "
+            "builds the model instead."
+        )

@@ -1,0 +1,211 @@
+"""What differs between a model and its copy: flags, config, and outputs of one batch."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.cloning.attributes import same
+
+__all__ = ["NotAlike", "differences"]
+
+_ROWS = 2
+_LENGTHS = (8, 32)  # Of an axis of unknown length; convolutions need some.
+# Equal operations on equal values; a model in parts sums in another order. Relative to the largest
+# output.
+_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+_SHOWN, _LONGEST = 3, 80  # Differences that are told, and characters of a value.
+
+
+class NotAlike(ValueError):
+    """A copy of a model differs from it."""
+
+
+def differences(
+    model: keras.Model,
+    copy: keras.Model,
+    layers: Sequence[tuple[keras.Layer, keras.Layer]],
+    variables: Sequence[tuple[keras.Variable, keras.Variable]],
+) -> list[str]:
+    """Returns what differs, in words; nothing if the copy is like the model.
+
+    Args:
+        model: A built model.
+        copy: Its copy.
+        layers: The layers of both, in pairs.
+        variables: The variables of both, in pairs.
+    """
+    found = [
+        f"`trainable` of layer '{source.path or source.name}' is {source.trainable}, of its clone "
+        f"{target.trainable}"
+        for source, target in layers
+        if source.trainable != target.trainable
+    ]
+    found += [
+        f"`{name}` of variable '{source.path}' is {getattr(source, name)!r}, of its clone "
+        f"{getattr(target, name)!r}"
+        for source, target in variables
+        for name in ("trainable", "constraint", "regularizer", "overwrite_with_gradient")
+        if not same(getattr(source, name, None), getattr(target, name, None))
+    ]
+    copies = {id(source): id(target) for source, target in variables}
+    trained = [copies.get(id(variable)) for variable in model.trainable_variables]
+    if trained != [id(variable) for variable in copy.trainable_variables] and not found:
+        found.append("it trains its variables in another order, or others, than its clone")
+    for source, target in layers[1:]:
+        found += _in_config(source, target)
+    return (found or _in_outputs(model, copy))[:_SHOWN]
+
+
+def _in_config(source, target) -> list[str]:
+    if isinstance(source, keras.Model):  # Its layers are compared one by one.
+        return []
+    try:
+        config, copied = source.get_config(), target.get_config()
+    except NotImplementedError:  # It is made by a layer around it, whose config says all.
+        return []
+    return [
+        f"`{key}` of layer '{source.path or source.name}' is {_short(config[key])}, of its clone "
+        f"{_short(copied.get(key))}"
+        for key in config
+        if not _same_config(config[key], copied.get(key))
+    ]
+
+
+def _short(value) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _same_config(value, other) -> bool:
+    if isinstance(value, dict):
+        # The code of a function is written in another way each time.
+        if value.get("class_name") in ("__lambda__", "function"):
+            return True
+        return isinstance(other, dict) and all(
+            _same_config(each, other.get(key))
+            for key, each in value.items()
+            # How a class is called where it was extended, and what it was built for.
+            if key not in ("build_config", "module", "registered_name")
+        )
+    if isinstance(value, list | tuple):
+        return (
+            isinstance(other, list | tuple)
+            and len(value) == len(other)
+            and all(map(_same_config, value, other))
+        )
+    # What no file holds (a layer, an object of the user's own) is not compared here.
+    is_value = isinstance(value, str | int | float | bool | None | np.generic | np.ndarray)
+    return not is_value or same(value, other)
+
+
+def _in_outputs(model, copy) -> list[str]:
+    for batch in _batches(model):
+        try:
+            expected = _outputs(model, batch)
+        except Exception:  # Nobody knows which rows a model of the user's own can take.
+            continue
+        if expected is None:
+            return []
+        try:
+            outputs = _outputs(copy, batch)
+        except Exception as error:
+            return [f"its clone fails on a batch, '{error}'"]
+        apart = _apart(expected, outputs)
+        if apart and not _apart(expected, _outputs(model, batch)):
+            return [f"{_first_layer(model, copy, batch)}, of a batch, up to {apart:.1e}"]
+        return []
+    return []
+
+
+def _batches(model) -> Iterator[Any]:
+    """Batches that the model may be called with, the likeliest first."""
+    try:
+        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+    except (AttributeError, ValueError, IndexError):
+        shape = getattr(model, "_build_shapes_dict", None) or {}
+        is_one = len(shape) == 1 and all(
+            isinstance(s, tuple) and all(isinstance(n, int | None) for n in s)
+            for s in shape.values()
+        )
+        if not is_one:
+            return
+        inputs = keras.KerasTensor(next(iter(shape.values())), model.compute_dtype)
+    flat = keras.tree.flatten(inputs)
+    if any(getattr(t, "sparse", False) or getattr(t, "ragged", False) for t in flat):
+        return
+    unknown = any(None in tensor.shape[1:] for tensor in flat)
+    for length, zeros in itertools.product(_LENGTHS if unknown else _LENGTHS[:1], (False, True)):
+        yield keras.tree.map_structure(lambda t, n=length, z=zeros: _rows(t, n, z), inputs)
+
+
+def _rows(tensor, length, zeros):
+    shape = [tensor.shape[0] or _ROWS, *(n or length for n in tensor.shape[1:])]
+    size = int(np.prod(shape))
+    if tensor.dtype == "string":
+        return tf.reshape(tf.constant([str(i % 2) for i in range(size)]), shape)
+    if "float" in tensor.dtype and not zeros:
+        values = np.random.default_rng(0).normal(size=shape)
+    else:
+        values = np.zeros(shape) if zeros else np.reshape(np.arange(size) % 2, shape)
+    return tf.cast(tf.constant(values), tensor.dtype)
+
+
+def _outputs(model, batch) -> list[np.ndarray] | None:
+    """What a model computes in inference; None if that is no tensors. What it writes is dropped."""
+    with keras.StatelessScope():
+        outputs = model(batch, training=False) if model._call_has_training_arg else model(batch)
+    flat = [getattr(o, "whole", lambda o=o: o)() for o in keras.tree.flatten(outputs)]
+    if not all(isinstance(tensor, tf.Tensor) for tensor in flat):
+        return None
+    return [tensor.numpy() for tensor in flat]
+
+
+def _apart(expected, outputs) -> float:
+    """The largest difference beyond rounding, relative to the largest value; 0 if there is none."""
+    largest = 0.0
+    for value, other in zip(expected, outputs, strict=True):
+        if value.shape != other.shape or value.dtype != other.dtype:
+            return float("inf")
+        if value.dtype.kind not in "fcV":
+            largest = max(largest, 0.0 if np.array_equal(value, other) else 1.0)
+            continue
+        tolerance = _TOLERANCE.get(value.dtype.name, 1e-4)
+        value, other = value.astype("complex128"), other.astype("complex128")
+        distance = np.abs(np.where((value == other) | (np.isnan(value) & np.isnan(other)), 0,
+                                   value - other))  # fmt: skip
+        scale = np.max(np.abs(value[np.isfinite(value)]), initial=1e-6)
+        apart = float(np.max(distance, initial=0.0) / scale)
+        largest = max(largest, apart if not apart <= tolerance else 0.0)
+    return largest
+
+
+def _first_layer(model, copy, batch) -> str:
+    """Names the first layer of a model's graph whose outputs differ."""
+    found = []
+    for each in (model, copy):
+        functional = getattr(each, "_functional", None) or each
+        nodes = getattr(functional, "_nodes_by_depth", {})
+        calls = [n for depth in sorted(nodes, reverse=True) for n in nodes[depth] if not n.is_input]
+        found.append([(n.operation.name, n.outputs) for n in calls])
+    if found[0]:
+        inner = [
+            keras.Model(getattr(each, "_functional", each).inputs, [o for _, o in calls])
+            for each, calls in zip((model, copy), found, strict=True)
+        ]
+        flat = keras.tree.flatten(batch)
+        for (name, _), value, other in zip(
+            found[0], *(_by_call(each, flat) for each in inner), strict=True
+        ):
+            if _apart(value, other):
+                return f"layer '{name}' computes something else than its clone"
+    return "it computes something else than its clone"
+
+
+def _by_call(model, batch) -> list[list[np.ndarray]]:
+    with keras.StatelessScope():
+        outputs = model(batch, training=False)
+    return [[t.numpy() for t in keras.tree.flatten(each)] for each in outputs]
