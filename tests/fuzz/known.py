@@ -9,13 +9,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from .judge import FORMS, Outcome
+from .judge import Outcome
 from .program import Program, source
-
-WORKERS = "workers"
-REPLICATED = ("data_parallel", "MirroredStrategy", WORKERS)
-BY_PIECES = (*REPLICATED, "pipeline_parallel")
-ALL = (*FORMS, WORKERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,25 +27,7 @@ class Family:
         return outcome.form in self.forms and re.search(self.pattern, text, re.DOTALL) is not None
 
 
-_BUILT = r".*start = (built|compiled)"
-
-KNOWN = [
-    Family("an embedding that is read once a batch", r" = PositionEmbedding\(", BY_PIECES),
-    Family("LoRA inside of attention", r"_query_dense\.enable_lora", ("tensor_parallel",)),
-    Family("a variable frozen by itself", r"kernel\.trainable = False" + _BUILT, ALL),
-    Family("LoRA's alpha in a clone", r"lora_alpha" + _BUILT, ALL),
-    Family("a metric that a layer holds", r"= Measured\(", BY_PIECES),
-    Family("axis 0 that is not the examples", r"= (DroppedWeight\(|TimeMajor\(0)", BY_PIECES),
-    Family(
-        "operations across examples",
-        r"= (MinusBatchMean|RunningMax|RunningSum|ByBatchSize)\(",
-        BY_PIECES,
-    ),
-    Family("PReLU with shared axes in a pair", r"PReLU\(shared_axes", ("tensor_parallel",)),
-    Family(
-        "a layer that reads an input and a tensor", "could not find node key", ALL, of_error=True
-    ),
-]
+KNOWN: list[Family] = []
 
 
 def family_of(program: Program, outcome: Outcome) -> str:
@@ -82,16 +59,5 @@ def traits(program: Program) -> frozenset[str]:
     )
 
 
-# Left out of three programs in four, so that what they do hides nothing else.
-LAYERS = frozenset(
-    {
-        "PositionEmbedding",
-        "Measured",
-        "DroppedWeight",
-        "TimeMajor",
-        "MinusBatchMean",
-        "RunningMax",
-        "RunningSum",
-        "ByBatchSize",
-    }
-)
+# Layers of a known family, left out of three programs in four, so that what they do hides nothing.
+LAYERS: frozenset[str] = frozenset()
