@@ -427,22 +427,3 @@ def test_keras_sets_a_momentum_back_at_every_step():
 
     traced, built = free(build, before_fit=False), free(build, before_fit=True)
     assert max(np.max(np.abs(a - b)) for a, b in zip(traced, built, strict=True)) > 0.1
-
-
-def test_an_activation_with_weights_is_trained():
-    """It makes them in the first step, after `compile` had built the optimizer."""
-
-    def build():
-        slopes = keras.layers.PReLU(alpha_initializer="uniform")
-        return keras.Sequential(
-            [keras.Input((4,)), layers.Dense(3, activation=slopes), layers.Dense(2)]
-        )
-
-    x = np.random.default_rng(0).normal(size=(12, 4))
-    found = []
-    for make in (build, lambda: tfparallel.model_parallel(build, ["CPU:0", "CPU:1"])):
-        model = seeded(make)
-        model.compile("adam", "mse")
-        history = model.fit(x, x[:, :2], batch_size=4, shuffle=False, verbose=0).history
-        found.append((history, state_of(model)))
-    assert_equal(*found)
