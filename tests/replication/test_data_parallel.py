@@ -589,3 +589,19 @@ def test_unequal_shares_train_to_the_same_weights():
 def test_weights_for_another_number_of_replicas():
     with pytest.raises(ValueError, match=r"Received: \[3, 1\] for 3 replicas"):
         tfparallel.data_parallel(mlp, devices=THREE, replica_weights=[3, 1])
+
+
+def test_schedule_free_training_averages_on_one_device_as_on_two():
+    x = np.random.default_rng(0).normal(size=(40, 4))
+    y = x.sum(axis=1, keepdims=True)
+
+    def weights(devices):
+        keras.utils.set_random_seed(2)
+        build = lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])  # noqa: E731
+        model = tfparallel.data_parallel(build, devices=devices)
+        model.compile(keras.optimizers.ScheduleFreeAdamW(0.1), "mse")
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for one, two in zip(weights(["CPU:0"]), weights(["CPU:0", "CPU:1"]), strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-4)

@@ -214,6 +214,9 @@ class DataParallelModel(ReplicatedLayer):
     def make_train_function(self, force=False):
         """Traces a step; by now the model is built."""
         self._choose_all_reduce()
+        if self.strategy is None and self.built and self.optimizer and not self.optimizer.built:
+            # Keras builds it within the step, at each step: `ScheduleFreeAdamW` would start over.
+            self.optimizer.build(self.trainable_variables)
         return super().make_train_function(force)
 
     def _choose_all_reduce(self):
