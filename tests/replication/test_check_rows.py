@@ -30,6 +30,16 @@ class Gathered(layers.Layer):
         return x - ops.mean(tfparallel.all_gather(x), axis=0)
 
 
+class HiddenByZeros(layers.Layer):
+    """Mixes examples in what a weight multiplies that is zero at first."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="zeros", name="scale")
+
+    def call(self, x):
+        return x + self.scale * ops.mean(x, axis=0)
+
+
 class TimeMajor(layers.Layer):
     def call(self, x):
         return ops.transpose(x, (1, 0))
@@ -61,6 +71,7 @@ def trained(build, **options):
     [
         (net(Centred), "output 0 .*layer 'centred.*' of class Centred.*all_gather"),
         (nested, "layer 'culprit' of class Centred"),
+        (net(HiddenByZeros), "class HiddenByZeros"),
         (net(AddsLoss), "a loss that it adds.*class AddsLoss"),
         (net(lambda: KeepsState("maximum")), r"variable 'sequential.*/kept'.*class KeepsState"),
         (net(lambda: layers.Softmax(axis=0)), "of class Softmax"),
@@ -69,7 +80,7 @@ def trained(build, **options):
         (net(Constant, tail=False), "class Constant"),
         (net(TimeMajor, tail=False), "class TimeMajor"),
     ],
-    ids=["mean", "nested", "loss", "state", "softmax", "activation", "double", "constant", "time"],
+    ids=["mean", "nested", "zeros", "loss", "state", "softmax", "activation", "double", "constant", "time"],
 )
 def test_a_layer_that_mixes_examples_is_named(build, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):

@@ -97,7 +97,8 @@ def _probed(layer, call, in_pieces, num_rows, args, kwargs) -> row_probe.Differe
     def pieces(*tensors):
         return in_pieces(layer, call, *packed(tensors))
 
-    return row_probe.first_difference(whole, pieces, specs, rows, _written(layer))
+    weights = layer.trainable_variables
+    return row_probe.first_difference(whole, pieces, specs, rows, _written(layer), weights)
 
 
 def _spec(leaf) -> tf.TensorSpec | None:

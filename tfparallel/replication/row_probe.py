@@ -6,7 +6,8 @@
 A layer that subtracts the mean of the batch, keeps its maximum, or adds a sum of its rows as a
 loss gives something else in pieces, and would train to other weights without a word. The rows are
 made up, of the types of the call's arguments: uniform numbers, ids of 0 and 1. Nothing is read from
-the data, and nothing of the model changes: what the pieces write is restored.
+the data, and nothing of the model changes: what the pieces write is restored. Weights that are zero
+are made up, too.
 
 Random layers other than dropout are switched off, and batch normalization takes its moving
 averages: what these do across rows is this package's own. Where a layer draws whatever `training`
@@ -28,6 +29,7 @@ __all__ = ["Difference", "QuietInProbe", "first_difference", "is_probing", "made
 # Another order of summation changes less; what looks at other rows changes more.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
 _COARSE = 5e-2
+_LARGEST_MADE_UP = 1 << 20  # Elements of a weight.
 _LENGTH, _SIZE = 8, 32  # For axes of no known size: of sequences, of pictures.
 
 
@@ -99,6 +101,7 @@ def first_difference(
     specs: Sequence[tf.TensorSpec],
     rows: Sequence[np.ndarray],
     written: Sequence[keras.Variable],
+    weights: Sequence[keras.Variable] = (),
 ) -> Difference | None:
     """Runs both and compares; None where nothing differs, or nothing can be compared.
 
@@ -108,6 +111,8 @@ def first_difference(
         specs: The types of the tensors.
         rows: The tensors.
         written: The variables that either may write.
+        weights: What is trained. Where it is zero, as a bias is at first, it hides what it
+            multiplies; it has made-up values for the time being.
     """
     updates: dict[str, tf.Tensor] = {}
 
@@ -131,10 +136,13 @@ def first_difference(
             draws = _num_draws(first.graph) > _State.num_dropped
             second = pieces.get_concrete_function(*specs)
             kept = [v for v in written if v.path in updates]
-            expected = first(*map(tf.constant, rows))
+            with _restored(zeros := list(filter(_is_zero, weights))):
+                _make_up(zeros)
+                expected = first(*map(tf.constant, rows))
         except Exception:  # Made-up rows may be none that the model takes: its own data will tell.
             return None
-        with _restored(kept):
+        with _restored([*kept, *zeros]):
+            _make_up(zeros)
             try:
                 received = second(*map(tf.constant, rows))
             except tf.errors.InvalidArgumentError:
@@ -167,6 +175,18 @@ def _restored(written: Sequence[keras.Variable]) -> Iterator[None]:
         for variable, values in zip(written, before, strict=True):
             for copy, value in zip(variables.copies(variable), values, strict=True):
                 copy.assign(value)
+
+
+def _is_zero(variable: keras.Variable) -> bool:
+    is_small = np.prod(variable.shape) <= _LARGEST_MADE_UP
+    return is_small and not np.any(variables.copies(variable)[0].numpy())
+
+
+def _make_up(zeros: Sequence[keras.Variable]) -> None:
+    for seed, variable in enumerate(zeros):
+        value = np.random.default_rng(seed).uniform(-0.5, 0.5, variable.shape)
+        for copy in variables.copies(variable):
+            copy.assign(tf.cast(value, copy.dtype))
 
 
 def _num_draws(graph) -> int:
