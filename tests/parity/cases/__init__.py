@@ -1,6 +1,7 @@
 """The cases by theme. `ALL` is every case, in the order of the table."""
 
 from . import (
+    clones,
     inputs,
     layers,
     losses,
@@ -22,4 +23,5 @@ ALL = [
     *inputs.CASES,
     *training_steps.CASES,
     *workflows.CASES,
+    *clones.CASES,
 ]
