@@ -10,7 +10,6 @@ from keras import layers
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
 from tfparallel.extend import extend
-from tfparallel.layers.by_hand import written_as
 from tfparallel.layers import (
     ChannelParallelConv2D,
     ChannelReducingConv2D,
@@ -21,6 +20,7 @@ from tfparallel.layers import (
     SpatialParallelPooling2D,
     VocabParallelEmbedding,
 )
+from tfparallel.layers.by_hand import written_as
 from tfparallel.layers.plan import plan
 
 pytestmark = pytest.mark.usefixtures("in_float64")
