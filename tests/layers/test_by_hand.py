@@ -20,6 +20,7 @@ from tfparallel.layers import (
     SpatialParallelPooling2D,
     VocabParallelEmbedding,
 )
+from tfparallel.layers.by_hand import written_as
 from tfparallel.layers.plan import plan
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -178,10 +179,12 @@ def test_a_single_layer_is_split_by_height_where_that_is_asked_for():
         plan(model, 6, {"pool": "height"})
 
 
-def test_a_split_layer_is_made_as_keras_makes_it():
+def test_what_is_made_of_a_split_layers_class_is_plain_and_not_noted():
     layer = layers.Dense(3)
     extend(layer, ColumnParallelDense)
-    assert type(layer) is not layers.Dense and type(type(layer)(4)) is type(layer)
+    other = type(layer)(4)
+    assert type(layer) is not layers.Dense and type(other) is layers.Dense
+    assert written_as(other) is None
 
 
 # --- What is refused --------------------------------------------------------------------------

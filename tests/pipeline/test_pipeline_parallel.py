@@ -321,3 +321,38 @@ def test_keras_divides_by_what_a_loss_sees():
     halves = (slice(2), slice(2, 4))
     parts = [float(loss(y[rows], predicted[rows], weights[rows])) for rows in halves]
     assert abs(sum(parts) / 2 - float(loss(y, predicted, weights))) > 1.0
+
+
+class Watching(layers.Layer):
+    """Holds a metric of what it is given."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.mean = keras.metrics.Mean(name="seen")
+
+    def call(self, inputs):
+        self.mean.update_state(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize("balance", ["time", "memory"])
+def test_a_metric_inside_of_a_layer_counts_as_on_one_device(balance):
+    """Story: "'NoneType' object has no attribute 'assign'", of the time of a layer."""
+
+    def build():
+        keras.utils.set_random_seed(4)
+        return keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8), Watching(), layers.Dense(2)]
+        )
+
+    generator = np.random.default_rng(3)
+    x, y = generator.normal(size=(22, 6)), generator.normal(size=(22, 2))
+    seen = []
+    for model in (
+        tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 3, balance=balance), build()
+    ):  # fmt: skip
+        model.compile("sgd", "mse")
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        seen.append([history["seen"], model.evaluate(x, y, verbose=0, return_dict=True)["seen"]])
+    np.testing.assert_allclose(seen[0][0], seen[1][0], rtol=1e-5)
+    np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-5)

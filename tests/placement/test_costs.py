@@ -125,3 +125,64 @@ def test_a_shared_layer_counts_each_call_and_equal_layers_are_run_once(monkeypat
     # "first" is of the same kind, but sends no gradient back.
     seconds = measured_seconds(model, 8)
     assert seconds == {"first": 2.0, "shared": 2.0, "equal": 1.0, "other": 0.5}
+
+
+class Both(layers.Layer):
+    """Has a weight, and reads two tensors."""
+
+    def build(self, deep_shape, wide_shape):
+        self.kernel = self.add_weight(shape=(deep_shape[-1], 8))
+
+    def call(self, deep, wide):
+        return keras.ops.concatenate([deep @ self.kernel, wide])
+
+
+def wide_and_deep():
+    inputs = keras.Input((8,), name="wide")
+    deep = layers.Dense(16, name="deep")(inputs)
+    outputs = layers.Concatenate(name="beside")([inputs, deep])
+    return keras.Model(inputs, [layers.Dense(4)(outputs), Both(name="both")(deep, inputs)])
+
+
+def test_a_layer_that_reads_an_input_and_a_computed_tensor():
+    """Story: "could not find node key".
+
+    A `keras.Model` of both takes the `Input` away from the user's model, whose config then cannot
+    be told any more.
+    """
+    model = wide_and_deep()
+    config = model.get_config()
+    assert all(seconds > 0 for seconds in measured_seconds(model, 4).values())
+    assert model.get_config() == config
+
+
+class Counting(layers.Layer):
+    """Holds a metric, and no weight."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.mean = keras.metrics.Mean(name="mean_seen")
+
+    def call(self, inputs):
+        self.mean.update_state(inputs)
+        return inputs
+
+
+def test_a_layer_that_holds_a_metric_is_measured_on_a_copy():
+    """Story: "'NoneType' object has no attribute 'assign'", where the model had no storage yet."""
+
+    def build():
+        inputs = keras.Input((8,))
+        return keras.Model(inputs, layers.Dense(4)(Counting(name="counting")(inputs)))
+
+    model = build()
+    assert measured_seconds(model, 4)["counting"] > 0
+    assert model.get_layer("counting").mean.total.numpy() == 0.0
+    assert measured_seconds(StoragelessModel(build).model, 4)["counting"] > 0
+
+
+def test_a_variable_that_is_trained_in_a_frozen_layer_has_a_gradient():
+    model = perceptron()
+    model.get_layer("wide").trainable = False
+    model.get_layer("wide").bias.trainable = True
+    assert layer_costs(model, 10)[0].gradient_bytes == 4 * 16

@@ -80,7 +80,10 @@ def trained(build, **options):
         (net(Constant, tail=False), "class Constant"),
         (net(TimeMajor, tail=False), "class TimeMajor"),
     ],
-    ids=["mean", "nested", "zeros", "loss", "state", "softmax", "activation", "double", "constant", "time"],
+    ids=[
+        *("mean", "nested", "zeros", "loss", "state", "softmax", "activation"),
+        *("double", "constant", "time"),
+    ],
 )
 def test_a_layer_that_mixes_examples_is_named(build, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):

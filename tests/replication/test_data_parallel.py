@@ -605,3 +605,26 @@ def test_schedule_free_training_averages_on_one_device_as_on_two():
 
     for one, two in zip(weights(["CPU:0"]), weights(["CPU:0", "CPU:1"]), strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-4)
+
+
+def test_a_variable_that_was_made_outside_the_scope_cannot_be_trained():
+    """Story: "`colocate_vars_with` must only be passed a variable created in this scope"."""
+    model = compiled(tfparallel.data_parallel(mlp, devices=TWO))
+    model.layers[0].enable_lora(2)
+    message = "(?s)made outside its strategy's scope.*2 replicas.*lora_kernel_a, .*lora_kernel_b"
+    with pytest.raises(ValueError, match=message):
+        model.fit(*data(), verbose=0)
+    with pytest.raises(ValueError, match=message):
+        compiled(model)
+
+
+def test_lora_within_the_scope():
+    model = tfparallel.data_parallel(mlp, devices=TWO)
+    plain = mlp()
+    plain.set_weights(model.get_weights())
+    for each in (model, plain):
+        keras.utils.set_random_seed(3)
+        with each.distribute_strategy.scope():
+            each.layers[0].enable_lora(2, lora_alpha=6)
+        compiled(each).fit(*data(), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    assert_weights(model, plain.get_weights(), rtol=1e-4, atol=1e-5)

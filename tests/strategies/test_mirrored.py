@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
+from tfparallel.strategies import variables
 
 THREE = ["CPU:0", "CPU:1", "CPU:2"]
 
@@ -205,3 +206,52 @@ def test_a_second_step_adds_no_trace():
 def test_devices_that_cannot_be_used(devices, message):
     with pytest.raises(ValueError, match=message):
         tfparallel.MirroredStrategy(devices)
+
+
+def test_train_on_batch_of_a_model_that_was_compiled_outside_the_scope():
+    """Story: "Mixing different tf.distribute.Strategy objects", where `fit` trained as it should.
+
+    It is `fit` that asks the strategy to distribute its data; a single batch asks for nothing
+    before the optimizer is built.
+    """
+
+    def build():
+        keras.utils.set_random_seed(5)
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+    with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = build()
+    generator = np.random.default_rng(2)
+    x, y = generator.normal(size=(2, 5, 3)), generator.normal(size=(2, 5, 2))
+    seen = []
+    for each in (model, build()):
+        each.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
+        losses = [each.train_on_batch(*batch) for batch in zip(x, y, strict=True)]
+        seen.append([losses, each.test_on_batch(x[0], y[0]), each.predict_on_batch(x[0])])
+        seen[-1] += each.get_weights()
+    for value, wanted in zip(*seen, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lion", "adamw"])
+def test_an_optimizer_that_knows_no_strategy_writes_all_copies(optimizer):
+    """A plain model, trained on its one device, whose layers are a replicated model's."""
+
+    def build():
+        keras.utils.set_random_seed(5)
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+
+    inner = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1", "CPU:2"])
+    generator = np.random.default_rng(2)
+    x, y = generator.normal(size=(10, 3)), generator.normal(size=(10, 2))
+    weights = []
+    for each in (inner, build()):
+        model = keras.Sequential([each, keras.layers.Dense(2, kernel_initializer="ones")])
+        model.compile(keras.optimizers.get(optimizer), "mse")
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for value, wanted in zip(*weights, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+    for variable in inner.variables:
+        for copy in variables.copies(variable):
+            np.testing.assert_array_equal(copy, variables.copies(variable)[0])

@@ -82,7 +82,7 @@ def _optimizer_like(model, copy):
     if model.optimizer is None:
         return None
     optimizer = _from_config(model.optimizer, "optimizer")
-    pairs = {id(s): t for s, t in zip(model.variables, copy.variables, strict=True)}
+    pairs = list(zip(model.variables, copy.variables, strict=True))
     _exclude_alike(model.optimizer, optimizer, pairs)
     return optimizer
 
@@ -93,7 +93,7 @@ def _exclude_alike(source, target, pairs) -> None:
     pattern = getattr(source, "_exclude_from_weight_decay_pattern", None)
     if excluded or pattern:
         target.exclude_from_weight_decay(
-            var_list=[variable for key, variable in pairs.items() if key in excluded],
+            var_list=[copied for own, copied in pairs if source._var_key(own) in excluded],
             var_names=[pattern.pattern] if pattern else None,
         )
     for inner, copied in _inner(source, target):
@@ -101,10 +101,10 @@ def _exclude_alike(source, target, pairs) -> None:
 
 
 def _inner(source, target) -> list[tuple]:
-    found = [(o.inner_optimizer, t.inner_optimizer) for o, t in [(source, target)]
-             if hasattr(o, "inner_optimizer")]  # fmt: skip
-    return [*found, *zip(getattr(source, "optimizers", ()), getattr(target, "optimizers", ()),
-                         strict=True)]  # fmt: skip
+    if hasattr(source, "inner_optimizer"):
+        return [(source.inner_optimizer, target.inner_optimizer)]
+    several = (getattr(each, "optimizers", ()) for each in (source, target))
+    return list(zip(*several, strict=True))
 
 
 def _metric_like(metric):

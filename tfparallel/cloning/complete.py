@@ -63,6 +63,7 @@ def complete(
         variables = _matched(model, pairs)
         for source, target in variables:
             target.assign(source)
+            target._path = source.path  # By which an optimizer names its slots.
         for source, target in pairs:
             target.trainable = source.trainable
         for source, target in variables:

@@ -41,7 +41,9 @@ def copy_layers(
 
 def like(layer: keras.Layer) -> keras.Layer:
     """Makes a layer of the same class, as it was before it was extended, and the same config."""
-    copy = original_class(layer).from_config(layer.get_config())
+    # A lambda that is in the model already may be trusted.
+    options = {"safe_mode": False} if isinstance(layer, keras.layers.Lambda) else {}
+    copy = original_class(layer).from_config(layer.get_config(), **options)
     copy.name = layer.name  # Which a config without `name` leaves to Keras.
     return copy
 

@@ -237,7 +237,8 @@ class Step:
 
     def _variables_of(self, stage):
         trained = {id(variable) for variable in self._model.trainable_variables}
-        found = {id(v): v for layer in stage.layers for v in layer.trainable_variables}
+        # A variable may be trained in a layer that is not: of a frozen one Keras names none.
+        found = {id(v): v for layer in stage.layers for v in layer.variables}
         return [variable for key, variable in found.items() if key in trained]
 
     def _kinds_of_readings(self) -> dict[int, Any]:

@@ -98,7 +98,7 @@ def layer_costs(
 
     costs = []
     for layer in layers_in_order(model):
-        trained = layer.trainable_variables
+        trained = [variable for variable in layer.variables if variable.trainable]
         large = [bytes_of(v) for v in trained if math.prod(v.shape) >= LARGE]
         gradients = sum(map(bytes_of, trained))
         costs.append(
@@ -106,7 +106,7 @@ def layer_costs(
                 layer.name,
                 sum(map(bytes_of, layer.variables)),
                 gradients if at_once else gradients - sum(large),
-                sum(slots(tuple(v.shape), str(v.dtype)) for v in layer.trainable_variables),
+                sum(slots(tuple(v.shape), str(v.dtype)) for v in trained),
                 kept.get(layer.name, 0),
                 seconds.get(layer.name, 0.0),
                 _ARRAYS_OF_AN_UPDATE * max(large, default=0),

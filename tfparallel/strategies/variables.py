@@ -31,7 +31,12 @@ class MirroredVariable(values.MirroredVariable):
     @property
     def handle(self):
         """The resource of this replica's copy; outside a replica, of the first copy."""
-        return self._primary.handle if _outside_replicas() else super().handle
+        return self._get().handle
+
+    def _get(self):
+        # An update under no strategy has the variable itself for TensorFlow's replica index.
+        is_outside = _outside_replicas() or not tf.distribute.has_strategy()
+        return self._primary if is_outside else super()._get()
 
     def assign(self, value, *args, **kwargs):
         return self._write("assign", value, *args, **kwargs)

@@ -1,6 +1,7 @@
 """The cases by theme. `ALL` is every case, in the order of the table."""
 
 from . import (
+    clones,
     inputs,
     layers,
     losses,
@@ -26,4 +27,5 @@ ALL = [
     *inputs.CASES,
     *training_steps.CASES,
     *workflows.CASES,
+    *clones.CASES,
 ]

@@ -1,0 +1,81 @@
+"""What a layer holds beside its variables: what is the same, what is handed on."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfparallel.cloning.attributes import CannotCarry, carry_attributes, same
+
+
+def times(factor):
+    return lambda x: x * factor
+
+
+class Holder(keras.layers.Layer):
+    """A layer with attributes that its config does not have."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "is_same"),
+    [
+        (1, 1, True),
+        (1, 2, False),
+        (None, 1, False),
+        (float("nan"), float("nan"), False),
+        ([1, "a"], (1, "a"), True),
+        ({"a": [1]}, {"a": [2]}, False),
+        (np.array([1.0, np.nan]), np.array([1.0, np.nan]), True),
+        (np.array([1.0]), np.array([1.0], "float32"), False),
+        (tf.constant([1, 2]), tf.constant([1, 3]), False),
+        (tf.constant([1.5], tf.bfloat16), tf.constant([1.5], tf.bfloat16), True),
+        (keras.regularizers.L2(0.1), keras.regularizers.L2(0.1), True),
+        (keras.regularizers.L2(0.1), keras.regularizers.L2(0.2), False),
+        (keras.regularizers.L2(0.1), None, False),
+        (times(2), times(2), True),  # One code, one number.
+        (times(2), times(3), False),
+        (functools.partial(max, 1), functools.partial(max, 1), True),
+        (functools.partial(max, 1), functools.partial(max, 2), False),
+    ],
+)
+def test_what_is_the_same(value, other, is_same):
+    assert same(value, other) is is_same
+
+
+def test_values_are_carried():
+    source = Holder(number=2, words=["a"], table={"b": np.ones(2)}, act=times(3), none=None)
+    target = Holder(number=1, words=[], table={}, act=times(2), none=5)
+    carry_attributes(source, target)
+    assert (target.number, target.words, target.none) == (2, ["a"], None)
+    np.testing.assert_array_equal(target.table["b"], np.ones(2))
+    assert target.act(1) == 3
+
+
+def test_tensors_are_shared_and_variables_assigned():
+    source = Holder(mean=tf.constant([2.0]), count=tf.Variable([3.0]))
+    target = Holder(mean=tf.constant([1.0]), count=tf.Variable([0.0]))
+    count = target.count
+    carry_attributes(source, target)
+    assert float(target.mean[0]) == 2.0
+    assert target.count is count
+    assert float(count[0]) == 3.0
+
+
+def test_what_a_layer_closes_over_stays_its_own():
+    source, target = Holder(factor=2), Holder(factor=1)
+    for layer in (source, target):
+        layer.act = functools.partial(lambda layer, x: x * layer.factor, layer)
+    with pytest.raises(CannotCarry, match="`act` is .*, which belongs to the layer itself"):
+        carry_attributes(source, target)
+
+
+def test_a_variable_that_the_copy_does_not_have():
+    with pytest.raises(CannotCarry, match="`count` is a `tf.Variable` that the clone does not"):
+        carry_attributes(Holder(count=tf.Variable(1.0)), Holder())

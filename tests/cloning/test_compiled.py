@@ -1,0 +1,100 @@
+"""A clone is compiled as its model was."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfparallel
+from tests.cloning.test_complete import BUILDERS, around, every_builder
+
+
+def data(num_examples=12):
+    generator = np.random.default_rng(8)
+    return generator.normal(size=(num_examples, 6)), generator.normal(size=(num_examples, 4))
+
+
+def assert_trains_alike(copy, model):
+    x, y = data()
+    for each in (copy, model):
+        each.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+    for ours, theirs in zip(copy.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@every_builder
+def test_a_loss_without_a_config(clone):
+    factor = 3.0
+    model = around()
+    model.compile("sgd", loss=lambda y, outputs: factor * keras.ops.mean((y - outputs) ** 2, -1))
+    assert_trains_alike(clone(model), model)
+
+
+@every_builder
+def test_what_is_left_out_of_weight_decay(clone):
+    model = around()
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay([model.layers[0].kernel], ["bias"])
+    model.compile(optimizer, "mse")
+    assert_trains_alike(clone(model), model)
+
+
+@every_builder
+def test_slots_of_what_was_frozen_since(clone):
+    model = around()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    x, y = data()
+    model.fit(x, y, verbose=0)
+    model.layers[0].trainable = False
+    model.train_function = None  # Keras takes note of it when it traces a step.
+    copy = clone(model)
+    assert not copy.layers[0].trainable
+    assert len(copy.optimizer.variables) == len(model.optimizer.variables)
+    assert_trains_alike(copy, model)
+
+
+@every_builder
+def test_how_steps_are_run(clone):
+    model = around()
+    model.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError(name="mae")],
+                  run_eagerly=True, steps_per_execution=3)  # fmt: skip
+    copy = clone(model)
+    assert copy.run_eagerly
+    assert copy.steps_per_execution == 3
+    x, y = data()
+    seen = [each.evaluate(x, y, verbose=0, return_dict=True)["mae"] for each in (copy, model)]
+    np.testing.assert_allclose(*seen, rtol=1e-5)
+    # Two models do not count into one metric.
+    own = [next(m for m in e.metrics if m.name == "compile_metrics") for e in (copy, model)]
+    assert own[0].metrics[0] is not own[1].metrics[0]
+
+
+def test_a_step_that_was_compiled_for_one_device_is_not():
+    """Keras keeps what "auto" was resolved to: True on one GPU, where several cannot."""
+    model = around()
+    model.compile("sgd", "mse", jit_compile=True)
+    assert not BUILDERS["data"](model).jit_compile
+    assert not BUILDERS["model"](model).jit_compile
+
+
+def test_a_loss_that_was_not_to_be_scaled():
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.Dense(4)])
+        model.compile("sgd", "mse", auto_scale_loss=False)
+        copy = tfparallel.model_parallel(model, ["CPU:0", "CPU:1"])
+    finally:
+        keras.config.set_dtype_policy(policy)
+    assert type(copy.optimizer).__name__ == "SGD"
+
+
+def test_an_optimizer_without_a_config():
+    class Odd(keras.optimizers.SGD):
+        def __init__(self, rate, other):
+            super().__init__(rate)
+
+    model = around()
+    model.compile(Odd(0.1, 2), "mse")
+    with pytest.raises(ValueError, match="optimizer 'odd' of class Odd, which cannot be rebuilt"):
+        BUILDERS["data"](model)
