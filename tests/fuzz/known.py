@@ -35,7 +35,7 @@ class Family:
 _BUILT = r".*start = (built|compiled)"
 
 KNOWN = [
-    Family("an embedding that is read once a batch", r" = PositionEmbedding\(", BY_PIECES),
+    Family("an embedding that is read once a batch", r"= (PositionEmbedding|Bag)\(", BY_PIECES),
     Family("LoRA inside of attention", r"_query_dense\.enable_lora", ("tensor_parallel",)),
     Family("a variable frozen by itself", r"kernel\.trainable = False" + _BUILT, ALL),
     Family("LoRA's alpha in a clone", r"lora_alpha" + _BUILT, ALL),
@@ -46,6 +46,7 @@ KNOWN = [
         r"= (MinusBatchMean|RunningMax|RunningSum|ByBatchSize)\(",
         BY_PIECES,
     ),
+    Family("an added loss that is a sum of rows", r"= SumLoss\(", BY_PIECES),
     Family("PReLU with shared axes in a pair", r"PReLU\(shared_axes", ("tensor_parallel",)),
     Family(
         "a layer that reads an input and a tensor", "could not find node key", ALL, of_error=True
@@ -86,6 +87,7 @@ def traits(program: Program) -> frozenset[str]:
 LAYERS = frozenset(
     {
         "PositionEmbedding",
+        "Bag",
         "Measured",
         "DroppedWeight",
         "TimeMajor",
@@ -93,5 +95,6 @@ LAYERS = frozenset(
         "RunningMax",
         "RunningSum",
         "ByBatchSize",
+        "SumLoss",
     }
 )

@@ -25,7 +25,7 @@ import tfparallel
 
 from . import known, workers
 from .generator import drawn
-from .judge import FORMS, REFUSED, Discarded, OneDevice, Outcome, judge
+from .judge import CRASH, FORMS, REFUSED, Discarded, OneDevice, Outcome, judge
 from .program import Program
 from .report import report, summary
 from .shrink import shrink
@@ -43,11 +43,14 @@ class Found:
     count: int = 1
 
     def has(self, program: Program, outcome: Outcome) -> bool:
-        """Whether another finding looks like this one."""
+        """Whether another finding looks like this one: the same words, or more of the same."""
         if outcome.family != self.outcome.family:
             return False
-        alike = known.traits(self.program) <= known.traits(program)
-        return outcome.verdict == "crash" or alike
+        if outcome.verdict == CRASH:
+            return True
+        forms = {outcome.form, self.outcome.form}
+        alike = len(forms) == 1 or forms <= {*known.REPLICATED}
+        return alike and known.traits(self.program) <= known.traits(program)
 
 
 class Session:
