@@ -140,6 +140,7 @@ LAYERS = [
     ),
     Layer("Counter()", ANY),
     Layer("RunningMean()", ANY),
+    Layer("MeanReadAtOnce()", ANY),
     Layer("RunningSum()", ANY),
     Layer("RunningMax()", ANY),
     Layer("MeanLoss()", ANY),

@@ -43,7 +43,7 @@ KNOWN = [
     Family("axis 0 that is not the examples", r"= (DroppedWeight\(|TimeMajor\(0)", BY_PIECES),
     Family(
         "operations across examples",
-        r"= (MinusBatchMean|RunningMax|RunningSum|ByBatchSize)\(",
+        r"= (MinusBatchMean|MeanReadAtOnce|RunningMax|RunningSum|ByBatchSize)\(",
         BY_PIECES,
     ),
     Family("an added loss that is a sum of rows", r"= SumLoss\(", BY_PIECES),
@@ -92,6 +92,7 @@ LAYERS = frozenset(
         "DroppedWeight",
         "TimeMajor",
         "MinusBatchMean",
+        "MeanReadAtOnce",
         "RunningMax",
         "RunningSum",
         "ByBatchSize",

@@ -109,11 +109,11 @@ keras.config.set_dtype_policy("float64")
 def source(program: Program) -> str:
     """The program as Python: build_model, compile_model, load_data, train."""
     body = "\n\n\n".join([_build(program), _compile(program), _load_data(program), _train(program)])
-    used = [
-        inspect.getsource(value)
-        for name, value in vars(users).items()
-        if getattr(value, "__module__", "") == users.__name__ and re.search(rf"\b{name}\(?", body)
-    ]
+    used = []
+    for name, value in reversed(vars(users).items()):
+        text = "\n".join([*used, body])  # A class may extend another.
+        if getattr(value, "__module__", "") == users.__name__ and re.search(rf"\b{name}\b", text):
+            used.insert(0, inspect.getsource(value))
     return "\n\n".join([IMPORTS, *(text.strip() + "\n" for text in used), body]) + "\n"
 
 
