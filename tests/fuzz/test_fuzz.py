@@ -148,6 +148,29 @@ def test_a_finding_shrinks_to_the_layer_that_shows_it(monkeypatch):
     assert "class RunningSum" in report(smallest, outcome)
 
 
+def test_a_new_family_is_found_once_and_a_known_one_is_counted(capsys):
+    def with_blocks(*makes):
+        return dataclasses.replace(SMALLEST, blocks=tuple(Block(make) for make in makes))
+
+    session = Session("test")
+    wrong = Outcome("data_parallel", SILENT, "weight:dense/kernel: 1.0e+00", 1.0)
+    session.count(with_blocks("layers.ReLU()"), wrong)
+    session.count(with_blocks("layers.ReLU()", "layers.PReLU()"), wrong)
+    session.count(with_blocks("layers.ReLU()"), dataclasses.replace(wrong, form=workers.NAME))
+    assert [found.count for found in session.found] == [3]
+    session.count(with_blocks("layers.PReLU()"), wrong)
+    session.count(with_blocks("layers.ReLU()"), dataclasses.replace(wrong, form="model_parallel"))
+    for number in (3, 4):
+        session.count(SMALLEST, Outcome("data_parallel", CRASH, f"KeyError: 'dense_{number}'"))
+    assert [found.count for found in session.found] == [3, 1, 1, 2]
+    session.count(with_blocks("RunningSum()"), wrong)
+    session.count(with_blocks("RunningSum()"), Outcome("data_parallel", REFUSED, "No."))
+    session.count(SMALLEST, Outcome("data_parallel", EXACT))
+    assert len(session.found) == 4 and session.known.total() == 1
+    assert "New: 5 silent differences, 2 crashes" in summary(session)
+    assert capsys.readouterr().out.count("build_model()") >= 4
+
+
 @pytest.mark.slow
 def test_a_report_runs_by_itself_and_shows_the_difference(tmp_path):
     file = tmp_path / "finding.py"
