@@ -92,6 +92,7 @@ SKIPS = (
     "layers.add([{x}, {layer}({x})])",
     "{layer}({layer}({x}))",
     "layers.multiply([{x}, {layer}(ops.tanh({x}))])",
+    "layers.add([{layer}({x}), {layer}(-{x})])",
 )
 ITSELF = (
     "{layer}({x}, {x})",
@@ -139,6 +140,7 @@ LAYERS = [
     ),
     Layer("Counter()", ANY),
     Layer("RunningMean()", ANY),
+    Layer("MeanReadAtOnce()", ANY),
     Layer("RunningSum()", ANY),
     Layer("RunningMax()", ANY),
     Layer("MeanLoss()", ANY),
@@ -151,6 +153,22 @@ LAYERS = [
     Layer("ByBatchSize()", ANY),
     Layer("DroppedWeight()", ANY),
     Layer("TwoTables()", ANY),
+    Layer("Unused()", ANY),
+    Layer("Chosen()", ANY),
+    Layer("ByRow()", ANY),
+    Layer("Largests()", ANY),
+    Layer("Noise()", ANY),
+    Layer("OnesBeside()", ANY),
+    Layer("Bag()", ANY),
+    Layer("layers.BatchNormalization()", ANY, call=("{layer}({x}, training=False)",)),
+    Layer("layers.Dropout({rate})", ANY, call=("{layer}({x}, training=True)",)),
+    Layer("layers.BatchNormalization(axis=1)", SEQUENCE + IMAGE),
+    Layer("layers.LayerNormalization(axis=1)", ANY),
+    Layer("layers.LayerNormalization(axis=[1, 2])", SEQUENCE + IMAGE),
+    Layer("layers.UnitNormalization(axis=1)", ANY),
+    Layer("layers.Softmax(axis=1)", ANY),
+    Layer("layers.ConvLSTM1D({units}, 2, padding='same', return_sequences=True)", IMAGE, last),
+    Layer("layers.MaxPooling1D(2, padding='same', strides=1)", SEQUENCE),
     Layer("Folded()", SEQUENCE + IMAGE),
     Layer("TimeMajor()", SEQUENCE),
     Layer("TimeMajor(0.3)", SEQUENCE),
@@ -165,11 +183,6 @@ LAYERS = [
     ),
     Layer("layers.RepeatVector(3)", VECTOR, lambda s, d: (3, *s)),
     Layer("layers.Reshape((-1, 1))", VECTOR, lambda s, d: (s[0], 1)),
-    Layer(
-        "layers.Discretization([-1.0, 0.0, 1.0], output_mode='one_hot')",
-        VECTOR,
-        lambda s, d: (*s, 4) if s != (1,) else (4,),
-    ),
     # Sequences
     Layer(
         "layers.EinsumDense('abc,cd->abd', output_shape=({first}, {units}), bias_axes='d')",
@@ -264,6 +277,8 @@ LAYERS = [
     ),
 ]
 
+STYLES = [*["functional"] * 4, "sequential", "sequential", "nested", "nested", "subclassed"]
+
 # What an input holds, the shape of an example, the layers that make a float tensor of it.
 INPUTS = [
     ("real", (5,), [], (5,)),
@@ -274,8 +289,18 @@ INPUTS = [
     ("ids", (6,), ["layers.Embedding(9, 4, embeddings_regularizer='l2')"], (6, 4)),
     ("ids", (6,), ["layers.Embedding(9, 4, embeddings_constraint='unit_norm')"], (6, 4)),
     ("ids", (1,), ["layers.Embedding(9, 3)", "layers.Flatten()"], (3,)),
-    ("ids", (6,), ["layers.CategoryEncoding(9, output_mode='multi_hot')"], (9,)),
-    ("ids", (6,), ["layers.CategoryEncoding(9, output_mode='count')"], (9,)),
+    (
+        "ids",
+        (6,),
+        ["layers.CategoryEncoding(9, output_mode='multi_hot')", "layers.Rescaling(1.0)"],
+        (9,),
+    ),
+    (
+        "ids",
+        (6,),
+        ["layers.CategoryEncoding(9, output_mode='count')", "layers.Rescaling(1.0)"],
+        (9,),
+    ),
     (
         "ids",
         (1,),
@@ -293,7 +318,15 @@ INPUTS = [
         ["layers.StringLookup(vocabulary=list('abcd'))", "layers.Embedding(5, 3)"],
         (3, 3),
     ),
-    ("words", (1,), ["layers.StringLookup(vocabulary=list('abcd'), output_mode='one_hot')"], (5,)),
+    (
+        "words",
+        (1,),
+        [
+            "layers.StringLookup(vocabulary=list('abcd'), output_mode='one_hot')",
+            "layers.Rescaling(1.0)",
+        ],
+        (5,),
+    ),
     ("real", (5,), ["layers.Normalization(mean=0.3, variance=2.0)"], (5,)),
     ("real", (5,), ["layers.Discretization([-1.0, 0.0, 1.0])", "layers.Embedding(4, 3)"], (5, 3)),
 ]
@@ -308,6 +341,7 @@ REAL = [
     "losses.LogCosh({r})",
     "losses.CosineSimilarity({r})",
     "squared_error",
+    "Scaled({r})",
     "'mape'",
 ]
 # Metrics that take no axis of steps.
@@ -450,6 +484,8 @@ OPTIMIZER_OPTIONS = [
     ", use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2",
     ", use_ema=True",
 ]
+# What comes after the first `fit`; a compile of its own needs a strategy's scope.
+THEN = [("evaluate", 4), ("predict", 4), ("save", 8), ("again", 8), ("on_batch", 8)]
 COMPILE = [
     "",
     "steps_per_execution=2",

@@ -78,7 +78,7 @@ def size_of(shape) -> int:
 
 
 def draw_program(choose: Choose, known: frozenset[str] = frozenset()) -> Program:
-    style = pick(choose, ["functional", "functional", "sequential", "nested", "subclassed"])
+    style = pick(choose, catalogue.STYLES)
     start = often(choose, "function", ["built", "compiled"], 4)
     inputs, shape = draw_inputs(choose, style)
     blocks = []
@@ -116,11 +116,7 @@ def draw_program(choose: Choose, known: frozenset[str] = frozenset()) -> Program
     validation = often(choose, "", catalogue.VALIDATION, 3)
     if "split" in validation and (feed != "arrays" or outputs == "dict"):
         validation = catalogue.VALIDATION[1]
-    then = tuple(
-        each
-        for each, one_in in (("evaluate", 4), ("predict", 4), ("save", 8))
-        if choose(one_in) == one_in - 1
-    )
+    then = tuple(each for each, one_in in catalogue.THEN if choose(one_in) == one_in - 1)
     return Program(
         inputs=tuple(inputs),
         blocks=tuple(blocks),
@@ -177,5 +173,6 @@ def draw_heads(choose, style: str, shape):
             metrics = [each for each in metrics if not each.startswith(catalogue.OF_TWO_AXES)]
         chosen = dict.fromkeys(often(choose, None, metrics, 2) for _ in range(2))
         chosen = tuple(each for each in chosen if each)
-        heads.append(Head(tuple(blocks), target, target_shape, loss, chosen))
+        steps = shape[0] if a_step else 0
+        heads.append(Head(tuple(blocks), target, target_shape, loss, chosen, steps))
     return heads

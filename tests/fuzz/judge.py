@@ -54,7 +54,7 @@ IN_FLOAT32, SMALLEST_IN_FLOAT32 = re.compile(r"enable_lora"), 1e-4
 
 # What draws by replica or by micro-batch, by docs/parity.md: reproducible, not exact.
 DRAWS_OTHERWISE = re.compile(
-    r"Gaussian(Noise|Dropout)|AlphaDropout|(LSTM|GRU|SimpleRNN)\([^)]*dropout="
+    r"\bNoise\(|Gaussian(Noise|Dropout)|AlphaDropout|(LSTM|GRU|SimpleRNN)\([^)]*dropout="
 )
 DRAWS_AS_ONE_DEVICE = ("model_parallel", "tensor_parallel")
 

@@ -50,6 +50,7 @@ class Head:
     shape: tuple[int, ...]
     loss: str
     metrics: tuple[str, ...] = ()
+    steps: int = 0  # An output for each of so many steps; 0 for one an example.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Program:
     batch_size: int = 9
     fit: str = "epochs=1"
     validation: str = ""
-    then: tuple[str, ...] = ()  # evaluate, predict, save
+    then: tuple[str, ...] = ()  # evaluate, predict, save, again, on_batch
     replicas: int = 2
     schedule: str = "1f1b"
 
@@ -108,11 +109,11 @@ keras.config.set_dtype_policy("float64")
 def source(program: Program) -> str:
     """The program as Python: build_model, compile_model, load_data, train."""
     body = "\n\n\n".join([_build(program), _compile(program), _load_data(program), _train(program)])
-    used = [
-        inspect.getsource(value)
-        for name, value in vars(users).items()
-        if getattr(value, "__module__", "") == users.__name__ and re.search(rf"\b{name}\(?", body)
-    ]
+    used = []
+    for name, value in reversed(vars(users).items()):
+        text = "\n".join([*used, body])  # A class may extend another.
+        if getattr(value, "__module__", "") == users.__name__ and re.search(rf"\b{name}\b", text):
+            used.insert(0, inspect.getsource(value))
     return "\n\n".join([IMPORTS, *(text.strip() + "\n" for text in used), body]) + "\n"
 
 
@@ -312,12 +313,12 @@ def _load_data(program: Program) -> str:
     else:
         lines.append(f"y = {ys[0]}" if len(ys) == 1 else f"y = [{', '.join(ys)}]")
     if program.weights == "sample":
-        one = "rng.choice([0.0, 0.5, 1.0, 2.0], size=n)"
-        weights = [one] * len(names)
+        sizes = [f"(n, {head.steps})" if head.steps else "n" for head in program.heads]
+        weights = [f"rng.choice([0.0, 0.5, 1.0, 2.0], size={size})" for size in sizes]
         if program.outputs == "dict":
             text = _dict(names, weights)
         else:
-            text = one if len(names) == 1 else f"[{', '.join(weights)}]"
+            text = weights[0] if len(names) == 1 else f"[{', '.join(weights)}]"
         lines.append(f"return x, y, {text}")
     else:
         lines.append("return x, y")
@@ -350,6 +351,12 @@ def _train(program: Program) -> str:
         fit.append(program.validation)
     lines.append(f"history = model.fit({', '.join(fit)})")
     seen = ['"history": history.history']
+    if "again" in program.then:
+        lines.append(f"again = model.fit({', '.join(fit)})")
+        seen.append('"again": again.history["loss"]')
+    if "on_batch" in program.then:
+        lines.append("head = keras.tree.map_structure(lambda array: array[:3], data)")
+        seen.append('"on batch": [model.train_on_batch(*head), model.test_on_batch(*head)]')
     if "evaluate" in program.then:
         scores = f"model.evaluate({arrays}, batch_size={size}, verbose=0, return_dict=True)"
         seen.append(f'"scores": {scores}')

@@ -25,12 +25,13 @@ import tfparallel
 
 from . import known, workers
 from .generator import drawn
-from .judge import FORMS, REFUSED, Discarded, OneDevice, Outcome, judge
-from .program import Program, source
+from .judge import CRASH, FORMS, REFUSED, Discarded, OneDevice, Outcome, judge
+from .program import Program
+from .report import report, summary
 from .shrink import shrink
 
 REPLICATED = ("data_parallel", "MirroredStrategy")
-BATCH = 20  # Programs for one job of workers.
+BATCH = 12  # Programs for one job of workers.
 
 
 @dataclasses.dataclass
@@ -42,11 +43,14 @@ class Found:
     count: int = 1
 
     def has(self, program: Program, outcome: Outcome) -> bool:
-        """Whether another finding looks like this one."""
+        """Whether another finding looks like this one: the same words, or more of the same."""
         if outcome.family != self.outcome.family:
             return False
-        alike = known.traits(self.program) <= known.traits(program)
-        return outcome.verdict == "crash" or alike
+        if outcome.verdict == CRASH:
+            return True
+        forms = {outcome.form, self.outcome.form}
+        alike = len(forms) == 1 or forms <= {*known.REPLICATED}
+        return alike and known.traits(self.program) <= known.traits(program)
 
 
 class Session:
@@ -80,7 +84,20 @@ class Session:
             self.count(program, outcome, choices, left_out)
         return one_device
 
-    def count(self, program, outcome, choices=None, left_out=frozenset()) -> None:
+    def run_workers(self, batch: list[OneDevice]) -> None:
+        """Has several workers train what `run` returned."""
+        for one_device, outcome in zip(batch, workers.judge_all(batch), strict=True):
+            self.write(-1, one_device.program, [outcome])
+            self.count(one_device.program, outcome)
+
+    def count(
+        self,
+        program: Program,
+        outcome: Outcome,
+        choices: list[int] | None = None,
+        left_out: frozenset[str] = frozenset(),
+    ) -> None:
+        """Counts an outcome; a finding of a new family is made smaller by its choices."""
         self.pairs[outcome.form, outcome.verdict] += 1
         if outcome.verdict == REFUSED:
             self.refusals[outcome.form, outcome.detail] += 1
@@ -112,39 +129,6 @@ class Session:
             with open(self.log, "a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def summary(self) -> str:
-        forms = list(dict.fromkeys(form for form, _ in sorted(self.pairs)))
-        lines = [f"Seed {self.seed}: {sum(self.pairs.values())} pairs of program and form."]
-        for form in forms:
-            counts = {v: n for (f, v), n in sorted(self.pairs.items()) if f == form}
-            text = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-            lines.append(f"  {form}: {sum(counts.values())}: {text}")
-        lines.append(f"Discarded, as one device does not train them: {self.discarded.total()}")
-        lines += [f"  {n} x {text}" for text, n in self.discarded.most_common()]
-        lines.append(f"Refused: {self.refusals.total()}")
-        lines += [f"  {n} x {form}: {text}" for (form, text), n in self.refusals.most_common()]
-        lines.append(f"Of known families: {self.known.total()}")
-        lines += [f"  {n} x {text}" for text, n in self.known.most_common()]
-        silent = sum(found.count for found in self.found if found.outcome.verdict != "crash")
-        crashes = sum(found.count for found in self.found if found.outcome.verdict == "crash")
-        lines.append(f"New: {silent} silent differences, {crashes} crashes")
-        for found in self.found:
-            lines.append(
-                f"  {found.count} x {found.outcome.form}: {found.outcome.verdict}: "
-                f"{found.outcome.detail[:200]}"
-            )
-        return "\n".join(lines)
-
-
-def report(program: Program, outcome: Outcome) -> str:
-    """A finding as a program that runs by itself and as JSON."""
-    return (
-        f"{'-' * 80}\n{source(program)}\n"
-        f"# {outcome.form}, {program.replicas} devices, start={program.start}, "
-        f"schedule={program.schedule}\n# {outcome.verdict}: {outcome.detail}\n"
-        f"# {program.to_json()}\n{'-' * 80}"
-    )
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -166,13 +150,13 @@ def main() -> int:
         if seen is not None:
             batch.append(seen)
         if len(batch) == BATCH and not arguments.no_workers:
-            for one_device, outcome in zip(batch, workers.judge_all(batch), strict=True):
-                session.write(-1, one_device.program, [outcome])
-                session.count(one_device.program, outcome)
+            session.run_workers(batch)
             batch = []
         if index % 10 == 0:
             print(f"[{index} programs, {sum(session.pairs.values())} pairs]", flush=True)
-    print(session.summary(), flush=True)
+    if batch and not arguments.no_workers:
+        session.run_workers(batch)
+    print(summary(session), flush=True)
     return 1 if session.found else 0
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -22,7 +25,8 @@ from tests.fuzz.judge import (
     judge,
 )
 from tests.fuzz.program import Block, Head, Input, Program, load, source
-from tests.fuzz.run import Session, report
+from tests.fuzz.report import report, summary
+from tests.fuzz.run import Session
 from tests.parity.case import Builder, Plain
 
 DENSE = Head((Block("layers.Dense(3)"),), "real", (3,), "'mse'")
@@ -144,6 +148,54 @@ def test_a_finding_shrinks_to_the_layer_that_shows_it(monkeypatch):
     assert "class RunningSum" in report(smallest, outcome)
 
 
+def test_a_new_family_is_found_once_and_a_known_one_is_counted(capsys):
+    def with_blocks(*makes):
+        return dataclasses.replace(SMALLEST, blocks=tuple(Block(make) for make in makes))
+
+    session = Session("test")
+    wrong = Outcome("data_parallel", SILENT, "weight:dense/kernel: 1.0e+00", 1.0)
+    session.count(with_blocks("layers.ReLU()"), wrong)
+    session.count(with_blocks("layers.ReLU()", "layers.PReLU()"), wrong)
+    session.count(with_blocks("layers.ReLU()"), dataclasses.replace(wrong, form=workers.NAME))
+    assert [found.count for found in session.found] == [3]
+    session.count(with_blocks("layers.PReLU()"), wrong)
+    session.count(with_blocks("layers.ReLU()"), dataclasses.replace(wrong, form="model_parallel"))
+    for number in (3, 4):
+        session.count(SMALLEST, Outcome("data_parallel", CRASH, f"KeyError: 'dense_{number}'"))
+    assert [found.count for found in session.found] == [3, 1, 1, 2]
+    session.count(with_blocks("RunningSum()"), wrong)
+    session.count(with_blocks("RunningSum()"), Outcome("data_parallel", REFUSED, "No."))
+    session.count(SMALLEST, Outcome("data_parallel", EXACT))
+    assert len(session.found) == 4 and session.known.total() == 1
+    assert "New: 5 silent differences, 2 crashes" in summary(session)
+    assert capsys.readouterr().out.count("build_model()") >= 4
+
+
+@pytest.mark.slow
+def test_a_report_runs_by_itself_and_shows_the_difference(tmp_path):
+    file = tmp_path / "finding.py"
+    program = dataclasses.replace(SMALLEST, start="compiled")
+    file.write_text(report(program, Outcome("data_parallel", SILENT)))
+    result = subprocess.run(
+        [sys.executable, str(file)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    differences = [float(line.split()[-1]) for line in result.stdout.splitlines()[2:]]
+    assert len(differences) == 2 and max(differences) < 1e-12
+
+
+def test_every_form_is_reported():
+    for form in (*FORMS, workers.NAME):
+        for start in ("function", "built", "compiled"):
+            text = report(dataclasses.replace(SMALLEST, start=start), Outcome(form, SILENT))
+            compile(text, "report", "exec")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_fixed_seeds_in_every_form():
@@ -153,8 +205,7 @@ def test_fixed_seeds_in_every_form():
         one_device = session.run(index)
         batch += [one_device] if one_device else []
         index += 1
-    for one_device, outcome in zip(batch, workers.judge_all(batch), strict=True):
-        session.count(one_device.program, outcome)
-    assert not session.found, session.summary()
+    session.run_workers(batch)
+    assert not session.found, summary(session)
     assert {form for form, _ in session.pairs} == {*FORMS, workers.NAME}
     assert sum(n for (_, verdict), n in session.pairs.items() if verdict == EXACT) >= 5

@@ -55,9 +55,17 @@ class RunningMean(layers.Layer):
         )
 
     def call(self, x, training=False):
+        centred = x - self.mean
         if training:
             mean = ops.mean(x, axis=tuple(range(x.ndim - 1)))
             self.mean.assign(0.9 * self.mean + 0.1 * mean)
+        return centred
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class MeanReadAtOnce(RunningMean):
+    def call(self, x, training=False):
+        super().call(x, training=training)
         return x - self.mean
 
 
@@ -196,6 +204,72 @@ class TwoTables(layers.Layer):
     def call(self, x):
         index = ops.cast(ops.abs(x[..., 0]) * 3, "int32") % 7
         return x + ops.take(self.table, index, axis=0)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Unused(layers.Layer):
+    def build(self, shape):
+        self.used = layers.Dense(shape[-1])
+        self.unused = layers.Dense(3)
+        self.used.build(shape)
+        self.unused.build(shape)
+
+    def call(self, x):
+        return self.used(x) + ops.stop_gradient(x)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Chosen(layers.Layer):
+    def call(self, x, training=False):
+        x = ops.cond(ops.sum(ops.abs(x)) >= 0.0, lambda: ops.tanh(x), lambda: x)
+        return 0.5 * x if training else x
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class ByRow(layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+    def call(self, x):
+        return ops.vectorized_map(lambda row: row * self.scale, x)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Largests(layers.Layer):
+    def call(self, x):
+        return ops.sort(x, axis=-1) + ops.max(x, axis=-1, keepdims=True)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Noise(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed_generator = keras.random.SeedGenerator(4)
+
+    def call(self, x, training=False):
+        return x + keras.random.normal(ops.shape(x), seed=self.seed_generator) if training else x
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class OnesBeside(layers.Layer):
+    def call(self, x):
+        return x + ops.ones((1, x.shape[-1]), dtype=x.dtype)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Bag(layers.Layer):
+    def build(self, shape):
+        self.table = layers.Embedding(6, shape[-1])
+        self.table.build(())
+
+    def call(self, x):
+        return x + ops.mean(self.table(ops.convert_to_tensor([0, 2, 2, 5])), axis=0)
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Scaled(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return ops.mean(ops.square(y_true - y_pred), axis=-1) * 0.5
 
 
 @keras.saving.register_keras_serializable("fuzz")
