@@ -50,6 +50,23 @@ def test_an_eager_step_asks_a_trace_which_slices_are_added(form, in_float64):
     assert_equal_to_one_device(form, build, *digits(), run_eagerly=True)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_an_eager_step_on_arrays_reads_a_table_by_rows(form):
+    def build():
+        inputs = keras.Input((4,), dtype="int64")
+        x = keras.layers.Flatten()(keras.layers.Embedding(9, 3)(inputs))
+        return keras.Model(inputs, keras.layers.Dense(1)(x))
+
+    x, y = np.arange(20).reshape(5, 4) % 9, np.arange(5.0)[:, None]
+    single, model = build(), FORMS[form](build)
+    model.set_weights(single.get_weights())
+    for each in (single, model):
+        each.compile(keras.optimizers.Adagrad(0.1), "mse", run_eagerly=True)
+        each.train_on_batch(x, y)
+    for one, other in zip(single.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-5)
+
+
 def build_shared():
     inputs = [keras.Input((64,), sparse=True) for _ in range(2)]
     shared = keras.layers.Dense(8)

@@ -20,7 +20,7 @@ def kinds_of(
 
     Args:
         call: Takes `arguments`, returns tensors.
-        arguments: A nested structure; tensors in it have the batch axis 0.
+        arguments: A nested structure; tensors and arrays in it have the batch axis 0.
         weights: What is trained.
 
     Returns:
@@ -29,7 +29,7 @@ def kinds_of(
     Raises:
         ValueError: If the call cannot be traced.
     """
-    leaves = keras.tree.flatten(arguments)
+    leaves = [_as_tensor(leaf) for leaf in keras.tree.flatten(arguments)]
     places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf) and leaf.shape.rank != 0]
     found: list[tuple[str, ...] | None] = []
 
@@ -55,6 +55,11 @@ def kinds_of(
             "Make the layers traceable, or train on one device."
         ) from error
     return found
+
+
+def _as_tensor(leaf):
+    """An array would be a constant of the trace, and what is read with it read once a batch."""
+    return tf.convert_to_tensor(leaf) if hasattr(leaf, "__array_interface__") else leaf
 
 
 def _of_any_batch(tensor):
