@@ -12,6 +12,7 @@ import tensorflow as tf
 import tfparallel
 from tfparallel.data.batches import first_batches
 from tfparallel.diagnostics.check import check_parity
+from tfparallel.diagnostics.layers import first_difference
 
 
 def make_same(build):
@@ -87,6 +88,44 @@ def test_a_layer_that_computes_something_else_is_named(name):
     report = check(build(), wrong_in(name))
     assert report.verdict == "differs" and not report.passed
     assert report.first_difference.startswith(f"layer '{name}': its output differs")
+
+
+def encoder(name):
+    """A model within a model; all of them name their layers alike."""
+    x = keras.Input((4,))
+    return keras.Model(x, keras.layers.Dense(4, name="dense")(x) + x, name=name)
+
+
+def build_nested():
+    inner = keras.Sequential([encoder("first"), keras.layers.ReLU(name="relu"), encoder("second")])
+    inner.name = "inner"
+    x = keras.Input((4,))
+    return keras.Model(x, keras.layers.Dense(2, name="last")(inner(x)))
+
+
+def test_a_layer_of_a_model_within_a_model_is_named():
+    def make(build_model):
+        model = build_model()
+        inner = model.get_layer("inner") if "inner" in [y.name for y in model.layers] else model
+        wrong = inner.layers[-1] if inner is not model else model.get_layer("inner_second_dense")
+        call = wrong.call
+        wrong.call = lambda x, **_: call(x) * 1.01
+        return model
+
+    report = check(build_nested, make)
+    assert report.verdict == "differs"
+    assert report.first_difference.startswith("layer 'inner/second/dense': its output differs")
+    assert not any("search" in note for note in report.notes)
+
+
+def test_the_layers_of_a_model_within_a_model_agree_in_a_form_that_is_exact():
+    """The search runs under the form, and finds nothing to name."""
+
+    def build_model():
+        keras.utils.set_random_seed(0)
+        return build_nested()
+
+    assert first_difference(build_model, data_parallel_on(2), some_batches()[0], 1e-4) is None
 
 
 def test_another_learning_rate_is_found_though_all_outputs_agree():

@@ -7,9 +7,10 @@ import tensorflow as tf
 from absl import flags
 
 from tfparallel.commands.flags import resolved
-from tfparallel.commands.forms import start_form
+from tfparallel.commands.forms import start_form, use_dtype
 from tfparallel.data.batches import first_batches
-from tfparallel.diagnostics.check import check_parity
+from tfparallel.diagnostics.check import check_parity, uneven_first
+from tfparallel.diagnostics.check_plot import draw
 from tfparallel.diagnostics.determinism import make_deterministic
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.pipeline.batch_norm import grouped, ungrouped
@@ -35,17 +36,17 @@ def check(path: str, values: flags.FlagValues) -> int:
     on_gpu = any(device.startswith("GPU") for device in form.devices)
     if on_gpu:
         make_deterministic()
-    if values.dtype is not None:
-        keras.config.set_floatx(values.dtype if values.dtype == "float64" else "float32")
-        keras.config.set_dtype_policy(values.dtype)
+    use_dtype(values.dtype)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
     data, _ = task.load_data()
-    batches = first_batches(
-        data,
-        global_batch_size=values.global_batch_size,
-        seed=values.seed,
-        num_batches=values.steps,
+    batches = uneven_first(
+        first_batches(
+            data,
+            global_batch_size=values.global_batch_size,
+            seed=values.seed,
+            num_batches=values.steps,
+        )
     )
     form.say(
         f"{task.name}: one device against {form}; "
@@ -73,6 +74,9 @@ def check(path: str, values: flags.FlagValues) -> int:
     )
     ran = form.all_reduce_report(built[-1])
     form.say(str(report))
+    if values.plot is not None and form.is_chief:
+        draw(values.plot, report, title=f"{task.name}: one device against {form}")
+        print(f"wrote {values.plot}")
     if values.report is not None and form.is_chief:
         content = {
             "command": "check",

@@ -32,7 +32,9 @@ from tfparallel.diagnostics.floor import Comparison, Deviation, Key, deviation
 from tfparallel.diagnostics.layers import first_difference, random_layers
 from tfparallel.diagnostics.trial import Build, Outcome, Trial, coarsest_dtype, plain
 
-__all__ = ["CheckReport", "ValueReport", "VariableReport", "check_parity"]
+__all__ = ["CheckReport", "ValueReport", "VariableReport", "check_parity", "uneven_first"]
+
+_SHOWN = 8
 
 
 def check_parity(
@@ -90,6 +92,7 @@ def check_parity(
         first = _layer_that_differs(trial, make_parallel_model, batches[0], runs.tolerance, notes)
         first = first or _variable_that_differs(judged)
     variables, values = _items(runs, judged, failed)
+    notes += _undetermined_note(variables)
     verdicts = {item.verdict for item in variables}
     return CheckReport(
         verdict=(
@@ -109,6 +112,25 @@ def check_parity(
         first_difference=first,
         notes=tuple(notes),
     )
+
+
+def uneven_first(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Shortens the first batch to a number of examples that no number of devices divides.
+
+    What is wrong on uneven shards shows at the first step, then, where the floor is lowest.
+
+    Args:
+        batches: Each `(x, y[, sample_weight])` in arrays.
+
+    Returns:
+        The same, the first with the largest prime number of examples up to half of its own.
+    """
+    first = batches[0]
+    half = len(tf.nest.flatten(first)[0]) // 2
+    primes = [n for n in range(2, half + 1) if all(n % d for d in range(2, math.isqrt(n) + 1))]
+    if not primes:
+        return batches
+    return [tf.nest.map_structure(lambda array: array[: primes[-1]], first), *batches[1:]]
 
 
 class _Runs:
@@ -190,6 +212,14 @@ def _items(
         for name, value in last.values.items()
     )
     return variables, values
+
+
+def _undetermined_note(variables: tuple[VariableReport, ...]) -> list[str]:
+    paths = [item.path for item in variables if item.verdict == "undetermined"]
+    if not paths:
+        return []
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return [f"rounding alone decides {', '.join(paths[:_SHOWN])}{more}; nothing is proven of them"]
 
 
 def _not_finite(single: Outcome, parallel: Outcome) -> list[str]:
