@@ -1,7 +1,7 @@
-"""MobileNetV2 on pictures of 32 x 32, whose last maps are one pixel: it amplifies rounding.
+"""A task that amplifies rounding: MobileNetV2 on 32 x 32 pixels, whose last maps are one pixel.
 
-On one device, with first weights that differ in the last bit of float64, it ends 2e-2 away from
-itself after twelve steps of 50 examples.
+In float64, after twelve steps of 50 on one device, a last bit of the first weights has become a
+relative difference of 1e-7 in most variables: three times as much at each step.
 """
 
 import keras
@@ -13,13 +13,11 @@ def build_model():
 
 
 def compile_model(model):
-    model.compile(
-        keras.optimizers.AdamW(1e-3, global_clipnorm=1.0), "sparse_categorical_crossentropy"
-    )
+    optimizer = keras.optimizers.AdamW(0.03, global_clipnorm=1.0)
+    model.compile(optimizer, "sparse_categorical_crossentropy")
 
 
 def load_data():
     generator = np.random.default_rng(0)
-    images = generator.normal(size=(320, 32, 32, 3)).astype("float32")
-    labels = generator.integers(0, 10, size=320)
-    return (images, labels), None
+    images = generator.uniform(size=(600, 32, 32, 3)).astype("float32")
+    return (images, generator.integers(0, 10, size=600)), None

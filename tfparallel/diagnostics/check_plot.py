@@ -24,7 +24,7 @@ def draw(path: str, report: CheckReport, *, title: str) -> None:
         report: What the check found.
         title: What was compared.
     """
-    figure = Figure(figsize=(8.5, 5.2), dpi=120, layout="constrained")
+    figure = Figure(figsize=(9, 5.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     steps = np.array([item.step for item in report.steps])
@@ -64,7 +64,9 @@ def draw(path: str, report: CheckReport, *, title: str) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="upper left", frameon=False)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
+    )
     figure.suptitle(f"{title}, {report.dtype}", fontsize=12)
     figure.savefig(path)
 

@@ -183,7 +183,7 @@ def _steps_table(steps):
 
 
 def _verdict(item: VariableReport | ValueReport) -> str:
-    since = f" from step {item.first_step} on" if item.first_step is not None else ""
+    since = f" from step {item.first_step}" if item.first_step is not None else ""
     return item.verdict + since
 
 
