@@ -60,7 +60,7 @@ def test_variables_without_a_gradient_do_not_fail():
 
 
 def test_a_network_whose_rounding_jumps_passes(tmp_path):
-    """In float32 eleven of its variables end beyond the tolerance, by what a ReLU makes of a bit."""
+    """In float32 some of its variables end beyond the tolerance: what a ReLU makes of a bit."""
     plot, report = tmp_path / "curves.png", tmp_path / "report.json"
     code, shown, errors = tfparallel(
         *("check", TASKS.parents[1] / "models/digits_cnn.py", "--parallel=data"),

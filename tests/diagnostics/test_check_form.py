@@ -33,8 +33,8 @@ def some_data(num_examples):
 def test_check_from_python(tmp_path):
     path = tmp_path / "curves.png"
     report = tfparallel.check(
-        build, compile_model, some_data(40), devices=["CPU:0", "CPU:1"], global_batch_size=8, steps=3,
-        plot=str(path),
+        build, compile_model, some_data(40), devices=["CPU:0", "CPU:1"], global_batch_size=8,
+        steps=3, plot=str(path),
     )  # fmt: skip
     assert report.verdict == "exact" and report.batch_sizes == (3, 8, 4)
     shown = str(report)

@@ -13,13 +13,12 @@ import pytest
 from tests import networks
 from tests.parity.case import precision
 
+WHOLE = os.environ.get("TFPARALLEL_NETWORKS") == "all"
 ALL = [(name, dtype) for name in networks.NETWORKS for dtype in ("float32", "float64")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"), ALL if os.environ.get("TFPARALLEL_NETWORKS") == "all" else [("MobileNet", "float64")]
-)
+@pytest.mark.parametrize(("name", "dtype"), ALL if WHOLE else [("MobileNet", "float64")])
 def test_a_network_passes_and_its_faults_do_not(name, dtype):
     if name.startswith("Hub") and importlib.util.find_spec("keras_hub") is None:
         pytest.skip("KerasHub is not installed, and no dependency")
