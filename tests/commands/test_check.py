@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.commands.command_line import TASKS, tfparallel
-from tfparallel.commands.checking import to_text
 from tfparallel.diagnostics.check import CheckReport, ValueReport, VariableReport
+from tfparallel.diagnostics.floor import StepReport
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def test_an_exact_form_passes_in_float64(tmp_path):
     )
     assert code == 0, shown + errors
     assert "OK: exact" in shown and "computed in float64, tolerance 1e-09" in shown
-    assert "20 batches of 20, 1 of them shorter" in shown
+    assert "20 batches of 20, 2 of them shorter" in shown
     report = json.loads(path.read_text())
     assert report["verdict"] == "exact" and report["first_difference"] is None
     assert max(item["relative"] for item in report["variables"]) < 1e-9
@@ -59,29 +59,62 @@ def test_variables_without_a_gradient_do_not_fail():
     assert "OK: exact" in shown
 
 
+def test_a_network_whose_rounding_jumps_passes(tmp_path):
+    """In float32 some of its variables end beyond the tolerance: what a ReLU makes of a bit."""
+    plot, report = tmp_path / "curves.png", tmp_path / "report.json"
+    code, shown, errors = tfparallel(
+        *("check", TASKS.parents[1] / "models/digits_cnn.py", "--parallel=data"),
+        *("--num_devices=2", "--device_type=cpu", "--global_batch_size=100", "--steps=30"),
+        *("--seed=7", f"--plot={plot}", f"--report={report}"),
+    )
+    assert code == 0, shown + errors
+    assert "OK: exact (26 exact)" in shown and f"wrote {plot}" in shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(report.read_text())
+    assert [step["step"] for step in found["steps"]] == [1, 2, 4, 8, 16, 30]
+    assert found["steps"][0]["floor"] < 1e-5 and found["sharp_until"] >= 4
+
+
 def test_the_tables_line_up():
     report = CheckReport(
         verdict="differs",
         dtype="float32",
         tolerance=1e-4,
         batch_sizes=(4, 4, 2),
-        variables=(
-            VariableReport("dense/kernel", (4, 8), 1e-8, 2e-8, "exact"),
-            VariableReport("b", (8,), 0.5, 1.0, "differs"),
+        steps=(
+            StepReport(1, 2e-8, 1e-8, 2e-7, 1e-7, 2, 2),
+            StepReport(3, 1.0, 0.5, 2e-3, 1e-3, 0, 2),
         ),
-        values=(ValueReport("fit: loss", 1.0, 1.5, "differs"),),
+        sharp_until=1,
+        growth=10.04,
+        variables=(
+            VariableReport("dense/kernel", (4, 8), 1e-8, 2e-8, 1e-7, "exact"),
+            VariableReport("b", (8,), 0.5, 1.0, 1e-3, "differs", first_step=3),
+        ),
+        values=(ValueReport("fit: loss", 1.0, 1.5, "differs", first_step=3),),
         random_layers=("drop",),
         first_difference="layer 'dense'",
         notes=("a note",),
     )
-    lines = to_text(report).splitlines()
+    lines = str(report).splitlines()
     assert lines[1:5] == [
-        "variable       shape  largest abs  largest rel  verdict",
-        "------------  ------  -----------  -----------  -------",
-        "dense/kernel  (4, 8)      1.0e-08      2.0e-08  exact",
-        "b               (8,)      5.0e-01      1.0e+00  differs",
+        "variable       shape  largest abs  largest rel    floor  verdict",
+        "------------  ------  -----------  -----------  -------  -------------------",
+        "dense/kernel  (4, 8)      1.0e-08      2.0e-08  1.0e-07  exact",
+        "b               (8,)      5.0e-01      1.0e+00  1.0e-03  differs from step 3",
     ]
-    assert lines[-4:] == [
+    assert lines[10:14] == [
+        "step  median diff  largest diff  median floor  largest floor  sharp",
+        "----  -----------  ------------  ------------  -------------  --------------",
+        "1         1.0e-08       2.0e-08       1.0e-07        2.0e-07  2 of 2 weights",
+        "3         5.0e-01       1.0e+00       1.0e-03        2.0e-03  0 of 2 weights",
+    ]
+    assert lines[-7:] == [
+        "computed in float32, tolerance 1e-04 relative to the largest magnitude in a variable; "
+        "3 batches of 4, 1 of them shorter",
+        "the comparison is sharp up to step 1 of 3; at the steps after it, rounding alone moves "
+        "most weights by more than the tolerance",
+        "this model multiplies rounding by 10 a step",
         "random layers: drop",
         "note: a note",
         "first difference: layer 'dense'",

@@ -73,6 +73,16 @@ def newest_step(directory):
 
 
 @pytest.mark.slow
+def test_a_type_is_chosen(tmp_path):
+    path = tmp_path / "model.keras"
+    code, _, errors = tfparallel(
+        "train", BLOBS, "--parallel=none", "--dtype=float64", f"--save={path}"
+    )
+    assert code == 0, errors
+    assert {value.dtype.name for value in weights(path)} == {"float64"}
+
+
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
     """SIGKILL in the middle of an epoch, under dropout, whose draws must go on as well.
 

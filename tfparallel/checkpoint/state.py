@@ -31,6 +31,7 @@ __all__ = [
     "differences",
     "restore_metrics",
     "restore_training",
+    "summed_values",
 ]
 
 GROUPS = ("training", "metrics", "seeds")
@@ -76,6 +77,25 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
 
     Every worker must call it: accumulators are summed over them.
     """
+    values = summed_values(model)
+
+    def read(variable):
+        if id(variable) in values:
+            return values[id(variable)]
+        return tf.convert_to_tensor(variable.value).numpy()
+
+    return {group: map(read, variables) for group, variables in _variables(model).items()}
+
+
+def summed_values(model: keras.Model) -> dict[int, np.ndarray]:
+    """Returns the values that no copy of a variable holds alone: accumulators, summed over copies.
+
+    Every worker must call it: accumulators are summed over them.
+
+    Returns:
+        Values of the optimizers' variables by the `id` of the variable; those that one copy holds
+        may be left out.
+    """
     values = {}
     for optimizer in _optimizers(model):
         if type(optimizer).save_own_variables is _PLAIN.save_own_variables:
@@ -84,13 +104,7 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
         optimizer.save_own_variables(store)
         for index, variable in enumerate(optimizer.variables):
             values[id(variable)] = np.asarray(store[str(index)])
-
-    def read(variable):
-        if id(variable) in values:
-            return values[id(variable)]
-        return tf.convert_to_tensor(variable.value).numpy()
-
-    return {group: map(read, variables) for group, variables in _variables(model).items()}
+    return values
 
 
 def restore_training(

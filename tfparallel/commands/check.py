@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.commands.flags import Command, path_problems
-from tfparallel.commands.form_flags import common_flags, common_problems
+from tfparallel.commands.form_flags import common_flags, common_problems, dtype_flag
 from tfparallel.commands.on_task import run_on_task
 
 __all__ = ["main"]
@@ -14,7 +14,8 @@ __all__ = ["main"]
 _COMMAND = Command(
     name="check",
     summary="Trains a task file on one device and under a form, from the same weights on the "
-    "same batches, and compares every variable. Exit code 1 if one differs.",
+    "same batches, and compares every variable, beside what rounding alone makes of the model. "
+    "Exit code 1 if one differs.",
     example="tfparallel check models/digits_cnn.py --parallel=data --num_devices=3 --steps=20",
 )
 
@@ -27,14 +28,14 @@ def main(arguments: Sequence[str]) -> int:
 def _flags() -> flags.FlagValues:
     values = common_flags()
     flags.DEFINE_integer("steps", 20, "How many steps are trained.", flag_values=values)
-    flags.DEFINE_enum(
-        "dtype",
-        None,
-        ("float32", "float64", "mixed_float16", "mixed_bfloat16"),
-        "Trains in this type, Keras's own if absent; float64 is the sharp test.",
-        values,
-    )
+    dtype_flag(values)
     flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
+    flags.DEFINE_string(
+        "plot",
+        None,
+        "Draw how the difference and the rounding floor grow, step by step (.png).",
+        flag_values=values,
+    )
     return values
 
 
@@ -46,6 +47,7 @@ def _problems(values: flags.FlagValues) -> list[str]:
         problems.append(
             "A form to check is required. Received: --parallel=none. Use --parallel=data."
         )
+    problems += path_problems("plot", values.plot, ".png")
     return problems + path_problems("report", values.report, ".json")
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "common_problems",
     "device_memory",
     "device_memory_problems",
+    "dtype_flag",
 ]
 
 _FORMS = ("none", "data", "model", "tensor", "pipeline")
@@ -98,6 +99,17 @@ def common_flags() -> flags.FlagValues:
         "seed", 0, "Fixes the initial weights and the order of the data.", flag_values=values
     )
     return values
+
+
+def dtype_flag(values: flags.FlagValues) -> None:
+    """Adds the flag that says in which type a model computes."""
+    flags.DEFINE_enum(
+        "dtype",
+        None,
+        ("float32", "float64", "mixed_float16", "mixed_bfloat16"),
+        "Compute in this type; Keras's own if absent. float64 makes `check` sharpest.",
+        values,
+    )
 
 
 def balance_flags(values: flags.FlagValues) -> None:

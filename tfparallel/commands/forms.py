@@ -24,7 +24,7 @@ from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = ["Form", "start_form"]
+__all__ = ["Form", "start_form", "use_dtype"]
 
 _BUILDERS = {"model": model_parallel, "tensor": tensor_parallel}
 
@@ -194,6 +194,19 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except RuntimeError as error:
         raise StartError(str(error)) from error
     return Form(values.parallel, devices, strategy)
+
+
+def use_dtype(dtype: str | None) -> None:
+    """Makes all layers that are made from now on compute in a type.
+
+    Call it before the task file is imported, which may make layers.
+
+    Args:
+        dtype: What `--dtype` says; None leaves Keras's own.
+    """
+    if dtype is not None:
+        keras.config.set_floatx("float64" if dtype == "float64" else "float32")
+        keras.config.set_dtype_policy(dtype)
 
 
 def _all_reduce(values, devices) -> dict[str, Any]:

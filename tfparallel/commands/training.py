@@ -16,7 +16,7 @@ from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.between_workers import WorkerLostError
 from tfparallel.commands.flags import LostError, UsageError
-from tfparallel.commands.forms import start_form
+from tfparallel.commands.forms import start_form, use_dtype
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica
 from tfparallel.diagnostics.inject import Inject
@@ -52,6 +52,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     # Before the task file is imported: its imports may start TensorFlow's
     # runtime, and the CPU cannot be split after that.
     form = start_form(values, _facts(path, values))
+    use_dtype(values.dtype)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
     train_data, validation_data = task.load_data()
@@ -147,7 +148,7 @@ def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
     """What the workers of one job must agree on."""
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()[:16]
-    names = ("seed", "global_batch_size", "epochs", "steps_per_epoch")
+    names = ("seed", "global_batch_size", "epochs", "steps_per_epoch", "dtype")
     return {"task file": digest, **{f"--{name}": getattr(values, name) for name in names}}
 
 

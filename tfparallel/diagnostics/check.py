@@ -4,17 +4,19 @@ The model is trained twice on the same batches from the same weights, plainly
 on one device and under the form, and then every weight, every variable of
 every optimizer, every loss and every metric is compared.
 
-    direct comparison within tolerance ------------------------> exact
+    at steps 1, 2, 4, 8, … and the last within the tolerance,
+    or within what rounding alone makes of the model ----------> exact
+      | no                                                       (undetermined: rounding alone
+    does the model draw?                                          decides it from the start)
+      | yes: all trained again, draws off
+    that comparison within the same, and the form trained
+    twice with one seed gives the same weights ----------------> reproducible
       | no
-    does the model draw, or has it variables without gradient?
-      | yes: both trained again, draws off, those variables held
-    that comparison within tolerance, and the form trained
-    twice with one seed gives the same weights ----------------> reproducible,
-      | no                                                       undetermined
       +--------------------------------------------------------> differs
+
+`tfparallel.diagnostics.floor` says what rounding alone makes of a model.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,85 +25,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.diagnostics.compare import TOLERANCES, Difference, difference
-from tfparallel.diagnostics.layers import all_layers, first_difference, random_layers
-from tfparallel.diagnostics.trial import Build, Outcome, Trial, plain
+from tfparallel.diagnostics import floor as rounding
+from tfparallel.diagnostics.check_report import CheckReport, ValueReport, VariableReport
+from tfparallel.diagnostics.compare import TOLERANCES, is_float
+from tfparallel.diagnostics.floor import Comparison, Deviation, Key, deviation
+from tfparallel.diagnostics.layers import first_difference, random_layers
+from tfparallel.diagnostics.trial import Build, Outcome, Trial, coarsest_dtype, plain
 
-__all__ = ["CheckReport", "ValueReport", "VariableReport", "check_parity"]
+__all__ = ["CheckReport", "ValueReport", "VariableReport", "check_parity", "uneven_first"]
 
-Key = tuple[int | None, str] | str
-
-
-@dataclasses.dataclass(frozen=True)
-class VariableReport:
-    """One weight or optimizer variable.
-
-    Attributes:
-        path: Its path on one device.
-        shape: Its shape.
-        absolute: The largest absolute difference.
-        relative: That, over the largest magnitude in the variable.
-        verdict: `"exact"`, `"reproducible"`, `"undetermined"` or `"differs"`.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    absolute: float
-    relative: float
-    verdict: str
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueReport:
-    """One loss or metric.
-
-    Attributes:
-        name: `"fit: loss"`, `"evaluate: accuracy"`, and so on.
-        single: Its value on one device.
-        parallel: Its value under the form.
-        verdict: As for variables.
-    """
-
-    name: str
-    single: float
-    parallel: float
-    verdict: str
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckReport:
-    """The outcome of a check.
-
-    Attributes:
-        verdict: `"exact"`, `"reproducible"` or `"differs"`.
-        dtype: The coarsest type that the model computes in.
-        tolerance: The largest relative difference that counts as rounding.
-        batch_sizes: Examples in each step.
-        variables: Weights first, then the optimizers' variables.
-        values: Losses and metrics.
-        random_layers: The layers that draw.
-        first_difference: What differs first, or None.
-        notes: What else a reader must know.
-    """
-
-    verdict: str
-    dtype: str
-    tolerance: float
-    batch_sizes: tuple[int, ...]
-    variables: tuple[VariableReport, ...]
-    values: tuple[ValueReport, ...]
-    random_layers: tuple[str, ...]
-    first_difference: str | None
-    notes: tuple[str, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing differs."""
-        return self.verdict != "differs"
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the report in types that JSON knows."""
-        return dataclasses.asdict(self)
+_SHOWN = 8
 
 
 def check_parity(
@@ -117,8 +50,8 @@ def check_parity(
     Args:
         build_model: Returns the model, not compiled.
         compile_model: Compiles it in place; called on each model afresh.
-        batches: The steps, each `(x, y[, sample_weight])` in NumPy arrays; at
-            least one should have fewer examples than the others.
+        batches: The steps, each `(x, y[, sample_weight])` in NumPy arrays. The
+            first is compared most sharply: it should divide unevenly.
         make_parallel_model: Takes a function that builds the model, returns
             the model under the form.
         seed: Seeds the weights and the random layers.
@@ -141,64 +74,38 @@ def check_parity(
     if not batches:
         raise ValueError("At least one batch is required. Received: batches=[].")
     trial = Trial(build_model, compile_model, batches, seed)
-    single, parallel = trial.run(plain), trial.run(make_parallel_model)
-    dtype = _coarsest_dtype(single.model)
-    tolerance = TOLERANCES[dtype]
-    drawing = random_layers(single.model)
-    no_gradient = trial.without_gradient(single)
-    direct = _compare(single, parallel, tolerance, no_gradient)
-    differing = {key for key, found in direct.items() if not found.within}
-    notes = _not_finite(single, parallel)
-    # In float64 noise stays far below the tolerance: there nothing is held.
-    held = no_gradient if dtype != "float64" else frozenset()
-    failed = differing
-    if differing and (drawing or held):
-        again = _compare(
-            trial.run(plain, draws=False, held=held),
-            trial.run(make_parallel_model, draws=False, held=held),
-            tolerance,
-            no_gradient,
-        )
-        failed = {key for key in differing if key in again and not again[key].within}
+    runs = _Runs(trial, make_parallel_model)
+    drawing = random_layers(runs.single.model)
+    judged, failed, notes = runs, runs.comparison.failed, _not_finite(runs.single, runs.parallel)
+    failing_at_once = bool(notes)
+    if failed and drawing:
+        judged = _Runs(trial, make_parallel_model, draws=False)
         # Also what agreed at first may differ now, and is no less wrong.
-        failed |= {key for key, found in again.items() if key in direct and not found.within}
-        notes += _again_notes(drawing, held, single)
-        if drawing:
-            once = trial.run(make_parallel_model, held=held) if held else parallel
-            repeated = _compare(
-                once, trial.run(make_parallel_model, held=held), tolerance, no_gradient
-            )
-            if not all(found.within for found in repeated.values()):
-                notes.append("two runs of the form with one seed give different weights")
-                failed = differing
-    soft = "reproducible" if drawing else "undetermined"
-
-    def verdict(key: Key) -> str:
-        if key in failed:
-            return "differs"
-        return soft if key in differing else "exact"
-
-    variables = tuple(
-        VariableReport(
-            state.path, state.value.shape, direct[key].absolute, direct[key].relative, verdict(key)
-        )
-        for key, state in single.states.items()
-    )
-    values = tuple(
-        ValueReport(name, value, parallel.values.get(name, math.nan), verdict(name))
-        for name, value in single.values.items()
-    )
-    failing = bool(failed) or bool(_not_finite(single, parallel))
+        failed = judged.comparison.failed & set(runs.comparison.readings)
+        notes.append("trained again with the draws of the random layers off")
+        if not runs.repeats():
+            notes.append("two runs of the form with one seed give different weights")
+            judged, failed = runs, runs.comparison.failed
+    failing = failing_at_once or bool(failed)
     first = None
     if failing:
-        first = _locate(trial, make_parallel_model, batches[0], tolerance, notes) or next(
-            (f"variable {item.path!r}" for item in variables if item.verdict == "differs"), None
-        )
+        first = _layer_that_differs(trial, make_parallel_model, batches[0], runs.tolerance, notes)
+        first = first or _variable_that_differs(judged)
+    variables, values = _items(runs, judged, failed)
+    notes += _undetermined_note(variables)
+    verdicts = {item.verdict for item in variables}
     return CheckReport(
-        verdict="differs" if failing else "reproducible" if differing and drawing else "exact",
-        dtype=dtype,
-        tolerance=tolerance,
+        verdict=(
+            "differs"
+            if failing
+            else next((v for v in ("reproducible", "exact") if v in verdicts), "undetermined")
+        ),
+        dtype=runs.dtype,
+        tolerance=runs.tolerance,
         batch_sizes=tuple(len(tf.nest.flatten(batch)[0]) for batch in batches),
+        steps=runs.comparison.steps,
+        sharp_until=rounding.sharp_until(runs.comparison.steps),
+        growth=rounding.growth(runs.comparison.steps),
         variables=variables,
         values=values,
         random_layers=tuple(drawing),
@@ -207,28 +114,112 @@ def check_parity(
     )
 
 
-def _compare(
-    single: Outcome, parallel: Outcome, tolerance: float, no_gradient: frozenset[int]
-) -> dict[Key, Difference]:
-    # Noise has no magnitude of its own: it is held against the largest value
-    # of its kind in the model.
-    scales: dict[str, float] = {}
-    for state in single.states.values():
-        if state.value.size and np.issubdtype(state.value.dtype, np.floating):
-            size = float(np.max(np.abs(state.value)))
-            scales[state.kind] = max(scales.get(state.kind, 0.0), size)
-    found: dict[Key, Difference] = {}
-    nothing = Difference(math.nan, math.nan, False)
-    for key, state in single.states.items():
-        other = parallel.states.get(key)
-        scale = scales.get(state.kind, 0.0) if state.owner in no_gradient else 0.0
-        found[key] = (
-            nothing if other is None else difference(state.value, other.value, tolerance, scale)
+def uneven_first(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Shortens the first batch to a number of examples that no number of devices divides.
+
+    What is wrong on uneven shards shows at the first step, then, where the floor is lowest.
+
+    Args:
+        batches: Each `(x, y[, sample_weight])` in arrays.
+
+    Returns:
+        The same, the first with the largest prime number of examples up to half of its own.
+    """
+    first = batches[0]
+    half = len(tf.nest.flatten(first)[0]) // 2
+    primes = [n for n in range(2, half + 1) if all(n % d for d in range(2, math.isqrt(n) + 1))]
+    if not primes:
+        return batches
+    return [tf.nest.map_structure(lambda array: array[: primes[-1]], first), *batches[1:]]
+
+
+class _Runs:
+    """The trainings of one comparison: one device, the form, and one device moved.
+
+    Args:
+        trial: What trains.
+        make_parallel_model: Puts the model under the form.
+        draws: Whether random layers draw.
+    """
+
+    def __init__(
+        self, trial: Trial, make_parallel_model: Callable[[Build], keras.Model], draws: bool = True
+    ):
+        self._trial = trial
+        self._make_parallel_model = make_parallel_model
+        self._draws = draws
+        self._floors: dict[int, Deviation] = {}
+        self.single = trial.run(plain, draws=draws)
+        self.dtype = coarsest_dtype(self.single.model)
+        self.tolerance = TOLERANCES[self.dtype]
+        self.parallel = trial.run(make_parallel_model, draws=draws)
+        self.comparison = self._compare(self.single, self.parallel)
+
+    def repeats(self) -> bool:
+        """Whether the form, trained twice with one seed, gives the same weights."""
+        again = self._trial.run(self._make_parallel_model, draws=self._draws)
+        return not self._compare(self.parallel, again).failed
+
+    def _compare(self, expected: Outcome, received: Outcome) -> Comparison:
+        """Compares; where the first floor does not explain it, with a floor of larger moves."""
+        found = deviation(expected, received)
+        for num_units in rounding.MULTIPLES:
+            if num_units not in self._floors:
+                moved = self._trial.run(plain, draws=self._draws, moved_by=num_units)
+                self._floors[num_units] = deviation(self.single, moved)
+            floors = {n: self._floors[n] for n in rounding.MULTIPLES if n <= num_units}
+            comparison = rounding.compare(expected, found, floors, self.tolerance)
+            if not comparison.failed:
+                break
+        return comparison
+
+
+def _items(
+    runs: _Runs, judged: _Runs, failed: set[Key]
+) -> tuple[tuple[VariableReport, ...], tuple[ValueReport, ...]]:
+    """Every variable and value with its verdict.
+
+    Args:
+        runs: The comparison as the model is.
+        judged: The one that decides: the same, or that with the draws off.
+        failed: What differs in it.
+    """
+
+    def verdict(key: Key) -> tuple[str, int | None]:
+        if key in failed:
+            return "differs", judged.comparison.first_step(key)
+        if key in runs.comparison.failed:
+            return "reproducible", None
+        readings = runs.comparison.readings[key]
+        told = any(r.sharp for r in readings) or all(r.relative <= runs.tolerance for r in readings)
+        return "exact" if told else "undetermined", None
+
+    last, readings = runs.single.last, runs.comparison.readings
+    variables = tuple(
+        VariableReport(
+            state.path,
+            state.value.shape,
+            readings[key][-1].absolute,
+            readings[key][-1].relative,
+            readings[key][-1].floor,
+            *verdict(key),
         )
-    for name, value in single.values.items():
-        other = parallel.values.get(name, math.nan)
-        found[name] = difference(np.asarray(value), np.asarray(other), tolerance)
-    return found
+        for key, state in last.states.items()
+    )
+    others = runs.parallel.last.values
+    values = tuple(
+        ValueReport(name, value, others.get(name, math.nan), *verdict(name))
+        for name, value in last.values.items()
+    )
+    return variables, values
+
+
+def _undetermined_note(variables: tuple[VariableReport, ...]) -> list[str]:
+    paths = [item.path for item in variables if item.verdict == "undetermined"]
+    if not paths:
+        return []
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return [f"rounding alone decides {', '.join(paths[:_SHOWN])}{more}; nothing is proven of them"]
 
 
 def _not_finite(single: Outcome, parallel: Outcome) -> list[str]:
@@ -237,8 +228,8 @@ def _not_finite(single: Outcome, parallel: Outcome) -> list[str]:
         steps = [i + 1 for i, loss in enumerate(outcome.running_loss) if not math.isfinite(loss)]
         paths = [
             state.path
-            for state in outcome.states.values()
-            if np.issubdtype(state.value.dtype, np.floating) and not np.isfinite(state.value).all()
+            for state in outcome.last.states.values()
+            if is_float(state.value) and not np.isfinite(state.value.astype("float64")).all()
         ]
         if steps:
             notes.append(f"the loss {where} is not finite from step {steps[0]} on")
@@ -247,17 +238,7 @@ def _not_finite(single: Outcome, parallel: Outcome) -> list[str]:
     return notes
 
 
-def _again_notes(drawing: list[str], held: frozenset[int], single: Outcome) -> list[str]:
-    notes = []
-    if drawing:
-        notes.append("trained again with the draws of the random layers off")
-    if held:
-        paths = ", ".join(single.states[index, "weight"].path for index in sorted(held))
-        notes.append(f"trained again with the variables that have no true gradient held: {paths}")
-    return notes
-
-
-def _locate(
+def _layer_that_differs(
     trial: Trial,
     make_parallel_model: Callable[[Build], keras.Model],
     batch: tuple[Any, ...],
@@ -265,31 +246,37 @@ def _locate(
     notes: list[str],
 ) -> str | None:
     try:
-        found = first_difference(
+        return first_difference(
             lambda: trial.build(draws=False), make_parallel_model, batch, tolerance
         )
-        if found is not None:
-            return found
-        one = trial.run(plain, draws=False, num_steps=1)
-        other = trial.run(make_parallel_model, draws=False, num_steps=1)
     # The verdict stands whatever happens in the search for the culprit, which
     # runs the model in ways that its author may not have foreseen.
     except Exception as error:
         notes.append(f"the search for the first layer failed: {type(error).__name__}: {error}")
         return None
-    compared = _compare(one, other, tolerance, frozenset())
-    for key, state in one.states.items():
-        if state.kind == "weight" and not compared[key].within:
-            layer = state.path.rpartition("/")[0]
-            return (
-                f"layer {layer!r}: all layers' outputs agree on the first batch, and after one "
-                f"step {state.path!r} differs by {compared[key].absolute:.1e}"
-            )
-    return None
 
 
-def _coarsest_dtype(model: keras.Model) -> str:
-    order = ["float64", "float32", "bfloat16", "float16"]
-    types = {getattr(layer, "compute_dtype", None) for layer in all_layers(model)}
-    found = [dtype for dtype in order if dtype in types]
-    return found[-1] if found else keras.config.floatx()
+def _variable_that_differs(runs: _Runs) -> str | None:
+    """What is furthest beyond rounding at the first step that differs, weights before slots."""
+    found = [
+        (reading.step, getattr(runs.single.last.states.get(key), "kind", "") != "weight", index)
+        for index, (key, readings) in enumerate(runs.comparison.readings.items())
+        for reading in readings
+        if not reading.matches
+    ]
+    if not found:
+        return None
+    step, _, index = min(found)
+    key, readings = list(runs.comparison.readings.items())[index]
+    reading = next(reading for reading in readings if reading.step == step)
+    state = runs.single.last.states.get(key)
+    name = repr(key) if state is None else f"{state.path!r}"
+    of = "" if state is None or state.kind != "weight" else f"layer {_layer(state.path)!r}: "
+    return (
+        f"{of}after step {step} {name} differs by {reading.relative:.1e} of its size, where "
+        f"rounding makes {reading.floor:.1e}"
+    )
+
+
+def _layer(path: str) -> str:
+    return path.rpartition("/")[0]

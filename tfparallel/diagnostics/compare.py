@@ -4,12 +4,15 @@ import dataclasses
 
 import numpy as np
 
-__all__ = ["TOLERANCES", "Difference", "difference", "owner_of_slot"]
+__all__ = ["TOLERANCES", "UNITS", "Difference", "difference", "is_float", "owner_of_slot"]
 
 # Relative to the largest magnitude of the same variable, after 20 steps.
 # Reordered sums differ by a few units in the last place; training amplifies
 # that, by a factor that seldom passes a thousand in 20 steps.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+
+# The unit in the last place of a number from 1 to 2.
+UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ def difference(
         return Difference(float("inf"), float("inf"), False)
     if expected.size == 0:
         return Difference(0.0, 0.0, True)
-    if not np.issubdtype(expected.dtype, np.inexact):
+    if not is_float(expected) and not np.iscomplexobj(expected):
         # Integers, booleans and strings: equal or not.
         equal = bool(np.array_equal(expected, received))
         if not np.issubdtype(expected.dtype, np.integer):
@@ -64,6 +67,11 @@ def difference(
     magnitude = float(np.max(np.abs(expected)))
     relative = absolute / magnitude if magnitude else (0.0 if absolute == 0 else float("inf"))
     return Difference(absolute, relative, absolute <= tolerance * max(magnitude, scale))
+
+
+def is_float(value: np.ndarray) -> bool:
+    """Whether an array holds real numbers; NumPy does not know bfloat16 as such."""
+    return value.dtype.kind == "f" or value.dtype.name == "bfloat16"
 
 
 def owner_of_slot(slot_path: str, variable_paths: list[str]) -> int | None:

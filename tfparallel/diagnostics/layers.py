@@ -77,17 +77,8 @@ def _first_output(
     names: list[str] = []
 
     def build_probe() -> keras.Model:
-        model = build()
-        names.clear()
-        outputs = []
-        for layer in model.layers:
-            # A layer used twice has no single output; what follows it shows it.
-            if isinstance(layer, keras.layers.InputLayer) or len(layer._inbound_nodes) != 1:
-                continue
-            for output in tf.nest.flatten(layer.output):
-                names.append(layer.name)
-                outputs.append(output)
-        return keras.Model(model.inputs, outputs)
+        names[:], probe = _with_all_outputs(build())
+        return probe
 
     if not getattr(build(), "inputs", None):
         return None
@@ -100,6 +91,50 @@ def _first_output(
         if not found.within:
             return f"layer {name!r}: its output differs by {found.absolute:.1e} on the first batch"
     return None
+
+
+def _with_all_outputs(model: keras.Model) -> tuple[list[str], keras.Model]:
+    """A model on the same layers that puts out what each of them does, with the layers' names.
+
+    All layers are called again, one by one, those of models within the model too: what such a
+    model computes inside of itself hangs on inputs of its own, and on none of the outer model's.
+
+    Args:
+        model: A functional or Sequential model.
+
+    Returns:
+        The names, `"inner/dense"` for a layer of a model within, and the model.
+    """
+    names: list[str] = []
+    outputs: list[keras.KerasTensor] = []
+    holders: dict[str, keras.layers.Layer] = {}
+
+    def call_model(model, prefix, inputs):
+        if isinstance(model, keras.Sequential):
+            for layer in model.layers:
+                inputs = call_layer(layer, prefix, inputs)
+            return inputs
+        # Keras has no public way to run a functional model's layers on other tensors.
+        return model._run_through_graph(
+            inputs, lambda layer: layer, lambda layer, *a, **k: call_layer(layer, prefix, *a, **k)
+        )
+
+    def call_layer(layer, prefix, *args, **kwargs):
+        if isinstance(layer, keras.Sequential) or hasattr(layer, "_run_through_graph"):
+            return call_model(layer, f"{prefix}{layer.name}/", args[0])
+        name = f"{prefix}{layer.name}"
+        if holders.setdefault(layer.name, layer) is not layer:
+            # Two models within may name their layers alike; one model may not.
+            layer.name = name.replace("/", "_")
+        result = layer(*args, **kwargs)
+        if isinstance(layer, keras.layers.Layer):
+            found = tf.nest.flatten(result)
+            names.extend([name] * len(found))
+            outputs.extend(found)
+        return result
+
+    call_model(model, "", model.inputs[0] if isinstance(model, keras.Sequential) else model.input)
+    return names, keras.Model(model.inputs, outputs)
 
 
 def _first_added_loss(build: Build, x: Any, tolerance: float) -> str | None:

@@ -6,19 +6,15 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
+from tfparallel.checkpoint.state import summed_values
 from tfparallel.data.batches import batches_dataset
-from tfparallel.diagnostics.compare import owner_of_slot
-from tfparallel.diagnostics.layers import turn_off_draws
+from tfparallel.diagnostics.compare import TOLERANCES, UNITS, owner_of_slot
+from tfparallel.diagnostics.layers import all_layers, turn_off_draws
 
 __all__ = ["Build", "Outcome", "State", "Trial", "plain"]
 
 Build = Callable[[], keras.Model]
-
-# Below this fraction of the model's largest gradient a gradient is rounding
-# noise in float32, whose sums of thousands of terms carry errors of 1e-7 each.
-_NO_GRADIENT = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,21 +36,38 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a training left behind.
+class Snapshot:
+    """Everything that a training has made up to one step.
 
     Attributes:
         states: Weights, then the optimizers' variables, by a key that is the
             same in every run: model and layer names count up within a process.
-        values: Losses and metrics of `fit` and `evaluate`.
-        running_loss: Keras's running mean of the loss, one entry a step.
-        model: The trained model.
+        values: Losses and metrics, by name.
     """
 
     states: dict[tuple[int | None, str], State]
     values: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a training left behind.
+
+    Attributes:
+        snapshots: By step: 1, 2, 4, 8, … and the last, which has the losses
+            and metrics of `evaluate`, too.
+        running_loss: Keras's running mean of the loss, one entry a step.
+        model: The trained model.
+    """
+
+    snapshots: dict[int, Snapshot]
     running_loss: list[float]
     model: keras.Model
+
+    @property
+    def last(self) -> Snapshot:
+        """The end of the training."""
+        return list(self.snapshots.values())[-1]
 
 
 def plain(build_model: Build) -> keras.Model:
@@ -99,7 +112,7 @@ class Trial:
         make_model: Callable[[Build], keras.Model],
         *,
         draws: bool = True,
-        held: frozenset[int] = frozenset(),
+        moved_by: int = 0,
         num_steps: int | None = None,
     ) -> Outcome:
         """Trains once.
@@ -107,7 +120,8 @@ class Trial:
         Args:
             make_model: Puts a function that builds a model under a form.
             draws: Whether random layers draw.
-            held: Weights that are not trained, by index in `model.weights`.
+            moved_by: Units in the last place by which the first weights are
+                moved, up or down as the seed says.
             num_steps: How many of the batches; all by default.
 
         Returns:
@@ -122,49 +136,21 @@ class Trial:
         if not model.built:
             model(batches[0][0])
         self._set_initial_weights(model)
-        for index in held:
-            model.weights[index].trainable = False
+        if moved_by:
+            model.set_weights(moved_weights(model, moved_by, self._seed))
         self._compile_model(model)
         # Again: building draws as often as there are weights, on every replica.
         keras.utils.set_random_seed(self._seed)
-        losses = _RunningLoss()
+        seen = _Snapshots(len(batches))
         dataset = batches_dataset(batches)
-        history = model.fit(dataset, shuffle=False, verbose=0, callbacks=[losses]).history
+        history = model.fit(dataset, shuffle=False, verbose=0, callbacks=[seen]).history
         evaluated = model.evaluate(dataset, verbose=0, return_dict=True)
         values = {f"fit: {name}": float(values[-1]) for name, values in history.items()}
         values |= {f"evaluate: {name}": float(value) for name, value in evaluated.items()}
-        return Outcome(_states(model), values, losses.values, model)
-
-    def without_gradient(self, outcome: Outcome) -> frozenset[int]:
-        """Returns the trained weights whose true gradient is zero.
-
-        A bias before batch normalization or the bias of an attention key
-        changes nothing: what is computed as its gradient is rounding noise,
-        and an optimizer such as Adam scales noise up to full steps. Such a
-        weight has a gradient that is tiny against the others', both before
-        and after training (a layer whose weights start at zero has none
-        before).
-
-        Args:
-            outcome: A training on one device.
-
-        Returns:
-            Their indices in `model.weights`.
-        """
-        batch = self._batches[0]
-        fresh = self.build()
-        if not fresh.built:
-            fresh(batch[0])
-            fresh.set_weights(self._initial)
-        self._compile_model(fresh)
-        # The trained model's moving statistics change in this; it is thrown away.
-        before, after = _gradient_sizes(fresh, batch), _gradient_sizes(outcome.model, batch)
-        if not before or not after:
-            return frozenset()
-        floors = [_NO_GRADIENT * max(sizes.values()) for sizes in (before, after)]
-        return frozenset(
-            index for index in before if before[index] <= floors[0] and after[index] <= floors[1]
-        )
+        last = seen.snapshots.get(len(batches))
+        states = last.states if last is not None else _states(model)
+        seen.snapshots[len(batches)] = Snapshot(states, values)
+        return Outcome(seen.snapshots, seen.running_loss, model)
 
     def _set_initial_weights(self, model: keras.Model) -> None:
         if self._initial is None:
@@ -180,14 +166,58 @@ class Trial:
         model.set_weights(self._initial)
 
 
-class _RunningLoss(keras.callbacks.Callback):
-    def __init__(self):
+def moved_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndarray]:
+    """Returns a model's weights, each moved by units in the last place, up or down.
+
+    A unit is that of the type that the model computes in: of a float32
+    weight that is cast to bfloat16 first, a float32's last place is cut off.
+    Zeros and integers stay.
+
+    Args:
+        model: A built model.
+        num_units: How many units each is moved by.
+        seed: Draws the signs.
+    """
+    generator = np.random.default_rng(seed)
+    move = num_units * UNITS[coarsest_dtype(model)]
+    moved = []
+    for weight in model.weights:
+        value = weight.numpy()
+        if keras.backend.is_float_dtype(weight.dtype):
+            exact = value.astype("float64")
+            # |x| = mantissa * 2**exponent with 1/2 <= mantissa < 1.
+            moves = np.ldexp(move, np.frexp(exact)[1] - 1) * (exact != 0)
+            signs = generator.choice([-1.0, 1.0], value.shape)
+            value = (exact + signs * moves).astype(value.dtype)
+        moved.append(value)
+    return moved
+
+
+def coarsest_dtype(model: keras.Model) -> str:
+    """Returns the coarsest type that a layer of the model computes in."""
+    types = {getattr(layer, "compute_dtype", None) for layer in all_layers(model)}
+    found = [dtype for dtype in TOLERANCES if dtype in types]
+    return found[-1] if found else keras.config.floatx()
+
+
+class _Snapshots(keras.callbacks.Callback):
+    """Reads everything after steps 1, 2, 4, 8, … and the last."""
+
+    def __init__(self, num_steps: int):
         super().__init__()
-        self.values: list[float] = []
+        self.snapshots: dict[int, Snapshot] = {}
+        self.running_loss: list[float] = []
+        self._num_steps = num_steps
+        self._next = 1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs and "loss" in logs:
-            self.values.append(float(logs["loss"]))
+        values = {f"fit: {name}": float(value) for name, value in (logs or {}).items()}
+        if "fit: loss" in values:
+            self.running_loss.append(values["fit: loss"])
+        step = batch + 1  # The last of those that ran, where `steps_per_execution` is above 1.
+        if step >= self._next or step == self._num_steps:
+            self.snapshots[step] = Snapshot(_states(self.model), values)
+            self._next = 2 * step
 
 
 def _states(model: keras.Model) -> dict[tuple[int | None, str], State]:
@@ -195,6 +225,7 @@ def _states(model: keras.Model) -> dict[tuple[int | None, str], State]:
     for index, weight in enumerate(model.weights):
         states[index, "weight"] = State(weight.path, weight.numpy(), index, "weight")
     paths = [weight.path for weight in model.weights]
+    summed = summed_values(model)
     for name, optimizer in _optimizers(model).items():
         for position, variable in enumerate(optimizer.variables):
             owner = owner_of_slot(variable.path, paths)
@@ -207,7 +238,8 @@ def _states(model: keras.Model) -> dict[tuple[int | None, str], State]:
             else:
                 kind = f"{name}/{slot.removeprefix(paths[owner].replace('/', '_') + '_')}"
                 key = (owner, kind)
-            states[key] = State(variable.path, variable.numpy(), owner, kind)
+            value = summed[id(variable)] if id(variable) in summed else variable.numpy()
+            states[key] = State(variable.path, value, owner, kind)
     return states
 
 
@@ -220,31 +252,3 @@ def _optimizers(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
         if isinstance(value, keras.optimizers.Optimizer) and is_new:
             found[name] = value
     return found
-
-
-def _gradient_sizes(model: keras.Model, batch: tuple[Any, ...]) -> dict[int, float]:
-    """The largest gradient of each weight that a step hands to an optimizer, eagerly run."""
-    positions = {id(weight): index for index, weight in enumerate(model.weights)}
-    sizes: dict[int, float] = {}
-
-    def watch(optimizer):
-        apply = optimizer.apply
-
-        def watched(grads, trainable_variables=None):
-            grads = list(grads)
-            held = trainable_variables or optimizer._trainable_variables
-            for weight, gradient in zip(held, grads, strict=False):
-                if gradient is not None and id(weight) in positions:
-                    largest = np.max(np.abs(tf.convert_to_tensor(gradient)), initial=0.0)
-                    index = positions[id(weight)]
-                    sizes[index] = max(sizes.get(index, 0.0), float(largest))
-            return apply(grads, trainable_variables)
-
-        object.__setattr__(optimizer, "apply", watched)
-
-    for optimizer in _optimizers(model).values():
-        watch(optimizer)
-    model.run_eagerly = True
-    model.train_function = None
-    model.fit(batches_dataset([batch]), shuffle=False, verbose=0)
-    return sizes

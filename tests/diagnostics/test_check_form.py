@@ -1,0 +1,71 @@
+"""`tfparallel.check`: the check for those who have no task file."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfparallel
+
+
+def build():
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, activation="relu", name="hidden"),
+            keras.layers.Dense(2, name="last"),
+        ]
+    )
+
+
+def compile_model(model):
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+
+
+def make_same(build_model):
+    return build_model()
+
+
+def some_data(num_examples):
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(num_examples, 4)), generator.normal(size=(num_examples, 2))
+
+
+def test_check_from_python(tmp_path):
+    path = tmp_path / "curves.png"
+    report = tfparallel.check(
+        build, compile_model, some_data(40), devices=["CPU:0", "CPU:1"], global_batch_size=8,
+        steps=3, plot=str(path),
+    )  # fmt: skip
+    assert report.verdict == "exact" and report.batch_sizes == (3, 8, 4)
+    shown = str(report)
+    assert "OK: exact" in shown and "the comparison is sharp at all 3 steps" in shown
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def wrong(build_model):
+    model = build_model()
+    layer = model.get_layer("last")
+    layer.call = lambda x, call=layer.call, **_: call(x) * 1.01
+    return model
+
+
+def test_check_from_python_takes_a_form_of_the_users_own():
+    report = tfparallel.check(
+        build, compile_model, some_data(8), parallel=wrong, global_batch_size=4, steps=1
+    )
+    assert not report.passed and "FAILED: differs" in str(report)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"parallel": "hybrid"}, "Unknown form.*data, model, tensor, pipeline.*'hybrid'"),
+        ({"parallel": make_same, "devices": ["CPU:0"]}, r"devices=\['CPU:0'\].*name the form"),
+        ({"steps": 0}, "At least one step.*steps=0"),
+        ({"devices": ["CPU:99"]}, "CPU:99 does not exist"),
+        ({"plot": "curves.pdf"}, "end in .png.*curves.pdf"),
+    ],
+)
+def test_check_from_python_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tfparallel.check(build, compile_model, some_data(8), **arguments)

@@ -1,0 +1,139 @@
+"""`tfparallel.check`: the check of a form from Python, without a task file."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from tfparallel import devices as device_lib
+from tfparallel.data.batches import first_batches
+from tfparallel.diagnostics.check import CheckReport, check_parity, uneven_first
+from tfparallel.diagnostics.check_plot import draw
+from tfparallel.layers.tensor_parallel import tensor_parallel
+from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
+from tfparallel.placement.model_parallel import model_parallel
+from tfparallel.replication.data_parallel import data_parallel
+
+__all__ = ["check"]
+
+_BUILDERS = {
+    "data": data_parallel,
+    "model": model_parallel,
+    "tensor": tensor_parallel,
+    "pipeline": pipeline_parallel,
+}
+
+
+def check(
+    build_model: Callable[[], keras.Model],
+    compile_model: Callable[[keras.Model], None],
+    data: Any,
+    *,
+    parallel: str | Callable[[Callable[[], keras.Model]], keras.Model] = "data",
+    devices: Sequence[str] | None = None,
+    global_batch_size: int = 64,
+    steps: int = 20,
+    seed: int = 0,
+    plot: str | None = None,
+    **options: Any,
+) -> CheckReport:
+    """Compares training under a form with training on one device, variable by variable.
+
+    Use it before you trust a form with your model, and where two runs give different weights and
+    you want to know whether rounding explains it. The model is trained from the same weights on the
+    same batches three times: on one device, under the form, and on one device with the first
+    weights moved by one unit in the last place. A variable matches at a step if
+
+        max|a − b|  ≤  max(tolerance · max|a|,  multiple · max|a − m|)
+
+    with its value a on one device, b under the form and m after the move. In float64
+    (`keras.config.set_dtype_policy("float64")`, `keras.config.set_floatx("float64")`, before any
+    layer is made) the comparison is sharpest.
+
+    Args:
+        build_model: Returns the model, not compiled; called once for each training.
+        compile_model: Compiles the model that it is given, in place, with a new optimizer each
+            time.
+        data: `(x, y)` or `(x, y, sample_weight)` in arrays or nested structures of them; a
+            `tf.data.Dataset` of single examples, or whatever else a task file's `load_data` may
+            return for training.
+        parallel: `"data"`, `"model"`, `"tensor"` or `"pipeline"`; or a function that takes
+            `build_model` and returns the model under a form.
+        devices: Device names, such as `["GPU:0", "GPU:1"]`; by default all GPUs, or all logical CPU
+            devices.
+        global_batch_size: Examples in a step. The first batch is shortened to a number that no
+            number of devices divides.
+        steps: How many steps are trained.
+        seed: Fixes the initial weights, the random layers and the order of the data.
+        plot: A path that ends in `.png`: draws how the difference and the floor grow.
+        **options: Passed on to the builder of the form (`num_micro_batches=4`).
+
+    Returns:
+        The report. `print` shows its tables, `passed` says whether nothing differs, and
+        `to_json()` returns it as plain values.
+
+    Raises:
+        ValueError: If there is no such form or device, the data are empty, or `devices` or options
+            are given with a function that needs none.
+
+    Example:
+    ```python
+    import keras
+    import numpy as np
+    import tfparallel
+
+    tfparallel.devices.split_cpu(2)
+
+    def build_model():
+        return keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+
+    def compile_model(model):
+        model.compile(optimizer="adam", loss="mse")
+
+    x, y = np.random.rand(200, 8), np.random.rand(200, 1)
+    report = tfparallel.check(build_model, compile_model, (x, y), devices=["CPU:0", "CPU:1"])
+    print(report)
+    assert report.passed
+    ```
+    """
+    if not callable(parallel) and parallel not in _BUILDERS:
+        raise ValueError(
+            f"Unknown form; it must be one of {', '.join(_BUILDERS)}, or a function that takes "
+            f"build_model. Received: parallel={parallel!r}."
+        )
+    if callable(parallel):
+        if devices is not None or options:
+            raise ValueError(
+                "A function that makes the form knows its devices and options. Received: "
+                f"parallel={parallel!r} with devices={devices}, options {sorted(options)}. Drop "
+                "them, or name the form: parallel='data'."
+            )
+        make_parallel_model = parallel
+    else:
+        names = device_lib.choose_devices(devices=devices)
+        builder = _BUILDERS[parallel]
+
+        def make_parallel_model(build: Callable[[], keras.Model]) -> keras.Model:
+            return builder(build, devices=names, **options)
+
+    if steps < 1 or global_batch_size < 1:
+        raise ValueError(
+            "At least one step of at least one example is required. "
+            f"Received: steps={steps}, global_batch_size={global_batch_size}."
+        )
+    if plot is not None and not plot.endswith(".png"):
+        raise ValueError(f"A plot's path must end in .png. Received: plot={plot!r}.")
+    batches = first_batches(
+        data, global_batch_size=global_batch_size, seed=seed, num_batches=steps
+    )
+    report = check_parity(
+        build_model,
+        compile_model,
+        uneven_first(batches),
+        make_parallel_model=make_parallel_model,
+        seed=seed,
+    )
+    if plot is not None:
+        form = parallel if isinstance(parallel, str) else "the form"
+        draw(plot, report, title=f"one device against {form}")
+    return report

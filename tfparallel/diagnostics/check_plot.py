@@ -1,0 +1,77 @@
+"""The plot of a check: how far the form and rounding alone carry the weights, step by step."""
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from tfparallel.diagnostics.check_report import CheckReport
+from tfparallel.diagnostics.compare import UNITS
+
+__all__ = ["draw"]
+
+# Okabe and Ito (2008): told apart in the dark, too.
+_FORM, _FLOOR, _TOLERANCE = "#0072B2", "#E69F00", "#555555"
+
+
+def draw(path: str, report: CheckReport, *, title: str) -> None:
+    """Draws the difference of the form, the rounding floor and the tolerance.
+
+    Lines are medians over the weights, bands reach up to the largest.
+
+    Args:
+        path: Where the PNG goes.
+        report: What the check found.
+        title: What was compared.
+    """
+    figure = Figure(figsize=(9, 5.4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps = np.array([item.step for item in report.steps])
+    # Zero has no place on a logarithmic axis: nothing below a unit in the last place is a number.
+    least = UNITS[report.dtype] / 4
+    curves = (
+        ("floor: first weights moved by one unit", _FLOOR, "s", "median_floor", "floor"),
+        ("difference: under the form", _FORM, "o", "median_difference", "difference"),
+    )
+    for label, colour, marker, median, largest in curves:
+        low, high = (
+            np.maximum([getattr(item, name) for item in report.steps], least)
+            for name in (median, largest)
+        )
+        axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
+        axes.plot(steps, high, color=colour, linewidth=0.8, alpha=0.7)
+        axes.plot(steps, low, color=colour, marker=marker, markersize=5, linewidth=1.8, label=label)
+    axes.axhline(
+        report.tolerance, color=_TOLERANCE, linestyle=(0, (4, 2)), linewidth=1.0,
+        label=f"tolerance, {report.tolerance:.0e}",
+    )  # fmt: skip
+    if report.sharp_until is not None:
+        axes.axvspan(steps[0], report.sharp_until, color="#009E73", alpha=0.06, linewidth=0)
+        axes.annotate(
+            f"sharp up to step {report.sharp_until}", (report.sharp_until, 0.02), ha="right",
+            xycoords=("data", "axes fraction"), color="#00664b", xytext=(-4, 0),
+            textcoords="offset points",
+        )  # fmt: skip
+    axes.set(
+        xscale="log", yscale="log", xlabel="step", ylabel="relative difference of a weight",
+        title=f"{report.verdict}" + _growth(report),
+    )  # fmt: skip
+    axes.xaxis.set_major_locator(FixedLocator(steps))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(True, which="major", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
+    )
+    figure.suptitle(f"{title}, {report.dtype}", fontsize=12)
+    figure.savefig(path)
+
+
+def _growth(report: CheckReport) -> str:
+    if report.growth is None:
+        return ""
+    return f"; the model multiplies rounding by {report.growth:.2g} a step"

@@ -1,0 +1,210 @@
+"""What a check found: verdicts, curves and their text."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from tfparallel.diagnostics.floor import StepReport
+
+__all__ = ["CheckReport", "ValueReport", "VariableReport"]
+
+_VERDICTS = ("exact", "reproducible", "undetermined", "differs")
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableReport:
+    """One weight or optimizer variable.
+
+    Attributes:
+        path: Its path on one device.
+        shape: Its shape.
+        absolute: The largest absolute difference after the last step.
+        relative: That, over the largest magnitude in the variable.
+        floor: The relative difference that rounding alone makes after the last step.
+        verdict: `"exact"`, `"reproducible"`, `"undetermined"` (rounding alone decides it from the
+            first step on) or `"differs"`.
+        first_step: The first of the compared steps at which it differs, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    absolute: float
+    relative: float
+    floor: float
+    verdict: str
+    first_step: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueReport:
+    """One loss or metric.
+
+    Attributes:
+        name: `"fit: loss"`, `"evaluate: accuracy"`, and so on.
+        single: Its value on one device.
+        parallel: Its value under the form.
+        verdict: As for variables.
+        first_step: As for variables.
+    """
+
+    name: str
+    single: float
+    parallel: float
+    verdict: str
+    first_step: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckReport:
+    """The outcome of a check; `print` shows it as tables.
+
+    Attributes:
+        verdict: `"exact"`, `"reproducible"`, `"undetermined"` (rounding alone decides more than
+            the form could) or `"differs"`.
+        dtype: The coarsest type that the model computes in.
+        tolerance: The relative difference that counts as rounding in any model.
+        batch_sizes: Examples in each step.
+        steps: The weights as a whole, after steps 1, 2, 4, 8, … and the last.
+        sharp_until: The last step up to which most weights were held against the tolerance
+            alone, or None.
+        growth: By how much a step multiplies rounding, or None where it does not grow.
+        variables: Weights first, then the optimizers' variables.
+        values: Losses and metrics.
+        random_layers: The layers that draw.
+        first_difference: What differs first, or None.
+        notes: What else a reader must know.
+    """
+
+    verdict: str
+    dtype: str
+    tolerance: float
+    batch_sizes: tuple[int, ...]
+    steps: tuple[StepReport, ...]
+    sharp_until: int | None
+    growth: float | None
+    variables: tuple[VariableReport, ...]
+    values: tuple[ValueReport, ...]
+    random_layers: tuple[str, ...]
+    first_difference: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs."""
+        return self.verdict != "differs"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report in types that JSON knows."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            "",
+            *_variables_table(self.variables),
+            "",
+            *_values_table(self.values),
+            "",
+            *_steps_table(self.steps),
+            "",
+            f"computed in {self.dtype}, tolerance {self.tolerance:.0e} relative to the largest "
+            f"magnitude in a variable; {_batches(self.batch_sizes)}",
+            self._sharpness(),
+        ]
+        if self.growth is not None:
+            lines.append(f"this model multiplies rounding by {self.growth:.2g} a step")
+        if self.random_layers:
+            lines.append(f"random layers: {', '.join(self.random_layers)}")
+        lines += [f"note: {note}" for note in self.notes]
+        if self.first_difference is not None:
+            lines.append(f"first difference: {self.first_difference}")
+        counted = Counter(item.verdict for item in self.variables)
+        counts = ", ".join(f"{counted[name]} {name}" for name in _VERDICTS if name in counted)
+        lines.append(f"{'OK' if self.passed else 'FAILED'}: {self.verdict} ({counts})")
+        return "\n".join(lines)
+
+    def _sharpness(self) -> str:
+        last = len(self.batch_sizes)
+        if self.sharp_until is None:
+            return (
+                "the comparison is sharp at no step: from the first one on, rounding alone moves "
+                f"most weights by more than the tolerance. {_SHARPER[self.dtype]}"
+            )
+        if self.sharp_until == last:
+            return f"the comparison is sharp at all {last} steps"
+        return (
+            f"the comparison is sharp up to step {self.sharp_until} of {last}; at the steps after "
+            "it, rounding alone moves most weights by more than the tolerance"
+        )
+
+
+_SHARPER = dict.fromkeys(("float32", "bfloat16", "float16"), "Check it in float64.") | {
+    "float64": "Check it on larger batches, or on fewer layers."
+}
+
+
+def _variables_table(variables):
+    rows = [
+        [
+            item.path,
+            str(item.shape),
+            f"{item.absolute:.1e}",
+            f"{item.relative:.1e}",
+            f"{item.floor:.1e}",
+            _verdict(item),
+        ]
+        for item in variables
+    ]
+    head = ["variable", "shape", "largest abs", "largest rel", "floor", "verdict"]
+    return _table(head, rows)
+
+
+def _values_table(values):
+    rows = [
+        [item.name, f"{item.single:.9g}", f"{item.parallel:.9g}", _verdict(item)]
+        for item in values
+    ]
+    return _table(["loss or metric", "one device", "under the form", "verdict"], rows)
+
+
+def _steps_table(steps):
+    rows = [
+        [
+            str(item.step),
+            f"{item.median_difference:.1e}",
+            f"{item.difference:.1e}",
+            f"{item.median_floor:.1e}",
+            f"{item.floor:.1e}",
+            f"{item.num_sharp} of {item.num_weights} weights",
+        ]
+        for item in steps
+    ]
+    head = ["step", "median diff", "largest diff", "median floor", "largest floor", "sharp"]
+    return _table(head, rows)
+
+
+def _verdict(item: VariableReport | ValueReport) -> str:
+    since = f" from step {item.first_step}" if item.first_step is not None else ""
+    return item.verdict + since
+
+
+def _batches(sizes: tuple[int, ...]) -> str:
+    full = max(sizes)
+    num_shorter = sum(size < full for size in sizes)
+    return f"{len(sizes)} batches of {full}" + (
+        f", {num_shorter} of them shorter" if num_shorter else ""
+    )
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    # Names to the left, numbers to the right, the verdict last and ragged.
+    last = len(head) - 1
+
+    def line(row: list[str]) -> str:
+        cells = [
+            cell if column == last else cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells)
+
+    return [line(head), line(["-" * width for width in widths]), *(line(row) for row in rows)]
