@@ -82,7 +82,7 @@ def draw_program(choose: Choose, known: frozenset[str] = frozenset()) -> Program
     start = often(choose, "function", ["built", "compiled"], 4)
     inputs, shape = draw_inputs(choose, style)
     blocks = []
-    while len(blocks) < 4 and choose(3):
+    while len(blocks) < 4 and choose(5):
         block, after = layer_of(choose, shape, known)
         if size_of(after) <= MAX_SIZE:
             blocks, shape = [*blocks, block], after
