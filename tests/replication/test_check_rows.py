@@ -75,13 +75,14 @@ def trained(build, **options):
         (net(AddsLoss), "a loss that it adds.*class AddsLoss"),
         (net(lambda: KeepsState("maximum")), r"variable 'sequential.*/kept'.*class KeepsState"),
         (net(lambda: layers.Softmax(axis=0)), "of class Softmax"),
+        (net(lambda: layers.Softmax(axis=-2)), "of class Softmax"),
         (net(lambda: layers.Dense(3, activation=lambda x: x - ops.max(x, axis=0))), "class Dense"),
         (net(Doubled, tail=False), "class Doubled"),
         (net(Constant, tail=False), "class Constant"),
         (net(TimeMajor, tail=False), "class TimeMajor"),
     ],
     ids=[
-        *("mean", "nested", "zeros", "loss", "state", "softmax", "activation"),
+        *("mean", "nested", "zeros", "loss", "state", "softmax", "axis -2", "activation"),
         *("double", "constant", "time"),
     ],
 )
@@ -95,6 +96,73 @@ def test_a_layer_that_mixes_examples_is_named(build, message):
 )
 def test_a_layer_that_does_not_is_trained(middle):
     trained(net(middle))
+
+
+class Clipped(layers.Layer):
+    """Moves a trained weight in each call, as spectral normalization does."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+    def call(self, x):
+        self.scale.assign(self.scale * 0.9)
+        return x * self.scale
+
+
+class OfEachRow(layers.Layer):
+    """Reads a table once for each row, with indices that only the number of rows decides."""
+
+    def build(self, shape):
+        self.table = layers.Embedding(3, shape[-1])
+        self.table.build(None)
+
+    def call(self, x):
+        return x + self.table(ops.zeros((ops.shape(x)[0],), "int32"))
+
+
+class InGroups(layers.Layer):
+    """Works on groups of four examples, and on no other number."""
+
+    def call(self, x):
+        groups = ops.reshape(x, (4, -1, x.shape[-1]))
+        return ops.reshape(groups - ops.mean(groups, axis=0), (-1, x.shape[-1]))
+
+
+@pytest.mark.parametrize("make", [Clipped, OfEachRow])
+def test_batches_of_a_known_size_train_as_on_one_device(make, in_float64):
+    weights = []
+    for devices in (["CPU:0"], TWO, ["CPU:0", "CPU:1", "CPU:2"]):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(1)
+        model = tfparallel.data_parallel(net(make), devices=devices)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.fit(np.repeat(X, 4, 0), np.repeat(Y, 4, 0), batch_size=12, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for one, two, three in zip(*weights, strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(three, one, rtol=1e-9, atol=1e-12)
+
+
+def test_groups_of_examples_are_found_at_another_number_of_rows():
+    with pytest.raises(ValueError, match="class InGroups"):
+        trained(net(InGroups))
+
+
+def test_a_refusal_is_repeated():
+    model = tfparallel.data_parallel(net(Centred), devices=TWO)
+    model.compile("sgd", "mse")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="class Centred"):
+            model.fit(X, Y, batch_size=3, verbose=0)
+
+
+def test_half_precision_is_no_difference():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        hidden = [lambda: layers.Dense(64, activation="relu")] * 6
+        trained(net(lambda: KeepsState("mean"), *hidden, lambda: layers.Dense(9, dtype="float32")))
+    finally:
+        keras.config.set_dtype_policy("float32")
 
 
 def test_a_probe_changes_nothing():

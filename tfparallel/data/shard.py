@@ -54,10 +54,10 @@ class Shard(NamedTuple):
             begin = tf.concat([[start], tf.zeros_like(tensor.dense_shape[1:], tf.int32)], 0)
             size = tf.concat([[number], tf.cast(tensor.dense_shape[1:], tf.int32)], 0)
             return tf.sparse.slice(tensor, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
-        rows = tensor[start : start + number]
+        rows = _of_any_number(tensor[start : start + number])
         mask = getattr(tensor, "_keras_mask", None)
         if mask is not None:
-            rows._keras_mask = mask[start : start + number]
+            rows._keras_mask = _of_any_number(mask[start : start + number])
         return rows
 
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -71,6 +71,17 @@ class Shard(NamedTuple):
     def weight(self, dtype) -> tf.Tensor:
         """The replica's share of the global batch, n_k / B."""
         return tf.cast(self.num_rows, dtype) / tf.cast(self.num_global_rows, dtype)
+
+
+def _of_any_number(rows):
+    """The same rows, of a number that is not known when a step is traced.
+
+    Where it is known, what a layer makes of the number alone is a constant, like what it makes of
+    nothing, and nothing tells the two apart any more (`provenance.py`).
+    """
+    if not tf.is_symbolic_tensor(rows) or rows.shape.rank is None or rows.shape[0] is None:
+        return rows
+    return tf.compat.v1.placeholder_with_default(rows, [None, *rows.shape[1:]])
 
 
 def count_rows(tensor):

@@ -73,6 +73,7 @@ class BatchFingerprints:
     def check(self, data) -> None:
         """In a step: stops it, on all workers, if their batches differ."""
         leaves = tf.nest.flatten(data, expand_composites=True)
+        leaves = [leaf for leaf in leaves if leaf is not None]
 
         def compare():
             rows = [tf.fingerprint(tf.reshape(leaf, [1, -1])) for leaf in leaves]

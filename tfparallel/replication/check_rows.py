@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.replication import row_probe
@@ -52,9 +53,11 @@ def check_rows(
     if training in looked_at or True in looked_at or is_known_by_rows(layer):
         return
     with tf.init_scope():
-        found = _probed(layer, call, in_pieces, num_rows, args, kwargs)
+        probe = Probe(in_pieces, num_rows)
+        found = probe.of(layer, call, args, kwargs)
         if found is not None:
-            raise ValueError(refusal(layer, _culprit(layer, in_pieces, num_rows, kwargs), found))
+            _forget_steps(layer)
+            raise ValueError(refusal(layer, probe.culprit(layer, kwargs), found))
     attach(layer, _rows_looked_at=(*looked_at, training))
 
 
@@ -62,79 +65,114 @@ def refusal(layer: keras.Layer, culprit: keras.Layer, found: row_probe.Differenc
     """The error's text."""
     return (
         f"Model '{layer.name}' does not treat each example by itself: computed in pieces, "
-        f"{found.what} is another than of the whole batch (by {found.relative:.1g}, relative). "
+        f"{found.what} differs from the whole batch's (by {found.relative:.1g}, relative). "
         "Layers whose result for an example depends on that example alone are required where "
         "the batch is divided. Received: "
         f"layer '{culprit.name}' of class {original_class(culprit).__name__}. Join the rows in it "
         "with `tfparallel.all_gather` (under `data_parallel`), take a "
-        "`keras.layers.BatchNormalization`, or train on one device. To train on all the same, to "
-        "other weights than one device's, pass `check_rows=False`."
+        "`keras.layers.BatchNormalization`, or train on one device. To train anyway, to other "
+        "weights than one device's, pass `check_rows=False`."
     )
 
 
-def _probed(layer, call, in_pieces, num_rows, args, kwargs) -> row_probe.Difference | None:
-    leaves = keras.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf) or hasattr(leaf, "shape")]
-    specs = [_spec(leaves[place]) for place in places]
-    if not specs or None in specs:
+class Probe:
+    """Computes a call on made-up rows.
+
+    Args:
+        in_pieces: How the form computes a call.
+        num_rows: How many rows to try first; then multiples of 4, as a layer may group them.
+    """
+
+    def __init__(self, in_pieces: InPieces, num_rows: int):
+        self._in_pieces = in_pieces
+        self._numbers = [num_rows, *(multiple * (num_rows // 2) for multiple in (4, 8, 12))]
+
+    def of(self, layer, call, args, kwargs) -> row_probe.Difference | None:
+        """What differs; None where nothing does, or nothing could be computed, which is logged."""
+        leaves = keras.tree.flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+        sizes = {symbolic.shape[0] for symbolic in getattr(layer, "inputs", None) or ()} - {None}
+        specs = [_spec(leaves[place], bool(sizes)) for place in places]
+        if not specs or None in specs:
+            return None
+
+        def packed(tensors):
+            own = list(leaves)
+            for place, tensor in zip(places, tensors, strict=True):
+                own[place] = tensor
+            return keras.tree.pack_sequence_as((args, kwargs), own)
+
+        def whole(*tensors):
+            own_args, own_kwargs = packed(tensors)
+            return call(*own_args, **own_kwargs), ()
+
+        def pieces(*tensors):
+            return self._in_pieces(layer, call, *packed(tensors))
+
+        problem = None
+        for num_rows in sizes or self._numbers:
+            rows = [row_probe.made_up(spec, num_rows, seed) for seed, spec in enumerate(specs)]
+            if any(each is None for each in rows):
+                return None
+            try:
+                return row_probe.first_difference(
+                    *(whole, pieces, specs, rows, _written(layer), layer.trainable_variables),
+                    compute_dtype=_coarsest_dtype(layer),
+                )
+            except row_probe.NotTried as error:
+                problem = problem or error
+        logging.warning(
+            "Model '%s' could not be computed on made-up rows, to see whether it treats each "
+            "example by itself: %s",
+            *(layer.name, str(problem).partition("\n")[0]),
+        )
         return None
-    sizes = {spec.shape[0] for spec in specs if spec.shape.rank and spec.shape[0] is not None}
-    num_rows = sizes.pop() if len(sizes) == 1 else num_rows
-    rows = [row_probe.made_up(spec, num_rows, seed) for seed, spec in enumerate(specs)]
-    if any(each is None for each in rows):
-        return None
 
-    def packed(tensors):
-        own = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            own[place] = tensor
-        return keras.tree.pack_sequence_as((args, kwargs), own)
-
-    def whole(*tensors):
-        own_args, own_kwargs = packed(tensors)
-        return call(*own_args, **own_kwargs), ()
-
-    def pieces(*tensors):
-        return in_pieces(layer, call, *packed(tensors))
-
-    weights = layer.trainable_variables
-    return row_probe.first_difference(whole, pieces, specs, rows, _written(layer), weights)
+    def culprit(self, layer: keras.Layer, kwargs: dict) -> keras.Layer:
+        """The first layer of a functional or Sequential model that is at fault, or one in it."""
+        graph = getattr(layer, "_functional", None) or layer
+        by_depth = getattr(graph, "_nodes_by_depth", {})
+        nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+        for node in nodes:
+            part = node.operation
+            if node.is_input or (isinstance(part, keras.Layer) and is_known_by_rows(part)):
+                continue
+            below = keras.Model(graph.inputs, node.outputs)
+            given = [tf.TensorSpec(each.shape, each.dtype) for each in graph.inputs]
+            args = (keras.tree.pack_sequence_as(graph.inputs, given),)
+            if self.of(below, below.__call__, args, dict(kwargs)) is not None:
+                return self.culprit(part, kwargs)
+        return layer
 
 
-def _spec(leaf) -> tf.TensorSpec | None:
+def _forget_steps(layer) -> None:
+    """Has a model trace its steps anew, whose trace was broken off."""
+    for name in ("train_function", "test_function", "predict_function"):
+        if isinstance(layer, keras.Model):
+            setattr(layer, name, None)
+
+
+def _coarsest_dtype(layer) -> str:
+    types = {getattr(part, "compute_dtype", None) for part in layer._flatten_layers()}
+    order = ("float16", "bfloat16", "float32", "float64")
+    return next((dtype for dtype in order if dtype in types), "float32")
+
+
+def _spec(leaf, is_static: bool) -> tf.TensorSpec | None:
     """The type of a leaf, of batches of any size; None where no rows of it can be made up."""
     shape = tf.TensorShape(leaf.shape)
     if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) or shape.rank is None:
         return None
-    if not isinstance(leaf, tf.TensorSpec) and not tf.is_symbolic_tensor(leaf):
+    if not is_static:
         shape = tf.TensorShape([None] * len(shape[:1])).concatenate(shape[1:])
     return tf.TensorSpec(shape, leaf.dtype)
 
 
 def _written(layer) -> list[keras.Variable]:
-    """What a call may write: states, metrics and seeds."""
+    """What a call may write: states, weights, metrics and seeds."""
     found = {}
     for part in layer._flatten_layers():
-        held = [part.non_trainable_variables, *(metric.variables for metric in part.metrics)]
+        held = [part.variables, *(metric.variables for metric in part.metrics)]
         held.append([generator.state for generator in part._seed_generators])
         found |= {id(v): v for variables in held for v in variables}
     return [*found.values(), global_seed_generator().state]
-
-
-def _culprit(layer, in_pieces, num_rows, kwargs) -> keras.Layer:
-    """The first layer of a functional or Sequential model that is at fault, in nested ones too."""
-    inputs = getattr(layer, "inputs", None)
-    for part in getattr(layer, "layers", ()) if inputs else ():
-        if is_known_by_rows(part) or len(part._inbound_nodes) != 1:
-            continue
-        below = keras.Model(inputs, part.output)
-        given = [keras.tree.pack_sequence_as(inputs, [_placeholder(each) for each in inputs])]
-        found = _probed(below, below.__call__, in_pieces, num_rows, tuple(given), dict(kwargs))
-        if found is not None:
-            return _culprit(part, in_pieces, num_rows, kwargs)
-    return layer
-
-
-def _placeholder(symbolic: keras.KerasTensor):
-    """Something with the shape and the type of an input."""
-    return tf.TensorSpec(symbolic.shape, symbolic.dtype)

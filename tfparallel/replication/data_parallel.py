@@ -84,8 +84,6 @@ def data_parallel(
     strategy = _resolve_strategy(strategy, devices, all_reduce, allow_independent_workers)
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
-    if not isinstance(strategy, _OneDevice):
-        strategy.check_rows = check_rows
     if isinstance(model_or_function, keras.Model):
         _refuse_foreign_scope(model_or_function, strategy)
         model = clone.clone_under(model_or_function, strategy)
@@ -95,6 +93,7 @@ def data_parallel(
         model,
         None if isinstance(strategy, _OneDevice) else strategy,
         synchronize_batch_norm=synchronize_batch_norm,
+        check_rows=check_rows,
     )
 
 

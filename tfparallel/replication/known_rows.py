@@ -11,6 +11,7 @@ from tfparallel.extend import original_class
 __all__ = ["is_known_by_rows"]
 
 _RUN_ANYTHING = ("Lambda", "Dot", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer")
+_PAD_TO_THE_LONGEST = ("TextVectorization",)
 _MAY_NAME_AXES = ("axis", "axes", "attention_axes", "_attention_axes")
 _BY_ELEMENT = (
     *("Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Maximum", "Minimum", "Negative"),
@@ -31,13 +32,16 @@ def _is_known(layer) -> bool:
         operations = getattr(layer, "operations", ())  # A subclassed model has none.
         is_graph = cls is keras.Sequential or cls.__name__ == "Functional"
         return is_graph and all(map(_is_known_operation, operations))
-    if not cls.__module__.startswith("keras.src.layers.") or cls.__name__ in _RUN_ANYTHING:
+    if not cls.__module__.startswith("keras.src.layers.") or cls.__name__ in (
+        *_RUN_ANYTHING,
+        *_PAD_TO_THE_LONGEST,
+    ):
         return False
     axes = [axis for name in _MAY_NAME_AXES for axis in _flat(getattr(layer, name, None))]
     functions = [getattr(layer, name, None) for name in _FUNCTIONS]
     regularizer = layer.activity_regularizer
     return (
-        0 not in axes
+        all(axis > 0 or axis == -1 for axis in axes)  # Axis -2 of a matrix is axis 0.
         and not layer._metrics
         and all(_is_kerass(each) for each in functions if each is not None)
         and (regularizer is None or type(regularizer) in _SUMS_OVER_ROWS)

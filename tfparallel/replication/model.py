@@ -37,7 +37,9 @@ class ReplicatedLayer:
         if not self.built:
             self._build_under_scope(args, kwargs)
         call = super().__call__
-        if self._strategy.check_rows and self._strategy.num_replicas > 1:
+        asked = getattr(self, "_check_rows", None)
+        looks = self._strategy.check_rows if asked is None else asked
+        if looks and self._strategy.num_replicas > 1:
             num_rows = 2 * self._strategy.num_replicas + 1
             check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
         replicated = ReplicatedCall(self, call, self._strategy, self._partial_gradients())
@@ -262,12 +264,16 @@ class DataParallelModel(ReplicatedLayer):
 
 def _spec_of(dataset):
     return keras.tree.map_structure(
-        lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec, dataset.element_spec
+        lambda spec: spec if hasattr(spec, "shape") else None, dataset.element_spec
     )
 
 
 def extend_model(
-    model: keras.Model, strategy, *, synchronize_batch_norm: bool = True
+    model: keras.Model,
+    strategy,
+    *,
+    synchronize_batch_norm: bool = True,
+    check_rows: bool | None = None,
 ) -> keras.Model:
     """Makes `model`, whose variables `strategy` holds, data parallel, in place.
 
@@ -275,6 +281,7 @@ def extend_model(
         model: A model built, or to be built, under the strategy's scope.
         strategy: The `tfparallel.MirroredStrategy`; None for one device.
         synchronize_batch_norm: Whether batch normalization takes the global batch's moments.
+        check_rows: Whether a model that mixes examples is refused; None as the strategy says.
 
     Returns:
         The same object, its class extended.
@@ -284,6 +291,7 @@ def extend_model(
         DataParallelModel,
         _strategy=strategy,
         _synchronize_batch_norm=synchronize_batch_norm,
+        _check_rows=check_rows,
         _in_train_step=False,
         _pending_terms={},
         _fingerprints=None,
@@ -320,7 +328,7 @@ def extend_parts(model: keras.Model) -> None:
     if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):
         # A step of the user's own calls the model's parts, which are then what is spread.
         for layer in model.layers:
-            extend(layer, ReplicatedLayer, _strategy=strategy)
+            extend(layer, ReplicatedLayer, _strategy=strategy, _check_rows=model._check_rows)
     for found in _optimizers(model):
         optimizer.prepare(found, strategy, model._pending_terms)
 

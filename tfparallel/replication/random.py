@@ -106,7 +106,7 @@ def _row_axis(inputs: tf.Tensor, shard: shards.Shard) -> int | None:
     """
     if tf.is_symbolic_tensor(inputs) and not provenance.made_of(inputs):
         return None
-    if isinstance(shard.num_rows_used, int) or inputs.shape[0] is None:
+    if inputs.shape[0] is None:
         return 0
     unknown = [axis for axis, size in enumerate(inputs.shape) if size is None]
     if len(unknown) == 1:

@@ -6,8 +6,8 @@
 A layer that subtracts the mean of the batch, keeps its maximum, or adds a sum of its rows as a
 loss gives something else in pieces, and would train to other weights without a word. The rows are
 made up, of the types of the call's arguments: uniform numbers, ids of 0 and 1. Nothing is read from
-the data, and nothing of the model changes: what the pieces write is restored. Weights that are zero
-are made up, too.
+the data, and nothing of the model changes: what the pieces write is restored. Weights near
+zero are made up, too.
 
 Random layers other than dropout are switched off, and batch normalization takes its moving
 averages: what these do across rows is this package's own. Where a layer draws whatever `training`
@@ -24,12 +24,12 @@ import tensorflow as tf
 
 from tfparallel.strategies import variables
 
-__all__ = ["Difference", "QuietInProbe", "first_difference", "is_probing", "made_up"]
+__all__ = ["Difference", "NotTried", "QuietInProbe", "first_difference", "is_probing", "made_up"]
 
 # Another order of summation changes less; what looks at other rows changes more.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
 _COARSE = 5e-2
-_LARGEST_MADE_UP = 1 << 20  # Elements of a weight.
+_LARGEST_MADE_UP, _SMALL = 1 << 20, 1e-2  # Elements of a weight, and their values.
 _LENGTH, _SIZE = 8, 32  # For axes of no known size: of sequences, of pictures.
 
 
@@ -43,6 +43,10 @@ class Difference(NamedTuple):
 
     what: str
     relative: float
+
+
+class NotTried(Exception):
+    """The made-up rows, as one piece or in several, were not computed."""
 
 
 class _State:
@@ -85,9 +89,12 @@ def made_up(spec: tf.TensorSpec, num_rows: int, seed: int) -> np.ndarray | None:
         return None
     unknown = _SIZE if spec.shape.rank >= 4 else _LENGTH
     shape = [num_rows if axis == 0 else size or unknown for axis, size in enumerate(spec.shape)]
-    drawn = np.random.default_rng(seed).uniform(0, 2, shape)
+    random = np.random.default_rng(seed)
+    drawn = random.uniform(0, 2, shape)
+    if drawn.ndim > 1:
+        drawn[1::2, drawn.shape[1] // 2 :] = 0  # As padded rows end.
     if spec.dtype == tf.string:
-        return np.where(drawn < 1, "a", "b")
+        return random.choice(["a", "b a", "c b a"], shape)
     if spec.dtype.is_floating or spec.dtype.is_integer or spec.dtype.is_bool:
         return np.floor(drawn).astype(bool) if spec.dtype.is_bool else drawn.astype(
             spec.dtype.as_numpy_dtype
@@ -102,8 +109,9 @@ def first_difference(
     rows: Sequence[np.ndarray],
     written: Sequence[keras.Variable],
     weights: Sequence[keras.Variable] = (),
+    compute_dtype: str = "float32",
 ) -> Difference | None:
-    """Runs both and compares; None where nothing differs, or nothing can be compared.
+    """Runs both and compares; None where nothing differs.
 
     Args:
         whole: Takes tensors, returns outputs and the losses that layers added.
@@ -113,16 +121,21 @@ def first_difference(
         written: The variables that either may write.
         weights: What is trained. Where it is zero, as a bias is at first, it hides what it
             multiplies; it has made-up values for the time being.
+        compute_dtype: The coarsest type that is computed in.
+
+    Raises:
+        NotTried: If these rows, or none, can be computed.
     """
     updates: dict[str, tf.Tensor] = {}
+    places = {str(place): variable for place, variable in enumerate(written)}
 
     @tf.function(autograph=False)
     def one_piece(*tensors):
         scope = keras.StatelessScope(collect_losses=True)
         with scope:
             outputs, _ = whole(*tensors)
-        after = {v.path: scope.get_current_value(v) for v in written}
-        updates.update({path: value for path, value in after.items() if value is not None})
+        after = {place: scope.get_current_value(v) for place, v in places.items()}
+        updates.update({place: value for place, value in after.items() if value is not None})
         return keras.tree.flatten(outputs), list(scope.losses), dict(updates)
 
     @tf.function(autograph=False)
@@ -135,19 +148,21 @@ def first_difference(
             first = one_piece.get_concrete_function(*specs)
             draws = _num_draws(first.graph) > _State.num_dropped
             second = pieces.get_concrete_function(*specs)
-            kept = [v for v in written if v.path in updates]
-            with _restored(zeros := list(filter(_is_zero, weights))):
+            kept = [places[place] for place in updates]
+            with _restored(zeros := list(filter(_is_small, weights))):
                 _make_up(zeros)
                 expected = first(*map(tf.constant, rows))
-        except Exception:  # Made-up rows may be none that the model takes: its own data will tell.
-            return None
+        except Exception as error:  # Made-up rows may be none that the model takes.
+            raise NotTried(f"{type(error).__name__}: {error}") from error
         with _restored([*kept, *zeros]):
             _make_up(zeros)
             try:
                 received = second(*map(tf.constant, rows))
             except tf.errors.InvalidArgumentError:
                 return Difference("what is to be joined", float("inf"))
-            states = {v.path: variables.copies(v)[0].numpy() for v in kept}
+            except tf.errors.OpError as error:  # Out of memory, for one.
+                raise NotTried(f"{type(error).__name__}: {error.message}") from error
+            states = {place: variables.copies(places[place])[0].numpy() for place in updates}
     pairs = [*zip(expected[0], received[0], strict=False)]
     found = [(f"output {i}", *pair) for i, pair in enumerate(pairs)]
     if len(expected[1]) == len(received[1]):
@@ -155,13 +170,14 @@ def first_difference(
             ("a loss that it adds", *pair) for pair in zip(expected[1], received[1], strict=True)
         ]
     found += [
-        (f"variable '{path}'", value, states[path])
-        for path, value in expected[2].items()
-        if "seed_generator" not in path
+        (f"variable '{places[place].path}'", value, states[place])
+        for place, value in expected[2].items()
+        if "seed_generator" not in places[place].path
     ]
+    tolerance = _TOLERANCE.get(compute_dtype, _COARSE)
     for what, one, other in found:
         relative = _distance(np.asarray(one), np.asarray(other), only_shapes=draws)
-        if relative > _TOLERANCE.get(np.asarray(one).dtype.name, _COARSE):
+        if relative > max(tolerance, _TOLERANCE.get(np.asarray(one).dtype.name, _COARSE)):
             return Difference(what, relative)
     return None
 
@@ -177,9 +193,10 @@ def _restored(written: Sequence[keras.Variable]) -> Iterator[None]:
                 copy.assign(value)
 
 
-def _is_zero(variable: keras.Variable) -> bool:
-    is_small = np.prod(variable.shape) <= _LARGEST_MADE_UP
-    return is_small and not np.any(variables.copies(variable)[0].numpy())
+def _is_small(variable: keras.Variable) -> bool:
+    if np.prod(variable.shape) > _LARGEST_MADE_UP:
+        return False
+    return np.max(np.abs(variables.copies(variable)[0].numpy()), initial=0.0) < _SMALL
 
 
 def _make_up(zeros: Sequence[keras.Variable]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from .. import data
+from .. import data, refusals
 from ..case import Case, fit_arguments, observe
 from ..programs import case, digits
 from .layers import row_digits
@@ -138,7 +138,7 @@ CASES = [
     case(GROUP, "frozen projections, kernels and biases", "frozen projections of attention",
          build=attention(with_frozen_projections), data=row_digits),
     case(GROUP, "frozen projections, kernels and biases", "frozen kernels and biases",
-         build=frozen_variables),
+         build=frozen_variables, refused=refusals.MOMENTS_OF_A_BATCH),
     case(GROUP, "a mask for each head", "a mask for each head",
          build=heads_with_masks_of_their_own, data=masked_rows),
     *(
