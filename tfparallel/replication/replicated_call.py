@@ -278,7 +278,7 @@ class ReplicatedCall:
         found = replica_sums.sums(ops, [by_variable[i] for i in plain])
         by_index = dict(zip(plain, found, strict=True))
         totals = [
-            by_index[i] if i in by_index else tf.add_n([tf.convert_to_tensor(g) for g in terms])
+            by_index[i] if i in by_index else _sum(terms)
             for i, terms in enumerate(by_variable)
         ]
         return totals if workers is None else workers.all_reduce_gradients(totals)
@@ -306,6 +306,11 @@ class ReplicatedCall:
             kinds = traced_readings.kinds_of(call, inputs.structure, weights)
             attach(self._layer, _kinds_of_readings=kinds)
         return kinds
+
+
+def _sum(terms) -> tf.Tensor:
+    """Σ_k g_k, on the first device."""
+    return tf.add_n([tf.convert_to_tensor(term) for term in terms])
 
 
 def _are_sparse(terms) -> bool:
