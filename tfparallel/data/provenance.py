@@ -20,7 +20,8 @@ ROWS, NUMBER = "rows", "number of rows"
 
 # These look at the shape of their input and at none of its values.
 _OF_SHAPE = ("Shape", "ShapeN", "Size", "ZerosLike", "OnesLike")
-# Of what has no input, or resources alone: these read state, all others data.
+# Operations whose only inputs are resources read data (an iterator), except for these, which read
+# state.
 _STATE = ("Const", "VarHandleOp", "ReadVariableOp", "VariableShape", "Rank")
 # What earlier searches found in a graph, so that one over many layers stays linear.
 _MADE_OF_ROWS: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
@@ -87,7 +88,7 @@ class _Walk:
         return found
 
     def _of_shape(self, tensor, call) -> frozenset[str]:
-        """A shape that is known beforehand is nobody's; else it may hold the number of rows."""
+        """A fully known shape does not depend on the batch; another may hold its number of rows."""
         (of,) = tensor.op.inputs[:1]
         key = (id(of.graph), of.name, tuple(id(op) for op in call))
         if key not in self._known:

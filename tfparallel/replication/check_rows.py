@@ -159,7 +159,7 @@ def _coarsest_dtype(layer) -> str:
 
 
 def _spec(leaf, is_static: bool) -> tf.TensorSpec | None:
-    """The type of a leaf, of batches of any size; None where no rows of it can be made up."""
+    """Returns the type of a leaf, for batches of any size; None where it is not supported."""
     shape = tf.TensorShape(leaf.shape)
     if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) or shape.rank is None:
         return None

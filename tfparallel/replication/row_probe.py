@@ -50,7 +50,9 @@ class NotTried(Exception):
 
 
 class _State:
-    is_on = False  # Replicas are threads of their own, which inherit nothing.
+    """Process-wide, not by thread: replicas run in threads that inherit nothing."""
+
+    is_on = False
     num_dropped = 0
 
 
@@ -84,7 +86,7 @@ class QuietInProbe:
 
 
 def made_up(spec: tf.TensorSpec, num_rows: int, seed: int) -> np.ndarray | None:
-    """Rows for a probe; None for a type of which none can be made up."""
+    """Returns rows of a type, or None where the type is not supported."""
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
         return None
     unknown = _SIZE if spec.shape.rank >= 4 else _LENGTH
