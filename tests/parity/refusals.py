@@ -31,5 +31,5 @@ STATE_OF_A_ROW = dict.fromkeys(
     (*REPLICATED, "pipeline_parallel"), "Stateful recurrent layers keep a state for each row"
 )
 MIXES_EXAMPLES = dict.fromkeys(
-    (*REPLICATED, "pipeline_parallel"), "does not treat each example by itself"
+    (*REPLICATED, "pipeline_parallel"), "A layer mixes examples, and the batch is divided"
 )

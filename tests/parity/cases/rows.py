@@ -202,6 +202,8 @@ CASES += [
 
 
 MIXED = "a layer that mixes examples"
+KEPT = "a layer that keeps something of the rows"
+VIEWS = "two views of each example, one after the other on axis 0"
 
 
 class Centred(layers.Layer):
@@ -260,10 +262,10 @@ class Constant(layers.Layer):
         return self.kernel + 0 * ops.mean(x)
 
 
-def mixed(name, make, refused, **fields):
+def mixed(name, make, refused, feature=MIXED, **fields):
     return case(
         GROUP,
-        MIXED,
+        feature,
         f"mixes examples: {name}",
         build=stack((64,), dense, make),
         refused=refused,
@@ -274,7 +276,7 @@ def mixed(name, make, refused, **fields):
 def keeps(what):
     refused = refusals.MIXES_EXAMPLES if what != "mean" else {}
     make = functools.partial(KeepsState, what)
-    return mixed(f"keeps the {what}", make, refused | refusals.STATE_OF_A_CALL)
+    return mixed(f"keeps the {what}", make, refused | refusals.STATE_OF_A_CALL, KEPT)
 
 
 CASES += [
@@ -283,7 +285,7 @@ CASES += [
     mixed("adds a sum as a loss", AddsLoss, refusals.MIXES_EXAMPLES),
     case(
         GROUP,
-        DROPPED,
+        VIEWS,
         "dropout of two views",
         build=pooled(ConcatenatedViews),
         data=row_digits,
