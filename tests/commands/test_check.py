@@ -39,10 +39,10 @@ def test_layers_on_devices_are_exact_in_float64():
 @pytest.mark.parametrize(
     "task, layer", [("replica_id", "replica_scale"), ("comparing_loss", "spread")]
 )
-def test_a_form_that_cannot_be_exact_fails_and_names_the_layer(task, layer):
-    code, shown, _ = tfparallel("check", TASKS / f"{task}.py", *FORM, "--steps=5")
+def test_a_layer_that_mixes_examples_is_refused_by_name(task, layer):
+    code, _, errors = tfparallel("check", TASKS / f"{task}.py", *FORM, "--steps=5")
     assert code == 1
-    assert f"first difference: layer '{layer}'" in shown and "FAILED: differs" in shown
+    assert "A layer mixes examples" in errors and f"layer '{layer}' of class" in errors
 
 
 def test_random_layers_are_named():

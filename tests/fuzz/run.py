@@ -49,7 +49,7 @@ class Found:
         if outcome.verdict == CRASH:
             return True
         forms = {outcome.form, self.outcome.form}
-        alike = len(forms) == 1 or forms <= {*known.REPLICATED}
+        alike = len(forms) == 1 or forms <= {*REPLICATED, workers.NAME}
         return alike and known.traits(self.program) <= known.traits(program)
 
 

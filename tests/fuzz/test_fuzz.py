@@ -11,7 +11,7 @@ import sys
 import pytest
 
 # By their whole names: the processes of a job look for the same ones.
-from tests.fuzz import catalogue, shrink, workers
+from tests.fuzz import catalogue, known, shrink, workers
 from tests.fuzz.generator import draw_program, drawn, filled
 from tests.fuzz.judge import (
     CRASH,
@@ -148,7 +148,10 @@ def test_a_finding_shrinks_to_the_layer_that_shows_it(monkeypatch):
     assert "class RunningSum" in report(smallest, outcome)
 
 
-def test_a_new_family_is_found_once_and_a_known_one_is_counted(capsys):
+def test_a_new_family_is_found_once_and_a_known_one_is_counted(capsys, monkeypatch):
+    sums = known.Family("a running sum", r"RunningSum", ("data_parallel",))
+    monkeypatch.setattr(known, "KNOWN", [sums])
+
     def with_blocks(*makes):
         return dataclasses.replace(SMALLEST, blocks=tuple(Block(make) for make in makes))
 

@@ -35,6 +35,7 @@ from tfparallel.extend import attach
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
+from tfparallel.replication.known_rows import is_known_by_rows
 from tfparallel.strategies import variables
 
 
@@ -105,7 +106,8 @@ class ReplicatedCall:
             replicas.extend(self._forward(inputs, call_state))
             joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "joined")]
             sums = [tf.add_n(terms) for terms in _transposed(replicas, "losses")]
-            results = self._gathered(joined, inputs.num_rows) + self._summed(sums)
+            joined = self._of_known_size(self._gathered(joined, inputs.num_rows), inputs.num_rows)
+            results = joined + self._summed(sums)
             return results, lambda *upstream: self._backward(
                 replicas, upstream, sources, needed, inputs
             )
@@ -176,6 +178,15 @@ class ReplicatedCall:
         """Which of this worker's replicas is running."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return int(tf.get_static_value(replica)) - self._strategy.first_replica
+
+    def _of_known_size(self, joined, num_rows):
+        """Gives outputs the batch size that their rows lost on the way in (`Shard.rows_used`).
+
+        Only where each is known to have a row for each example: an output may have several.
+        """
+        if not isinstance(num_rows, int) or not is_known_by_rows(self._layer):
+            return joined
+        return [tf.ensure_shape(each, [num_rows, *each.shape[1:]]) for each in joined]
 
     def _gathered(self, tensors, num_rows):
         """Joins this worker's rows with those of the other workers."""
