@@ -66,6 +66,13 @@ def test_weights_and_history_are_those_of_one_process(seen):
         np.testing.assert_allclose(seen["history"][1][name], values, rtol=1e-12)
 
 
+def test_a_function_overtakes_what_was_written_eagerly_unless_it_waits():
+    """A canary: the first half says that TensorFlow still needs it."""
+    code, shown = launch(PROGRAM.with_name("writes_program.py"))
+    assert code == 0, shown
+    assert "plain: some lost" in shown and "after writes: none lost" in shown, shown
+
+
 def test_everything_is_in_its_process(seen):
     assert seen["elsewhere"] == []
     assert set(seen["audited"]) == {"variables", "slots", "forward", "backward", "update"}

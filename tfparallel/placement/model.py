@@ -9,7 +9,7 @@ from tfparallel.checkpoint.streamed import save_streamed
 from tfparallel.extend import original_class
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.optimizer import place_updates
-from tfparallel.placement.processes import naming_lost_process
+from tfparallel.placement.processes import after_writes, naming_lost_process
 from tfparallel.placement.stages import PlacementError
 
 __all__ = ["PlacedModel"]
@@ -61,6 +61,24 @@ class PlacedModel:
         """Returns the outputs, as `keras.Model.predict`."""
         with naming_lost_process(self._held):
             return super().predict(*args, **kwargs)
+
+    def make_train_function(self, force=False):
+        """Builds the step of `fit`, which waits for what was written eagerly before it."""
+        super().make_train_function(force)
+        self.train_function = after_writes(self.train_function)
+        return self.train_function
+
+    def make_test_function(self, force=False):
+        """Builds the step of `evaluate`, likewise."""
+        super().make_test_function(force)
+        self.test_function = after_writes(self.test_function)
+        return self.test_function
+
+    def make_predict_function(self, force=False):
+        """Builds the step of `predict`, likewise."""
+        super().make_predict_function(force)
+        self.predict_function = after_writes(self.predict_function)
+        return self.predict_function
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
         """Writes plain Keras, as `keras.Model.save`; a `.keras` file variable by variable."""
