@@ -68,8 +68,8 @@ def layers_per_stage():
 
 def stage_times(model, batch):
     """The stages' seconds at this size of a micro-batch, and what their schedule should take."""
+    from tfparallel.layout.simulator import simulate
     from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
-    from tfparallel.pipeline.simulator import simulate
 
     timelines = measured_timelines(model, batch, NUM_TIMELINES)
     found = stage_seconds(timelines)

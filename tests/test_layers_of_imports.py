@@ -17,7 +17,7 @@ LIBRARY = TOP / "tfparallel"
 # From the ground up. A package may import what stands in a row above its own,
 # and itself; a new package is given its row here.
 ROWS = [
-    ["startup", "cluster", "device_names"],
+    ["startup", "cluster", "device_names", "layout"],
     ["devices", "data", "task", "extend", "logits", "peers"],
     ["collectives", "cloning", "mesh"],
     ["bench"],
@@ -37,7 +37,7 @@ PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.p
 PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.bench"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]
-PLAIN += ["pipeline.schedule", "pipeline.simulator", "pipeline.drawing"]
+PLAIN += ["layout"]
 HEAVY = {"tensorflow", "keras"}
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tfparallel.layout.schedule import make_schedule
+from tfparallel.layout.simulator import StageSeconds, simulate
 from tfparallel.pipeline.measure import stage_seconds
-from tfparallel.pipeline.schedule import make_schedule
-from tfparallel.pipeline.simulator import StageSeconds, simulate
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

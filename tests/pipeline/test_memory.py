@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
-from tfparallel.pipeline.schedule import make_schedule
+from tfparallel.layout.schedule import make_schedule
 
 pytestmark = pytest.mark.slow
 

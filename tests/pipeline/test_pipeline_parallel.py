@@ -9,10 +9,10 @@ from keras import layers
 import tfparallel
 from tests import comparison
 from tests.comparison import seeded, state_of
+from tfparallel.layout.schedule import Instruction
+from tfparallel.layout.simulator import simulate
 from tfparallel.pipeline.batch_norm import grouped
 from tfparallel.pipeline.measure import measured_timelines, stage_seconds, timed_passes
-from tfparallel.pipeline.schedule import Instruction
-from tfparallel.pipeline.simulator import simulate
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tfparallel.layout.schedule import make_schedule
+from tfparallel.layout.simulator import StageSeconds, simulate
 from tfparallel.pipeline.plan import PipelinePlan, PlannedStage
-from tfparallel.pipeline.schedule import make_schedule
-from tfparallel.pipeline.simulator import StageSeconds, simulate
 
 STATE, ACTIVATION, RECEIVED = 1000, 64, 8
 

@@ -485,6 +485,14 @@ def a_barrier_names_who_is_missing(strategy, w, W):
     return message
 
 
+def the_layout_names_every_device(strategy, w, W):
+    layout, per_worker = strategy.layout, len(strategy.devices)
+    assert layout.mesh.data == W * per_worker
+    assert layout.device(data=strategy.first_replica) == f"/job:worker/task:{w}/device:CPU:0"
+    assert layout.devices[-1] == f"/job:worker/task:{W - 1}/device:CPU:{per_worker - 1}"
+    assert layout.reduction.startswith("all-reduce by "), layout.reduction
+
+
 CHECKS = {
     check.__name__: check
     for check in [
@@ -508,6 +516,7 @@ CHECKS = {
         replicas_differentiate,
         contrastive_loss_in_a_custom_loop,
         in_keras_the_batch_is_whole,
+        the_layout_names_every_device,
         workers_that_disagree,
         what_cannot_be_sent,
         a_barrier_waits,

@@ -52,11 +52,16 @@ class Choice:
         """Returns the choice, with what truly runs."""
         return dataclasses.replace(self, implementation=implementation)
 
+    @property
+    def what_runs(self) -> str:
+        """The implementation, also where only the algorithm was named."""
+        return self.implementation or cross_device.implementation(self.algorithm)
+
     def as_json(self) -> dict[str, Any]:
         """Returns the choice for a report, times in microseconds."""
         return {
             "algorithm": self.algorithm,
-            "implementation": self.implementation or cross_device.implementation(self.algorithm),
+            "implementation": self.what_runs,
             "source": self.source,
             "why": self.why,
             "microseconds": {name: time * 1e6 for name, time in self.seconds.items()},
@@ -100,15 +105,20 @@ class ChosenAllReduce(tf.distribute.CrossDeviceOps):
 
 def all_reduce_report(model) -> dict[str, Any] | None:
     """Returns what sums the replicas of a model, and why; None where TensorFlow's default does."""
-    strategy = getattr(model, "strategy", None)
+    found = choice_of(getattr(model, "strategy", None))
+    return None if found is None else found.as_json()
+
+
+def choice_of(strategy) -> Choice | None:
+    """Returns what sums the replicas of a strategy; None where TensorFlow's default does, yet."""
     if getattr(strategy, "workers", None) is not None:
-        return strategy.all_reduce_choice.as_json()
+        return strategy.all_reduce_choice
     ops = getattr(strategy, "all_reduce_ops", None)
     if ops is None:
         return None
     if not isinstance(ops, ChosenAllReduce):
-        return Choice(strategy.all_reduce_name, "argument", "it was asked for").as_json()
-    return None if ops.choice is None else ops.choice.as_json()
+        return Choice(strategy.all_reduce_name, "argument", "it was asked for")
+    return ops.choice
 
 
 def choose(

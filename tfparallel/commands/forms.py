@@ -101,10 +101,11 @@ class Form:
     def _pipeline(self, build_model):
         # The program is to run anyway; the function leaves the choice to its caller.
         model = pipeline_parallel(build_model, self.devices, allow_empty_stages=True, **self.cut)
-        empty = model.schedule.num_stages - len(set(model.stage_of.values()))
+        layout = model.layout
+        empty = layout.num_stages - len(set(layout.stage_of.values()))
         if empty:
             self.say(
-                f"note: {len(model.stage_of)} layers for {model.schedule.num_stages} stages: the "
+                f"note: {len(layout.stages)} layers for {layout.num_stages} stages: the "
                 f"last {empty} only hand on what they are given"
             )
         return model

@@ -8,10 +8,10 @@ from tfparallel.commands.flags import UsageError
 from tfparallel.commands.form_flags import device_memory
 from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.diagnostics.report import versions, write_report
-from tfparallel.pipeline.drawing import as_text, write_picture, write_trace
+from tfparallel.layout.drawing import as_text, write_picture, write_trace
+from tfparallel.layout.schedule import ScheduleError, make_schedule
+from tfparallel.layout.simulator import theoretical_bubble
 from tfparallel.pipeline.plan import PipelinePlan, plan_pipeline
-from tfparallel.pipeline.schedule import ScheduleError, make_schedule
-from tfparallel.pipeline.simulator import theoretical_bubble
 from tfparallel.placement.report import size_text
 from tfparallel.placement.stages import PlacementError
 from tfparallel.task import load_task

@@ -130,11 +130,11 @@ def train(path: str, values: flags.FlagValues) -> Result:
         "step_time_seconds": step_time.summary(),
         "peak_memory_bytes": peak_memory_bytes(),
     }
+    if form.name != "none":
+        report["layout"] = model.layout.to_json()
     report["all_reduce"] = form.all_reduce_report(model)
     if form.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)
-    if form.name == "tensor":
-        report["split"] = model.split
     if checkpoint is not None and checkpoint.resumed is not None:
         report["resumed_at_epoch"] = checkpoint.resumed["epoch"] + 1
         report["resumed_at_step"] = checkpoint.resumed["step"]

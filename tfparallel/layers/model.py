@@ -31,24 +31,21 @@ class SplitModel(NestedModel, PlacedModel):
     """Extends a functional or Sequential model of split layers.
 
     Attributes:
-        split: How each split layer is split, by the layer's name; the others are on the first
-            device.
+        layout: What is where.
     """
 
-    placement = None  # No layer has one device.
-
     @property
-    def devices(self) -> list[str]:
-        """The devices, in the order of the parts."""
-        return list(self._devices)
+    def split(self) -> dict[str, str]:
+        """How each split layer is split, by name; the others are on the first device."""
+        return self.layout.split_of
 
     @property
     def _held(self) -> dict[str, str]:
-        return {f"part {k} of each split layer": device for k, device in enumerate(self._devices)}
+        return {f"part {k} of each split layer": device for k, device in enumerate(self.devices)}
 
     @property
     def _last_device(self) -> str:
-        return self._devices[0]
+        return self.devices[0]
 
     def compile(self, optimizer="rmsprop", loss=None, *args, **kwargs):
         """Compiles the model, as `keras.Model.compile`; a softmax loss is computed in parts."""

@@ -19,6 +19,8 @@ from tfparallel.layers.dense import ColumnParallelDense, RowParallelDense
 from tfparallel.layers.embedding import VocabParallelEmbedding
 from tfparallel.layers.layer import WholeLayer, sizes_of
 from tfparallel.layers.model import NestedLayer, SplitModel
+from tfparallel.layout.layout import Layout
+from tfparallel.layout.mesh import Mesh
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import check_model, model_of
 from tfparallel.placement.stages import PlacementError
@@ -62,7 +64,8 @@ def tensor_parallel(
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
-        writes plain Keras, with whole weights. `model.split` tells how each layer is split.
+        writes plain Keras, with whole weights. `print(model.layout)` tells what is where, and
+        `split` how each layer is split.
 
     Raises:
         ValueError: If the model is no functional or Sequential one, is compiled for a step of its
@@ -143,7 +146,8 @@ def _split(model, devices, asked, initialize) -> keras.Model:
         _split_layers(each, devices, kinds[id(each)], initialize)
         if each is not model:
             extend(each, NestedLayer, _devices=devices)
-    return extend(model, SplitModel, split=found, _devices=devices)
+    layout = Layout(Mesh(tensor=len(devices)), devices, splits=found)
+    return extend(model, SplitModel, layout=layout)
 
 
 def _split_layers(model, devices, kinds, initialize) -> None:

@@ -28,6 +28,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
+from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.batch_norm import write_averages
 from tfparallel.pipeline.cut import LogitsOf, Stage, Values, with_mask_of
@@ -36,7 +37,6 @@ from tfparallel.pipeline.loss import MicroBatchLoss, check_equal
 from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
 from tfparallel.pipeline.order import Order
 from tfparallel.pipeline.pass_scope import PassScope, writable
-from tfparallel.pipeline.schedule import Schedule
 from tfparallel.pipeline.whole_loss import WholeLoss, average_of_added, scale_of
 
 __all__ = ["Step"]

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.pipeline.schedule import Instruction
-from tfparallel.pipeline.simulator import StageSeconds, Timeline
+from tfparallel.layout.schedule import Instruction
+from tfparallel.layout.simulator import StageSeconds, Timeline
 
 __all__ = ["measured_timelines", "median_timeline", "stage_seconds", "timed_passes"]
 

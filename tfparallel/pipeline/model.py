@@ -23,10 +23,7 @@ class PipelinedModel(PlacedModel):
     """Extends a functional or Sequential model of placed layers; `fit` alone takes micro-batches.
 
     Attributes:
-        placement: The device of each layer, by the layer's name, in topological order.
         schedule: What each device does, in order.
-        stage_of: The stage of each layer, by name.
-        recompute: Of which micro-batches the forward pass is done again, for the backward one.
         batch_normalization: None, or "deferred".
         check_rows: Whether a model that mixes examples is refused.
     """
@@ -49,11 +46,6 @@ class PipelinedModel(PlacedModel):
             said = error.message[error.message.index(COMPARES) :].partition("\n\t")[0]
             said = " ".join(said.split()).replace("\\'", "'")  # As TensorFlow quotes it.
             raise PlacementError(said) from None
-
-    @property
-    def devices(self) -> list[str]:
-        """The devices, in the order of the stages."""
-        return list(self.pipeline_devices)
 
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data):
@@ -78,9 +70,9 @@ class PipelinedModel(PlacedModel):
         if self._compile_loss is not None and not self._compile_loss.built:
             # Where the loss finds its targets; Keras does so before its first step, too.
             self._symbolic_build(data_batch=(x, y, sample_weight))
-        stages = cut_stages(self, self.stage_of, self.schedule.num_stages)
+        stages = cut_stages(self, self.layout.stage_of, self.layout.num_stages)
         return Step(
-            self, stages, self.schedule, self.devices, recompute=self.recompute, timed=timed
+            self, stages, self.schedule, self.devices, recompute=self.layout.recompute, timed=timed
         )
 
     def _check_batch_size(self, x, batch_size):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfparallel.pipeline.schedule import Instruction
+from tfparallel.layout.schedule import Instruction
 
 __all__ = ["Order"]
 

@@ -6,11 +6,13 @@ import keras
 
 from tfparallel import devices as device_lib
 from tfparallel.extend import extend
+from tfparallel.layout.layout import Layout
+from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
 from tfparallel.pipeline.batch_norm import DeferredBatchNormalization, batch_norms
 from tfparallel.pipeline.micro_batch import extend_random_layers
 from tfparallel.pipeline.model import PipelinedModel
 from tfparallel.pipeline.pass_scope import check_state
-from tfparallel.pipeline.schedule import Schedule, ScheduleError, make_schedule
 from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place
@@ -104,7 +106,7 @@ def pipeline_parallel(
             state that micro-batches change; and as for `model_parallel`.
 
     References:
-        As in `tfparallel.pipeline.schedule`.
+        As in `tfparallel.layout.schedule`.
 
     Example:
         >>> model = tfparallel.pipeline_parallel(build_model, ["CPU:0", "CPU:1"], 8)
@@ -117,32 +119,34 @@ def pipeline_parallel(
     except ScheduleError as error:
         raise PlacementError(str(error)) from error
     _check_choices(recompute, batch_normalization)
-    found: dict[str, int] = {}
 
-    def placement_of(model: keras.Model) -> dict[str, str]:
+    def decide(model: keras.Model) -> Layout:
         check_state(model, batch_normalization)
-        found.update(
-            stages_by_layer(
-                model,
-                planned,
-                layers_per_stage=layers_per_stage,
-                allow_empty_stages=allow_empty_stages,
-                balance=balance,
-                device_memory=device_memory,
-                batch_size=batch_size,
-            )
+        stages = stages_by_layer(
+            model,
+            planned,
+            layers_per_stage=layers_per_stage,
+            allow_empty_stages=allow_empty_stages,
+            balance=balance,
+            device_memory=device_memory,
+            batch_size=batch_size,
         )
-        return {layer: names[planned.device_of(stage)] for layer, stage in found.items()}
+        return Layout(
+            Mesh(pipeline=len(names)),
+            names,
+            stages,
+            schedule=schedule,
+            num_micro_batches=num_micro_batches,
+            chunks_per_device=planned.chunks_per_device,
+            recompute=recompute,
+        )
 
     attributes = {
         "schedule": planned,
-        "pipeline_devices": tuple(names),
-        "stage_of": found,
-        "recompute": recompute,
         "batch_normalization": batch_normalization,
         "check_rows": check_rows,
     }
-    model = place(model_or_function, placement_of, PipelinedModel, attributes)
+    model = place(model_or_function, decide, PipelinedModel, attributes)
     extend_random_layers(model)
     if batch_normalization is not None:
         for layer in batch_norms(model):

@@ -11,9 +11,9 @@ from typing import Any
 
 import keras
 
+from tfparallel.layout.schedule import Schedule
+from tfparallel.layout.simulator import StageSeconds, Timeline, simulate, theoretical_bubble
 from tfparallel.pipeline.pipeline_parallel import stages_by_layer
-from tfparallel.pipeline.schedule import Schedule
-from tfparallel.pipeline.simulator import StageSeconds, Timeline, simulate, theoretical_bubble
 from tfparallel.placement.costs import layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.model_parallel import check_model

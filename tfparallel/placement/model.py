@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel.checkpoint.streamed import save_streamed
 from tfparallel.extend import original_class
+from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.optimizer import place_updates
 from tfparallel.placement.processes import after_writes, naming_lost_process
@@ -19,8 +20,10 @@ class PlacedModel:
     """Extends a functional or Sequential model of placed layers.
 
     Attributes:
-        placement: The device of each layer, by the layer's name, in topological order.
+        layout: What is where.
     """
+
+    layout: Layout
 
     def compile(self, *args, jit_compile="auto", **kwargs):
         """Compiles the model, as `keras.Model.compile`; the slots are made beside their weights."""
@@ -104,9 +107,14 @@ class PlacedModel:
         )
 
     @property
+    def placement(self) -> dict[str, str]:
+        """The device of each layer, by the layer's name, in topological order."""
+        return self.layout.placement
+
+    @property
     def devices(self) -> list[str]:
         """The devices, in the order of the stages."""
-        return list(dict.fromkeys(self.placement.values()))
+        return list(self.layout.devices)
 
     @property
     def _held(self) -> dict[str, str]:

@@ -11,6 +11,8 @@ from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.complete import complete
 from tfparallel.cloning.layers import copy_layers, like
 from tfparallel.extend import extend
+from tfparallel.layout.layout import Layout
+from tfparallel.layout.mesh import Mesh
 from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
@@ -59,7 +61,8 @@ def model_parallel(
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
-        writes plain Keras, without devices. `placement` tells the device of each layer.
+        writes plain Keras, without devices. `print(model.layout)` tells what is where, and
+        `placement` the device of each layer.
 
     Raises:
         ValueError: If the model is no functional or Sequential one, is compiled for a step of its
@@ -74,7 +77,7 @@ def model_parallel(
     best = {"balance": balance, "device_memory": device_memory, "batch_size": batch_size}
     return place(
         model_or_function,
-        lambda model: _placement(model, devices, layers_per_stage, device_map, best),
+        lambda model: in_stages(_placement(model, devices, layers_per_stage, device_map, best)),
         # Where the variables are to tell their devices, they must have some.
         needs_storage=devices is None and device_map is None,
     )
@@ -82,7 +85,7 @@ def model_parallel(
 
 def place(
     model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
-    placement_of: Callable[[keras.Model], Mapping[str, str]],
+    decide: Callable[[keras.Model], Layout],
     mixin: type[PlacedModel] = PlacedModel,
     attributes: Mapping[str, Any] | None = None,
     *,
@@ -92,9 +95,9 @@ def place(
 
     Args:
         model_or_function: As for `model_parallel`.
-        placement_of: Returns the device of each layer, by name, of the model that it is given.
+        decide: Returns the layout of the model that it is given.
         mixin: What extends the model's class.
-        attributes: What the extended model has beside `placement`.
+        attributes: What the extended model has beside `layout`.
         needs_storage: Whether the model that it is given must have its variables.
 
     Raises:
@@ -103,28 +106,30 @@ def place(
     _refuse_scope()
     attributes = attributes or {}
     if isinstance(model_or_function, keras.Model):
-        return _copy_of(model_or_function, placement_of, mixin, attributes)
+        return _copy_of(model_or_function, decide, mixin, attributes)
     if needs_storage:
-        return _copy_of(model_of(model_or_function), placement_of, mixin, attributes)
+        return _copy_of(model_of(model_or_function), decide, mixin, attributes)
     try:
         built = StoragelessModel(lambda: model_of(model_or_function))
     except NeedsStorage:
-        return _copy_of(model_of(model_or_function), placement_of, mixin, attributes)
+        return _copy_of(model_of(model_or_function), decide, mixin, attributes)
     layers = layers_in_order(check_model(built.model))
-    placement = placement_of(built.model)
+    layout = decide(built.model)
+    placement = layout.placement
     if not all(built.waits_for(variable) for layer in layers for variable in layer.variables):
         # A layer from elsewhere has its variables already, on a device of its own.
         built.initialize_rest()
-        return _copy_of(built.model, lambda _: placement, mixin, attributes)
+        return _copy_of(built.model, lambda _: layout, mixin, attributes)
     for layer in layers:
         built.initialize(layer.variables, placement[layer.name])
         extend(layer, PlacedLayer, _device=placement[layer.name])
     built.initialize_rest()
-    return extend(built.model, mixin, placement=placement, **attributes)
+    return extend(built.model, mixin, layout=layout, **attributes)
 
 
-def _copy_of(model: keras.Model, placement_of, mixin, attributes) -> keras.Model:
-    placement = placement_of(check_model(model))
+def _copy_of(model: keras.Model, decide, mixin, attributes) -> keras.Model:
+    layout = decide(check_model(model))
+    placement = layout.placement
 
     def placed(layer):
         if layer.name not in placement:
@@ -136,9 +141,16 @@ def _copy_of(model: keras.Model, placement_of, mixin, attributes) -> keras.Model
 
     copy = copy_layers(model, placed)
     complete(model, copy)
-    extend(copy, mixin, placement=placement, **attributes)
+    extend(copy, mixin, layout=layout, **attributes)
     compile_alike(model, copy)
     return copy
+
+
+def in_stages(placement: Mapping[str, str]) -> Layout:
+    """Returns the layout of layers on devices, each device a stage."""
+    devices = list(dict.fromkeys(placement.values()))
+    stages = {layer: devices.index(device) for layer, device in placement.items()}
+    return Layout(Mesh(pipeline=len(devices)), devices, stages)
 
 
 def _placement(model, devices, layers_per_stage, device_map, best):

@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 
+from tfparallel.layout.balance import NoPartition
 from tfparallel.placement import stages
-from tfparallel.placement.balance import NoPartition
 from tfparallel.placement.costs import LayerCost, held_bytes, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.model_parallel import check_model

@@ -90,7 +90,7 @@ def placement_report(
         ValueError: If the model has no placement, or under `strict`, if something is elsewhere.
     """
     placement = getattr(model, "placement", None)
-    if placement is None:
+    if not placement:
         raise ValueError(
             "A model that `tfparallel.model_parallel` returned is required. Received: "
             f"{type(model).__name__} '{model.name}', whose layers have no devices."

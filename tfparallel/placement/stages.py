@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import keras
 
 from tfparallel import devices as device_lib
-from tfparallel.placement.balance import NoPartition, Weighed, partition
+from tfparallel.layout.balance import NoPartition, Weighed, partition
 from tfparallel.placement.costs import LayerCost, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
 

@@ -8,11 +8,14 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
+from tfparallel import devices as device_lib
 from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.whole_file import moved_into_place
 from tfparallel.collectives.between_workers import naming_lost_worker
 from tfparallel.extend import extend, original_class
+from tfparallel.layout.layout import Layout
+from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import (
     agreement,
     batch_norm,
@@ -97,6 +100,13 @@ class DataParallelModel(ReplicatedLayer):
     def strategy(self):
         """The strategy that holds the replicas, or None on one device."""
         return getattr(self, "_strategy", None)
+
+    @property
+    def layout(self) -> Layout:
+        """What is where; what sums the gradients may be chosen when training begins."""
+        if self.strategy is not None:
+            return self.strategy.layout
+        return Layout(Mesh(), device_lib.choose_devices(num_devices=1))
 
     def compile(self, *args, **kwargs):
         """Configures training, as `keras.Model.compile`; no scope is needed."""

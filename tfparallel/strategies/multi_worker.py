@@ -28,6 +28,7 @@ from tfparallel.collectives import transport, worker_choice
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.choice import Choice
 from tfparallel.collectives.freed_memory import keep_freed_memory
+from tfparallel.device_names import canonical
 from tfparallel.peers import meet_peers
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
@@ -191,6 +192,16 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
     def all_reduce_is_open(self) -> bool:
         """Whether "auto" has not chosen yet."""
         return self._to_choose is not None
+
+    def _all_devices(self) -> list[str]:
+        jobs = self.cluster_resolver.cluster_spec().as_dict()
+        tasks = [
+            f"/job:{job}/task:{task}"
+            for job in ("chief", "worker")
+            for task in range(len(jobs.get(job, ())))
+        ]
+        own = [name.rpartition("/device:")[2] for name in self.devices]
+        return [canonical(f"{task}/device:{name}") for task in tasks for name in own] or own
 
     def choose_all_reduce(self, variables: Sequence[keras.Variable]) -> None:
         """Under "auto", takes the fastest transport for the gradients of variables, once.

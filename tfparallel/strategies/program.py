@@ -21,7 +21,11 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.choice import choice_of
 from tfparallel.data.partition import check_weights
+from tfparallel.device_names import canonical
+from tfparallel.layout.layout import Layout
+from tfparallel.layout.mesh import Mesh
 from tfparallel.strategies import keras_trainer, variables
 
 
@@ -73,6 +77,7 @@ class ProgramStrategy:
 
     workers: WorkerGroup | None = None  # What joins the workers of the job; None for one.
     all_reduce_ops: tf.distribute.CrossDeviceOps | None = None  # None: on the first device.
+    all_reduce_is_open = False  # Whether what sums over the workers is still to be chosen.
     check_rows = True  # Whether a call that mixes examples is refused; see `data_parallel`.
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
@@ -101,6 +106,26 @@ class ProgramStrategy:
     def devices(self) -> tuple[str, ...]:
         """Full names of this worker's devices, in the order of its replicas."""
         return tuple(self.extended.worker_devices)
+
+    @property
+    def layout(self) -> Layout:
+        """A replica on each device of each worker, and what sums their gradients."""
+        names = self._all_devices()
+        return Layout(Mesh(data=len(names)), names, reduction=self._reduction())
+
+    def _all_devices(self) -> list[str]:
+        """The devices of all workers."""
+        return [canonical(name) for name in self.devices]
+
+    def _reduction(self) -> str | None:
+        if self.num_replicas == 1:
+            return None
+        if self.all_reduce_ops is None and self.workers is None:
+            return f"added on {canonical(self.devices[0])}"
+        choice = choice_of(self)
+        if choice is None or self.all_reduce_is_open:
+            return "all-reduce, chosen when training begins"
+        return f"all-reduce by {choice.algorithm} ({choice.what_runs})"
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -5,8 +5,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from tfparallel.pipeline.schedule import Schedule
-from tfparallel.pipeline.simulator import StageSeconds, Timeline, simulate
+from tfparallel.layout.schedule import Schedule
+from tfparallel.layout.simulator import StageSeconds, Timeline, simulate
 
 __all__ = ["as_text", "as_trace", "draw_schedule", "write_picture", "write_trace"]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfparallel.placement.balance import NoPartition, Weighed, partition
+from tfparallel.layout.balance import NoPartition, Weighed, partition
 
 
 def cost_of(stages, costs, edges, peaks=None):

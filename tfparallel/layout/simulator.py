@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from tfparallel.pipeline.schedule import Instruction, Schedule
+from tfparallel.layout.schedule import Instruction, Schedule
 
 __all__ = ["StageSeconds", "Timeline", "simulate", "theoretical_bubble"]
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfparallel.pipeline.drawing import as_trace, draw_schedule
-from tfparallel.pipeline.schedule import ScheduleError, make_schedule
-from tfparallel.pipeline.simulator import StageSeconds, simulate, theoretical_bubble
+from tfparallel.layout.drawing import as_trace, draw_schedule
+from tfparallel.layout.schedule import ScheduleError, make_schedule
+from tfparallel.layout.simulator import StageSeconds, simulate, theoretical_bubble
 
 
 def rows(*arguments):

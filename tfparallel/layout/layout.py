@@ -1,0 +1,195 @@
+"""What is where: a mesh, its devices, the stage of each layer, the split of each layer.
+
+A builder decides a layout; whoever asks where something is, for a report, a plan or a checkpoint,
+asks the layout.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfparallel.layout.mesh import Coordinate, Mesh
+from tfparallel.layout.schedule import Schedule, make_schedule
+
+__all__ = ["Layout", "LayoutError"]
+
+_Pairs = tuple[tuple[str, Any], ...]
+
+
+class LayoutError(ValueError):
+    """The mesh, the devices, the stages and the splits do not fit together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where everything of a model is.
+
+    Attributes:
+        mesh: How many devices there are along each axis.
+        devices: The device of each coordinate, in the order of `mesh.coordinates()`.
+        stages: The stage of each layer, by name, in topological order; empty where layers are not
+            cut into stages. Given as a mapping or as pairs, kept as pairs.
+        splits: How each split layer is split, by name; the others are whole, on the first part.
+            Likewise.
+        schedule: "gpipe", "1f1b" or "interleaved"; None where a batch goes through the stages as a
+            whole.
+        num_micro_batches: M, into how many parts a replica's rows are cut.
+        chunks_per_device: v; stage s is on pipeline device s mod K.
+        recompute: Of which micro-batches the forward pass is done again, for the backward one.
+        reduction: What sums the gradients of the replicas, in words; None for one replica.
+
+    Raises:
+        LayoutError: If they do not fit together; says all that does not.
+
+    Example:
+        >>> layout = Layout(Mesh(pipeline=2), ["CPU:0", "CPU:1"], {"a": 0, "b": 1, "c": 1})
+        >>> print(layout)
+        pipeline=2
+          stage 0  CPU:0  a
+          stage 1  CPU:1  b, c
+        >>> layout.placement
+        {'a': 'CPU:0', 'b': 'CPU:1', 'c': 'CPU:1'}
+    """
+
+    mesh: Mesh
+    devices: tuple[str, ...]
+    stages: _Pairs = ()
+    splits: _Pairs = ()
+    schedule: str | None = None
+    num_micro_batches: int = 1
+    chunks_per_device: int = 1
+    recompute: str = "never"
+    reduction: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "devices", tuple(self.devices))
+        for name in ("stages", "splits"):
+            given = getattr(self, name)
+            pairs = given.items() if isinstance(given, Mapping) else given
+            object.__setattr__(self, name, tuple((layer, value) for layer, value in pairs))
+        problems = list(self._problems())
+        if problems:
+            raise LayoutError("\n".join(problems))
+
+    def _problems(self):
+        if len(self.devices) != self.mesh.size:
+            yield (
+                f"A mesh of {self.mesh} has {self.mesh.size} devices. Received: "
+                f"{len(self.devices)}: {', '.join(self.devices)}."
+            )
+        twice = sorted({name for name in self.devices if self.devices.count(name) > 1})
+        if twice:
+            yield f"A device has one place in a mesh. Received twice: {', '.join(twice)}."
+        outside = {layer: n for layer, n in self.stages if n not in range(self.num_stages)}
+        if outside:
+            yield (
+                f"The stages are 0 to {self.num_stages - 1}. Received: "
+                f"{', '.join(f'{layer!r} in stage {n}' for layer, n in outside.items())}."
+            )
+        if self.mesh.pipeline > 1 and not self.stages:
+            yield (
+                "Each layer has a stage where there are several. Received: "
+                f"pipeline={self.mesh.pipeline} without `stages`."
+            )
+        if self.schedule is None and (self.num_micro_batches, self.chunks_per_device) != (1, 1):
+            yield (
+                "Micro-batches, and several stages a device, need a schedule. Received: "
+                f"num_micro_batches={self.num_micro_batches}, "
+                f"chunks_per_device={self.chunks_per_device}, schedule=None."
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """K·v."""
+        return self.mesh.pipeline * self.chunks_per_device
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each layer, by name, in topological order."""
+        return dict(self.stages)
+
+    @property
+    def split_of(self) -> dict[str, str]:
+        """How each split layer is split, by name."""
+        return dict(self.splits)
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """The device of each layer of the first replica, by name, in topological order."""
+        return {layer: self.device_of_stage(stage) for layer, stage in self.stages}
+
+    def device(self, data: int = 0, pipeline: int = 0, tensor: int = 0) -> str:
+        """The device of a coordinate."""
+        return self.devices[self.mesh.index(Coordinate(data, pipeline, tensor))]
+
+    def device_of_stage(self, stage: int) -> str:
+        """The first device of a stage, in the first replica."""
+        return self.device(pipeline=stage % self.mesh.pipeline)
+
+    def make_schedule(self) -> Schedule | None:
+        """What each device of a pipeline does, in order; None without micro-batches."""
+        if self.schedule is None:
+            return None
+        chunks = self.chunks_per_device if self.schedule == "interleaved" else None
+        return make_schedule(self.schedule, self.mesh.pipeline, self.num_micro_batches, chunks)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON holds it; what says nothing is left out."""
+        values = dataclasses.asdict(self) | {"devices": list(self.devices)}
+        values |= {"stages": self.stage_of, "splits": self.split_of}
+        plain = Layout(Mesh(), [""])
+        return {
+            name: value
+            for name, value in values.items()
+            if name in ("mesh", "devices") or value not in ({}, getattr(plain, name))
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Layout":
+        """What `to_json` wrote."""
+        return cls(**dict(values) | {"mesh": Mesh(**values["mesh"])})
+
+    def __str__(self):
+        rows = [[*self._place(at), self.devices[i]] for i, at in enumerate(self.mesh.coordinates())]
+        if self.stages:
+            for row, at in zip(rows, self.mesh.coordinates(), strict=True):
+                row.append(self._layers_on(at.pipeline))
+        lines = [f"  {line}" for line in _aligned(rows)]
+        if self.splits:
+            lines.append(f"  split: {', '.join(f'{layer} by {how}' for layer, how in self.splits)}")
+        if self.reduction is not None:
+            lines.append(f"  gradients: {self.reduction}")
+        return "\n".join([self._title(), *lines])
+
+    def _title(self) -> str:
+        title = str(self.mesh)
+        if self.schedule is not None:
+            title += f", {self.num_micro_batches} micro-batches by {self.schedule}"
+        if self.recompute != "never":
+            title += f", recompute={self.recompute}"
+        return title
+
+    def _place(self, at: Coordinate) -> list[str]:
+        words = {"data": "replica", "pipeline": "stage", "tensor": "part"}
+        sizes = dataclasses.asdict(self.mesh)
+        named = [(axis, n) for axis, n in at._asdict().items() if sizes[axis] > 1]
+        return [f"{words[axis]} {self._stages_at(n, axis)}" for axis, n in named]
+
+    def _stages_at(self, place: int, axis: str) -> str:
+        if axis != "pipeline":
+            return str(place)
+        return ", ".join(map(str, range(place, self.num_stages, self.mesh.pipeline)))
+
+    def _layers_on(self, place: int) -> str:
+        return "; ".join(
+            ", ".join(layer for layer, own in self.stages if own == stage) or "(no layer)"
+            for stage in range(place, self.num_stages, self.mesh.pipeline)
+        )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,83 @@
+"""The axes of a job: along which of them it divides its rows, its layers and its weights.
+
+                     tensor ──►
+                   part 0     part 1
+     pipeline  ┌──────────┬──────────┐ ┐
+        │      │ device 0 │ device 1 │ │ stage 0
+        ▼      ├──────────┼──────────┤ ┘
+               │ device 2 │ device 3 │   stage 1
+               └──────────┴──────────┘
+                  data = 0             data = 1: devices 4 to 7
+
+Pieces along `data` hold the same weights and other rows; stages along `pipeline` hold other
+layers; parts along `tensor` hold other elements of the same weights.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+__all__ = ["Coordinate", "Mesh"]
+
+
+class Coordinate(NamedTuple):
+    """A place in a mesh, from 0 along each axis."""
+
+    data: int = 0
+    pipeline: int = 0
+    tensor: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """How many devices there are along each axis.
+
+    Attributes:
+        data: D, replicas, each with rows of its own.
+        pipeline: K, devices that stages of layers are on.
+        tensor: T, devices that parts of a split layer are on.
+
+    Raises:
+        ValueError: If a size is no whole number of at least 1; all of them at once.
+
+    Example:
+        >>> Mesh(data=2, tensor=2).size
+        4
+        >>> print(Mesh(data=2, tensor=2))
+        data=2, tensor=2
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        wrong = {
+            axis: size
+            for axis, size in dataclasses.asdict(self).items()
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1
+        }
+        if wrong:
+            raise ValueError(
+                "Each axis of a mesh has a whole number of devices, 1 or more. Received: "
+                f"{', '.join(f'{axis}={size!r}' for axis, size in wrong.items())}."
+            )
+
+    @property
+    def size(self) -> int:
+        """How many devices there are: D·K·T."""
+        return self.data * self.pipeline * self.tensor
+
+    def coordinates(self) -> Iterator[Coordinate]:
+        """Yields all places; parts of a stage are neighbours, then the stages of a replica."""
+        axes = (range(self.data), range(self.pipeline), range(self.tensor))
+        return itertools.starmap(Coordinate, itertools.product(*axes))
+
+    def index(self, at: Coordinate) -> int:
+        """The number of a place in the order of `coordinates`."""
+        return (at.data * self.pipeline + at.pipeline) * self.tensor + at.tensor
+
+    def __str__(self):
+        sizes = [f"{axis}={n}" for axis, n in dataclasses.asdict(self).items() if n > 1]
+        return ", ".join(sizes) or "one device"
