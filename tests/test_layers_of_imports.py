@@ -19,7 +19,7 @@ LIBRARY = TOP / "tfparallel"
 ROWS = [
     ["startup", "cluster", "device_names", "layout"],
     ["devices", "data", "task", "extend", "logits", "peers"],
-    ["collectives", "cloning", "mesh"],
+    ["collectives", "cloning", "step"],
     ["bench"],
     ["strategies", "checkpoint"],
     ["callbacks"],

@@ -68,6 +68,12 @@ class Shard(NamedTuple):
         """Drops the row that only an idle replica computes, from a tensor of this replica."""
         return tensor[: self.num_rows] if self.may_be_idle else tensor
 
+    def if_it_has_rows(self, term: tf.Tensor) -> tf.Tensor:
+        """A sum over the rows that it computes; 0 where that is but a dummy row."""
+        if not self.may_be_idle:
+            return term
+        return tf.where(tf.convert_to_tensor(self.num_rows) > 0, term, tf.zeros_like(term))
+
     def weight(self, dtype) -> tf.Tensor:
         """The replica's share of the global batch, n_k / B."""
         return tf.cast(self.num_rows, dtype) / tf.cast(self.num_global_rows, dtype)

@@ -1,42 +1,25 @@
 """The loss, micro-batch by micro-batch, with the divisor that it has over the whole batch.
 
 Under 1F1B the first micro-batch goes back before the last has come forward, so its gradient must be
-known without the others' outputs. A term of the loss is
-
-    J = Σ_m N_m / D,    N_m = Σ_{i in m} w_i ℓ_i
-
-and its divisor D is known beforehand, for it holds no prediction:
-
-| reduction | D |
-| --- | --- |
-| `sum` | 1 |
-| `sum_over_batch_size`, `mean` | the number of losses ℓ; under a mask, of those that are valid |
-| `mean_with_sample_weight` | Σ w, a mask included |
+known without the others' outputs. Its part of the loss is N_m / D (`step/loss.py`), and D is known
+beforehand, of shapes, masks and weights of the whole batch.
 
 A loss that compares examples has no such form. Its values show: Σ_m N_m / D is held against the
 loss of the joined outputs in every step.
-
-Rests on how `keras.losses.Loss.__call__` and `CompileLoss` reduce (`docs/upstream.md`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.losses.loss import (
-    apply_mask,
-    reduce_weighted_values,
-    squeeze_or_expand_to_same_rank,
-)
 from keras.src.trainers.compile_utils import CompileLoss
 
 from tfparallel.extend import original_class
 from tfparallel.placement.stages import PlacementError
+from tfparallel.step.loss import NotByPieces, Values, call_with, values_of
 
 __all__ = ["COMPARES", "MicroBatchLoss", "check_decomposes", "check_equal"]
 
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 # By how much sums in another order may differ, relative; what compares examples differs more.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 _FLOOR = 1e-2  # Of the terms' size: within a part they may cancel, too.
@@ -64,12 +47,13 @@ class MicroBatchLoss:
 
         def divisor(loss) -> Callable:
             def find(y_true, y_pred, weight):
-                self._divisors.append(_divisor(*_values(loss, y_true, y_pred, weight)))
+                self._divisors.append(_values(loss, y_true, y_pred, weight).divisor())
                 return tf.zeros([], self._divisors[-1].dtype)
 
             return find
 
-        self._call(divisor, y, predictions, sample_weight)
+        # Without metrics: those see the joined outputs.
+        call_with(divisor, compiled, y, predictions, sample_weight)
 
     def __call__(self, y, sample_weight, predictions) -> tf.Tensor | None:
         """Returns a micro-batch's part of the loss, a scalar."""
@@ -79,23 +63,12 @@ class MicroBatchLoss:
 
         def numerator(loss) -> Callable:
             def find(y_true, y_pred, weight):
-                values, weight, mask, _ = _values(loss, y_true, y_pred, weight)
-                terms = reduce_weighted_values(values, weight, mask, "sum", values.dtype)
-                # Of a micro-batch without rows they are not summed yet.
-                return tf.math.divide_no_nan(tf.reduce_sum(terms), next(divisors))
+                own = _values(loss, y_true, y_pred, weight)
+                return tf.math.divide_no_nan(own.numerator(), next(divisors))
 
             return find
 
-        return self._call(numerator, y, predictions, sample_weight)
-
-    def _call(self, instead: Callable, y, predictions, sample_weight):
-        """Calls Keras's own, which finds each loss's targets, with others in the losses' place."""
-        own = object.__new__(CompileLoss)  # It refuses to be copied.
-        terms = [term._replace(loss=instead(term.loss)) for term in self._compiled._flat_losses]
-        # Past Keras's tracking. Without metrics: those see the joined outputs.
-        nothing = [None] * len(terms)
-        vars(own).update(vars(self._compiled) | {"_flat_losses": terms, "_metrics": nothing})
-        return CompileLoss.call(own, y, predictions, sample_weight)
+        return call_with(numerator, self._compiled, y, predictions, sample_weight)
 
 
 def check_decomposes(model: keras.Model, schedule: str) -> None:
@@ -138,60 +111,8 @@ def check_equal(
     )
 
 
-def _values(loss, y_true, y_pred, weight) -> tuple[tf.Tensor, Any, Any, str]:
-    """The losses of the examples, not reduced, as `Loss.__call__` has them."""
-    if type(loss).__call__ is not keras.losses.Loss.__call__ or loss.reduction not in (
-        "sum",
-        *_MEANS,
-    ):
-        raise PlacementError(
-            "A loss of Keras's, or a `keras.losses.Loss` whose `call` returns a value an example, "
-            f"with a reduction of 'sum' or a mean, is required. Received: {loss!r} with "
-            f"reduction={getattr(loss, 'reduction', None)!r}. {_WAY_OUT}"
-        )
-    if getattr(loss, "fn", None) is keras.losses.ctc:
-        raise PlacementError(
-            "The CTC loss fails of a micro-batch without examples, which the last batch of an "
-            "epoch may have. A loss that is computed of no rows is required. Received: "
-            f"{loss!r}. {_WAY_OUT}"
-        )
-    masks = [getattr(y_pred, "_keras_mask", None)]
-    y_pred = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_pred)
-    y_true = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_true)
-    values = loss.call(y_true, y_pred)
-    if values.shape.rank == 0:
-        raise PlacementError(
-            f"Loss '{loss.name}' puts out one number for a batch, which is no sum of those of its "
-            f"parts. A value for each example is required. Received: shape (). {_WAY_OUT}"
-        )
-    masks = [mask for mask in (*masks, getattr(values, "_keras_mask", None)) if mask is not None]
-    mask = None if not masks else tf.cast(masks[0], tf.bool)
-    if len(masks) > 1:
-        mask = mask & tf.cast(masks[1], tf.bool)
-    if weight is not None:
-        weight = tf.cast(weight, values.dtype)
-    return values, weight, mask, loss.reduction
-
-
-def _divisor(values, weight, mask, reduction) -> tf.Tensor:
-    dtype = values.dtype
-    if reduction == "sum":
-        return tf.ones([], dtype)
-    # The mask is not scaled yet, whatever the reduction: as under "sum".
-    merged = apply_mask(weight, None if mask is None else tf.cast(mask, dtype), dtype, "sum")
-    if merged is not None:
-        values, merged = squeeze_or_expand_to_same_rank(values, merged)
-        if reduction == "mean_with_sample_weight":
-            return tf.reduce_sum(merged)
-        values = values * merged
-    number = tf.cast(_size(values), dtype)
-    if mask is None:
-        return number
-    return number * tf.reduce_sum(tf.cast(mask, dtype)) / tf.cast(_size(mask), dtype)
-
-
-def _size(tensor):
-    """Without the values, where the shape is known but for the batch."""
-    if tensor.shape[1:].is_fully_defined() and tensor.shape[0] is None:
-        return tf.shape(tensor)[0] * tensor.shape[1:].num_elements()
-    return tf.size(tensor)
+def _values(loss, y_true, y_pred, weight) -> Values:
+    try:
+        return values_of(loss, y_true, y_pred, weight)
+    except NotByPieces as error:
+        raise PlacementError(f"{error} {_WAY_OUT}") from error

@@ -25,6 +25,7 @@ from tfparallel.replication import (
     sample_partition,
 )
 from tfparallel.replication.check_rows import check_rows, make_quiet
+from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.replicated_call import ReplicatedCall
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
@@ -39,12 +40,24 @@ class ReplicatedLayer:
             return super().__call__(*args, **kwargs)
         if not self.built:
             self._build_under_scope(args, kwargs)
-        call = super().__call__
+        self._look_at_rows(self._call_of_layer, args, kwargs)
+        return self._call_on_replicas(self._call_of_layer, args, kwargs)
+
+    @property
+    def _call_of_layer(self):
+        """The layer's own `__call__`, unreplicated."""
+        return super().__call__
+
+    def _look_at_rows(self, call, args, kwargs):
+        """Refuses a call that mixes examples."""
         asked = getattr(self, "_check_rows", None)
         looks = self._strategy.check_rows if asked is None else asked
         if looks and self._strategy.num_replicas > 1:
             num_rows = 2 * self._strategy.num_replicas + 1
             check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
+
+    def _call_on_replicas(self, call, args, kwargs):
+        """Calls a function of this layer's on each replica; keeps the losses that it adds."""
         replicated = ReplicatedCall(self, call, self._strategy, self._partial_gradients())
         outputs, losses = replicated(args, kwargs)
         self._clear_losses()
@@ -89,7 +102,7 @@ def _symbolic(leaf):
     return keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))
 
 
-class DataParallelModel(ReplicatedLayer):
+class DataParallelModel(OwnRows, ReplicatedLayer):
     """Extends the user's model class: the same methods, on all replicas.
 
     `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, on which only the
@@ -251,13 +264,18 @@ class DataParallelModel(ReplicatedLayer):
             with tf.control_dependencies(arrived):
                 if self._fingerprints is not None:
                     self._fingerprints.check(data)
+                if self._rows_stay():
+                    return self._train_on_own_rows(data)
                 return super().train_step(data)
         finally:
             object.__setattr__(self, "_in_train_step", False)
 
     def test_step(self, data):
         """One step of evaluation, for the global batch."""
-        return super().test_step(sample_partition.joined(data, self._workers))
+        data = sample_partition.joined(data, self._workers)
+        if self.strategy is not None and self._rows_stay():
+            return self._test_on_own_rows(data)
+        return super().test_step(data)
 
     def predict_step(self, data):
         """One step of prediction, for the global batch."""

@@ -48,6 +48,7 @@ class _Replica(NamedTuple):
     logits: list[Logits | None]  # Of each output.
     sources: list[list[tf.Tensor]]  # What is joined for each output, its logits where known.
     losses: list[tf.Tensor]
+    sums: list[tf.Tensor]
     masks: list[tf.Tensor | None]
     scope: state.ReplicaScope
     structure: Any
@@ -56,6 +57,16 @@ class _Replica(NamedTuple):
     def joined(self) -> list[tf.Tensor]:
         """All that is joined with the rows of the other replicas."""
         return list(itertools.chain(*self.sources))
+
+
+class Sums(NamedTuple):
+    """What a call returns whose results are summed over the replicas, and not joined.
+
+    Attributes:
+        tensors: Each of this replica's rows alone; of a replica without rows they do not count.
+    """
+
+    tensors: list[tf.Tensor]
 
 
 class ReplicatedCall:
@@ -92,8 +103,8 @@ class ReplicatedCall:
             kwargs: Keyword arguments, likewise.
 
         Returns:
-            The outputs, each of shape `(batch, …)`, and the losses that layers added, each the
-            replicas' average weighted with their shares of the batch.
+            The outputs, each of shape `(batch, …)`, or the `Sums`; and the losses that layers
+            added, each the replicas' average weighted with their shares of the batch.
 
         Raises:
             ValueError: If the inputs disagree on the batch size, or an output has no batch axis.
@@ -105,7 +116,8 @@ class ReplicatedCall:
         def forward(*_):
             replicas.extend(self._forward(inputs, call_state))
             joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "joined")]
-            sums = [tf.add_n(terms) for terms in _transposed(replicas, "losses")]
+            terms = _transposed(replicas, "losses") + _transposed(replicas, "sums")
+            sums = [tf.add_n(own) for own in terms]
             joined = self._of_known_size(self._gathered(joined, inputs.num_rows), inputs.num_rows)
             results = joined + self._summed(sums)
             return results, lambda *upstream: self._backward(
@@ -122,12 +134,15 @@ class ReplicatedCall:
         )
         first = replicas[0]
         num_joined = len(first.joined)
+        losses = results[num_joined : num_joined + len(first.losses)]
+        if isinstance(first.structure, Sums):
+            return Sums(results[len(results) - len(first.sums) :]), losses
         joined = keras.tree.pack_sequence_as(first.sources, results[:num_joined])
         outputs = list(map(output_of, joined, first.logits))
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
             if masks[0] is not None:
                 (output._keras_mask,) = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
-        return keras.tree.pack_sequence_as(first.structure, outputs), results[num_joined:]
+        return keras.tree.pack_sequence_as(first.structure, outputs), losses
 
     def _forward(self, inputs: BatchInputs, call_state: state.CallState) -> list[_Replica]:
         """Calls the layer on each replica, with its rows of the inputs."""
@@ -145,7 +160,10 @@ class ReplicatedCall:
                 replica_args, replica_kwargs = inputs.pack(parts[k])
                 with state.ReplicaScope(k) as scope:
                     structure = self._call(*replica_args, **replica_kwargs)
-                outputs = [self._checked(output) for output in keras.tree.flatten(structure)]
+                sums = structure.tensors if isinstance(structure, Sums) else []
+                sums = [shard.if_it_has_rows(term) for term in sums]
+                flat = [] if sums else keras.tree.flatten(structure)
+                outputs = [checked_output(self._layer, output) for output in flat]
                 masks = [getattr(output, "_keras_mask", None) for output in outputs]
                 logits = [logits_of(output) for output in outputs]
                 sources = [
@@ -155,7 +173,7 @@ class ReplicatedCall:
                 masks = [None if mask is None else shard.without_dummy_row(mask) for mask in masks]
                 losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
             replicas[k] = _Replica(
-                shard, tape, own, logits, sources, losses, masks, scope, structure
+                shard, tape, own, logits, sources, losses, sums, masks, scope, structure
             )
 
         self._strategy.run(on_replica)
@@ -203,16 +221,6 @@ class ReplicatedCall:
         workers = self._strategy.workers
         return workers.all_reduce(tensors) if workers is not None and tensors else list(tensors)
 
-    def _checked(self, output):
-        if output.shape.rank == 0:
-            raise ValueError(
-                f"Cannot join the replicas' outputs of layer '{self._layer.name}': one of them is "
-                "a scalar, and a mean, a sum or a maximum over the examples would each be joined "
-                "in another way. Outputs of shape (batch, …) are required. Received: an output of "
-                "shape (). Return a value for each example, or add a scalar with `self.add_loss`."
-            )
-        return output
-
     def _backward(self, replicas, upstream, sources, needed, inputs):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
         num_joined = len(replicas[0].joined)
@@ -229,7 +237,7 @@ class ReplicatedCall:
             targets = [
                 (target, dy)
                 for target, dy in zip(
-                    replica.joined + replica.losses, own_upstream[k], strict=True
+                    replica.joined + replica.losses + replica.sums, own_upstream[k], strict=True
                 )
                 if target.dtype.is_floating and dy is not None
             ]
@@ -317,6 +325,18 @@ class ReplicatedCall:
             kinds = traced_readings.kinds_of(call, inputs.structure, weights)
             attach(self._layer, _kinds_of_readings=kinds)
         return kinds
+
+
+def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:
+    """Returns an output that has a row for each example; says what another one lacks."""
+    if output.shape.rank == 0:
+        raise ValueError(
+            f"Cannot join the replicas' outputs of layer '{layer.name}': one of them is "
+            "a scalar, and a mean, a sum or a maximum over the examples would each be joined "
+            "in another way. Outputs of shape (batch, …) are required. Received: an output of "
+            "shape (). Return a value for each example, or add a scalar with `self.add_loss`."
+        )
+    return output
 
 
 def _sum(terms) -> tf.Tensor:

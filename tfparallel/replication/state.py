@@ -88,20 +88,29 @@ class CallState:
             own_shards: Their shards.
             sum_over_workers: Sums tensors over the workers.
         """
-        for key, variable in scopes[0].written.items():
-            if key in self._equal or not variables.is_distributed(variable):
-                continue
+        written = [
+            (key, variable)
+            for key, variable in scopes[0].written.items()
+            if key not in self._equal and variables.is_distributed(variable)
+        ]
+        own_terms = []
+        for key, variable in written:
             new = [tf.identity(copy) for copy in variables.copies(variable)]
-            if key in self._sums:
-                before = self._sums[key]
-                (added,) = sum_over_workers([_added(before, new, own_shards)])
-                variable.assign(before[0] + added)
-                # In a program the first copy holds the whole; of the others each would count again.
-                for copy, own in zip(variables.copies(variable)[1:], before[1:], strict=True):
-                    copy.assign(own)
-            else:
-                (average,) = sum_over_workers([_share_of_average(new, own_shards)])
-                variable.assign(average)
+            before = self._sums.get(key)
+            own_terms.append(
+                _share_of_average(new, own_shards)
+                if before is None
+                else _added(before, new, own_shards)
+            )
+        totals = sum_over_workers(own_terms)
+        for (key, variable), total in zip(written, totals, strict=True):
+            if (before := self._sums.get(key)) is None:
+                variable.assign(total)
+                continue
+            variable.assign(before[0] + total)
+            # In a program the first copy holds the whole; of the others each would count again.
+            for copy, own in zip(variables.copies(variable)[1:], before[1:], strict=True):
+                copy.assign(own)
 
 
 def _added(old, new, own_shards):

@@ -1,0 +1,109 @@
+"""A step whose predictions, loss and metrics stay where the rows are.
+
+Each replica calls the model on its rows, takes the numerators of the losses over them, and updates
+its own copies of the metrics. Summed over the replicas are, as scalars,
+
+    N_p, D_p    of each loss: J = Σ_p N_p / Σ_p D_p, and 1 / Σ_p D_p goes back to each replica
+    s_p         what a metric's state grew by
+
+and, behind the backward pass, the gradients. No prediction leaves its device.
+"""
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfparallel.extend import attach
+from tfparallel.replication.replicated_call import Sums, checked_output
+from tfparallel.step.by_rows import why_joined
+from tfparallel.step.loss import call_with, values_of
+
+__all__ = ["OwnRows"]
+
+
+class OwnRows:
+    """Extends a replicated Keras model, compiled with losses and metrics of Keras's own."""
+
+    def _rows_stay(self) -> bool:
+        """Whether a step needs no joined outputs; says so once where it does."""
+        reason = why_joined(self)
+        if reason != getattr(self, "_told_why_joined", None):
+            attach(self, _told_why_joined=reason)
+            logging.info("Model '%s': the outputs of all rows are joined: %s.", self.name, reason)
+        return reason is None
+
+    def _train_on_own_rows(self, data):
+        """One step of training, as `keras.Model.train_step` does it."""
+        with tf.GradientTape() as tape:
+            loss = self.optimizer.scale_loss(self._loss_of_own_rows(data, training=True))
+        trained = self.trainable_weights
+        if trained:
+            gradients = tape.gradient(loss, trained)
+            self.optimizer.apply_gradients(zip(gradients, trained, strict=True))
+        return self.get_metrics_result()
+
+    def _test_on_own_rows(self, data):
+        """One step of evaluation, as `keras.Model.test_step` does it."""
+        self._loss_of_own_rows(data, training=False)
+        return self.get_metrics_result()
+
+    def _loss_of_own_rows(self, data, training):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        mode = {"training": training} if self._call_has_training_arg else {}
+        call = self._call_of_layer
+        self._look_at_rows(call, (x,), mode)
+        predicted = []
+
+        def on_replica(x, y, sample_weight):
+            outputs = call(x, **mode)
+            for output in keras.tree.flatten(outputs):
+                checked_output(self, output)
+            predicted.append(outputs)
+            sums = self._terms(y, outputs, sample_weight)
+            if self._compile_metrics is not None:
+                self._compile_metrics.update_state(y, outputs, sample_weight)
+            return Sums(sums)
+
+        sums = self._call_on_replicas(on_replica, (x, y, sample_weight), {}).tensors
+        num_rows = next(i for i in keras.tree.flatten(x) if i is not None).shape[0]
+        like = keras.tree.map_structure(
+            lambda t: tf.TensorSpec([num_rows, *t.shape[1:]], t.dtype), predicted[0]
+        )
+        loss = self._whole_loss(sums, y, like, sample_weight)
+        batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
+        self._loss_tracker.update_state(loss, sample_weight=batch_size)
+        return loss
+
+    def _terms(self, y, outputs, sample_weight) -> list[tf.Tensor]:
+        """A replica's numerator and divisor of each loss."""
+        found: list[tf.Tensor] = []
+
+        def instead(loss):
+            def find(y_true, y_pred, weight):
+                values = values_of(loss, y_true, y_pred, weight)
+                found.append(values.numerator())
+                found.append(tf.stop_gradient(values.divisor()))
+                return tf.zeros([], found[0].dtype)
+
+            return find
+
+        call_with(instead, self._compile_loss, y, outputs, sample_weight)
+        return found
+
+    def _whole_loss(self, sums, y, like, sample_weight):
+        """The loss of all rows, with what layers and regularizers add, as `compute_loss`."""
+        remaining = iter(sums)
+
+        def instead(loss):
+            def find(*_):
+                numerator, divisor = next(remaining), next(remaining)
+                if loss.reduction == "sum":
+                    return numerator
+                return tf.math.divide_no_nan(numerator, divisor)
+
+            return find
+
+        compiled = self._compile_loss
+        losses = [call_with(instead, compiled, y, like, sample_weight, compiled.metrics)]
+        losses += [self._aggregate_additional_loss(loss) for loss in self.losses]
+        return losses[0] if len(losses) == 1 else keras.ops.sum(losses)

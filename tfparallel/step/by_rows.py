@@ -1,0 +1,103 @@
+"""Whether the loss and the metrics of a compiled model can be computed where the rows are.
+
+Keras's own losses and metrics are known by name: a value for each example, states that add up. What
+a user wrote is not believed; a mean that is called a metric may hold a maximum. The exceptions are
+those that look at the whole batch: hinge losses ask whether *all* labels are 0 or 1, `Dice`,
+`Tversky` and `Circle` sum over the batch.
+"""
+
+from collections.abc import Iterator
+
+import keras
+from keras.src import losses as keras_losses
+from keras.src import metrics as keras_metrics
+from keras.src.metrics import accuracy_metrics
+
+from tfparallel.extend import original_class
+
+__all__ = ["why_joined"]
+
+_fns = keras_losses.losses
+_BY_EXAMPLE = {
+    _fns.mean_squared_error, _fns.mean_absolute_error, _fns.mean_absolute_percentage_error,
+    _fns.mean_squared_logarithmic_error, _fns.cosine_similarity, _fns.huber, _fns.log_cosh,
+    _fns.categorical_hinge, _fns.kl_divergence, _fns.poisson, _fns.binary_crossentropy,
+    _fns.binary_focal_crossentropy, _fns.categorical_crossentropy,
+    _fns.categorical_focal_crossentropy, _fns.sparse_categorical_crossentropy,
+    _fns.categorical_generalized_cross_entropy,
+    accuracy_metrics.accuracy, accuracy_metrics.binary_accuracy,
+    accuracy_metrics.categorical_accuracy, accuracy_metrics.sparse_categorical_accuracy,
+    accuracy_metrics.top_k_categorical_accuracy,
+    accuracy_metrics.sparse_top_k_categorical_accuracy,
+    keras_metrics.regression_metrics.cosine_similarity,
+}  # fmt: skip
+# Metrics whose variables are sums over the examples.
+_ADD_UP = (
+    keras_metrics.RootMeanSquaredError, keras_metrics.R2Score, keras_metrics.FBetaScore,
+    keras_metrics.F1Score, keras_metrics.IoU, keras_metrics.MeanIoU, keras_metrics.BinaryIoU,
+    keras_metrics.OneHotIoU, keras_metrics.OneHotMeanIoU, keras_metrics.AUC,
+    keras_metrics.Precision, keras_metrics.Recall, keras_metrics.TruePositives,
+    keras_metrics.TrueNegatives, keras_metrics.FalsePositives, keras_metrics.FalseNegatives,
+    keras_metrics.SensitivityAtSpecificity, keras_metrics.SpecificityAtSensitivity,
+    keras_metrics.PrecisionAtRecall, keras_metrics.RecallAtPrecision,
+)  # fmt: skip
+
+
+def why_joined(model: keras.Model) -> str | None:
+    """Why the outputs of all rows must meet for the loss or a metric; None where they need not.
+
+    Args:
+        model: A compiled model, its loss and metrics built.
+    """
+    own = original_class(model)
+    for method in ("train_step", "test_step", "compute_loss", "compute_metrics"):
+        if getattr(own, method) is not getattr(keras.Model, method):
+            return f"`{method}` is the user's own"
+    return next(_reasons(model), None)
+
+
+def _reasons(model) -> Iterator[str]:
+    loss, metrics = model._compile_loss, model._compile_metrics
+    for compiled in (loss, metrics):
+        if compiled is not None and not compiled.built:
+            yield "the loss and the metrics are not built"
+            return
+    if loss is None:
+        yield "there is no loss"
+        return
+    for term in loss._flat_losses:
+        if not _is_by_example(term.loss) or type(term.loss).call is not _WRAPPER.call:
+            yield f"loss '{getattr(term.loss, 'name', term.loss)}' may look at several examples"
+        elif type(term.loss).__call__ is not keras.losses.Loss.__call__:
+            yield f"loss '{term.loss.name}' reduces in its own way"
+    for metric in () if metrics is None else metrics.metrics:
+        if not _adds_up(metric):
+            yield f"metric '{metric.name}' may not be a sum over the examples"
+
+
+_WRAPPER = keras_losses.LossFunctionWrapper
+
+
+def _is_by_example(wrapper) -> bool:
+    """Whether what wraps a function has one known to give a value for each example."""
+    return (
+        getattr(wrapper, "fn", getattr(wrapper, "_fn", None)) in _BY_EXAMPLE
+        and _is_kerass(wrapper)
+        and getattr(wrapper, "_fn_kwargs", {}).get("axis", -1) == -1
+    )
+
+
+def _adds_up(metric) -> bool:
+    if type(metric) in _ADD_UP:
+        return True
+    if not isinstance(metric, keras_metrics.MeanMetricWrapper):
+        return False
+    is_kerass = _is_kerass(metric) and metric.update_state.__func__ is _MEAN.update_state
+    return is_kerass and _is_by_example(metric)
+
+
+_MEAN = keras_metrics.MeanMetricWrapper
+
+
+def _is_kerass(thing) -> bool:
+    return original_class(thing).__module__.startswith("keras.src.")

@@ -1,0 +1,145 @@
+"""The terms of a loss, piece by piece, with the divisors that they have over the whole batch.
+
+A piece is some rows of the batch: a replica's, or a micro-batch's. A term of the loss is
+
+    J = Σ_p N_p / D,    N_p = Σ_{i in p} w_i ℓ_i
+
+and its divisor D holds no prediction:
+
+| reduction | D |
+| --- | --- |
+| `sum` | 1 |
+| `sum_over_batch_size`, `mean` | the number of losses ℓ; under a mask, of those that are valid |
+| `mean_with_sample_weight` | Σ w, a mask included |
+
+But for that of `sum`, the divisor of the batch is the sum of the pieces' own.
+
+Rests on how `keras.losses.Loss.__call__` and `CompileLoss` reduce (`docs/upstream.md`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.losses.loss import (
+    apply_mask,
+    reduce_weighted_values,
+    squeeze_or_expand_to_same_rank,
+)
+from keras.src.trainers.compile_utils import CompileLoss
+
+__all__ = ["NotByPieces", "Values", "call_with", "values_of"]
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+class NotByPieces(ValueError):
+    """A loss has no numerators and divisors."""
+
+
+class Values(NamedTuple):
+    """The losses of some examples, not reduced.
+
+    Attributes:
+        values: Shape `(rows, …)`.
+        weight: Sample weights, or None.
+        mask: Which of them are valid, or None.
+        reduction: "sum" or a mean.
+    """
+
+    values: tf.Tensor
+    weight: tf.Tensor | None
+    mask: tf.Tensor | None
+    reduction: str
+
+    def numerator(self) -> tf.Tensor:
+        """Σ w ℓ, a scalar."""
+        dtype = self.values.dtype
+        # Of a piece without rows they are not summed yet.
+        return tf.reduce_sum(
+            reduce_weighted_values(self.values, self.weight, self.mask, "sum", dtype)
+        )
+
+    def divisor(self) -> tf.Tensor:
+        """By what a reduction divides the numerator, if these were all examples."""
+        dtype, values, mask = self.values.dtype, self.values, self.mask
+        if self.reduction == "sum":
+            return tf.ones([], dtype)
+        # The mask is not scaled yet, whatever the reduction: as under "sum".
+        valid = None if mask is None else tf.cast(mask, dtype)
+        merged = apply_mask(self.weight, valid, dtype, "sum")
+        if merged is not None:
+            values, merged = squeeze_or_expand_to_same_rank(values, merged)
+            if self.reduction == "mean_with_sample_weight":
+                return tf.reduce_sum(merged)
+            values = values * merged
+        number = tf.cast(_size(values), dtype)
+        if mask is None:
+            return number
+        return number * tf.math.divide_no_nan(tf.reduce_sum(valid), tf.cast(_size(mask), dtype))
+
+
+def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> Values:
+    """Computes the losses of the examples, as `Loss.__call__` does before it reduces them.
+
+    Raises:
+        NotByPieces: If the loss reduces in its own way.
+    """
+    if type(loss).__call__ is not keras.losses.Loss.__call__ or loss.reduction not in (
+        "sum",
+        *_MEANS,
+    ):
+        raise NotByPieces(
+            "A loss of Keras's, or a `keras.losses.Loss` whose `call` returns a value an example, "
+            f"with a reduction of 'sum' or a mean, is required. Received: {loss!r} with "
+            f"reduction={getattr(loss, 'reduction', None)!r}."
+        )
+    if getattr(loss, "fn", None) is keras.losses.ctc:
+        raise NotByPieces(
+            "The CTC loss fails of a micro-batch without examples, which the last batch of an "
+            "epoch may have. A loss that is computed of no rows is required. Received: "
+            f"{loss!r}."
+        )
+    masks = [getattr(y_pred, "_keras_mask", None)]
+    y_pred = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_pred)
+    y_true = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_true)
+    values = loss.call(y_true, y_pred)
+    if values.shape.rank == 0:
+        raise NotByPieces(
+            f"Loss '{loss.name}' puts out one number for a batch, which is no sum of those of its "
+            "parts. A value for each example is required. Received: shape ()."
+        )
+    masks = [mask for mask in (*masks, getattr(values, "_keras_mask", None)) if mask is not None]
+    mask = None if not masks else tf.cast(masks[0], tf.bool)
+    if len(masks) > 1:
+        mask = mask & tf.cast(masks[1], tf.bool)
+    if weight is not None:
+        weight = tf.cast(weight, values.dtype)
+    return Values(values, weight, mask, loss.reduction)
+
+
+def call_with(instead: Callable, compiled: CompileLoss, y, predictions, sample_weight, metrics=()):
+    """Calls Keras's own loss, which finds each output's targets, with others in the losses' place.
+
+    Args:
+        instead: Takes a loss, returns what is called with `(y_true, y_pred, weight)` for it.
+        compiled: The model's loss, built.
+        y: The targets.
+        predictions: In the structure of the outputs.
+        sample_weight: Likewise, or one for all, or None.
+        metrics: What tracks each output's loss; nothing by default.
+    """
+    own = object.__new__(CompileLoss)  # It refuses to be copied.
+    terms = [term._replace(loss=instead(term.loss)) for term in compiled._flat_losses]
+    # Past Keras's tracking.
+    metrics = list(metrics) or [None] * len(terms)
+    vars(own).update(vars(compiled) | {"_flat_losses": terms, "_metrics": metrics})
+    return CompileLoss.call(own, y, predictions, sample_weight)
+
+
+def _size(tensor):
+    """Without the values, where the shape is known but for the batch."""
+    if tensor.shape[1:].is_fully_defined() and tensor.shape[0] is None:
+        return tf.shape(tensor)[0] * tensor.shape[1:].num_elements()
+    return tf.size(tensor)
