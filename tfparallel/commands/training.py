@@ -132,6 +132,8 @@ def train(path: str, values: flags.FlagValues) -> Result:
     }
     if form.name != "none":
         report["layout"] = model.layout.to_json()
+    if form.name == "data":
+        report["joined_outputs"] = getattr(model, "why_joined", None) or False
     report["all_reduce"] = form.all_reduce_report(model)
     if form.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)

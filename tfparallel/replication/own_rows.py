@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tfparallel.data.shard import count_rows
 from tfparallel.extend import attach
 from tfparallel.replication.replicated_call import Sums, checked_output
 from tfparallel.step.by_rows import why_joined
@@ -24,11 +25,16 @@ __all__ = ["OwnRows"]
 class OwnRows:
     """Extends a replicated Keras model, compiled with losses and metrics of Keras's own."""
 
-    def _rows_stay(self) -> bool:
-        """Whether a step needs no joined outputs; says so once where it does."""
-        reason = why_joined(self)
-        if reason != getattr(self, "_told_why_joined", None):
-            attach(self, _told_why_joined=reason)
+    @property
+    def why_joined(self) -> str | None:
+        """Why the outputs of all rows met in the last step traced; None if they did not."""
+        return getattr(self, "_why_joined", None)
+
+    def _rows_stay(self, data) -> bool:
+        """Whether a step on such data needs no joined outputs; says so once where it does."""
+        reason = why_joined(self) or _why_unaligned(data)
+        if reason != self.why_joined:
+            attach(self, _why_joined=reason)
             logging.info("Model '%s': the outputs of all rows are joined: %s.", self.name, reason)
         return reason is None
 
@@ -52,6 +58,8 @@ class OwnRows:
         mode = {"training": training} if self._call_has_training_arg else {}
         call = self._call_of_layer
         self._look_at_rows(call, (x,), mode)
+        with tf.control_dependencies(_aligned(x, y, sample_weight)):
+            y = keras.tree.map_structure(lambda t: None if t is None else tf.identity(t), y)
         predicted = []
 
         def on_replica(x, y, sample_weight):
@@ -107,3 +115,32 @@ class OwnRows:
         losses = [call_with(instead, compiled, y, like, sample_weight, compiled.metrics)]
         losses += [self._aggregate_additional_loss(loss) for loss in self.losses]
         return losses[0] if len(losses) == 1 else keras.ops.sum(losses)
+
+
+def _row_counts(*structures) -> list:
+    """Of each tensor with a batch axis, an int or, until it is known, a tensor."""
+    leaves = keras.tree.flatten(structures)
+    return [count_rows(leaf) for leaf in leaves if getattr(leaf, "shape", None)]
+
+
+def _why_unaligned(data) -> str | None:
+    """Targets may have several rows for an example, or one for all."""
+    known = {n for n in _row_counts(data) if isinstance(n, int)}
+    return f"inputs and targets have {sorted(known)} rows" if len(known) > 1 else None
+
+
+def _aligned(x, y, sample_weight) -> list[tf.Operation]:
+    """Assertions, of sizes that are not known yet."""
+    expected, *others = _row_counts(x, y, sample_weight)
+    found = [
+        tf.debugging.assert_equal(
+            other,
+            expected,
+            "Inputs, targets and sample weights must have a row for each example. Received tensors "
+            "of other sizes of axis 0. Give batches of a fixed size (`drop_remainder=True`), and "
+            "the outputs of all rows are joined.",
+        )
+        for other in others
+        if not (isinstance(expected, int) and isinstance(other, int))
+    ]
+    return [check for check in found if check is not None]

@@ -16,7 +16,8 @@
 
 ∂J/∂y comes from the loss of the whole batch and so holds the loss's own divisor, whatever that is:
 examples, tokens under a mask, a sum of weights. The sum over k is therefore exact for shards of
-any size and for any loss, those that compare examples included.
+any size and for any loss, those that compare examples included. A call that takes losses over its
+own rows returns `Sums` in place of outputs (`own_rows.py`); what comes back to it is 1/D.
 """
 
 import itertools
@@ -158,7 +159,7 @@ class ReplicatedCall:
             with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
                 tape.watch(own)
                 replica_args, replica_kwargs = inputs.pack(parts[k])
-                with state.ReplicaScope(k) as scope:
+                with call_state.scope(k) as scope:
                     structure = self._call(*replica_args, **replica_kwargs)
                 sums = structure.tensors if isinstance(structure, Sums) else []
                 sums = [shard.if_it_has_rows(term) for term in sums]
