@@ -1,0 +1,175 @@
+"""What is known to be computed piece by piece, held against Keras: the parts make the whole."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import losses, metrics
+
+from tfparallel.step.by_rows import why_joined
+from tfparallel.step.loss import NotByPieces, values_of
+
+ROWS, CLASSES = 11, 4
+_random = np.random.default_rng(0)
+SCORES = _random.uniform(0.05, 1, (ROWS, CLASSES))
+SCORES /= SCORES.sum(axis=1, keepdims=True)
+IDS = _random.integers(0, CLASSES, ROWS)
+ONE_HOT = np.eye(CLASSES)[IDS]
+SIGNS = _random.integers(0, 2, (ROWS, 1)).astype(float)
+WEIGHTS = _random.uniform(0.2, 2, ROWS)
+CHANCES = SCORES[:, :1]
+NUMBERS = _random.normal(size=(ROWS, 3)), _random.normal(size=(ROWS, 3))
+
+METRICS = {
+    **{
+        name: (name, *NUMBERS)
+        for name in (
+            *("MeanSquaredError", "MeanAbsoluteError", "MeanAbsolutePercentageError"),
+            *("LogCoshError", "CosineSimilarity", "RootMeanSquaredError", "R2Score"),
+        )
+    },
+    **{
+        name: (name, ONE_HOT, SCORES)
+        for name in (
+            *("CategoricalAccuracy", "CategoricalCrossentropy"),
+            *("KLDivergence", "Poisson", "CategoricalHinge", "MeanSquaredLogarithmicError"),
+            *("FBetaScore", "F1Score", "BinaryCrossentropy", "Precision", "Recall"),
+        )
+    },
+    **{
+        name: (name, SIGNS, CHANCES)
+        for name in (
+            *("BinaryAccuracy", "AUC", "TruePositives", "TrueNegatives", "FalsePositives"),
+            "FalseNegatives",
+        )
+    },
+    **{
+        name: (lambda kind=name: getattr(metrics, kind)(0.5), SIGNS, CHANCES)
+        for name in (
+            *("SensitivityAtSpecificity", "SpecificityAtSensitivity", "PrecisionAtRecall"),
+            "RecallAtPrecision",
+        )
+    },
+    **{
+        name: (name, IDS, SCORES)
+        for name in ("SparseCategoricalAccuracy", "SparseCategoricalCrossentropy")
+    },
+    "SparseTopKCategoricalAccuracy": (
+        lambda: metrics.SparseTopKCategoricalAccuracy(2), IDS, SCORES.astype("float32"),
+    ),
+    "TopKCategoricalAccuracy": (
+        lambda: metrics.TopKCategoricalAccuracy(2), ONE_HOT, SCORES.astype("float32"),
+    ),
+    "Accuracy": ("Accuracy", IDS, np.argmax(SCORES, axis=1)),
+    "MeanIoU": (lambda: metrics.MeanIoU(CLASSES), IDS, np.argmax(SCORES, axis=1)),
+    "IoU": (lambda: metrics.IoU(CLASSES, [0, 2]), IDS, np.argmax(SCORES, axis=1)),
+    "BinaryIoU": (lambda: metrics.BinaryIoU(threshold=0.3), SIGNS, CHANCES),
+    "OneHotIoU": (lambda: metrics.OneHotIoU(CLASSES, [1]), ONE_HOT, SCORES),
+    "OneHotMeanIoU": (lambda: metrics.OneHotMeanIoU(CLASSES), ONE_HOT, SCORES),
+}  # fmt: skip
+
+LOSSES = {
+    **{
+        name: (name, *NUMBERS)
+        for name in (
+            *("MeanSquaredError", "MeanAbsoluteError", "MeanAbsolutePercentageError", "Huber"),
+            *("LogCosh", "CosineSimilarity"),
+        )
+    },
+    **{
+        name: (name, ONE_HOT, SCORES)
+        for name in (
+            *("CategoricalCrossentropy", "CategoricalFocalCrossentropy", "KLDivergence"),
+            *("Poisson", "CategoricalHinge", "MeanSquaredLogarithmicError"),
+        )
+    },
+    "CategoricalGeneralizedCrossEntropy": ("CategoricalGeneralizedCrossEntropy", IDS, SCORES),
+    "SparseCategoricalCrossentropy": (
+        lambda: losses.SparseCategoricalCrossentropy(ignore_class=1), IDS, SCORES,
+    ),
+    "BinaryCrossentropy": ("BinaryCrossentropy", SIGNS, CHANCES),
+    "BinaryFocalCrossentropy": ("BinaryFocalCrossentropy", SIGNS, CHANCES),
+}  # fmt: skip
+
+
+def made(module, what):
+    return what() if callable(what) else getattr(module, what)()
+
+
+def compiled(loss="mse", metric=None, y=NUMBERS[0], outputs=NUMBERS[1]):
+    """A model with this loss and metric, which are built as a first step builds them."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.compile("sgd", loss, metrics=None if metric is None else [metric])
+    y, outputs = tf.constant(y), tf.constant(outputs)
+    model._compile_loss.build(y, outputs)
+    if metric is not None:
+        model._compile_metrics.build(y, outputs)
+    return model
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_of_kerass_adds_up(in_float64, name):
+    what, y, outputs = METRICS[name]
+    states = []
+    for rows in (slice(0, ROWS), slice(0, 4), slice(4, ROWS)):
+        metric = made(metrics, what)
+        metric.update_state(y[rows], outputs[rows], WEIGHTS[rows])
+        states.append([variable.numpy() for variable in metric.variables])
+    for whole, first, second in zip(*states, strict=True):
+        np.testing.assert_allclose(first + second, whole, rtol=1e-5, atol=1e-12)  # Some are float32 alone.
+    metric = made(metrics, what)
+    assert why_joined(compiled(metric=metric, y=y, outputs=outputs)) is None
+
+
+@pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_kerass_is_numerators_over_divisors(in_float64, name, reduction):
+    what, y, outputs = LOSSES[name]
+    loss = made(losses, what)
+    loss.reduction = reduction
+    parts = [
+        values_of(loss, tf.constant(y[rows]), tf.constant(outputs[rows]), WEIGHTS[rows])
+        for rows in (slice(0, 4), slice(4, ROWS))
+    ]
+    numerator = sum(part.numerator() for part in parts)
+    divisor = 1.0 if reduction == "sum" else sum(part.divisor() for part in parts)
+    np.testing.assert_allclose(numerator / divisor, loss(y, outputs, WEIGHTS), rtol=1e-12)
+    assert why_joined(compiled(loss)) is None
+
+
+@pytest.mark.parametrize("name", ["Hinge", "SquaredHinge", "Dice", "Tversky", "Circle", "CTC"])
+def test_a_loss_that_looks_at_the_batch_is_joined(name):
+    assert "may look at several examples" in why_joined(compiled(getattr(losses, name)()))
+
+
+@pytest.mark.parametrize("metric", [
+    metrics.Hinge, metrics.SquaredHinge, metrics.PearsonCorrelation, metrics.ConcordanceCorrelation,
+    lambda: metrics.CosineSimilarity(axis=0), lambda: metrics.MeanMetricWrapper(lambda y, p: 1.0),
+    type("Mine", (metrics.MeanSquaredError,), {}),
+])  # fmt: skip
+def test_a_metric_that_may_not_add_up_is_joined(metric):
+    assert "may not be a sum" in why_joined(compiled(metric=metric()))
+
+
+def test_what_a_user_overrides_sees_joined_outputs():
+    class Own(keras.Sequential):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    model = Own([keras.Input((2,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    assert why_joined(model) == "`compute_loss` is the user's own"
+    model = compiled()
+    model._compile_loss.built = False
+    assert why_joined(model) == "the loss and the metrics are not built"
+
+
+def test_a_loss_that_reduces_in_its_own_way():
+    class Own(losses.MeanSquaredError):
+        def __call__(self, *args, **kwargs):
+            return 2 * super().__call__(*args, **kwargs)
+
+    with pytest.raises(NotByPieces, match="with a reduction of 'sum' or a mean, is required"):
+        values_of(Own(), *map(tf.constant, NUMBERS), None)
+    with pytest.raises(NotByPieces, match="one number for a batch"):
+        values_of(losses.Dice(), *map(tf.constant, NUMBERS), None)
