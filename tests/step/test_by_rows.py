@@ -116,7 +116,8 @@ def test_a_metric_of_kerass_adds_up(in_float64, name):
         metric.update_state(y[rows], outputs[rows], WEIGHTS[rows])
         states.append([variable.numpy() for variable in metric.variables])
     for whole, first, second in zip(*states, strict=True):
-        np.testing.assert_allclose(first + second, whole, rtol=1e-5, atol=1e-12)  # Some are float32 alone.
+        # Some are float32 alone.
+        np.testing.assert_allclose(first + second, whole, rtol=1e-5, atol=1e-12)
     metric = made(metrics, what)
     assert why_joined(compiled(metric=metric, y=y, outputs=outputs)) is None
 
