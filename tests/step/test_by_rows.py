@@ -161,6 +161,9 @@ def test_what_a_user_overrides_sees_joined_outputs():
     model.compile("sgd", "mse")
     assert why_joined(model) == "`compute_loss` is the user's own"
     model = compiled()
+    object.__setattr__(model, "compute_metrics", model.compute_metrics)
+    assert why_joined(model) == "`compute_metrics` is the user's own"
+    model = compiled()
     model._compile_loss.built = False
     assert why_joined(model) == "the loss and the metrics are not built"
 

@@ -51,7 +51,7 @@ def why_joined(model: keras.Model) -> str | None:
     """
     own = original_class(model)
     for method in ("train_step", "test_step", "compute_loss", "compute_metrics"):
-        if getattr(own, method) is not getattr(keras.Model, method):
+        if method in vars(model) or getattr(own, method) is not getattr(keras.Model, method):
             return f"`{method}` is the user's own"
     return next(_reasons(model), None)
 
