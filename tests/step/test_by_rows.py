@@ -168,6 +168,11 @@ def test_what_a_user_overrides_sees_joined_outputs():
     assert why_joined(model) == "the loss and the metrics are not built"
 
 
+def test_a_loss_that_is_not_reduced():
+    loss = losses.MeanSquaredError(reduction="none")
+    assert why_joined(compiled(loss)) == "loss 'mean_squared_error' has reduction='none'"
+
+
 def test_a_loss_that_reduces_in_its_own_way():
     class Own(losses.MeanSquaredError):
         def __call__(self, *args, **kwargs):

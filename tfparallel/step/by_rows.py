@@ -14,6 +14,7 @@ from keras.src import metrics as keras_metrics
 from keras.src.metrics import accuracy_metrics
 
 from tfparallel.extend import original_class
+from tfparallel.step.loss import REDUCTIONS
 
 __all__ = ["why_joined"]
 
@@ -70,6 +71,8 @@ def _reasons(model) -> Iterator[str]:
             yield f"loss '{getattr(term.loss, 'name', term.loss)}' may look at several examples"
         elif type(term.loss).__call__ is not keras.losses.Loss.__call__:
             yield f"loss '{term.loss.name}' reduces in its own way"
+        elif term.loss.reduction not in REDUCTIONS:
+            yield f"loss '{term.loss.name}' has reduction={term.loss.reduction!r}"
     for metric in () if metrics is None else metrics.metrics:
         if not _adds_up(metric):
             yield f"metric '{metric.name}' may not be a sum over the examples"

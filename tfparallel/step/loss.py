@@ -29,9 +29,9 @@ from keras.src.losses.loss import (
 )
 from keras.src.trainers.compile_utils import CompileLoss
 
-__all__ = ["NotByPieces", "Values", "call_with", "values_of"]
+__all__ = ["REDUCTIONS", "NotByPieces", "Values", "call_with", "values_of"]
 
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+REDUCTIONS = ("sum", "sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class NotByPieces(ValueError):
@@ -86,10 +86,8 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> Values:
     Raises:
         NotByPieces: If the loss reduces in its own way.
     """
-    if type(loss).__call__ is not keras.losses.Loss.__call__ or loss.reduction not in (
-        "sum",
-        *_MEANS,
-    ):
+    has_own_call = type(loss).__call__ is not keras.losses.Loss.__call__
+    if has_own_call or loss.reduction not in REDUCTIONS:
         raise NotByPieces(
             "A loss of Keras's, or a `keras.losses.Loss` whose `call` returns a value an example, "
             f"with a reduction of 'sum' or a mean, is required. Received: {loss!r} with "
