@@ -120,7 +120,11 @@ class OwnRows:
 def _row_counts(*structures) -> list:
     """Of each tensor with a batch axis, an int or, until it is known, a tensor."""
     leaves = keras.tree.flatten(structures)
-    return [count_rows(leaf) for leaf in leaves if getattr(leaf, "shape", None)]
+    return [
+        count_rows(leaf) if tf.is_tensor(leaf) else leaf.shape[0]  # Eagerly, an array.
+        for leaf in leaves
+        if getattr(leaf, "shape", None)
+    ]
 
 
 def _why_unaligned(data) -> str | None:
