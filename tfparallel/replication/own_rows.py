@@ -33,8 +33,6 @@ class OwnRows:
     def _rows_stay(self, data) -> bool:
         """Whether a step on such data needs no joined outputs; says so once where it does."""
         reason = why_joined(self) or _why_unaligned(data)
-        if self._workers is not None:
-            reason = reason or "a worker that dies must be named at once"
         if reason != self.why_joined:
             attach(self, _why_joined=reason)
             logging.info("Model '%s': the outputs of all rows are joined: %s.", self.name, reason)

@@ -220,7 +220,12 @@ class ReplicatedCall:
     def _summed(self, tensors):
         """Sums over the workers."""
         workers = self._strategy.workers
-        return workers.all_reduce(tensors) if workers is not None and tensors else list(tensors)
+        if workers is None or not tensors:
+            return list(tensors)
+        rows = [tf.expand_dims(tensor, 0) for tensor in tensors]
+        # Gathered, not all-reduced: so the loss of a worker is noticed at once.
+        gathered = workers.all_gather(rows, [1] * workers.num_workers)
+        return [tf.reduce_sum(each, 0) for each in gathered]
 
     def _backward(self, replicas, upstream, sources, needed, inputs):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
