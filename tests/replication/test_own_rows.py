@@ -91,6 +91,24 @@ def test_it_trains_as_one_device_and_joins_where_it_must(in_float64, name):
     assert (joined_in(model) > 0) == (name in WHY)
 
 
+def test_a_metric_of_infinite_values():
+    """A metric grows from zero; a difference of states would be infinity less infinity."""
+    x, y = np.ones((7, 2)), np.array([[0.0]] * 5 + [[np.inf]] * 2)
+    seen = []
+    for devices in (["CPU:0"], THREE):
+        model = tfparallel.data_parallel(
+            lambda: keras.Sequential([keras.Input((2,)), layers.Dense(1, "relu", name="d")]),
+            devices=devices,
+        )
+        model.compile("sgd", "mse", metrics=[metrics.MeanAbsoluteError(name="distance")])
+        first = model.evaluate(x, 0 * x[:, :1], batch_size=4, verbose=0, return_dict=True)
+        assert np.isfinite(first["distance"])
+        seen.append(model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)["distance"])
+        again = model.evaluate(x, 0 * x[:, :1], batch_size=4, verbose=0, return_dict=True)
+        assert again == first
+    assert seen == [np.inf, np.inf]
+
+
 def test_hinge_looks_at_all_labels():
     """Keras takes labels of 0 and 1 for -1 and 1 only if *all* of a batch are."""
     y = np.array([[0.0], [1.0], [-1.0]])

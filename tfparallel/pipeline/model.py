@@ -5,6 +5,7 @@ import inspect
 import keras
 import tensorflow as tf
 
+from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
@@ -23,10 +24,14 @@ class PipelinedModel(PlacedModel):
     """Extends a functional or Sequential model of placed layers; `fit` alone takes micro-batches.
 
     Attributes:
-        schedule: What each device does, in order.
         batch_normalization: None, or "deferred".
         check_rows: Whether a model that mixes examples is refused.
     """
+
+    @property
+    def schedule(self) -> Schedule:
+        """What each device does, in order."""
+        return self.layout.make_schedule()
 
     def compile(self, *args, **kwargs):
         """Compiles the model, as `keras.Model.compile`."""

@@ -141,11 +141,7 @@ def pipeline_parallel(
             recompute=recompute,
         )
 
-    attributes = {
-        "schedule": planned,
-        "batch_normalization": batch_normalization,
-        "check_rows": check_rows,
-    }
+    attributes = {"batch_normalization": batch_normalization, "check_rows": check_rows}
     model = place(model_or_function, decide, PipelinedModel, attributes)
     extend_random_layers(model)
     if batch_normalization is not None:

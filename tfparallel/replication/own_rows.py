@@ -1,10 +1,10 @@
 """A step whose predictions, loss and metrics stay where the rows are.
 
 Each replica calls the model on its rows, takes the numerators of the losses over them, and updates
-its own copies of the metrics. Summed over the replicas are, as scalars,
+metrics that begin at zero. Summed over the replicas are
 
     N_p, D_p    of each loss: J = Σ_p N_p / Σ_p D_p, and 1 / Σ_p D_p goes back to each replica
-    s_p         what a metric's state grew by
+    s_p         what the state of each metric grows by
 
 and, behind the backward pass, the gradients. No prediction leaves its device.
 """
@@ -67,12 +67,13 @@ class OwnRows:
             for output in keras.tree.flatten(outputs):
                 checked_output(self, output)
             predicted.append(outputs)
-            sums = self._terms(y, outputs, sample_weight)
-            if self._compile_metrics is not None:
-                self._compile_metrics.update_state(y, outputs, sample_weight)
-            return Sums(sums)
+            terms = self._terms(y, outputs, sample_weight)
+            return Sums([*terms, *self._growth(y, outputs, sample_weight)])
 
         sums = self._call_on_replicas(on_replica, (x, y, sample_weight), {}).tensors
+        states = self._states()
+        for variable, growth in zip(states, sums[len(sums) - len(states) :], strict=True):
+            variable.assign_add(growth)
         num_rows = next(i for i in keras.tree.flatten(x) if i is not None).shape[0]
         like = keras.tree.map_structure(
             lambda t: tf.TensorSpec([num_rows, *t.shape[1:]], t.dtype), predicted[0]
@@ -97,6 +98,20 @@ class OwnRows:
 
         call_with(instead, self._compile_loss, y, outputs, sample_weight)
         return found
+
+    def _states(self) -> list[keras.Variable]:
+        """The variables of the compiled metrics."""
+        return [] if self._compile_metrics is None else self._compile_metrics.variables
+
+    def _growth(self, y, outputs, sample_weight) -> list[tf.Tensor]:
+        """What a replica's rows add to each of them."""
+        if not (states := self._states()):
+            return []
+        zeros = [tf.zeros(variable.shape, variable.dtype) for variable in states]
+        grown = self._compile_metrics.stateless_update_state(
+            zeros, y, outputs, sample_weight=sample_weight
+        )
+        return [tf.stop_gradient(tf.convert_to_tensor(state)) for state in grown]
 
     def _whole_loss(self, sums, y, like, sample_weight):
         """The loss of all rows, with what layers and regularizers add, as `compute_loss`."""

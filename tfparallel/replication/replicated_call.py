@@ -159,7 +159,7 @@ class ReplicatedCall:
             with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
                 tape.watch(own)
                 replica_args, replica_kwargs = inputs.pack(parts[k])
-                with call_state.scope(k) as scope:
+                with state.ReplicaScope(k) as scope:
                     structure = self._call(*replica_args, **replica_kwargs)
                 sums = structure.tensors if isinstance(structure, Sums) else []
                 sums = [shard.if_it_has_rows(term) for term in sums]

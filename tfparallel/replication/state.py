@@ -29,31 +29,20 @@ class ReplicaScope(keras.StatelessScope):
 
     Args:
         replica: Index of the replica.
-        apart: The `id` of each variable that has no copies and is written here for each replica:
-            of metrics that were made outside the strategy's scope.
     """
 
-    def __init__(self, replica: int, apart: frozenset[int] = frozenset()):
+    def __init__(self, replica: int):
         super().__init__(collect_losses=True)
         self.replica = replica
         self.written: dict[int, keras.Variable] = {}
-        self.values: dict[int, tf.Tensor] = {}  # Of those that are kept apart.
-        self._apart = apart
 
     def add_update(self, update) -> None:
         """Writes at once, where Keras would keep the value for later."""
         variable, value = update
         copies = variables.copies(variable)
         self.written[id(variable)] = variable
-        if id(variable) in self._apart:
-            self.values[id(variable)] = tf.cast(value, copies[0].dtype)
-        elif self.replica < len(copies):
+        if self.replica < len(copies):
             copies[self.replica].assign(tf.cast(value, copies[self.replica].dtype))
-
-
-    def get_current_value(self, variable):
-        """What this replica has written of a variable without copies; None for any other."""
-        return self.values.get(id(variable))
 
 
 class CallState:
@@ -69,7 +58,6 @@ class CallState:
         self._thread_state = _thread_state()
         generators = [self._thread_state[keras_seeds.GLOBAL_SEED_GENERATOR]]
         equal: list[keras.Variable] = []
-        apart: set[int] = set()
         self._sums: dict[int, list[tf.Tensor]] = {}
         for part in layer._flatten_layers():
             generators.extend(part._seed_generators)
@@ -79,9 +67,6 @@ class CallState:
                 for variable in metric.variables:
                     copies = variables.copies(variable)
                     self._sums[id(variable)] = [tf.identity(copy) for copy in copies]
-                    if not variables.is_distributed(variable):
-                        apart.add(id(variable))
-        self._apart = frozenset(apart)
         equal.extend(generator.state for generator in generators)
         self._equal = {id(variable) for variable in equal}
 
@@ -89,10 +74,6 @@ class CallState:
         """Takes what Keras keeps for the caller's thread into this one."""
         for name, value in self._thread_state.items():
             global_state.set_global_attribute(name, value)
-
-    def scope(self, replica: int) -> ReplicaScope:
-        """What a replica's call runs in."""
-        return ReplicaScope(replica, self._apart)
 
     def combine(
         self,
@@ -110,16 +91,12 @@ class CallState:
         written = [
             (key, variable)
             for key, variable in scopes[0].written.items()
-            if key not in self._equal
-            and (key in self._apart or variables.is_distributed(variable))
+            if key not in self._equal and variables.is_distributed(variable)
         ]
         own_terms = []
         for key, variable in written:
             before = self._sums.get(key)
-            if key in self._apart:
-                new, before = [scope.values[key] for scope in scopes], before * len(scopes)
-            else:
-                new = [tf.identity(copy) for copy in variables.copies(variable)]
+            new = [tf.identity(copy) for copy in variables.copies(variable)]
             own_terms.append(
                 _share_of_average(new, own_shards)
                 if before is None
