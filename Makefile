@@ -12,7 +12,7 @@ WITH_TORCH := $(if $(TORCH),--torch=$(TORCH))
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast parity fuzz lint bench
+.PHONY: setup demo test test-fast parity networks fuzz lint bench
 
 setup: $(READY)
 
@@ -39,6 +39,11 @@ test-fast: $(READY)
 
 parity: $(READY)
 	$(BIN)/python -m tests.parity.table --write
+
+# Networks of keras.applications (and KerasHub, if installed) in every form, and with planted faults:
+# two to three hours.
+networks: $(READY)
+	TFPARALLEL_NETWORKS=all $(BIN)/python -m pytest -n 2 tests/diagnostics/test_networks.py tests/parity/test_applications.py
 
 # Random programs under every form; another seed, other programs. Ends with code 1 on a finding.
 FUZZ_MINUTES ?= 10

@@ -1,7 +1,7 @@
 """Networks that a check must pass without a fault, and fail with each of three.
 
-`TFPARALLEL_NETWORKS=all` runs all of them, minutes each; `python -m tests.networks` prints them as
-a table.
+`TFPARALLEL_NETWORKS=all` (`make networks`) runs all of them, minutes each;
+`python -m tests.networks` prints them as a table.
 """
 
 import importlib.util

@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 
 from . import upstream, workers
-from .case import EXACT, FORMS, REFUSED, REPRODUCIBLE, Case
+from .case import EXACT, FORMS, ONE_DEVICE_FOLDER, REFUSED, REPRODUCIBLE, Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 RENEW = "Run `python -m tests.parity.table --write` (or `make parity`) and commit docs/parity.md."
@@ -281,8 +281,9 @@ def main() -> int:
         os.environ[SEEN_FILE] = os.path.abspath(
             arguments.seen or os.path.join(folder, "seen.jsonl")
         )
+        os.environ[ONE_DEVICE_FOLDER] = folder
         result = subprocess.run(
-            # A case's pairs share its training on one device: one process runs them all.
+            # A case's pairs follow one another in one process, and share what it traced.
             [sys.executable, "-m", "pytest", "-q", "-n", "2", "tests/parity"],
             cwd=Path(__file__).parents[2],
             env={**os.environ, "TFPARALLEL_PARITY": "write"},

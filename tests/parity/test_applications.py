@@ -1,7 +1,11 @@
-"""Networks of `keras.applications` on devices: every variable after ten float64 steps."""
+"""Networks of `keras.applications` on devices: every variable after ten float64 steps.
+
+`TFPARALLEL_NETWORKS=all` runs all of them, a minute or two each; `make networks` does.
+"""
 
 import functools
 import itertools
+import os
 
 import keras
 import numpy as np
@@ -10,7 +14,6 @@ import pytest
 import tfparallel
 from tfparallel.pipeline.batch_norm import batch_norms, grouped
 
-from . import table
 from .case import precision
 
 # Batch normalization divides a rounding error by the spread of what it normalizes. Pictures of
@@ -31,8 +34,9 @@ NETWORKS = [
     "Xception", "ConvNeXtTiny",
 ]  # fmt: skip
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+WHOLE = os.environ.get("TFPARALLEL_NETWORKS") == "all"
 # Two are cheaper to trace than four: what the sample can afford.
-NUM_MICRO_BATCHES = 4 if table.MODE else 2
+NUM_MICRO_BATCHES = 4 if WHOLE else 2
 
 
 def pipeline(build, devices, schedule):
@@ -57,7 +61,6 @@ FORMS = {
 # Stages compute what one device does, digit by digit. Sums of parts are in another order.
 TOLERANCE = dict.fromkeys(FORMS, 1e-9) | {"model_parallel": 1e-12}
 ON = dict.fromkeys(FORMS, (2, 4)) | {"height": (2,)}
-# `make parity` and TFPARALLEL_PARITY=all run all of them: a minute or two each.
 ALL = [
     (name, num_devices, form)
     for name, form in itertools.product(NETWORKS, FORMS)
@@ -68,7 +71,7 @@ SAMPLE = [("MobileNet", 2, "1f1b")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_devices", "form"), ALL if table.MODE else SAMPLE)
+@pytest.mark.parametrize(("name", "num_devices", "form"), ALL if WHOLE else SAMPLE)
 def test_a_network_on_devices_is_the_network(name, num_devices, form):
     with precision("float64"):
         build = functools.partial(network, name)

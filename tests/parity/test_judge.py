@@ -38,11 +38,11 @@ def known(monkeypatch):
     def add(**fields):
         added = case("Tests", "a row", "a case of this test", **fields)
         monkeypatch.setattr(test_parity, "ALL", [*ALL, added])
-        test_parity.on_one_device.cache_clear()
+        test_parity.expected_of.cache_clear()
         return added
 
     yield add
-    test_parity.on_one_device.cache_clear()
+    test_parity.expected_of.cache_clear()
 
 
 def test_a_refusal_counts_only_in_the_form_and_the_words_that_the_case_says(known):
@@ -79,7 +79,7 @@ def test_workers_judge_likewise():
     def seen(refused, form):
         form.name = table.WORKERS
         one = case("Tests", "a row", "a case of this test", fit={"epochs": 1}, refused=refused)
-        return workers._judge(one, form, Alone(), Plain(), compare)
+        return workers._judge(one, form, Alone(), compare)
 
     expected = refusals.COMPILED_FOR_ONE_DEVICE
     assert seen(expected, refusing(said)) == (REFUSED, said, "")

@@ -8,17 +8,17 @@ import zlib
 import pytest
 
 from . import table
-from .case import EXACT, FORMS, REFUSED, REPRODUCIBLE, Case, Plain, compare, run
+from .case import EXACT, FORMS, REFUSED, REPRODUCIBLE, Case, compare, on_one_device, run
 from .cases import ALL
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 
 
 @functools.lru_cache(maxsize=4)
-def on_one_device(name: str):
-    """The observation that a case is measured with; its tests follow one another."""
+def expected_of(name: str):
+    """What a case is measured with; its tests follow one another."""
     (case,) = [case for case in ALL if case.name == name]
-    return run(case, Plain(), baseline=True)
+    return on_one_device(case)
 
 
 @functools.cache
@@ -160,7 +160,7 @@ def judge(case: Case, form) -> tuple[str, float | str]:
         `("exact", largest relative difference)`, `("reproducible", same of the
         second run)`, or `("refused", message)`.
     """
-    expected = on_one_device(case.name)
+    expected = expected_of(case.name)
     try:
         seen = run(case, form)
     except (ValueError, RuntimeError, NotImplementedError) as error:

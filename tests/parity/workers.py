@@ -108,7 +108,7 @@ def main(num_devices: int, names: Sequence[str]) -> None:
 
     cases = {case.name: case for case in ALL}
     for name in names:
-        line = _judge(cases[name], Workers(), strategy.workers, Plain(), compare)
+        line = _judge(cases[name], Workers(), strategy.workers, compare)
         if strategy.workers.worker_index == 0:
             text = json.dumps([name, *line])
             print(text, flush=True)
@@ -117,9 +117,9 @@ def main(num_devices: int, names: Sequence[str]) -> None:
                     file.write(text + "\n")
 
 
-def _judge(case, form, workers, plain, compare):
+def _judge(case, form, workers, compare):
     """As `test_parity.judge`, by worker 0; the others train with it."""
-    from .case import EXACT, REFUSED, REPRODUCIBLE, run
+    from .case import EXACT, REFUSED, REPRODUCIBLE, on_one_device, run
 
     def attempt():
         try:
@@ -132,7 +132,7 @@ def _judge(case, form, workers, plain, compare):
     if error is None and form.name in case.refused:
         failure = f"Trained, though the case says that it is refused: {case.refused[form.name]}"
     elif workers.worker_index == 0 and error is None:
-        differences = compare(run(case, plain, baseline=True), seen)
+        differences = compare(on_one_device(case), seen)
         if EXACT in case.verdicts and differences[0].relative <= case.limit:
             verdict, detail = EXACT, differences[0].relative
         else:
