@@ -50,6 +50,7 @@ SMALLEST = 1e-12  # Differences below are rounding noise of one step.
 SLACK = 100.0  # Between machines, noise differs by less than this.
 # What Keras puts before the message of an error in a layer's call, and the bold type that it sets.
 _AS_KERAS_WRAPS = re.compile(r"^Exception encountered when calling \S+\.\s*|\x1b\[\d+m")
+_OR = "” or “"  # Between the refusals of a row's cases.
 SEVERITY = (EXACT, REPRODUCIBLE, REFUSED)
 
 
@@ -82,7 +83,7 @@ class Cell:
         if seen.verdict == EXACT and self.verdict == EXACT:
             return seen.largest <= self.largest * SLACK
         if seen.verdict == REFUSED and self.verdict == REFUSED:
-            return seen.message == self.message
+            return seen.message in self.message.split(_OR)
         return SEVERITY.index(seen.verdict) <= SEVERITY.index(self.verdict)
 
 
@@ -94,7 +95,12 @@ def cell(verdict: str, detail: float | str) -> Cell:
 
 
 def worst(cells: list[Cell]) -> Cell:
-    return max(cells, key=lambda c: (SEVERITY.index(c.verdict), c.largest))
+    """The cell that is true of all of them; of different refusals it names each."""
+    found = max(cells, key=lambda c: (SEVERITY.index(c.verdict), c.largest))
+    if found.verdict != REFUSED:
+        return found
+    said = {c.message for c in cells if c.verdict == REFUSED}
+    return Cell(REFUSED, message=_OR.join(sorted(said)))
 
 
 def first_sentence(message: str) -> str:

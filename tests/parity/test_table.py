@@ -7,7 +7,7 @@ import pytest
 from . import table, upstream
 from .case import EXACT, REFUSED, REPRODUCIBLE
 from .cases import ALL
-from .table import Cell, cell
+from .table import Cell, cell, worst
 
 
 def test_names_are_unique_and_rows_have_one_group():
@@ -46,6 +46,13 @@ def test_a_cell_allows_noise_and_no_worse_verdict():
     assert not exact.allows(Cell(REPRODUCIBLE))
     assert Cell(REPRODUCIBLE).allows(exact)
     assert not Cell(REFUSED, message="a").allows(Cell(REFUSED, message="b"))
+
+
+def test_a_cell_names_each_refusal_of_its_cases():
+    a, b, exact = Cell(REFUSED, message="a"), Cell(REFUSED, message="b"), Cell(EXACT, 1e-12)
+    both = worst([b, exact, a])
+    assert str(both) == "refused: “a” or “b”" and Cell.parse(str(both)) == both
+    assert both.allows(a) and both.allows(b) and not both.allows(Cell(REFUSED, message="c"))
 
 
 def test_every_row_stands_on_the_page():

@@ -335,6 +335,36 @@ class Watching(layers.Layer):
         return inputs
 
 
+def sentences():
+    """Ragged from stage to stage, and read in two of them."""
+    mean = {"function": lambda rows: tf.reduce_mean(rows, axis=1), "output_shape": (4,)}
+    ids = keras.Input((None,), dtype="int32", ragged=True)
+    rows = layers.Embedding(20, 4, name="embed")(ids)
+    early = layers.Dense(3, name="early")(layers.Lambda(**mean, name="mean")(rows))
+    late = layers.Dense(3, name="late")(layers.Lambda(**mean, name="mean_again")(rows))
+    return keras.Model(ids, layers.Add(name="sum")([early, late]))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "gpipe"}, {"schedule": "interleaved", "recompute": "always"}]
+)
+def test_ragged_tensors_go_from_stage_to_stage(options):
+    x = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7, 8, 9, 1], [2]] * 2, dtype=tf.int32)
+    y, seen = np.arange(10) % 3, []
+    for build in (
+        sentences,
+        lambda: tfparallel.pipeline_parallel(sentences, DEVICES[:2], 2, **options),
+    ):
+        keras.utils.set_random_seed(4)
+        model = build()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"])
+        model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+        seen.append(model.get_weights())
+    for one, other in zip(*seen, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("balance", ["time", "memory"])
 def test_a_metric_inside_of_a_layer_counts_as_on_one_device(balance):
     """Story: "'NoneType' object has no attribute 'assign'", of the time of a layer."""

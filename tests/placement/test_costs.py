@@ -3,6 +3,7 @@
 import json
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 
@@ -186,3 +187,21 @@ def test_a_variable_that_is_trained_in_a_frozen_layer_has_a_gradient():
     model.get_layer("wide").trainable = False
     model.get_layer("wide").bias.trainable = True
     assert layer_costs(model, 10)[0].gradient_bytes == 4 * 16
+
+
+def of_seven_rows(declared):
+    inputs = keras.Input((4,), batch_size=declared)
+    x = layers.Dense(3)(inputs) * np.ones((7, 1), "float32")
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+@pytest.mark.parametrize("balance", ["time", "memory"])
+def test_a_model_of_one_batch_size_is_cut_by_what_such_a_batch_costs(balance):
+    two = ["CPU:0", "CPU:1"]
+    cut = tfparallel.model_parallel(lambda: of_seven_rows(7), devices=two, balance=balance)
+    assert len(set(cut.placement.values())) == 2
+    with pytest.raises(ValueError, match="Pass the `batch_size` that you train with"):
+        tfparallel.model_parallel(lambda: of_seven_rows(None), devices=two, balance=balance)
+    tfparallel.model_parallel(
+        lambda: of_seven_rows(None), devices=two, balance=balance, batch_size=7
+    )

@@ -235,3 +235,17 @@ def test_keras_own_layers_are_known(monkeypatch):
         return keras.Model(inputs, layers.Dense(1)(ops.tanh(layers.Dense(4)(inputs)) + inputs))
 
     trained(residual)
+
+
+@pytest.mark.parametrize("declared", [2, None])
+def test_a_constant_with_rows_of_its_own_is_refused(declared):
+    """A replica with one row would multiply it by both, and no shape would say so."""
+
+    def build():
+        inputs = keras.Input((4,), batch_size=declared)
+        return keras.Model(inputs, layers.Dense(1)(inputs) * np.array([[1.0], [3.0]], "float32"))
+
+    model = tfparallel.data_parallel(build, devices=TWO)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="class Multiply .* computed in pieces"):
+        model.fit(X[:2], Y[:2], batch_size=2, verbose=0)

@@ -139,3 +139,21 @@ def test_targets_of_other_sizes():
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match="a row for each example"):
         model.fit(unknown, verbose=0)
+
+
+class TwoRows(layers.Layer):
+    """Multiplies by a constant of two rows: of batches of two, or of one row by both."""
+
+    def call(self, x):
+        return x * keras.ops.convert_to_tensor([[1.0], [3.0]], x.dtype)
+
+
+def test_outputs_with_more_rows_than_examples():
+    model = tfparallel.data_parallel(
+        lambda: keras.Sequential([keras.Input((2,)), TwoRows(), layers.Dense(1)]),
+        devices=["CPU:0", "CPU:1"],
+        check_rows=False,
+    )
+    model.compile("sgd", "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a row for each example"):
+        model.fit(np.ones((2, 2)), np.ones((2, 1)), batch_size=2, verbose=0)

@@ -20,7 +20,9 @@ once. The loss, the metrics and the terms that layers add are those of the whole
 * "1f1b", "interleaved": of each micro-batch with the divisor of the whole batch (`loss.py`).
 """
 
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -161,8 +163,9 @@ class Step:
         done = []
         for key, gradient in zip(sent, gradients, strict=False):
             if gradient is not None:
-                gradient = tf.convert_to_tensor(gradient)
-                done.append(gradient)
+                if not isinstance(gradient, tf.RaggedTensor):
+                    gradient = tf.convert_to_tensor(gradient)
+                done += tf.nest.flatten(gradient, expand_composites=True)
                 self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
         for variable, gradient in zip(variables, gradients[len(sent) :], strict=True):
             done += self._sums.add(variable, gradient)
@@ -197,7 +200,7 @@ class Step:
             come = self._upstream.pop((index, m, key), None)
             if come and _is_differentiable(tensor):
                 targets.append(tensor)
-                seeds.append(tf.add_n(come) if len(come) > 1 else tf.identity(come[0]))
+                seeds.append(tf.identity(come[0]) if len(come) == 1 else _sum(come))
         parts = [] if found.part is None else [(found.part, tf.ones_like(found.part))]
         for term, share in [*found.added, *parts]:
             targets.append(term)
@@ -306,6 +309,13 @@ def _of(values: Values, keys) -> Values:
     """The values of some keys, with the logits behind them."""
     found = {key: values[key] for key in keys}
     return found | {key: values[key] for key in map(LogitsOf, keys) if key in values}
+
+
+def _sum(gradients):
+    """Of several readers of a tensor; `tf.add_n` takes no ragged ones."""
+    if isinstance(gradients[0], tf.RaggedTensor):
+        return functools.reduce(operator.add, gradients)
+    return tf.add_n(gradients)
 
 
 def _is_differentiable(tensor) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import keras
+import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.layout.balance import NoPartition, Weighed, partition
@@ -103,9 +104,17 @@ def by_balance(
         raise PlacementError(
             f"`balance` must be one of {', '.join(BALANCES)}. Received: balance={balance!r}."
         )
-    costs = layer_costs(
-        model, batch_size, measure=balance != "memory", all_gradients=all_gradients
-    )
+    try:
+        costs = layer_costs(
+            model, batch_size, measure=balance != "memory", all_gradients=all_gradients
+        )
+    except (ValueError, TypeError, tf.errors.OpError) as error:
+        raise PlacementError(
+            f"The best cut needs the costs of a batch, which the model did not compute: {error}\n"
+            "A batch that the model takes is required. Received: made-up examples, "
+            f"batch_size={batch_size}. Pass the `batch_size` that you train with, or say where "
+            "to cut by `layers_per_stage`."
+        ) from error
     try:
         counts = cut(costs, edges(model), len(devices), batch_size, balance, device_memory)
     except NoPartition as error:

@@ -85,10 +85,15 @@ def inputs_of(model: keras.Model) -> Any:
 
 
 def specs(tensors: Any, batch_size: int) -> Any:
-    """Returns what a batch looks like; another axis of unknown length counts as 1."""
-    return keras.tree.map_structure(
-        lambda t: tf.TensorSpec([batch_size, *(n or 1 for n in t.shape[1:])], t.dtype), tensors
-    )
+    """Returns what a batch looks like, of its declared size if it has one.
+
+    Another axis of unknown length counts as 1.
+    """
+
+    def spec(t):
+        return tf.TensorSpec([t.shape[0] or batch_size, *(n or 1 for n in t.shape[1:])], t.dtype)
+
+    return keras.tree.map_structure(spec, tensors)
 
 
 def _marginal_seconds(program: Callable[[int], Callable[[], Any]]) -> float:

@@ -9,7 +9,7 @@ from absl import logging
 
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.replication import row_probe
-from tfparallel.replication.known_rows import is_known_by_rows
+from tfparallel.replication.known_rows import is_known_by_rows, rows_of_constants
 from tfparallel.replication.state import global_seed_generator
 
 __all__ = ["check_rows", "make_quiet", "refusal"]
@@ -109,7 +109,7 @@ class Probe:
             return self._in_pieces(layer, call, *packed(tensors))
 
         problem = None
-        for num_rows in sizes or self._numbers:
+        for num_rows in sizes or [*rows_of_constants(layer), *self._numbers]:
             rows = [row_probe.made_up(spec, num_rows, seed) for seed, spec in enumerate(specs)]
             if any(each is None for each in rows):
                 return None

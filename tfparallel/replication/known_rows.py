@@ -8,7 +8,7 @@ import keras
 
 from tfparallel.extend import original_class
 
-__all__ = ["is_known_by_rows"]
+__all__ = ["is_known_by_rows", "rows_of_constants"]
 
 _RUN_ANYTHING = ("Lambda", "Dot", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer")
 _PAD_TO_THE_LONGEST = ("TextVectorization",)
@@ -52,9 +52,29 @@ def _is_known_operation(operation) -> bool:
     """Layers are looked at by themselves; `x + y` in a functional model is an operation."""
     if isinstance(operation, keras.Layer):
         return True
-    ranks = {len(x.shape) for node in operation._inbound_nodes for x in node.input_tensors}
     is_kerass = type(operation).__module__.startswith("keras.src.ops.")
-    return is_kerass and type(operation).__name__ in _BY_ELEMENT and len(ranks) <= 1
+    nodes = operation._inbound_nodes
+    return is_kerass and type(operation).__name__ in _BY_ELEMENT and all(map(_pairs_rows, nodes))
+
+
+def rows_of_constants(layer: keras.Layer) -> set[int]:
+    """Of the constants that a functional model's operations read, beside tensors of rows."""
+    operations = getattr(layer, "operations", ())
+    nodes = [node for operation in operations for node in operation._inbound_nodes]
+    return {rows for node in nodes for rows in _rows_of_constants(node)}
+
+
+def _pairs_rows(node) -> bool:
+    """Whether tensors are of one rank, and no constant has rows of its own."""
+    ranks = {len(tensor.shape) for tensor in node.input_tensors}
+    return len(ranks) <= 1 and not _rows_of_constants(node)
+
+
+def _rows_of_constants(node) -> set[int]:
+    given = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
+    arrays = [x for x in given if hasattr(x, "shape") and not isinstance(x, keras.KerasTensor)]
+    rank = max((len(tensor.shape) for tensor in node.input_tensors), default=0)
+    return {int(x.shape[0]) for x in arrays if len(x.shape) >= rank > 0} - {1}
 
 
 def _flat(axes):

@@ -13,8 +13,9 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfparallel.data.shard import count_rows
+from tfparallel.data.shard import count_rows, current
 from tfparallel.extend import attach
+from tfparallel.replication.known_rows import is_known_by_rows
 from tfparallel.replication.replicated_call import Sums, checked_output
 from tfparallel.step.by_rows import why_joined
 from tfparallel.step.loss import call_with, values_of
@@ -64,11 +65,10 @@ class OwnRows:
 
         def on_replica(x, y, sample_weight):
             outputs = call(x, **mode)
-            for output in keras.tree.flatten(outputs):
-                checked_output(self, output)
             predicted.append(outputs)
-            terms = self._terms(y, outputs, sample_weight)
-            return Sums([*terms, *self._growth(y, outputs, sample_weight)])
+            with tf.control_dependencies(self._as_many_rows_as_examples(outputs)):
+                terms = self._terms(y, outputs, sample_weight)
+                return Sums([*terms, *self._growth(y, outputs, sample_weight)])
 
         sums = self._call_on_replicas(on_replica, (x, y, sample_weight), {}).tensors
         states = self._states()
@@ -82,6 +82,19 @@ class OwnRows:
         batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
         self._loss_tracker.update_state(loss, sample_weight=batch_size)
         return loss
+
+    def _as_many_rows_as_examples(self, outputs) -> list[tf.Operation]:
+        """Assertions, or none where it is known: a loss would broadcast a row, and be wrong."""
+        flat = [checked_output(self, output) for output in keras.tree.flatten(outputs)]
+        if is_known_by_rows(self):
+            return []
+        num_rows = current().num_rows_used
+        return _equal(
+            [(count_rows(output), num_rows) for output in flat],
+            f"Model '{self.name}' must put out a row for each example. Received, of a replica, "
+            "outputs with another number of rows than its examples: a constant with rows of its "
+            "own, perhaps. Train on one device, or give the constant one row.",
+        )
 
     def _terms(self, y, outputs, sample_weight) -> list[tf.Tensor]:
         """A replica's numerator and divisor of each loss."""
@@ -151,15 +164,19 @@ def _why_unaligned(data) -> str | None:
 def _aligned(x, y, sample_weight) -> list[tf.Operation]:
     """Assertions, of sizes that are not known yet."""
     expected, *others = _row_counts(x, y, sample_weight)
-    found = [
-        tf.debugging.assert_equal(
-            other,
-            expected,
-            "Inputs, targets and sample weights must have a row for each example. Received tensors "
-            "of other sizes of axis 0. Give batches of a fixed size (`drop_remainder=True`), and "
-            "the outputs of all rows are joined.",
-        )
-        for other in others
-        if not (isinstance(expected, int) and isinstance(other, int))
+    return _equal(
+        [(other, expected) for other in others],
+        "Inputs, targets and sample weights must have a row for each example. Received tensors "
+        "of other sizes of axis 0. Give batches of a fixed size (`drop_remainder=True`), and "
+        "the outputs of all rows are joined.",
+    )
+
+
+def _equal(pairs, message) -> list[tf.Operation]:
+    """Assertions of what is not known to be equal; run at once, they leave nothing."""
+    checks = [
+        tf.debugging.assert_equal(one, other, message)
+        for one, other in pairs
+        if not (isinstance(one, int) and isinstance(other, int) and one == other)
     ]
-    return [check for check in found if check is not None]
+    return [check for check in checks if check is not None]

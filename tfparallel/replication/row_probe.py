@@ -149,7 +149,13 @@ def first_difference(
         try:
             first = one_piece.get_concrete_function(*specs)
             draws = _num_draws(first.graph) > _State.num_dropped
-            second = pieces.get_concrete_function(*specs)
+            try:
+                second = pieces.get_concrete_function(*specs)
+            except Exception:
+                if None in (spec.shape[0] for spec in specs):
+                    raise
+                # The model declares its batch size, and is not computed for another one.
+                return Difference("what is to be joined", float("inf"))
             kept = [places[place] for place in updates]
             with _restored(zeros := list(filter(_is_small, weights))):
                 _make_up(zeros)

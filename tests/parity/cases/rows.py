@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import layers, ops, optimizers
 
-from .. import refusals
+from .. import data, refusals
 from ..programs import case, compiled
 from .layers import dense, row_digits, stack, text_digits
 from .structures import fit_evaluate_predict
@@ -291,4 +291,49 @@ CASES += [
         data=row_digits,
         refused=refusals.MIXES_EXAMPLES,
     ),
+]
+
+DECLARED = "a batch size that the model declares"
+COUNTED = "values for a fixed number of rows"
+
+
+class ScaledByPlace(layers.Layer):
+    """Multiplies each row by its number, of as many rows as the static shape says."""
+
+    def call(self, x):
+        return x * ops.reshape(ops.cast(ops.arange(x.shape[0]), x.dtype), (-1, 1))
+
+
+def declares_its_batch(middle):
+    def build():
+        inputs = keras.Input((64,), batch_size=17)
+        return keras.Model(inputs, layers.Dense(10)(middle(layers.Dense(8)(inputs))))
+
+    return build
+
+
+def scaled_by_constant(x):
+    return x * ops.reshape(ops.arange(17, dtype=x.dtype), (-1, 1))
+
+
+def full_batches():
+    x, y = data.flat(4 * 17)
+    return {"x": x, "y": y}
+
+
+def declared(name, middle, refused=None):
+    return case(
+        GROUP,
+        COUNTED if refused else DECLARED,
+        name,
+        build=declares_its_batch(middle),
+        data=full_batches,
+        refused=refused or {},
+    )
+
+
+CASES += [
+    declared("declares its batch size", lambda x: layers.Activation("relu")(x)),
+    declared("scaled by a constant of its rows", scaled_by_constant, refusals.MIXES_EXAMPLES),
+    declared("scaled by place", lambda x: ScaledByPlace()(x), refusals.MIXES_EXAMPLES),
 ]
