@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import tfparallel
@@ -249,3 +250,36 @@ def test_a_constant_with_rows_of_its_own_is_refused(declared):
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="class Multiply .* computed in pieces"):
         model.fit(X[:2], Y[:2], batch_size=2, verbose=0)
+
+
+class LessRunningMean(layers.Layer):
+    """Moves a mean by that of the batch, and subtracts what has come of it."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x, axis=0))
+        return x - self.mean
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("kind", ["words", "ids"])
+def test_rows_of_few_values_may_be_alike_once_but_not_always(kind, num_devices):
+    """Five words of which a lookup knows none: each piece of them has the mean of all."""
+
+    def build():
+        if kind == "words":
+            inputs = keras.Input((1,), dtype="string")
+            x = layers.StringLookup(vocabulary=list("pqrs"), output_mode="one_hot")(inputs)
+        else:
+            inputs = keras.Input((1,), dtype="int32")
+            x = layers.CategoryEncoding(4, output_mode="one_hot")(inputs)
+        return keras.Model(inputs, layers.Dense(1)(LessRunningMean()(x)))
+
+    devices = ["CPU:0", "CPU:1", "CPU:2"][:num_devices]
+    model = tfparallel.data_parallel(build, devices=devices)
+    model.compile("sgd", "mse")
+    x = tf.constant([["p"], ["q"], ["q"], ["x"]]) if kind == "words" else np.array([[0], [1]] * 2)
+    with pytest.raises(ValueError, match="class LessRunningMean"):
+        model.fit(x, np.ones((4, 1)), verbose=0)

@@ -14,6 +14,9 @@ from tfparallel.replication.state import global_seed_generator
 
 __all__ = ["check_rows", "make_quiet", "refusal"]
 
+_TURNS = 3  # Of ids and words there are few: those of one batch may happen to be alike.
+_NUM_WORDS = 8
+
 # Takes a layer, its own `__call__`, and the arguments; computes the call as the form does, and
 # returns the outputs and the losses that layers added.
 InPieces = Callable[[keras.Layer, Callable, tuple, dict], tuple[Any, Sequence[tf.Tensor]]]
@@ -108,14 +111,20 @@ class Probe:
         def pieces(*tensors):
             return self._in_pieces(layer, call, *packed(tensors))
 
-        problem = None
+        problem, words = None, _words_of(layer)
         for num_rows in sizes or [*rows_of_constants(layer), *self._numbers]:
-            rows = [row_probe.made_up(spec, num_rows, seed) for seed, spec in enumerate(specs)]
-            if any(each is None for each in rows):
+            batches = [
+                [
+                    row_probe.made_up(spec, num_rows, (place, turn), words)
+                    for place, spec in enumerate(specs)
+                ]
+                for turn in range(_TURNS)
+            ]
+            if any(each is None for each in batches[0]):
                 return None
             try:
                 return row_probe.first_difference(
-                    *(whole, pieces, specs, rows, _written(layer), layer.trainable_variables),
+                    *(whole, pieces, specs, batches, _written(layer), layer.trainable_variables),
                     compute_dtype=_coarsest_dtype(layer),
                 )
             except row_probe.NotTried as error:
@@ -142,6 +151,15 @@ class Probe:
             if self.of(below, below.__call__, args, dict(kwargs)) is not None:
                 return self.culprit(part, kwargs)
         return layer
+
+
+def _words_of(layer) -> list[str]:
+    """What its lookups know, some of them: of a word that none knows all rows are alike."""
+    found: dict[str, None] = {}
+    for part in layer._flatten_layers():
+        if isinstance(part, keras.layers.StringLookup | keras.layers.TextVectorization):
+            found |= dict.fromkeys(part.get_vocabulary(include_special_tokens=False)[:_NUM_WORDS])
+    return list(found)
 
 
 def _forget_steps(layer) -> None:

@@ -85,8 +85,17 @@ class QuietInProbe:
         return super().call(*args, **kwargs)
 
 
-def made_up(spec: tf.TensorSpec, num_rows: int, seed: int) -> np.ndarray | None:
-    """Returns rows of a type, or None where the type is not supported."""
+def made_up(
+    spec: tf.TensorSpec, num_rows: int, seed: Any, words: Sequence[str] = ()
+) -> np.ndarray | None:
+    """Returns rows of a type, or None where the type is not supported.
+
+    Args:
+        spec: The type.
+        num_rows: How many.
+        seed: Of NumPy's generator.
+        words: What the model knows among strings.
+    """
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
         return None
     unknown = _SIZE if spec.shape.rank >= 4 else _LENGTH
@@ -96,7 +105,7 @@ def made_up(spec: tf.TensorSpec, num_rows: int, seed: int) -> np.ndarray | None:
     if drawn.ndim > 1:
         drawn[1::2, drawn.shape[1] // 2 :] = 0  # As padded rows end.
     if spec.dtype == tf.string:
-        return random.choice(["a", "b a", "c b a"], shape)
+        return random.choice(["a", "b a", "c b a", *words], shape)
     if spec.dtype.is_floating or spec.dtype.is_integer or spec.dtype.is_bool:
         return np.floor(drawn).astype(bool) if spec.dtype.is_bool else drawn.astype(
             spec.dtype.as_numpy_dtype
@@ -108,7 +117,7 @@ def first_difference(
     whole: Callable[..., tuple[Any, Sequence[tf.Tensor]]],
     in_pieces: Callable[..., tuple[Any, Sequence[tf.Tensor]]],
     specs: Sequence[tf.TensorSpec],
-    rows: Sequence[np.ndarray],
+    batches: Sequence[Sequence[np.ndarray]],
     written: Sequence[keras.Variable],
     weights: Sequence[keras.Variable] = (),
     compute_dtype: str = "float32",
@@ -119,14 +128,14 @@ def first_difference(
         whole: Takes tensors, returns outputs and the losses that layers added.
         in_pieces: The same, as the form computes it; it may write variables.
         specs: The types of the tensors.
-        rows: The tensors.
+        batches: The tensors, several times: a batch may happen to show nothing.
         written: The variables that either may write.
         weights: What is trained. Where it is zero, as a bias is at first, it hides what it
             multiplies; it has made-up values for the time being.
         compute_dtype: The coarsest type that is computed in.
 
     Raises:
-        NotTried: If these rows, or none, can be computed.
+        NotTried: If none of these batches can be computed.
     """
     updates: dict[str, tf.Tensor] = {}
     places = {str(place): variable for place, variable in enumerate(written)}
@@ -145,6 +154,7 @@ def first_difference(
         outputs, losses = in_pieces(*tensors)
         return keras.tree.flatten(outputs), list(losses)
 
+    tolerance = _TOLERANCE.get(compute_dtype, _COARSE)
     with _probing():
         try:
             first = one_piece.get_concrete_function(*specs)
@@ -156,38 +166,46 @@ def first_difference(
                     raise
                 # The model declares its batch size, and is not computed for another one.
                 return Difference("what is to be joined", float("inf"))
-            kept = [places[place] for place in updates]
-            with _restored(zeros := list(filter(_is_small, weights))):
-                _make_up(zeros)
-                expected = first(*map(tf.constant, rows))
-        except Exception as error:  # Made-up rows may be none that the model takes.
+        except Exception as error:
             raise NotTried(f"{type(error).__name__}: {error}") from error
-        with _restored([*kept, *zeros]):
-            _make_up(zeros)
-            try:
-                received = second(*map(tf.constant, rows))
-            except tf.errors.InvalidArgumentError:
-                return Difference("what is to be joined", float("inf"))
-            except tf.errors.OpError as error:  # Out of memory, for one.
-                raise NotTried(f"{type(error).__name__}: {error.message}") from error
-            states = {place: variables.copies(places[place])[0].numpy() for place in updates}
-    pairs = [*zip(expected[0], received[0], strict=False)]
-    found = [(f"output {i}", *pair) for i, pair in enumerate(pairs)]
-    if len(expected[1]) == len(received[1]):
-        found += [
-            ("a loss that it adds", *pair) for pair in zip(expected[1], received[1], strict=True)
-        ]
-    found += [
-        (f"variable '{places[place].path}'", value, states[place])
-        for place, value in expected[2].items()
-        if "seed_generator" not in places[place].path
-    ]
-    tolerance = _TOLERANCE.get(compute_dtype, _COARSE)
-    for what, one, other in found:
-        relative = _distance(np.asarray(one), np.asarray(other), only_shapes=draws)
-        if relative > max(tolerance, _TOLERANCE.get(np.asarray(one).dtype.name, _COARSE)):
-            return Difference(what, relative)
+        written = [places[place] for place in updates]
+        made = list(filter(_is_small, weights))
+        num_tried = 0
+        for rows in batches:
+            with _restored([*written, *made]):
+                _make_up(made)
+                tensors = [tf.constant(each) for each in rows]
+                try:
+                    expected = first(*tensors)
+                except Exception as error:  # Made-up rows may be none that the model takes.
+                    if rows is batches[-1] and not num_tried:
+                        raise NotTried(f"{type(error).__name__}: {error}") from error
+                    continue
+                num_tried += 1
+                try:
+                    received = second(*tensors)
+                except tf.errors.InvalidArgumentError:
+                    return Difference("what is to be joined", float("inf"))
+                except tf.errors.OpError as error:  # Out of memory, for one.
+                    raise NotTried(f"{type(error).__name__}: {error.message}") from error
+                states = {place: variables.copies(places[place])[0].numpy() for place in updates}
+            for what, one, other in _pairs(expected, received, states, places):
+                relative = _distance(np.asarray(one), np.asarray(other), only_shapes=draws)
+                if relative > max(tolerance, _TOLERANCE.get(np.asarray(one).dtype.name, _COARSE)):
+                    return Difference(what, relative)
     return None
+
+
+def _pairs(expected, received, states, places) -> Iterator[tuple[str, Any, Any]]:
+    """What the whole and the pieces made: outputs, losses, and what they wrote."""
+    for i, pair in enumerate(zip(expected[0], received[0], strict=False)):
+        yield f"output {i}", *pair
+    if len(expected[1]) == len(received[1]):
+        for pair in zip(expected[1], received[1], strict=True):
+            yield "a loss that it adds", *pair
+    for place, value in expected[2].items():
+        if "seed_generator" not in places[place].path:
+            yield f"variable '{places[place].path}'", value, states[place]
 
 
 @contextlib.contextmanager
