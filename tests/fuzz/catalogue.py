@@ -449,6 +449,32 @@ HEADS = [
         ["losses.Poisson({r})", "losses.MeanSquaredLogarithmicError({r})"],
         ["'mse'", "'poisson'"],
     ),
+    # Targets of another rank than the outputs, and outputs without an axis but the rows'.
+    (
+        ["layers.Dense(1, activation='softplus')"],
+        "positive",
+        (),
+        ["'mse'", "losses.MeanAbsoluteError({r})", "losses.Poisson({r})"],
+        ["'mae'", "'poisson'", "'kl_divergence'", "metrics.RootMeanSquaredError()"],
+    ),
+    (
+        ["layers.Dense(1)", "layers.Lambda(lambda t: t[..., 0])"],
+        "real",
+        (),
+        REAL,
+        ["'mse'", "'mae'", "metrics.CosineSimilarity()", "metrics.LogCoshError()"],
+    ),
+    (
+        ["layers.Dense(4, activation='softmax')"],
+        "labels",
+        (1,),
+        [
+            "'sparse_categorical_crossentropy'",
+            "losses.SparseCategoricalCrossentropy({r})",
+            "losses.CategoricalGeneralizedCrossEntropy()",
+        ],
+        ["'accuracy'", "metrics.SparseCategoricalCrossentropy()"],
+    ),
 ]
 
 OPTIMIZERS = [

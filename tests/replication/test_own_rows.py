@@ -1,5 +1,7 @@
 """Losses and metrics are computed where the rows are; outputs are joined only where they must."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -157,3 +159,155 @@ def test_outputs_with_more_rows_than_examples():
     model.compile("sgd", "mse")
     with pytest.raises(tf.errors.InvalidArgumentError, match="a row for each example"):
         model.fit(np.ones((2, 2)), np.ones((2, 1)), batch_size=2, verbose=0)
+
+
+@dataclasses.dataclass
+class Callable:
+    """A loss that has no hash, as a dataclass has none."""
+
+    scale: float = 2.0
+
+    def __call__(self, y, outputs):
+        return self.scale * keras.ops.square(y - outputs)
+
+
+def factors():
+    """The product of a user's and an item's factors: outputs of shape (batch,)."""
+    user, item = keras.Input((3,)), keras.Input((3,))
+    rows = layers.Dense(2)(user) * layers.Dense(2)(item)
+    return keras.Model([user, item], keras.ops.sum(rows, axis=-1))
+
+
+def column(activation=None):
+    return lambda: keras.Sequential([keras.Input((3,)), layers.Dense(1, activation)])
+
+
+def classes():
+    return keras.Sequential([keras.Input((3,)), layers.Dense(3, "softmax")])
+
+
+
+def two(regularizer=None):
+    def build():
+        inputs = keras.Input((3,))
+        dense = [layers.Dense(1, kernel_regularizer=regularizer, name=name) for name in "ab"]
+        return keras.Model(inputs, [dense[0](inputs), dense[1](inputs)])
+
+    return build
+
+
+def with_a_call_of_its_own():
+    loss = losses.MeanSquaredError()
+    loss.call = lambda y, p: keras.ops.square(y - p)[:, 0] * keras.ops.max(keras.ops.abs(y - p))
+    return loss
+
+
+def shared():
+    metric = metrics.TruePositives(thresholds=0.1)
+    return {"loss": ["mse", "mse"], "metrics": [[metric], [metric]]}
+
+
+NUMBERS = np.random.default_rng(2).uniform(0.1, 1, (11, 3))
+SUMS = NUMBERS.sum(axis=1) / 2
+THIRDS = np.arange(11)[:, None] % 3
+# A model, what it is compiled with, its inputs and targets, and why outputs are joined.
+SHAPES = {
+    "targets without an axis": (column(), lambda: {"loss": "mse"}, NUMBERS, SUMS, None),
+    "a metric that broadcasts": (
+        column("sigmoid"),
+        lambda: {"loss": "mse", "metrics": ["poisson", "kl_divergence", "categorical_hinge"]},
+        *(NUMBERS, SUMS, "metric 'poisson' looks at several examples"),
+    ),
+    "outputs without an axis": (
+        factors,
+        lambda: {"loss": "mse", "metrics": ["mae", "cosine_similarity"]},
+        *([NUMBERS, NUMBERS[::-1].copy()], SUMS, "rows apart from each other have no loss"),
+    ),
+    "a loss that broadcasts": (
+        classes,
+        lambda: {"loss": losses.CategoricalGeneralizedCrossEntropy()},
+        *(NUMBERS, THIRDS, "loss 'categorical_generalized_cross_entropy' looks"),
+    ),
+    "a metric of two outputs": (two(), shared, NUMBERS, [SUMS[:, None], SUMS[:, None] / 2], None),
+    "no losses": (
+        two("l2"), lambda: {"loss": [None, None]}, NUMBERS, [SUMS, SUMS], "there is no loss",
+    ),
+    "a loss without a hash": (
+        column(), lambda: {"loss": Callable()}, NUMBERS, SUMS, "may look at several examples",
+    ),
+    "a loss with a call of its own": (
+        column(), lambda: {"loss": with_a_call_of_its_own()}, NUMBERS, SUMS[:, None],
+        "may look at several examples",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_and_objects_that_are_not_the_usual_ones(in_float64, name):
+    build, compile_with, x, y, reason = SHAPES[name]
+    seen = []
+    for devices in (["CPU:0"], THREE):
+        keras.utils.set_random_seed(3)
+        model = tfparallel.data_parallel(build, devices=devices)
+        model.compile(keras.optimizers.SGD(0.05), **compile_with())
+        history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+        evaluated = model.evaluate(x, y, batch_size=5, verbose=0, return_dict=True)
+        seen.append(([*history.values(), *evaluated.values()], model.get_weights()))
+    for one, other in zip(*(sum(map(list, each), []) for each in seen), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-12)
+    assert model.why_joined is None if reason is None else reason in model.why_joined
+
+
+def test_weights_of_examples_that_meet_another_axis(in_float64):
+    """Weights of shape (3,) weigh places, not examples, of losses of shape (3, 3)."""
+    weights, weight = [], np.array([0.5, 1.0, 2.0])
+    x = np.random.default_rng(5).normal(size=(3, 3, 2))
+    for devices in (["CPU:0"], THREE):
+        keras.utils.set_random_seed(3)
+        model = tfparallel.data_parallel(
+            lambda: keras.Sequential([keras.Input((3, 2)), layers.Dense(2)]), devices=devices
+        )
+        model.compile("sgd", "mse")
+        batches = tf.data.Dataset.from_tensors((x, x, weight))
+        model.fit(batches, epochs=3, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-12)
+
+
+def test_the_way_is_told_of_each_compile_and_of_fit_before_evaluate(caplog):
+    model = tfparallel.data_parallel(column(), devices=THREE)
+    with caplog.at_level("INFO"):
+        model.compile("sgd", own_square)
+        model.fit(NUMBERS, SUMS[:, None], verbose=0)
+        assert model.why_joined == "loss 'own_square' may look at several examples"
+        model.compile("sgd", "mse")
+        model.evaluate(NUMBERS, SUMS[:, None], verbose=0)
+        model.fit(NUMBERS, SUMS[:, None], verbose=0)
+    assert model.why_joined is None
+    told = [record.getMessage() for record in caplog.records if "the outputs" in record.message]
+    assert [line.partition(", ")[2] for line in told] == [
+        "fit: the outputs of all rows meet: loss 'own_square' may look at several examples.",
+        "evaluate: the outputs stay where the rows are.",
+        "fit: the outputs stay where the rows are.",
+    ]
+
+
+def own_square(y, outputs):
+    return keras.ops.square(y - outputs)
+
+
+class WithNothing(keras.Model):
+    def build(self, shape):
+        self.dense = layers.Dense(1)
+        self.dense.build(shape)
+
+    def call(self, x):
+        return self.dense(x), None
+
+
+def test_an_output_none_is_refused_in_words():
+    model = tfparallel.data_parallel(WithNothing, devices=THREE)
+    model.compile("sgd", ["mse", None])
+    with pytest.raises(ValueError, match="puts out None"):
+        model.fit(NUMBERS, SUMS[:, None], verbose=0)

@@ -69,8 +69,7 @@ def refusal(layer: keras.Layer, culprit: keras.Layer, found: row_probe.Differenc
     return (
         "A layer mixes examples, and the batch is divided. Layers whose result for an example "
         f"depends on that example alone are required. Received: layer '{culprit.name}' of class "
-        f"{original_class(culprit).__name__} in model '{layer.name}': computed in pieces, "
-        f"{found.what} differs from the whole batch's by {found.relative:.1g}, relative. Join the "
+        f"{original_class(culprit).__name__} in model '{layer.name}': {found}. Join the "
         "rows in the layer with `tfparallel.all_gather` (under `data_parallel`), take a "
         "`keras.layers.BatchNormalization`, or train on one device. To train anyway, to other "
         "weights than one device's, pass `check_rows=False`."

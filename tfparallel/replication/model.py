@@ -264,7 +264,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             with tf.control_dependencies(arrived):
                 if self._fingerprints is not None:
                     self._fingerprints.check(data)
-                if self._rows_stay(data):
+                if self._rows_stay(data, "fit"):
                     return self._train_on_own_rows(data)
                 return super().train_step(data)
         finally:
@@ -273,7 +273,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
     def test_step(self, data):
         """One step of evaluation, for the global batch."""
         data = sample_partition.joined(data, self._workers)
-        if self.strategy is not None and self._rows_stay(data):
+        if self.strategy is not None and self._rows_stay(data, "evaluate"):
             return self._test_on_own_rows(data)
         return super().test_step(data)
 

@@ -3,22 +3,31 @@
 Each replica calls the model on its rows, takes the numerators of the losses over them, and updates
 metrics that begin at zero. Summed over the replicas are
 
-    N_p, D_p    of each loss: J = Σ_p N_p / Σ_p D_p, and 1 / Σ_p D_p goes back to each replica
+    N_p / D     its share of each loss whose divisor follows from sizes, such as B·T tokens; its
+                gradient asks for nothing of the other replicas
+    N_p, D_p    of the others, of a mask or of weights: J = Σ_p N_p / Σ_p D_p, and 1 / Σ_p D_p
+                goes back to each replica
     s_p         what the state of each metric grows by
 
 and, behind the backward pass, the gradients. No prediction leaves its device.
 """
 
+import itertools
+import warnings
+
 import keras
 import tensorflow as tf
 from absl import logging
+from keras.src import backend
+from keras.src.models.functional import Functional
 
 from tfparallel.data.shard import count_rows, current
-from tfparallel.extend import attach
+from tfparallel.extend import attach, original_class
 from tfparallel.replication.known_rows import is_known_by_rows
 from tfparallel.replication.replicated_call import Sums, checked_output
+from tfparallel.step.apart import why_not_apart
 from tfparallel.step.by_rows import why_joined
-from tfparallel.step.loss import call_with, values_of
+from tfparallel.step.terms import growth, states, terms, whole_loss
 
 __all__ = ["OwnRows"]
 
@@ -28,16 +37,57 @@ class OwnRows:
 
     @property
     def why_joined(self) -> str | None:
-        """Why the outputs of all rows met in the last step traced; None if they did not."""
-        return getattr(self, "_why_joined", None)
+        """Why the outputs of all rows met in the steps of `fit`, else in those of `evaluate`.
 
-    def _rows_stay(self, data) -> bool:
-        """Whether a step on such data needs no joined outputs; says so once where it does."""
-        reason = why_joined(self) or _why_unaligned(data)
-        if reason != self.why_joined:
-            attach(self, _why_joined=reason)
-            logging.info("Model '%s': the outputs of all rows are joined: %s.", self.name, reason)
+        None where they did not, and before there were any.
+        """
+        return next(iter(getattr(self, "_why_joined", {}).values()), None)
+
+    def _rows_stay(self, data, kind: str) -> bool:
+        """Whether a step on such data needs no joined outputs; says so once where it does.
+
+        Args:
+            data: A batch, as the step is given it.
+            kind: "fit" or "evaluate".
+        """
+        known = getattr(self, "_why_joined", {})
+        reason = why_joined(self) or _why_unaligned(data) or self._why_not_apart(data)
+        if kind not in known or known[kind] != reason:
+            attach(self, _why_joined=dict(sorted({**known, kind: reason}.items(), reverse=True)))
+            where = "stay where the rows are" if reason is None else f"of all rows meet: {reason}"
+            logging.info("Model '%s', %s: the outputs %s.", self.name, kind, where)
         return reason is None
+
+    def _why_not_apart(self, data) -> str | None:
+        """Asked once for each kind of data, and for each `compile`."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        types = keras.tree.map_structure(_type, (x, y, sample_weight))
+        of_whom, known = getattr(self, "_known_apart", (None, {}))
+        if of_whom is not self._compile_loss:
+            known = {}
+        if str(types) not in known:
+            try:
+                outputs = self._outputs_of(types[0])
+            except Exception as error:  # Keras's own follows, if it is one of the program.
+                found = f"the shapes of its outputs are not known: {str(error)[:200]}"
+            else:
+                found = why_not_apart(self, types[1], outputs, types[2])
+            known[str(types)] = found
+            attach(self, _known_apart=(self._compile_loss, known))
+        return known[str(types)]
+
+    def _outputs_of(self, types):
+        """The types of the outputs, in their structure."""
+        if original_class(self) in (keras.Sequential, Functional) and self.built:
+            functional = getattr(self, "_functional", None) or self
+            outputs = keras.tree.pack_sequence_as(functional._outputs_struct, functional.outputs)
+        else:
+            inputs = keras.tree.map_structure(
+                lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype), types
+            )
+            with tf.init_scope(), self._strategy.scope():
+                outputs = backend.compute_output_spec(self._call_of_layer, inputs)
+        return keras.tree.map_structure(_type, outputs)
 
     def _train_on_own_rows(self, data):
         """One step of training, as `keras.Model.train_step` does it."""
@@ -47,6 +97,8 @@ class OwnRows:
         if trained:
             gradients = tape.gradient(loss, trained)
             self.optimizer.apply_gradients(zip(gradients, trained, strict=True))
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return self.get_metrics_result()
 
     def _test_on_own_rows(self, data):
@@ -61,26 +113,31 @@ class OwnRows:
         self._look_at_rows(call, (x,), mode)
         with tf.control_dependencies(_aligned(x, y, sample_weight)):
             y = keras.tree.map_structure(lambda t: None if t is None else tf.identity(t), y)
-        predicted = []
+        compiled, metrics = self._compile_loss, self._compile_metrics
+        made = []
 
         def on_replica(x, y, sample_weight):
             outputs = call(x, **mode)
-            predicted.append(outputs)
+            num_rows = current().num_global_rows
             with tf.control_dependencies(self._as_many_rows_as_examples(outputs)):
-                terms = self._terms(y, outputs, sample_weight)
-                return Sums([*terms, *self._growth(y, outputs, sample_weight)])
+                own = terms(compiled, y, outputs, sample_weight, num_rows)
+                grown = growth(metrics, y, outputs, sample_weight)
+            made.append((outputs, own))
+            return Sums([*itertools.chain(*own), *grown])
 
-        sums = self._call_on_replicas(on_replica, (x, y, sample_weight), {}).tensors
-        states = self._states()
-        for variable, growth in zip(states, sums[len(sums) - len(states) :], strict=True):
-            variable.assign_add(growth)
-        num_rows = next(i for i in keras.tree.flatten(x) if i is not None).shape[0]
-        like = keras.tree.map_structure(
-            lambda t: tf.TensorSpec([num_rows, *t.shape[1:]], t.dtype), predicted[0]
+        sums = iter(self._call_on_replicas(on_replica, (x, y, sample_weight), {}).tensors)
+        outputs, like = made[0]
+        of_losses = [[next(sums) for _ in term] for term in like]
+        for variable, grown in zip(states(metrics), sums, strict=True):
+            variable.assign_add(grown)
+        first = next(i for i in keras.tree.flatten(x) if i is not None)
+        outputs = keras.tree.map_structure(
+            lambda t: tf.TensorSpec([first.shape[0], *t.shape[1:]], t.dtype), outputs
         )
-        loss = self._whole_loss(sums, y, like, sample_weight)
-        batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
-        self._loss_tracker.update_state(loss, sample_weight=batch_size)
+        losses = [whole_loss(compiled, of_losses, y, outputs, sample_weight)]
+        losses += [self._aggregate_additional_loss(loss) for loss in self.losses]
+        loss = losses[0] if len(losses) == 1 else keras.ops.sum(losses)
+        self._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
         return loss
 
     def _as_many_rows_as_examples(self, outputs) -> list[tf.Operation]:
@@ -96,53 +153,13 @@ class OwnRows:
             "own, perhaps. Train on one device, or give the constant one row.",
         )
 
-    def _terms(self, y, outputs, sample_weight) -> list[tf.Tensor]:
-        """A replica's numerator and divisor of each loss."""
-        found: list[tf.Tensor] = []
 
-        def instead(loss):
-            def find(y_true, y_pred, weight):
-                values = values_of(loss, y_true, y_pred, weight)
-                found.append(values.numerator())
-                found.append(tf.stop_gradient(values.divisor()))
-                return tf.zeros([], found[0].dtype)
-
-            return find
-
-        call_with(instead, self._compile_loss, y, outputs, sample_weight)
-        return found
-
-    def _states(self) -> list[keras.Variable]:
-        """The variables of the compiled metrics."""
-        return [] if self._compile_metrics is None else self._compile_metrics.variables
-
-    def _growth(self, y, outputs, sample_weight) -> list[tf.Tensor]:
-        """What a replica's rows add to each of them."""
-        if not (states := self._states()):
-            return []
-        zeros = [tf.zeros(variable.shape, variable.dtype) for variable in states]
-        grown = self._compile_metrics.stateless_update_state(
-            zeros, y, outputs, sample_weight=sample_weight
-        )
-        return [tf.stop_gradient(tf.convert_to_tensor(state)) for state in grown]
-
-    def _whole_loss(self, sums, y, like, sample_weight):
-        """The loss of all rows, with what layers and regularizers add, as `compute_loss`."""
-        remaining = iter(sums)
-
-        def instead(loss):
-            def find(*_):
-                numerator, divisor = next(remaining), next(remaining)
-                if loss.reduction == "sum":
-                    return numerator
-                return tf.math.divide_no_nan(numerator, divisor)
-
-            return find
-
-        compiled = self._compile_loss
-        losses = [call_with(instead, compiled, y, like, sample_weight, compiled.metrics)]
-        losses += [self._aggregate_additional_loss(loss) for loss in self.losses]
-        return losses[0] if len(losses) == 1 else keras.ops.sum(losses)
+def _type(leaf):
+    """The type of a tensor or an array, for batches of any size."""
+    if leaf is None or not hasattr(leaf, "shape"):
+        return None
+    shape = tf.TensorShape(leaf.shape)
+    return tf.TensorSpec([None, *shape[1:]] if shape.rank else shape, leaf.dtype)
 
 
 def _row_counts(*structures) -> list:

@@ -335,6 +335,11 @@ class ReplicatedCall:
 
 def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:
     """Returns an output that has a row for each example; says what another one lacks."""
+    if output is None:
+        raise ValueError(
+            f"Layer '{layer.name}' puts out None, of which no rows can be joined. Tensors are "
+            "required. Received: an output None. Return the tensors alone, or train on one device."
+        )
     if output.shape.rank == 0:
         raise ValueError(
             f"Cannot join the replicas' outputs of layer '{layer.name}': one of them is "

@@ -39,10 +39,20 @@ class Difference(NamedTuple):
     Attributes:
         what: "output 0", "a loss that it adds", "variable 'path'", "what is to be joined".
         relative: How far, relative to the largest element; infinite for other shapes.
+        error: What the pieces raised, if they cannot be computed at all.
     """
 
     what: str
     relative: float
+    error: str = ""
+
+    def __str__(self):
+        if self.error:
+            return f"computed in pieces it fails: {self.error}"
+        return (
+            f"computed in pieces, {self.what} differs from the whole batch's by "
+            f"{self.relative:.1g}, relative"
+        )
 
 
 class NotTried(Exception):
@@ -161,11 +171,12 @@ def first_difference(
             draws = _num_draws(first.graph) > _State.num_dropped
             try:
                 second = pieces.get_concrete_function(*specs)
-            except Exception:
+            except Exception as error:
                 if None in (spec.shape[0] for spec in specs):
                     raise
                 # The model declares its batch size, and is not computed for another one.
-                return Difference("what is to be joined", float("inf"))
+                said = " ".join(str(error).split())[:200]
+                return Difference("what is to be joined", float("inf"), said)
         except Exception as error:
             raise NotTried(f"{type(error).__name__}: {error}") from error
         written = [places[place] for place in updates]

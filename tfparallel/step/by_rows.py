@@ -1,9 +1,9 @@
-"""Whether the loss and the metrics of a compiled model can be computed where the rows are.
+"""Which losses and metrics of a compiled model may be computed where the rows are, by their names.
 
-Keras's own losses and metrics are known by name: a value for each example, states that add up. What
-a user wrote is not believed; a mean that is called a metric may hold a maximum. The exceptions are
-those that look at the whole batch: hinge losses ask whether *all* labels are 0 or 1, `Dice`,
-`Tversky` and `Circle` sum over the batch.
+Keras's own are known: a value for each example, states that add up. What a user wrote is not
+believed; a mean that is called a metric may hold a maximum. The exceptions are those that look at
+the whole batch: hinge losses ask whether *all* labels are 0 or 1, `Dice`, `Tversky` and `Circle`
+sum over the batch. What the rest do with the shapes of a program's data is tried (`apart.py`).
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from tfparallel.step.loss import REDUCTIONS
 
 __all__ = ["why_joined"]
 
+_WRAPPER, _MEAN = keras_losses.LossFunctionWrapper, keras_metrics.MeanMetricWrapper
 _fns = keras_losses.losses
 _BY_EXAMPLE = {
     _fns.mean_squared_error, _fns.mean_absolute_error, _fns.mean_absolute_percentage_error,
@@ -63,11 +64,11 @@ def _reasons(model) -> Iterator[str]:
         if compiled is not None and not compiled.built:
             yield "the loss and the metrics are not built"
             return
-    if loss is None:
+    if loss is None or not loss._flat_losses:
         yield "there is no loss"
         return
     for term in loss._flat_losses:
-        if not _is_by_example(term.loss) or type(term.loss).call is not _WRAPPER.call:
+        if not _is_by_example(term.loss) or not _keeps(term.loss, "call", _WRAPPER):
             yield f"loss '{getattr(term.loss, 'name', term.loss)}' may look at several examples"
         elif type(term.loss).__call__ is not keras.losses.Loss.__call__:
             yield f"loss '{term.loss.name}' reduces in its own way"
@@ -78,13 +79,16 @@ def _reasons(model) -> Iterator[str]:
             yield f"metric '{metric.name}' may not be a sum over the examples"
 
 
-_WRAPPER = keras_losses.LossFunctionWrapper
+def _keeps(thing, method: str, cls: type) -> bool:
+    """Whether a method is still that of a class of Keras's."""
+    return method not in vars(thing) and getattr(type(thing), method) is getattr(cls, method)
 
 
 def _is_by_example(wrapper) -> bool:
     """Whether what wraps a function has one known to give a value for each example."""
+    function = getattr(wrapper, "fn", getattr(wrapper, "_fn", None))
     return (
-        getattr(wrapper, "fn", getattr(wrapper, "_fn", None)) in _BY_EXAMPLE
+        any(function is known for known in _BY_EXAMPLE)
         and _is_kerass(wrapper)
         and getattr(wrapper, "_fn_kwargs", {}).get("axis", -1) == -1
     )
@@ -92,14 +96,9 @@ def _is_by_example(wrapper) -> bool:
 
 def _adds_up(metric) -> bool:
     if type(metric) in _ADD_UP:
-        return True
-    if not isinstance(metric, keras_metrics.MeanMetricWrapper):
-        return False
-    is_kerass = _is_kerass(metric) and metric.update_state.__func__ is _MEAN.update_state
-    return is_kerass and _is_by_example(metric)
-
-
-_MEAN = keras_metrics.MeanMetricWrapper
+        return "update_state" not in vars(metric)
+    is_mean = isinstance(metric, _MEAN) and _keeps(metric, "update_state", _MEAN)
+    return is_mean and _is_kerass(metric) and _is_by_example(metric)
 
 
 def _is_kerass(thing) -> bool:

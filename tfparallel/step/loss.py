@@ -45,7 +45,7 @@ class Values(NamedTuple):
         values: Shape `(rows, …)`.
         weight: Sample weights, or None.
         mask: Which of them are valid, or None.
-        reduction: "sum" or a mean.
+        reduction: One of `REDUCTIONS`.
     """
 
     values: tf.Tensor
@@ -61,20 +61,39 @@ class Values(NamedTuple):
             reduce_weighted_values(self.values, self.weight, self.mask, "sum", dtype)
         )
 
+    def share(self, num_rows) -> tf.Tensor | None:
+        """N_p / D where D follows from sizes alone; None where a mask or weights decide it.
+
+        Args:
+            num_rows: Of the whole batch.
+        """
+        if self.reduction == "sum":
+            return self.numerator()
+        by_weight = self.reduction == "mean_with_sample_weight" and self.weight is not None
+        if self.mask is not None or by_weight:
+            return None
+        values = self._weighted(self.weight)
+        of_a_row = values[:1]  # Of which there is one at least: see `Shard.num_rows_used`.
+        return self.numerator() / tf.cast(num_rows * _size(of_a_row), values.dtype)
+
+    def _weighted(self, weight) -> tf.Tensor:
+        if weight is None:
+            return self.values
+        values, weight = squeeze_or_expand_to_same_rank(self.values, weight)
+        return values * weight
+
     def divisor(self) -> tf.Tensor:
         """By what a reduction divides the numerator, if these were all examples."""
-        dtype, values, mask = self.values.dtype, self.values, self.mask
+        dtype, mask = self.values.dtype, self.mask
         if self.reduction == "sum":
             return tf.ones([], dtype)
         # The mask is not scaled yet, whatever the reduction: as under "sum".
         valid = None if mask is None else tf.cast(mask, dtype)
         merged = apply_mask(self.weight, valid, dtype, "sum")
-        if merged is not None:
-            values, merged = squeeze_or_expand_to_same_rank(values, merged)
-            if self.reduction == "mean_with_sample_weight":
-                return tf.reduce_sum(merged)
-            values = values * merged
-        number = tf.cast(_size(values), dtype)
+        if merged is not None and self.reduction == "mean_with_sample_weight":
+            _, merged = squeeze_or_expand_to_same_rank(self.values, merged)
+            return tf.reduce_sum(merged)
+        number = tf.cast(_size(self._weighted(merged)), dtype)
         if mask is None:
             return number
         return number * tf.math.divide_no_nan(tf.reduce_sum(valid), tf.cast(_size(mask), dtype))
@@ -92,12 +111,6 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> Values:
             "A loss of Keras's, or a `keras.losses.Loss` whose `call` returns a value an example, "
             f"with a reduction of 'sum' or a mean, is required. Received: {loss!r} with "
             f"reduction={getattr(loss, 'reduction', None)!r}."
-        )
-    if getattr(loss, "fn", None) is keras.losses.ctc:
-        raise NotByPieces(
-            "The CTC loss fails of a micro-batch without examples, which the last batch of an "
-            "epoch may have. A loss that is computed of no rows is required. Received: "
-            f"{loss!r}."
         )
     masks = [getattr(y_pred, "_keras_mask", None)]
     y_pred = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_pred)

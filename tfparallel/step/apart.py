@@ -1,0 +1,100 @@
+"""Whether losses and metrics are the same of rows together and apart: tried on made-up rows.
+
+A loss that is known by name to give a value for each example (`by_rows.py`) may look at several all
+the same, by the shapes that it is given: labels of shape (B,) beside outputs of shape (B, 1) are
+broadcast to (B, B) by some, and of outputs of shape (B,) the last axis is that of the examples.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.step.terms import growth, states, terms
+
+__all__ = ["why_not_apart"]
+
+_PIECES = (slice(0, 1), slice(1, 3), slice(3, 5))
+_NUM_ROWS = 5
+_TURNS = 3  # What counts hits may be right by accident.
+_LENGTH = 4  # Of axes of no known size.
+_TOLERANCE = 1e-3  # Metrics are float32, or coarser; what meets other rows differs more.
+
+
+def why_not_apart(model: keras.Model, y, outputs, sample_weight) -> str | None:
+    """Which loss or metric differs, or cannot be computed; None where all are the same.
+
+    Args:
+        model: A compiled model, its loss and metrics built.
+        y: The targets of a batch, or their types.
+        outputs: The types of the outputs, in their structure.
+        sample_weight: The weights of a batch, or their types, or None.
+    """
+    with tf.init_scope():
+        tried = (_tried(model, y, outputs, sample_weight, turn) for turn in range(_TURNS))
+        return next(filter(None, tried), None)
+
+
+def _tried(model, y, outputs, sample_weight, seed) -> str | None:
+    made = _made_up(y, outputs, sample_weight, seed)
+    try:
+        whole = list(_of(model, *_rows(made, slice(None))))
+        parts = [list(_of(model, *_rows(made, rows))) for rows in _PIECES]
+    except Exception as error:  # Keras's own error follows, if it is one of the program.
+        return f"rows apart from each other have no loss or metrics: {str(error)[:200]}"
+    for (name, value), *own in zip(whole, *parts, strict=True):
+        total = sum(np.asarray(part, "float64") for _, part in own)
+        if not np.allclose(total, np.asarray(value, "float64"), _TOLERANCE, 1e-6, equal_nan=True):
+            return f"{name} looks at several examples where shapes are these"
+    return None
+
+
+def _of(model, y, outputs, sample_weight) -> Iterator[tuple[str, Any]]:
+    """What is added up over the pieces, by the name of the loss or the metric."""
+    compiled = model._compile_loss
+    found = terms(compiled, y, outputs, sample_weight, _NUM_ROWS)
+    for own, of_loss in zip(compiled._flat_losses, found, strict=True):
+        for term in of_loss:
+            yield f"loss '{own.loss.name}'", term
+    compiled = model._compile_metrics
+    for variable, grown in zip(
+        states(compiled), growth(compiled, y, outputs, sample_weight), strict=True
+    ):
+        yield f"metric '{variable.path.rpartition('/')[0]}'", grown
+
+
+def _rows(structure, rows):
+    return keras.tree.map_structure(
+        lambda array: None if array is None else tf.constant(array[rows]), structure
+    )
+
+
+def _made_up(y, outputs, sample_weight, seed):
+    """Rows of these types; axes of no known size are as long as a target's, if that is known."""
+    lengths: dict[int, int] = {}
+    for leaf in keras.tree.flatten((y, outputs, sample_weight)):
+        for axis, size in enumerate(() if leaf is None else leaf.shape):
+            if size is not None:
+                lengths.setdefault(axis, size)
+    random = np.random.default_rng(seed)
+
+    def made(leaf, draw):
+        if leaf is None:
+            return None
+        sizes = [n or lengths.get(axis, _LENGTH) for axis, n in enumerate(leaf.shape)]
+        drawn, dtype = draw([_NUM_ROWS, *sizes[1:]]), tf.as_dtype(leaf.dtype)
+        return (drawn if dtype.is_floating else drawn > 0.5).astype(dtype.as_numpy_dtype)
+
+    def labels(shape):  # Of two classes: of one class none can be mistaken.
+        return (np.arange(np.prod(shape)).reshape(shape) + seed) % 2.0
+
+    def numbers(shape):
+        return random.uniform(0.1, 1.0, shape)
+
+    draws = (labels, numbers, numbers)
+    return tuple(
+        keras.tree.map_structure(lambda leaf, draw=draw: made(leaf, draw), each)
+        for each, draw in zip((y, outputs, sample_weight), draws, strict=True)
+    )

@@ -1,0 +1,89 @@
+"""The compiled loss and metrics of a model, of the rows of one piece.
+
+    terms     of each loss the piece's share N_p / D; where data decide the divisor, N_p and D_p
+    growth    what the state of each metric becomes, from zero
+
+Both are added up over the pieces; `whole_loss` makes the loss of the sums.
+"""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+
+from tfparallel.step.loss import call_with, values_of
+
+__all__ = ["growth", "states", "terms", "whole_loss"]
+
+
+def terms(compiled: CompileLoss, y, outputs, sample_weight, num_rows) -> list[list[tf.Tensor]]:
+    """Of each loss the piece's share, or its numerator and divisor.
+
+    Args:
+        compiled: The model's loss, built.
+        y: The piece's targets.
+        outputs: The model's outputs for it.
+        sample_weight: Its weights, or None.
+        num_rows: Of the whole batch.
+
+    Raises:
+        NotByPieces: If a loss has no such terms.
+    """
+    found: list[list[tf.Tensor]] = []
+
+    def instead(loss):
+        def find(y_true, y_pred, weight):
+            values = values_of(loss, y_true, y_pred, weight)
+            share = values.share(num_rows)
+            found.append(
+                [values.numerator(), tf.stop_gradient(values.divisor())]
+                if share is None
+                else [share]
+            )
+            return tf.zeros([], values.values.dtype)
+
+        return find
+
+    call_with(instead, compiled, y, outputs, sample_weight)
+    return found
+
+
+def whole_loss(
+    compiled: CompileLoss, sums: Sequence[Sequence[tf.Tensor]], y, outputs, sample_weight
+) -> tf.Tensor:
+    """The loss of the terms' sums; what tracks each output's loss is told.
+
+    Args:
+        compiled: The model's loss, built.
+        sums: Of `terms`, over the pieces.
+        y: The targets of the whole batch.
+        outputs: Tensors or their types, in the structure of the outputs; their values do not count.
+        sample_weight: The weights of the whole batch, or None.
+    """
+    remaining = iter(sums)
+
+    def instead(loss):
+        return lambda *_: _value(*next(remaining))
+
+    return call_with(instead, compiled, y, outputs, sample_weight, compiled.metrics)
+
+
+def _value(numerator, divisor=None) -> tf.Tensor:
+    return numerator if divisor is None else tf.math.divide_no_nan(numerator, divisor)
+
+
+def states(compiled: CompileMetrics | None) -> list[keras.Variable]:
+    """The variables of the compiled metrics, each once: two outputs may share a metric."""
+    found = () if compiled is None else compiled.variables
+    return list({id(variable): variable for variable in found}.values())
+
+
+def growth(compiled: CompileMetrics | None, y, outputs, sample_weight) -> list[tf.Tensor]:
+    """What a piece's rows add to each of `states`."""
+    if not states(compiled):
+        return []
+    zeros = [tf.zeros(variable.shape, variable.dtype) for variable in compiled.variables]
+    grown = compiled.stateless_update_state(zeros, y, outputs, sample_weight=sample_weight)
+    by_id = dict(zip(map(id, compiled.variables), grown, strict=True))
+    return [tf.stop_gradient(tf.convert_to_tensor(value)) for value in by_id.values()]
