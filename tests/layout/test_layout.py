@@ -38,6 +38,18 @@ def test_all_that_does_not_fit_is_said_at_once():
         Layout(Mesh(pipeline=2), FOUR[:2])
 
 
+def test_schedules_that_fit_nothing_and_layers_that_come_twice():
+    both = Mesh(pipeline=2), FOUR[:2], [("a", 0), ("b", 1), ("a", 1)]
+    with pytest.raises(LayoutError) as caught:
+        Layout(*both, schedule="1f1b", chunks_per_device=2, recompute="sometimes")
+    said = str(caught.value)
+    assert "`chunks_per_device` belongs to schedule='interleaved'" in said
+    assert "Received twice: 'a'." in said and "Received: recompute='sometimes'." in said
+    for fields in ({"schedule": "foo"}, {"schedule": "gpipe", "num_micro_batches": 0}):
+        with pytest.raises(LayoutError, match=r"must be (one of|a whole number)"):
+            Layout(Mesh(pipeline=2), FOUR[:2], {"a": 0}, **fields)
+
+
 def test_replicas():
     layout = Layout(Mesh(data=2), FOUR[:2], reduction="added on GPU:0")
     assert str(layout) == (

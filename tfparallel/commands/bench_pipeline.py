@@ -20,6 +20,7 @@ from tfparallel.commands.flags import (
     path_problems,
     run_command,
 )
+from tfparallel.layout.layout import RECOMPUTES
 
 __all__ = ["main"]
 
@@ -36,7 +37,7 @@ _DEADLINE_SECONDS = 900.0
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 _CHOICES = {
     "schedule": ("gpipe", "1f1b", "interleaved"),
-    "recompute": ("never", "always", "except_last"),
+    "recompute": RECOMPUTES,
 }
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 from absl import flags
 
+from tfparallel.layout.layout import RECOMPUTES
+
 __all__ = ["pipeline_choices", "pipeline_flags", "pipeline_problems"]
 
 _PIPELINE_FLAGS = (
@@ -36,7 +38,7 @@ def pipeline_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum(
         "recompute",
         None,
-        ("never", "always", "except_last"),
+        RECOMPUTES,
         "For pipeline: whether a backward pass computes its forward pass again; never if absent.",
         values,
     )

@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfparallel.layout.mesh import Coordinate, Mesh
-from tfparallel.layout.schedule import Schedule, make_schedule
+from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
 
-__all__ = ["Layout", "LayoutError"]
+__all__ = ["RECOMPUTES", "Layout", "LayoutError"]
+
+# Of which micro-batches the forward pass is done again.
+RECOMPUTES = ("never", "always", "except_last")
 
 _Pairs = tuple[tuple[str, Any], ...]
 
@@ -97,6 +100,20 @@ class Layout:
                 f"num_micro_batches={self.num_micro_batches}, "
                 f"chunks_per_device={self.chunks_per_device}, schedule=None."
             )
+        if self.schedule is not None:
+            try:
+                self.make_schedule()
+            except ScheduleError as error:
+                yield str(error)
+        for name in ("stages", "splits"):
+            layers = [layer for layer, _ in getattr(self, name)]
+            if again := sorted({layer for layer in layers if layers.count(layer) > 1}):
+                yield f"`{name}` has a layer once. Received twice: {', '.join(map(repr, again))}."
+        if self.recompute not in RECOMPUTES:
+            yield (
+                f"`recompute` must be one of {', '.join(RECOMPUTES)}. "
+                f"Received: recompute={self.recompute!r}."
+            )
 
     @property
     def num_stages(self) -> int:
@@ -130,7 +147,8 @@ class Layout:
         """What each device of a pipeline does, in order; None without micro-batches."""
         if self.schedule is None:
             return None
-        chunks = self.chunks_per_device if self.schedule == "interleaved" else None
+        has_chunks = self.schedule == "interleaved" or self.chunks_per_device != 1
+        chunks = self.chunks_per_device if has_chunks else None
         return make_schedule(self.schedule, self.mesh.pipeline, self.num_micro_batches, chunks)
 
     def to_json(self) -> dict[str, Any]:

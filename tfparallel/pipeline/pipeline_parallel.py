@@ -6,7 +6,7 @@ import keras
 
 from tfparallel import devices as device_lib
 from tfparallel.extend import extend
-from tfparallel.layout.layout import Layout
+from tfparallel.layout.layout import RECOMPUTES, Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
 from tfparallel.pipeline.batch_norm import DeferredBatchNormalization, batch_norms
@@ -19,9 +19,7 @@ from tfparallel.placement.model_parallel import place
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.check_rows import make_quiet
 
-__all__ = ["RECOMPUTES", "TooFewLayersError", "pipeline_parallel", "stages_by_layer"]
-
-RECOMPUTES = ("never", "always", "except_last")
+__all__ = ["TooFewLayersError", "pipeline_parallel", "stages_by_layer"]
 
 
 class TooFewLayersError(PlacementError):
