@@ -59,7 +59,8 @@ def test_a_worker_that_does_not_come_in_time_is_named(job):
 
 def train(*flags, transport="mpi", **environment):
     command = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2"]
-    command += [f"--transport={transport}", "--", sys.executable, "-m", "tfparallel", "train"]
+    command += [f"--transport={transport}"] * (transport is not None)
+    command += ["--", sys.executable, "-m", "tfparallel", "train"]
     done = subprocess.run(
         [*command, str(TASKS / "dropout.py"), "--parallel=data", "--epochs=2", *flags],
         cwd=ROOT,
@@ -93,9 +94,35 @@ def test_without_mpi_the_error_says_how_to_get_it(tmp_path):
     assert f"{lacking} To mend it: pip install 'tfparallel[mpi]'" in shown
 
 
+@pytest.mark.parametrize(
+    ("transport", "expected", "why"),
+    [
+        (
+            None,
+            ("mpi_shared_memory", "MPI shared memory, pipelined", "default"),
+            "the memory of one host",
+        ),
+        (
+            "tensorflow",
+            ("ring_tuned", "TensorFlow CollectiveReduceV2 (RING, in pieces)", "argument"),
+            "TFPARALLEL_ALL_REDUCE=tensorflow",
+        ),
+    ],
+)
+def test_workers_of_one_host_sum_through_its_memory_unless_told_otherwise(
+    tmp_path, transport, expected, why
+):
+    report = tmp_path / "report.json"
+    code, shown = train(f"--report={report}", transport=transport)
+    assert code == 0, shown
+    found = json.loads(report.read_text())["all_reduce"]
+    assert (found["algorithm"], found["implementation"], found["source"]) == expected
+    assert why in found["why"]
+
+
 def test_auto_takes_what_was_fastest_when_fit_began(tmp_path):
     report = tmp_path / "report.json"
-    code, shown = train("--all_reduce=auto", f"--report={report}", transport="tensorflow")
+    code, shown = train("--all_reduce=auto", f"--report={report}", transport=None)
     assert code == 0, shown
     assert "all-reduce by auto" in shown
     found = json.loads(report.read_text())["all_reduce"]
@@ -133,12 +160,15 @@ def main():
     found.append(worker_choice.WorkerChoice(group).choose(1000))
     rank = [tf.constant(1.0 + group.worker_index)]
     sums = [float(one.workers.all_reduce(rank)[0]) for one in found]
-    return [one.choice.as_json() for one in found], sums
+    by_default = worker_choice.by_default(group).choice
+    return [one.as_json() for one in (by_default, *(one.choice for one in found))], sums
 """
 
 
-def test_auto_goes_on_where_one_worker_has_no_library():
-    for (calibrated, profiled), sums in run_workers(ONE_WITHOUT_LIBRARY, 2):
+def test_auto_and_the_default_go_on_where_one_worker_has_no_library():
+    for (default, calibrated, profiled), sums in run_workers(ONE_WITHOUT_LIBRARY, 2):
+        assert (default["algorithm"], default["source"]) == ("ring_tuned", "default")
+        assert default["why"] == "one host, without MPI: pip install 'tfparallel[mpi]'"
         assert (calibrated["algorithm"], calibrated["source"]) == ("ring_tuned", "calibration")
         assert set(calibrated["microseconds"]) == {"ring_tuned"}
         assert (profiled["algorithm"], profiled["source"]) == ("ring_tuned", "default")
@@ -150,20 +180,24 @@ TWO_HOSTS = """
 import os
 import tensorflow as tf
 import tfparallel
+from tfparallel.collectives import worker_choice
 from tfparallel.collectives.mpi import start
 
 def main():
     start._memory_name = lambda: os.environ["RANK"]  # Each on a host of its own, it says.
     group = tfparallel.MultiWorkerMirroredStrategy(all_reduce="mpi").workers
+    by_default = worker_choice.by_default(group.by_tensorflow).choice
     sums = [group.all_reduce([tf.ones([size])])[0] for size in (1, 100, 300_000)]
     try:
         group.communicator.use("mpi_shared_memory")
     except ValueError as error:
-        return [group.transport, [float(y[-1]) for y in sums], str(error)]
+        by_default = [by_default.algorithm, by_default.why]
+        return [by_default, group.transport, [float(y[-1]) for y in sums], str(error)]
 """
 
 
 def test_workers_of_several_hosts_take_the_librarys_own_way():
-    for transport, sums, refusal in run_workers(TWO_HOSTS, 2):
+    for default, transport, sums, refusal in run_workers(TWO_HOSTS, 2):
+        assert default == ["ring_tuned", "the workers are on several hosts"]
         assert (transport, sums) == ("mpi_library", [2.0, 2.0, 2.0])
         assert "Received: 2 workers that do not all share memory." in refusal

@@ -5,9 +5,10 @@
 | `ring` | TensorFlow's ring over gRPC, with its own settings |
 | `ring_tuned` | the same, large sums in pieces that travel while others are summed |
 | `nccl` | NVIDIA's NCCL, between GPUs; NCCL_ALGO and NCCL_PROTO are read at its first use |
+| `tensorflow` | what TensorFlow takes: NCCL between GPUs, `ring_tuned` between CPUs |
 | `mpi`, `mpi_…` | MPI, through host memory: `tfparallel.collectives.mpi` |
 | `auto` | the fastest, measured: `tfparallel.collectives.worker_choice` |
-| None | NCCL between GPUs, `ring_tuned` between CPUs |
+| None | NCCL between GPUs; on one host `mpi` if all have it; else `ring_tuned` |
 
 What the environment's TFPARALLEL_ALL_REDUCE says stands before `auto` and None.
 """
@@ -22,7 +23,8 @@ from tfparallel.collectives.mpi import communicator, start
 from tfparallel.collectives.mpi.workers import MpiWorkerGroup
 from tfparallel.startup import has_nvidia_gpu
 
-NAMES = ("auto", "ring", "ring_tuned", "nccl", *communicator.ALGORITHMS)
+_TENSORFLOWS = "tensorflow"
+NAMES = ("auto", _TENSORFLOWS, "ring", "ring_tuned", "nccl", *communicator.ALGORITHMS)
 
 
 def chosen(name: str | None) -> str | None:
@@ -53,7 +55,7 @@ def options(
     """Returns TensorFlow's options for a transport, with what the user has set in them."""
     own = tf.distribute.experimental.CommunicationOptions
     given = given or own()
-    if name in (None, "auto") or name.startswith("mpi"):
+    if name in (None, "auto", _TENSORFLOWS) or name.startswith("mpi"):
         return given
     kind = "NCCL" if name == "nccl" else "RING"
     return own(
@@ -68,14 +70,14 @@ def joined(group: WorkerGroup, name: str | None) -> WorkerGroup:
 
     Args:
         group: The workers, joined by TensorFlow.
-        name: The transport, of `NAMES`; None or "auto" for TensorFlow's, as it is.
+        name: The transport, of `NAMES`; None and "auto" for TensorFlow's, as it is.
 
     Raises:
         RuntimeError: If a worker lacks MPI.
         ValueError: If the algorithm cannot run here.
     """
     group = group.by_tensorflow
-    if name in (None, "auto"):
+    if name in (None, "auto", _TENSORFLOWS):
         return group
     if not name.startswith("mpi"):
         return group.with_transport(name)

@@ -1,8 +1,12 @@
-"""Which transport sums the gradients of a job's workers: measured, never guessed.
+"""Which transport sums the gradients of a job's workers.
 
-As `choice.py` chooses among the algorithms of one process. Worker 0's profile decides for all
-(`tfparallel bench all_reduce --nproc_per_node=2 --save_profile`), or, without one, a calibration in
-which all take part. A transport that needs what a worker lacks is no candidate.
+Where nobody asks, the one that has been fastest wherever it was measured (docs/mpi.md): between
+GPUs NCCL, on one host MPI's shared memory if all workers have it, else TensorFlow's ring, tuned.
+
+Under "auto" it is measured for the job's own gradients, as `choice.py` chooses among the algorithms
+of one process. Worker 0's profile decides for all (`tfparallel bench all_reduce --nproc_per_node=2
+--save_profile`), or, without one, a calibration in which all take part. A transport that needs what
+a worker lacks is no candidate.
 """
 
 import platform
@@ -11,14 +15,15 @@ import time
 from typing import NamedTuple
 
 import tensorflow as tf
+from absl import logging
 
 from tfparallel.collectives import choice, profile, transport
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.choice import Choice
-from tfparallel.collectives.mpi import library
+from tfparallel.collectives.mpi import library, start
 from tfparallel.startup import has_nvidia_gpu
 
-__all__ = ["WorkerChoice", "names_of"]
+__all__ = ["WorkerChoice", "by_default", "names_of"]
 
 # More need not be moved to tell which transport moves a byte faster.
 _MAX_BYTES = 2**26
@@ -35,6 +40,42 @@ class Outcome(NamedTuple):
     choice: Choice
 
 
+def by_default(group: WorkerGroup) -> Outcome:
+    """Takes what is fastest of what is installed, where nobody asks for anything.
+
+    Called by every worker, at the same place of the program.
+
+    Args:
+        group: The workers, joined by TensorFlow.
+    """
+    name, why = _default(group)
+    if name != group.transport:
+        joined = _joined(group, [name]).get(name)
+        group, why = joined or group, why if joined else f"{name} failed to start"
+    return Outcome(group, Choice(group.transport, "default", why).of(group.implementation))
+
+
+def _default(group) -> tuple[str, str]:
+    """The name of a transport, and why it is that one."""
+    if group.transport == "nccl":
+        return "nccl", "the workers have GPUs"
+    offers = start.offers(group.exchange)
+    if len({offer["memory"] for offer in offers}) > 1:
+        return group.transport, "the workers are on several hosts"
+    missing = {k: offer["missing"] for k, offer in enumerate(offers) if offer["missing"]}
+    if missing:
+        if group.worker_index == 0:
+            logging.warning(
+                "The workers share a host, and would sum gradients faster through its memory: %s "
+                "(worker %d lacks it: %s). TensorFlow's ring does it now.",
+                *(library.PIP, *min(missing.items())),
+            )
+        return group.transport, f"one host, without MPI: {library.PIP}"
+    if not all(offer["starts"] for offer in offers):
+        return group.transport, "one host, with an MPI library that only its mpiexec starts"
+    return "mpi", "all workers share the memory of one host"
+
+
 class WorkerChoice:
     """Chooses once, for the gradients of the first model that is trained.
 
@@ -49,7 +90,7 @@ class WorkerChoice:
     """
 
     def __init__(self, group: WorkerGroup, calibrate: bool = True):
-        self._group = group
+        self._group = group.by_tensorflow
         self._calibrate = calibrate
         self._profile = _profile_of_first(group)
 

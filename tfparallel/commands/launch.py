@@ -72,10 +72,10 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_enum(
         "transport",
-        "tensorflow",
+        None,
         ("tensorflow", "mpi"),
         "What carries tensors between workers whose program does not say (--all_reduce): mpi needs "
-        "tfparallel[mpi], and no mpiexec.",
+        "tfparallel[mpi], and no mpiexec. Default: mpi on one host that has it, else tensorflow.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -229,7 +229,7 @@ def _run_once(values: flags.FlagValues, command: Sequence[str], attempt: int) ->
     programs = host_programs(
         _meet(values, attempt),
         command,
-        os.environ if values.transport == "tensorflow" else {**os.environ, ALL_REDUCE: "mpi"},
+        os.environ if values.transport is None else {**os.environ, ALL_REDUCE: values.transport},
         node_rank=values.node_rank or 0,
         restart_count=attempt,
         bind_cores=values.bind_cores,

@@ -94,8 +94,9 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         all_reduce: What carries tensors between the workers: "ring_tuned" or "ring", TensorFlow's
             own over gRPC; "nccl", for GPUs; "mpi", or one of its algorithms, through host memory
             (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. None, the
-            default, is NCCL between GPUs and "ring_tuned" between CPUs; "auto" the fastest, from
-            a profile or measured when `fit` begins, as in a `tfparallel.MirroredStrategy`. What
+            default, is NCCL between GPUs; on one host "mpi", where all workers have it; else
+            "ring_tuned". "auto" is the fastest for this model, from a profile or measured when
+            `fit` begins, as in a `tfparallel.MirroredStrategy`. What
             the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
             --transport=mpi` sets, stands before both.
         bucket_bytes: How much of the gradients is summed at once, while the rest is still computed;
@@ -175,12 +176,15 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             )
             keep_freed_memory()
             self.workers.bucket_bytes = bucket_bytes
-            self.workers = transport.joined(self.workers, all_reduce)
+            if all_reduce is None and not _says_how(communication_options):
+                self.workers, self.all_reduce_choice = worker_choice.by_default(self.workers)
+            else:
+                self.workers = transport.joined(self.workers, all_reduce)
+                self.all_reduce_choice = _told(self.workers, given, all_reduce)
             WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
             if all_reduce == "auto":
                 self._to_choose = worker_choice.WorkerChoice(self.workers, calibrate)
-            self.all_reduce_choice = _told(self.workers, given, all_reduce)
         MultiWorkerMirroredStrategy._of_process = self
 
     @classmethod
@@ -240,11 +244,17 @@ def _meet(resolver, facts, start_timeout) -> None:
     meet_peers(workers, index, facts, start_timeout)
 
 
+def _says_how(communication_options) -> bool:
+    """Whether TensorFlow's own options name what carries tensors."""
+    by_itself = tf.distribute.experimental.CommunicationImplementation.AUTO
+    return communication_options is not None and communication_options.implementation != by_itself
+
+
 def _told(workers, given, all_reduce) -> Choice:
     if all_reduce == "auto":
         found = Choice(workers.transport, "default", "no `fit` yet, before which it is chosen")
     elif all_reduce is None:
-        found = Choice(workers.transport, "default", "nothing else was asked for")
+        found = Choice(workers.transport, "argument", "`communication_options` name it")
     elif given == all_reduce:
         found = Choice(workers.transport, "argument", "it was asked for")
     else:

@@ -23,7 +23,15 @@ import importlib
 import importlib.util
 import types
 
-__all__ = ["MPICH_ALGORITHMS", "PIP", "AlgorithmVariable", "is_installed", "load", "missing"]
+__all__ = [
+    "MPICH_ALGORITHMS",
+    "PIP",
+    "AlgorithmVariable",
+    "is_installed",
+    "load",
+    "missing",
+    "speaks_pmi",
+]
 
 PIP = "pip install 'tfparallel[mpi]'"
 # Values of MPICH's variable, by the order in which it lists them.
@@ -52,6 +60,12 @@ def missing() -> str | None:
     except (ImportError, RuntimeError) as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
     return None
+
+
+def speaks_pmi() -> bool:
+    """Whether the library is started as MPICH is, so that `start` can do it; it must be there."""
+    version = _module().Get_library_version()
+    return "MPICH" in version or version.startswith("Intel(R) MPI")
 
 
 def load() -> types.ModuleType:

@@ -20,12 +20,32 @@ from tfparallel.collectives.mpi import library
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.mpi.waiting import Waiting
 
-__all__ = ["join"]
+__all__ = ["join", "offers"]
 
 # Of processes that `mpiexec` or `srun` started: PMI-1 and 2 (MPICH, Intel, Slurm), PMIx (Open MPI).
 _STARTED_BY_MPI = ("PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _CONNECT_SECONDS = 30.0
 _END_SECONDS = 5.0
+
+
+def offers(exchange: Callable[[Any], list[Any]]) -> list[dict[str, Any]]:
+    """Returns what each worker, in order, has to join the others by MPI; MPI is not started.
+
+    "missing" says what it lacks, or None; "starts" whether its library can be started here;
+    "started" whether MPI's own starter did; "memory" names the memory that it shares; "cores" are
+    those that it may use.
+    """
+    missing = library.missing()
+    started = any(name in os.environ for name in _STARTED_BY_MPI)
+    return exchange(
+        {
+            "missing": missing,
+            "starts": missing is None and (started or library.speaks_pmi()),
+            "started": started,
+            "memory": _memory_name(),
+            "cores": available_cores(),
+        }
+    )
 
 
 def join(
@@ -50,13 +70,7 @@ def join(
         ValueError: If the algorithm cannot run here.
     """
     server, token = None, None
-    offer: dict[str, Any] = {
-        "missing": library.missing(),
-        "started": any(name in os.environ for name in _STARTED_BY_MPI),
-        "memory": _memory_name(),
-        "cores": available_cores(),
-    }
-    said = exchange(offer)
+    said = offers(exchange)
     missing = [other["missing"] for other in said]
     lacking = [f"worker {k}: {problem}" for k, problem in enumerate(missing) if problem]
     if lacking:
