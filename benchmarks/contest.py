@@ -40,7 +40,12 @@ class Group:
         cores: A core for each process; empty for no pinning.
         program: A Python and a program that speaks as `dialog.py` does.
         num_speaking: How many of the processes answer, the first ones; all if left out.
+
+    Attributes:
+        peak_mib: The most memory that one of them has held, where they tell it.
     """
+
+    peak_mib = 0.0
 
     def __init__(self, stack, workload, kind, environments, *, cores, program, num_speaking=None):
         self.processes = []
@@ -73,6 +78,7 @@ class Group:
         for process in self.speaking:
             process.start_training(num_steps, skip)
         replies = [process.finish_training(num_steps) for process in self.speaking]
+        self.peak_mib = max([self.peak_mib, *(reply.get("peak_mib", 0.0) for reply in replies)])
         return 1e3 * float(np.median(np.max([r["step_seconds"] for r in replies], axis=0)))
 
 

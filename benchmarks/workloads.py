@@ -1,4 +1,4 @@
-"""The models that `data_parallel.py` trains, and their data.
+"""The models that `data_parallel.py` and `scaling.py` train, and their data.
 
 The data are prototypes of the classes under noise, so that there is something to learn and
 nothing to download. How long a step takes does not depend on them.
@@ -25,16 +25,22 @@ class Workload(NamedTuple):
         build_model: Function that returns the Keras model; it puts out logits.
         input_shape: The shape of one example.
         global_batch_size: Examples of a step, over all replicas of a process.
+        num_words: Of a language model, which reads word ids and predicts one at each place.
     """
 
     description: str
     build_model: Callable[[], keras.Model]
     input_shape: tuple[int, ...]
     global_batch_size: int
+    num_words: int | None = None
 
     def batches(self, num_workers=1):
-        """Returns inputs `(batches, global batch, …)` in float32 and labels in int32."""
+        """Returns inputs `(batches, global batch, …)`, float32 or ids, and labels in int32."""
         generator = np.random.default_rng(SEED)
+        if self.num_words is not None:
+            shape = (NUM_BATCHES, self.global_batch_size * num_workers, self.input_shape[0] + 1)
+            ids = generator.integers(self.num_words, size=shape).astype("int32")
+            return ids[..., :-1], ids[..., 1:]
         prototypes = generator.standard_normal((NUM_CLASSES, *self.input_shape))
         size = (NUM_BATCHES, self.global_batch_size * num_workers)
         labels = generator.integers(NUM_CLASSES, size=size)
@@ -73,6 +79,17 @@ def build_cnn(num_units=128, name="cnn"):
     )
 
 
+NUM_WORDS, LENGTH = 32_768, 64
+
+
+def build_language_model(width=64):
+    """Returns a model of 4.2 million weights, whose predictions are 128 KiB a word."""
+    ids = keras.Input((LENGTH,), dtype="int32")
+    x = keras.layers.Embedding(NUM_WORDS, width)(ids)
+    x = keras.layers.Add()([x, keras.layers.Dense(width, activation="gelu")(x)])
+    return keras.Model(ids, keras.layers.Dense(NUM_WORDS)(x), name="language_model")
+
+
 WORKLOADS = {
     "dispatch_bound": Workload(
         "MLP of 8 thin dense layers", build_mlp, input_shape=(32,), global_batch_size=64
@@ -93,5 +110,12 @@ WORKLOADS = {
         functools.partial(build_cnn, 1024, "wide_cnn"),
         input_shape=(28, 28, 1),
         global_batch_size=32,
+    ),
+    "language_model": Workload(
+        "language model of 32,768 words",
+        build_language_model,
+        input_shape=(LENGTH,),
+        global_batch_size=16,
+        num_words=NUM_WORDS,
     ),
 }
