@@ -195,3 +195,14 @@ def test_a_lambda_that_was_given_another_function(form):
     model = around(layers.Lambda(lambda x: x * 2, name="times"))
     model.get_layer("times").function = lambda x: x * 3
     assert_alike(BUILDERS[form](model), model)
+
+
+def test_a_lambda_of_a_nested_model_may_be_trusted_as_one_of_the_model():
+    inner = keras.Sequential(
+        [keras.Input((4,)), layers.Lambda(lambda t: t * 0.5), layers.Dense(3)], name="inner"
+    )
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1)(inner(inputs)))
+    x = np.ones((2, 4), "float32")
+    placed = tfparallel.model_parallel(model, devices=["CPU:0", "CPU:1"], layers_per_stage=[1, 1])
+    np.testing.assert_array_equal(placed(x), model(x))

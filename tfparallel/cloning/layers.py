@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import keras
+from keras.src.saving.serialization_lib import SafeModeScope
 
 from tfparallel.cloning.complete import without_draws
 from tfparallel.cloning.likeness import NotAlike
@@ -41,9 +42,8 @@ def copy_layers(
 
 def like(layer: keras.Layer) -> keras.Layer:
     """Makes a layer of the same class, as it was before it was extended, and the same config."""
-    # A lambda that is in the model already may be trusted.
-    options = {"safe_mode": False} if isinstance(layer, keras.layers.Lambda) else {}
-    copy = original_class(layer).from_config(layer.get_config(), **options)
+    with SafeModeScope(False):  # A lambda that is in the model already may be trusted.
+        copy = original_class(layer).from_config(layer.get_config())
     copy.name = layer.name  # Which a config without `name` leaves to Keras.
     return copy
 
