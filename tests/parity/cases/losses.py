@@ -589,3 +589,78 @@ CASES += [
         data=lambda: {"x": data.flat()[0]},
     ),
 ]
+
+
+def factors():
+    """A product of two vectors: outputs of shape (batch,)."""
+    inputs = keras.Input((64,))
+    rows = layers.Dense(4)(inputs) * layers.Dense(4)(inputs)
+    return keras.Model(inputs, layers.Lambda(lambda t: ops.sum(t, axis=-1), output_shape=())(rows))
+
+
+def two_columns():
+    inputs = keras.Input((64,))
+    x = layers.Dense(4, activation="tanh")(inputs)
+    return keras.Model(inputs, [layers.Dense(1, name=name)(x) for name in "ab"])
+
+
+def two_targets():
+    x, y = data.flat()
+    return {"x": x, "y": [even(y), 1 - even(y)]}
+
+
+def one_metric_twice():
+    metric = keras.metrics.TruePositives(thresholds=0.3)
+    return [[metric], [metric]]
+
+
+def other_shapes(name, feature="targets and outputs of different ranks", **fields):
+    return case(GROUP, feature, name, **fields)
+
+
+CASES += [
+    other_shapes(
+        "targets without an axis",
+        build=net(1, "softplus"),
+        compile=compiled(
+            loss=losses.MeanSquaredError,
+            metrics=lambda: ["mae", "poisson", "kl_divergence", "categorical_hinge"],
+        ),
+        data=labelled(lambda y: y / 10),
+    ),
+    other_shapes(
+        "labels with an axis",
+        build=net(10, "softmax"),
+        compile=compiled(loss=losses.SparseCategoricalCrossentropy, metrics=lambda: ["accuracy"]),
+        data=labelled(lambda y: y[:, None]),
+    ),
+    other_shapes(
+        "labels with an axis that a loss broadcasts",
+        "a loss that broadcasts its labels over the batch",
+        build=net(10, "softmax"),
+        compile=compiled(loss=losses.CategoricalGeneralizedCrossEntropy),
+        data=labelled(lambda y: y[:, None]),
+        refused=refusals.COMPARES_EXAMPLES,
+    ),
+    other_shapes(
+        "outputs without an axis",
+        "outputs of shape (batch,)",
+        build=factors,
+        compile=compiled(
+            loss=losses.MeanSquaredError, metrics=lambda: ["mae", "cosine_similarity"]
+        ),
+        data=labelled(lambda y: y / 10),
+        refused=refusals.ONE_NUMBER_A_BATCH,
+    ),
+    other_shapes(
+        "a metric of two outputs",
+        "a metric of two outputs",
+        build=two_columns,
+        compile=compiled(
+            loss=lambda: ["mse", "mse"],
+            metrics=one_metric_twice,
+            optimizer=lambda: keras.optimizers.SGD(0.01),
+        ),
+        data=two_targets,
+    ),
+]
