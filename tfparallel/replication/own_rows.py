@@ -21,7 +21,7 @@ from absl import logging
 from keras.src import backend
 from keras.src.models.functional import Functional
 
-from tfparallel.data.shard import count_rows, current
+from tfparallel.data.shard import Shard, count_rows, current
 from tfparallel.extend import attach, original_class
 from tfparallel.replication.known_rows import is_known_by_rows
 from tfparallel.replication.replicated_call import Sums, checked_output
@@ -118,8 +118,9 @@ class OwnRows:
 
         def on_replica(x, y, sample_weight):
             outputs = call(x, **mode)
-            num_rows = current().num_global_rows
-            with tf.control_dependencies(self._as_many_rows_as_examples(outputs)):
+            shard = current() or _whole(count_rows(keras.tree.flatten(x)[0]))
+            num_rows = shard.num_global_rows
+            with tf.control_dependencies(self._as_many_rows_as_examples(outputs, shard)):
                 own = terms(compiled, y, outputs, sample_weight, num_rows)
                 grown = growth(metrics, y, outputs, sample_weight)
             made.append((outputs, own))
@@ -140,18 +141,22 @@ class OwnRows:
         self._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
         return loss
 
-    def _as_many_rows_as_examples(self, outputs) -> list[tf.Operation]:
+    def _as_many_rows_as_examples(self, outputs, shard) -> list[tf.Operation]:
         """Assertions, or none where it is known: a loss would broadcast a row, and be wrong."""
         flat = [checked_output(self, output) for output in keras.tree.flatten(outputs)]
         if is_known_by_rows(self):
             return []
-        num_rows = current().num_rows_used
         return _equal(
-            [(count_rows(output), num_rows) for output in flat],
+            [(count_rows(output), shard.num_rows_used) for output in flat],
             f"Model '{self.name}' must put out a row for each example. Received, of a replica, "
             "outputs with another number of rows than its examples: a constant with rows of its "
             "own, perhaps. Train on one device, or give the constant one row.",
         )
+
+
+def _whole(num_rows) -> Shard:
+    """All rows, of a step that is traced for no replica (`collectives/traced_readings.py`)."""
+    return Shard(0, 1, 0, num_rows, num_rows)
 
 
 def _type(leaf):

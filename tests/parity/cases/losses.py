@@ -604,7 +604,7 @@ def two_columns():
     return keras.Model(inputs, [layers.Dense(1, name=name)(x) for name in "ab"])
 
 
-def two_targets():
+def opposite_targets():
     x, y = data.flat()
     return {"x": x, "y": [even(y), 1 - even(y)]}
 
@@ -661,6 +661,6 @@ CASES += [
             metrics=one_metric_twice,
             optimizer=lambda: keras.optimizers.SGD(0.01),
         ),
-        data=two_targets,
+        data=opposite_targets,
     ),
 ]

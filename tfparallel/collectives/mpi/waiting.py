@@ -15,6 +15,7 @@ from tfparallel.collectives.lost import WorkerLostError
 _SPIN_SECONDS = 3e-4
 _NUM_SPINS = 50
 _SLEEP_SECONDS = 5e-5
+_MOST_SLEEP_SECONDS = 1e-3
 _LOOK_EVERY = 256
 
 
@@ -62,7 +63,8 @@ class Waiting:
             if turns % _LOOK_EVERY == 0 or is_far:
                 self._look(waited, late)
             if is_far:
-                time.sleep(_SLEEP_SECONDS)
+                # A hundredth of what it has waited for already: who waits for seconds asks seldom.
+                time.sleep(min(max(_SLEEP_SECONDS, waited / 100), _MOST_SLEEP_SECONDS))
             elif waited > self._spin_seconds:
                 os.sched_yield()
 
