@@ -221,7 +221,7 @@ SHAPES = {
     "outputs without an axis": (
         factors,
         lambda: {"loss": "mse", "metrics": ["mae", "cosine_similarity"]},
-        *([NUMBERS, NUMBERS[::-1].copy()], SUMS, "rows apart from each other have no loss"),
+        *([NUMBERS, NUMBERS[::-1].copy()], SUMS, "of an output of shape (batch,)"),
     ),
     "a loss that broadcasts": (
         classes,

@@ -134,6 +134,10 @@ def test_the_loss_or_the_metric_at_fault_is_named():
     assert said == "metric 'poisson' looks at several examples where shapes are these"
     data = rows_of(((), (), None))
     said = why_not_apart(compiled("mse", None, *data[:2]), *types_of(data))
-    assert said.startswith("rows apart from each other have no loss or metrics: Loss ")
+    assert said == "of an output of shape (batch,) the last axis is that of the examples"
+    data = rows_of(((3,), (3,), (4,)))
+    said = why_not_apart(compiled("mse", None, *data[:2]), *types_of(data))
+    assert said.startswith("rows apart from each other have no loss or metrics: ")
+    data = rows_of(((), (), None))
     with pytest.raises(NotByPieces):
         terms(compiled("mse", None, *data[:2])._compile_loss, *data, ROWS)

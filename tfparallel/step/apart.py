@@ -16,8 +16,8 @@ from tfparallel.step.terms import growth, states, terms
 
 __all__ = ["why_not_apart"]
 
-_PIECES = (slice(0, 1), slice(1, 3), slice(3, 5))
-_NUM_ROWS = 5
+_PIECES = (slice(0, 5), slice(5, 11))  # The second begins with the other label.
+_NUM_ROWS = 11
 _TURNS = 3  # What counts hits may be right by accident.
 _LENGTH = 4  # Of axes of no known size.
 _TOLERANCE = 1e-3  # Metrics are float32, or coarser; what meets other rows differs more.
@@ -32,6 +32,8 @@ def why_not_apart(model: keras.Model, y, outputs, sample_weight) -> str | None:
         outputs: The types of the outputs, in their structure.
         sample_weight: The weights of a batch, or their types, or None.
     """
+    if any(output.shape.rank == 1 for output in keras.tree.flatten(outputs) if output is not None):
+        return "of an output of shape (batch,) the last axis is that of the examples"
     with tf.init_scope():
         tried = (_tried(model, y, outputs, sample_weight, turn) for turn in range(_TURNS))
         return next(filter(None, tried), None)
