@@ -28,9 +28,13 @@ def main():
         function()
         return variable.numpy()
 
-    for name, function in (("plain", add_one), ("after writes", after_writes(add_one))):
+    # A race: on busy cores it may take many tries until the function is the first.
+    for name, function, tries in (
+        ("plain", add_one, 500),
+        ("after writes", after_writes(add_one), 30),
+    ):
         function()
-        lost = sum(seen(function, value) != value + 1 for value in range(20))
+        lost = any(seen(function, value) != value + 1 for value in range(tries))
         print(f"{name}: {'some' if lost else 'none'} lost")
 
 
