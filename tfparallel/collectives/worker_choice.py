@@ -158,7 +158,8 @@ def _joined(group, names) -> dict[str, WorkerGroup]:
     for name in names:
         try:
             joined = transport.joined(group, name)
-        except RuntimeError:
+        except RuntimeError as error:
+            logging.warning("%s does not start, and another transport is taken: %s", name, error)
             joined = None
         if all(group.exchange(joined is not None)):
             found[name] = joined

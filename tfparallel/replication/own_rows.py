@@ -114,14 +114,14 @@ class OwnRows:
         with tf.control_dependencies(_aligned(x, y, sample_weight)):
             y = keras.tree.map_structure(lambda t: None if t is None else tf.identity(t), y)
         compiled, metrics = self._compile_loss, self._compile_metrics
+        first = next(i for i in keras.tree.flatten(x) if i is not None)
         made = []
 
         def on_replica(x, y, sample_weight):
             outputs = call(x, **mode)
-            shard = current() or _whole(count_rows(keras.tree.flatten(x)[0]))
-            num_rows = shard.num_global_rows
+            shard = current() or _whole(count_rows(first))
             with tf.control_dependencies(self._as_many_rows_as_examples(outputs, shard)):
-                own = terms(compiled, y, outputs, sample_weight, num_rows)
+                own = terms(compiled, y, outputs, sample_weight, shard.num_global_rows)
                 grown = growth(metrics, y, outputs, sample_weight)
             made.append((outputs, own))
             return Sums([*itertools.chain(*own), *grown])
@@ -131,7 +131,6 @@ class OwnRows:
         of_losses = [[next(sums) for _ in term] for term in like]
         for variable, grown in zip(states(metrics), sums, strict=True):
             variable.assign_add(grown)
-        first = next(i for i in keras.tree.flatten(x) if i is not None)
         outputs = keras.tree.map_structure(
             lambda t: tf.TensorSpec([first.shape[0], *t.shape[1:]], t.dtype), outputs
         )

@@ -179,11 +179,11 @@ def first_difference(
                 return Difference("what is to be joined", float("inf"), said)
         except Exception as error:
             raise NotTried(f"{type(error).__name__}: {error}") from error
-        written = [places[place] for place in updates]
+        changed = [places[place] for place in updates]
         made = list(filter(_is_small, weights))
         num_tried = 0
         for rows in batches:
-            with _restored([*written, *made]):
+            with _restored([*changed, *made]):
                 _make_up(made)
                 tensors = [tf.constant(each) for each in rows]
                 try:
