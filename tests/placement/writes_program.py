@@ -6,7 +6,7 @@ python writes_program.py
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.placement.processes import after_writes
+from tfparallel.strategies.writes import after_writes
 
 
 def main():

@@ -10,8 +10,9 @@ from tfparallel.extend import original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.optimizer import place_updates
-from tfparallel.placement.processes import after_writes, naming_lost_process
+from tfparallel.placement.processes import naming_lost_process
 from tfparallel.placement.stages import PlacementError
+from tfparallel.strategies.writes import after_writes
 
 __all__ = ["PlacedModel"]
 

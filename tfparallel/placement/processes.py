@@ -14,23 +14,19 @@ that has ended. No process can hold remote devices and take part in collectives 
 enable remote execution as well as collective ops"), so a job is one of these or a
 `MultiWorkerMirroredStrategy`.
 
-A variable of another process that is written eagerly (`reset_state`, `set_weights`) is written by a
-message of its own, and a `tf.function` called next may overtake it: it reads the old value, and its
-own update is lost or undoes the write. `after_writes` has a function wait for such messages.
+What is written eagerly to a variable of another process is waited for (`strategies/writes.py`).
 """
 
 import contextlib
-import functools
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.address import split_address
@@ -39,7 +35,7 @@ from tfparallel.collectives.between_workers import WorkerLostError, naming_lost_
 from tfparallel.peers import meet_peers
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = ["after_writes", "connect_to_cluster", "naming_lost_process", "peak_memory_bytes"]
+__all__ = ["connect_to_cluster", "naming_lost_process", "peak_memory_bytes"]
 
 # A step that waits for a process that has ended is given this long to fail by itself.
 _GRACE_SECONDS = 10.0
@@ -110,23 +106,6 @@ def connect_to_cluster(
         threading.Thread(target=_watch, args=(other,), name=name, daemon=True).start()
     with_gpu = {_process_of(name) for name in devices if ":GPU:" in name}
     return [name for name in devices if _process_of(name) not in with_gpu or ":GPU:" in name]
-
-
-def after_writes(function: Callable) -> Callable:
-    """Has a function wait until other processes have done all that was asked of them before.
-
-    Within one process, the function as it is. The wait is a message to each process and its answer.
-    """
-    if not _addresses or hasattr(function, "waits_for_writes"):
-        return function
-
-    @functools.wraps(function)
-    def waiting(*args, **kwargs):
-        context.async_wait()
-        return function(*args, **kwargs)
-
-    waiting.waits_for_writes = True
-    return waiting
 
 
 @contextlib.contextmanager
