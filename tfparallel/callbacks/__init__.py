@@ -2,6 +2,7 @@
 
 from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.callbacks.nan import NaNGuard
+from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.callbacks.step_time import StepTime
 
-__all__ = ["Checkpoint", "NaNGuard", "StepTime"]
+__all__ = ["Checkpoint", "NaNGuard", "SentBytes", "StepTime"]

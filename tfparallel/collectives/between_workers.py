@@ -28,6 +28,7 @@ from tensorflow.python.ops import collective_ops
 
 from tfparallel.collectives.buckets import buckets
 from tfparallel.collectives.lost import WorkerLostError
+from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _STEPS_PER_OCTAVE = 4
@@ -67,7 +68,8 @@ class WorkerGroup:
     """The workers of a job, one device each, that sum and join tensors.
 
     Every worker must make the same calls in the same order. `transport` says what carries the
-    tensors: see `tfparallel.collectives.transport`; `bucket_bytes` in how many sums gradients go.
+    tensors: see `tfparallel.collectives.transport`; `bucket_bytes` in how many sums gradients go;
+    `traffic` counts what is handed to it.
 
     Args:
         num_workers: W, at least 2.
@@ -98,6 +100,7 @@ class WorkerGroup:
         self.transport = "nccl" if "GPU" in device else "ring_tuned"
         self._hint = "auto"
         self.bucket_bytes: int | None = None
+        self.traffic = Traffic()
         self._take_keys()
         with tf.init_scope(), tf.device(device):
             self._ordering_token = tf.Variable(0.0, trainable=False)
@@ -173,12 +176,15 @@ class WorkerGroup:
                 results[i] = total
         return results
 
-    def all_gather(self, tensors: Sequence[tf.Tensor], counts: Sequence) -> list[tf.Tensor]:
+    def all_gather(
+        self, tensors: Sequence[tf.Tensor], counts: Sequence, kind: str = SUMS
+    ) -> list[tf.Tensor]:
         """Joins the workers' rows, in the order of the workers. One collective for each dtype.
 
         Args:
             tensors: Shape `(counts[worker_index], …)` each, the same behind axis 0 on all workers.
             counts: How many rows each worker has: integers, or scalar tensors equal on all.
+            kind: What they are counted as: `tfparallel.collectives.traffic`.
 
         Returns:
             For each, shape `(Σ counts, …)`, equal on all workers.
@@ -190,7 +196,7 @@ class WorkerGroup:
         sendable = [_movable(tensor) for tensor in tensors]
         for indices in by_dtype(sendable).values():
             flats = [tf.reshape(sendable[i], [tf.shape(sendable[i])[0], -1]) for i in indices]
-            rows = self._gather_rows(tf.concat(flats, 1), counts)
+            rows = self._gather_rows(tf.concat(flats, 1), counts, kind)
             widths = [tf.shape(flat)[1] for flat in flats]
             parts = tf.split(rows, widths, axis=1, num=len(widths))
             for i, part in zip(indices, parts, strict=True):
@@ -200,18 +206,21 @@ class WorkerGroup:
                 results[i] = tf.ensure_shape(joined, [total, *tensors[i].shape[1:]])
         return results
 
-    def all_gather_uneven(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def all_gather_uneven(
+        self, tensors: Sequence[tf.Tensor], kind: str = ROWS
+    ) -> list[tf.Tensor]:
         """Joins rows whose numbers the other workers do not know; one more collective, for them.
 
         Args:
             tensors: Shape `(rows, …)`, with the same number of rows in each.
+            kind: As for `all_gather`.
 
         Returns:
             For each, shape `(Σ rows, …)`, equal on all workers.
         """
         own = tf.reshape(tf.shape(tensors[0])[0], [1])
         counts = self._collective("all_gather", own)
-        return self.all_gather(tensors, tf.unstack(counts, num=self.num_workers))
+        return self.all_gather(tensors, tf.unstack(counts, num=self.num_workers), kind)
 
     def broadcast(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns worker 0's tensors on all workers, as sums of which all other terms are zero."""
@@ -234,7 +243,7 @@ class WorkerGroup:
         parts = tf.split(codes[0], lengths[0])
         return [json.loads(bytes(part.numpy().tolist())) for part in parts]
 
-    def _gather_rows(self, rows, counts):
+    def _gather_rows(self, rows, counts, kind):
         """Joins matrices of `counts[w]` rows, of one width."""
         width = tf.shape(rows)[1]
         if all(isinstance(count, int) for count in counts):
@@ -243,7 +252,7 @@ class WorkerGroup:
             longest = tf.reduce_max(tf.stack(counts))
         padding = longest - counts[self.worker_index]
         padded = tf.pad(rows, [[0, padding], [0, 0]])
-        gathered = self._collective("all_gather", tf.reshape(padded, [-1]))
+        gathered = self._collective("all_gather", tf.reshape(padded, [-1]), kind)
         by_worker = tf.split(gathered, self.num_workers)
         kept = [
             tf.reshape(part[: longest * width], [longest, width])[:count]
@@ -251,17 +260,19 @@ class WorkerGroup:
         ]
         return tf.concat(kept, 0)
 
-    def _collective(self, name: str, flat: tf.Tensor) -> tf.Tensor:
+    def _collective(self, name: str, flat: tf.Tensor, kind: str = SUMS) -> tf.Tensor:
         """Runs one collective on a vector; an unknown length is rounded up."""
         # `name` is that of a reduction, or "all_gather".
         signature = self._signatures.setdefault(
             (name, flat.dtype, flat.shape[0]), len(self._signatures)
         )
         if flat.shape[0] is not None:
+            self.traffic.add_in_graph(kind, flat)
             return self._run(name, flat, signature)
         size = tf.size(flat)
         step, padded_size = _size_step(size)
         flat = tf.pad(flat, [[0, padded_size - size]])
+        self.traffic.add_in_graph(kind, flat)
         result = self._run(name, flat, signature + _MAX_SIGNATURES * step)
         return result if name == "all_gather" else result[:size]
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.collectives import differentiable
+from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import shard as shards
 
 
@@ -80,7 +81,8 @@ def _join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
         return joined, counts
     all_counts = workers.all_gather([counts], [len(rows)] * workers.num_workers)[0]
     by_worker = tf.reduce_sum(tf.reshape(all_counts, [workers.num_workers, -1]), 1)
-    joined = workers.all_gather([joined], tf.unstack(by_worker, num=workers.num_workers))[0]
+    counts_by_worker = tf.unstack(by_worker, num=workers.num_workers)
+    (joined,) = workers.all_gather([joined], counts_by_worker, ROWS)
     return joined, all_counts
 
 

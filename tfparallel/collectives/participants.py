@@ -9,6 +9,7 @@ from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives.barrier import names
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.in_replica import Replicas
+from tfparallel.collectives.traffic import ROWS
 
 # A layer, and the first look that the trainer takes at losses and metrics.
 _KERAS = {
@@ -38,7 +39,8 @@ class Workers:
     def all_gather(self, tensor):
         own = tf.reshape(tf.shape(tensor)[0], [1])
         counts = self.group.all_gather([own], [1] * self.num_ranks)[0]
-        return self.group.all_gather([tensor], tf.unstack(counts, num=self.num_ranks))[0], counts
+        (joined,) = self.group.all_gather([tensor], tf.unstack(counts, num=self.num_ranks), ROWS)
+        return joined, counts
 
     def own_rows(self, tensor):
         return tensor

@@ -73,6 +73,7 @@ def check(path: str, values: flags.FlagValues) -> int:
         seed=values.seed,
     )
     ran = form.all_reduce_report(built[-1])
+    joined = getattr(built[-1], "why_joined", None) or False
     form.say(str(report))
     if values.plot is not None and form.is_chief:
         draw(values.plot, report, title=f"{task.name}: one device against {form}")
@@ -86,6 +87,7 @@ def check(path: str, values: flags.FlagValues) -> int:
             "versions": versions(),
             **report.to_json(),
             **({"all_reduce": ran} if ran is not None else {}),
+            **({"joined_outputs": joined} if form.name == "data" else {}),
             "peak_memory_bytes": peak_memory_bytes(),
             "wall_time_seconds": time.perf_counter() - started,
         }

@@ -12,6 +12,7 @@ from absl import flags
 from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.callbacks.nan import NaNGuard, NaNLossError
+from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.between_workers import WorkerLostError
@@ -82,8 +83,8 @@ def train(path: str, values: flags.FlagValues) -> Result:
         f"global batch {values.global_batch_size}, seed {values.seed}, "
         f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     )
-    step_time = StepTime()
-    callbacks = [batches, NaNGuard(stop=values.stop_on_nan), step_time]
+    step_time, sent_bytes = StepTime(), SentBytes()
+    callbacks = [batches, NaNGuard(stop=values.stop_on_nan), step_time, sent_bytes]
     checkpoint = None
     if values.checkpoint_dir is not None:
         _build(model, batches.dataset)
@@ -135,6 +136,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     if form.name == "data":
         report["joined_outputs"] = getattr(model, "why_joined", None) or False
     report["all_reduce"] = form.all_reduce_report(model)
+    report["sent_bytes_last_step"] = sent_bytes.last_step
     if form.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)
     if checkpoint is not None and checkpoint.resumed is not None:

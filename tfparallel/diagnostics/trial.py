@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.checkpoint.state import summed_values
 from tfparallel.data.batches import batches_dataset
 from tfparallel.diagnostics.compare import TOLERANCES, UNITS, owner_of_slot
@@ -57,11 +58,13 @@ class Outcome:
         snapshots: By step: 1, 2, 4, 8, … and the last, which has the losses
             and metrics of `evaluate`, too.
         running_loss: Keras's running mean of the loss, one entry a step.
+        sent_bytes: What the last step handed to other workers, by kind; None without any.
         model: The trained model.
     """
 
     snapshots: dict[int, Snapshot]
     running_loss: list[float]
+    sent_bytes: dict[str, int] | None
     model: keras.Model
 
     @property
@@ -141,16 +144,17 @@ class Trial:
         self._compile_model(model)
         # Again: building draws as often as there are weights, on every replica.
         keras.utils.set_random_seed(self._seed)
+        sent = SentBytes()
         seen = _Snapshots(len(batches))
         dataset = batches_dataset(batches)
-        history = model.fit(dataset, shuffle=False, verbose=0, callbacks=[seen]).history
+        history = model.fit(dataset, shuffle=False, verbose=0, callbacks=[sent, seen]).history
         evaluated = model.evaluate(dataset, verbose=0, return_dict=True)
         values = {f"fit: {name}": float(values[-1]) for name, values in history.items()}
         values |= {f"evaluate: {name}": float(value) for name, value in evaluated.items()}
         last = seen.snapshots.get(len(batches))
         states = last.states if last is not None else _states(model)
         seen.snapshots[len(batches)] = Snapshot(states, values)
-        return Outcome(seen.snapshots, seen.running_loss, model)
+        return Outcome(seen.snapshots, seen.running_loss, sent.last_step, model)
 
     def _set_initial_weights(self, model: keras.Model) -> None:
         if self._initial is None:

@@ -30,6 +30,7 @@ from tensorflow.python.eager import record
 
 from tfparallel.collectives import indexed_slices, replica_sums, traced_readings
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
+from tfparallel.collectives.traffic import ROWS, SLICES
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
 from tfparallel.extend import attach
@@ -215,7 +216,7 @@ class ReplicatedCall:
         num_replicas, per_worker = self._strategy.num_replicas, len(self._strategy.devices)
         sizes = [size for _, size in self._row_ranges(num_rows)]
         counts = [sum(sizes[k : k + per_worker]) for k in range(0, num_replicas, per_worker)]
-        return workers.all_gather(tensors, counts)
+        return workers.all_gather(tensors, counts, ROWS)
 
     def _summed(self, tensors):
         """Sums over the workers."""
@@ -366,7 +367,7 @@ def _are_dense(terms) -> bool:
 def _over_workers(workers, reading: indexed_slices.Reading) -> indexed_slices.Reading:
     if reading.kind == indexed_slices.ONCE:
         return reading._replace(values=workers.all_reduce([reading.values])[0])
-    values, indices = workers.all_gather_uneven([reading.values, reading.indices])
+    values, indices = workers.all_gather_uneven([reading.values, reading.indices], SLICES)
     return indexed_slices.merged(reading._replace(values=values, indices=indices))
 
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.between_workers import WorkerGroup, by_dtype
 from tfparallel.collectives.mpi.communicator import Communicator
+from tfparallel.collectives.traffic import SUMS
 
 _HALVES = (tf.float16, tf.bfloat16)
 
@@ -61,10 +62,10 @@ class MpiWorkerGroup(WorkerGroup):
                 results[i] = tf.cast(tf.ensure_shape(y, tensors[i].shape), tensors[i].dtype)
         return results
 
-    def _collective(self, name: str, flat: tf.Tensor) -> tf.Tensor:
+    def _collective(self, name: str, flat: tf.Tensor, kind: str = SUMS) -> tf.Tensor:
         if name != "all_gather":
             return self.all_reduce([flat], name)[0]
-        (joined,) = self._run(self._gather, [flat])
+        (joined,) = self._run(functools.partial(self._gather, kind), [flat])
         length = flat.shape[0]
         return tf.ensure_shape(joined, [None if length is None else length * self.num_workers])
 
@@ -74,9 +75,11 @@ class MpiWorkerGroup(WorkerGroup):
         return self._run(lambda array: [function(array)], [tensor])[0]
 
     def _reduce(self, op: str, *arrays: np.ndarray) -> list[np.ndarray]:
+        self.traffic.add(SUMS, sum(array.nbytes for array in arrays))
         return self.communicator.all_reduce(op, arrays)
 
-    def _gather(self, array: np.ndarray) -> list[np.ndarray]:
+    def _gather(self, kind: str, array: np.ndarray) -> list[np.ndarray]:
+        self.traffic.add(kind, array.nbytes)
         return [self.communicator.all_gather(array)]
 
     def _run(self, function, tensors) -> list[tf.Tensor]:

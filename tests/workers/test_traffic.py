@@ -1,0 +1,71 @@
+"""What a step hands to the other workers: gradients, and no predictions unless they must meet."""
+
+import keras
+import numpy as np
+import pytest
+
+from tfparallel.callbacks import SentBytes
+
+from .jobs import run_workers
+
+pytestmark = pytest.mark.slow
+
+NUM_WORKERS, ROWS, CLASSES, WORDS, WIDTH = 2, 6, 500, 40, 4
+PROGRAM = f"""
+import keras
+import numpy as np
+
+import tfparallel
+
+
+class OfTheBatch(keras.losses.Loss):
+    def call(self, y, outputs):
+        return keras.ops.mean((y - outputs) ** 2, -1)
+
+
+def main():
+    strategy = tfparallel.MultiWorkerMirroredStrategy()
+
+    def build():
+        return keras.Sequential([
+            keras.Input((3,), dtype="int32"),
+            keras.layers.Embedding({WORDS}, {WIDTH}),
+            keras.layers.Flatten(),
+            keras.layers.Dense({CLASSES}),
+        ])
+
+    x = np.arange({3 * ROWS}).reshape({ROWS}, 3) % {WORDS}
+    y = np.ones(({ROWS}, {CLASSES}), "float32")
+    found = {{}}
+    for name, loss in {{"keras": keras.losses.MeanSquaredError(), "own": OfTheBatch()}}.items():
+        model = tfparallel.data_parallel(build, strategy)
+        model.compile("sgd", loss=loss, metrics=["mae"])
+        sent = tfparallel.callbacks.SentBytes()
+        model.fit(x, y, batch_size={ROWS}, verbose=0, callbacks=[sent])
+        found[name] = [sent.last_step, bool(model.why_joined)]
+    return found
+"""
+
+
+@pytest.mark.parametrize("transport", ["ring_tuned", "mpi"])
+def test_predictions_cross_only_where_they_must(transport):
+    found = run_workers(PROGRAM, NUM_WORKERS, environment={"TFPARALLEL_ALL_REDUCE": transport})
+    dense = 4 * (3 * WIDTH * CLASSES + CLASSES)
+    # A length that only the step knows is rounded up, by a quarter at most.
+    own_slices = 3 * ROWS // NUM_WORKERS * (4 * WIDTH + 4)
+    predictions = 4 * ROWS // NUM_WORKERS * CLASSES
+    for seen in found:
+        sent, joined = seen["keras"]
+        assert not joined and sent["rows"] == 0
+        assert dense <= sent["sums"] <= dense + 1024
+        assert own_slices <= sent["slices"] <= 1.3 * own_slices
+        sent, joined = seen["own"]
+        assert joined and predictions <= sent["rows"] <= 1.25 * predictions
+
+
+def test_one_process_hands_nothing_to_others():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    sent = SentBytes()
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[sent])
+    assert sent.last_step is None

@@ -1,0 +1,40 @@
+"""How many bytes a worker hands to the others, counted where they go to the transport.
+
+What is counted is what a collective is given: of a sum over workers the vector that is summed, of
+a join what this worker adds to it, padding and all. What of it travels, and how often, is the
+algorithm's: a ring of W workers sends 2(W - 1)/W bytes for a byte that is summed.
+"""
+
+import tensorflow as tf
+
+__all__ = ["KINDS", "ROWS", "SLICES", "SUMS", "Traffic"]
+
+SUMS, SLICES, ROWS = KINDS = ("sums", "slices", "rows")
+
+
+class Traffic:
+    """Counts bytes by what they are.
+
+    `SUMS` are of gradients, losses, metrics and moments, `SLICES` the gradients of embeddings, and
+    `ROWS` whatever has a row for each example, such as predictions where they meet.
+    """
+
+    def __init__(self):
+        # In a graph a variable counts, since its collectives run without Python.
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._in_graphs = {k: tf.Variable(0, trainable=False, dtype=tf.int64) for k in KINDS}
+        self._in_python = dict.fromkeys(KINDS, 0)
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        """Counts bytes now."""
+        self._in_python[kind] += num_bytes
+
+    def add_in_graph(self, kind: str, tensor: tf.Tensor) -> None:
+        """Counts a tensor's bytes whenever the graph that is being traced runs."""
+        with tf.device("CPU:0"):
+            size = tf.size(tensor, tf.int64) * tensor.dtype.size
+            self._in_graphs[kind].assign_add(size, read_value=False)
+
+    def read(self) -> dict[str, int]:
+        """Returns the bytes so far, of each kind."""
+        return {k: self._in_python[k] + int(self._in_graphs[k].numpy()) for k in KINDS}
