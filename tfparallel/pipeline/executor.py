@@ -13,11 +13,13 @@ An instruction begins when the one before it on its device has ended, and what i
 which activations are held, and how many, is the graph's own order, and not left to chance.
 
 The gradient of a stage's weights is Σ_m g_m, added up on the weights' device; the optimizer updates
-once. The loss, the metrics and the terms that layers add are those of the whole batch:
+once. The loss, the metrics and the terms that layers add are those of the whole batch: the losses
+of each micro-batch have its divisor (`loss.py`), and what the rows add to metrics is added up, so
+that no outputs meet. Where a loss or a metric is not known to allow that:
 
 * "gpipe": the loss is computed once, of the joined outputs, between the forward and the backward
   passes; it may be any.
-* "1f1b", "interleaved": of each micro-batch with the divisor of the whole batch (`loss.py`).
+* "1f1b", "interleaved": as above, held against the loss of the joined outputs.
 """
 
 import functools
@@ -35,13 +37,31 @@ from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.batch_norm import write_averages
 from tfparallel.pipeline.cut import LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.gradient_sums import GradientSums
-from tfparallel.pipeline.loss import MicroBatchLoss, check_equal
+from tfparallel.pipeline.loss import MicroBatchLoss, Part, check_equal
 from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
 from tfparallel.pipeline.order import Order
 from tfparallel.pipeline.pass_scope import PassScope, writable
-from tfparallel.pipeline.whole_loss import WholeLoss, average_of_added, scale_of
+from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
+from tfparallel.step.terms import growth
+from tfparallel.step.where_rows_meet import aligned, as_many_rows
 
-__all__ = ["Step"]
+__all__ = ["Found", "Step"]
+
+
+class Found(NamedTuple):
+    """What the passes of a step leave.
+
+    Attributes:
+        loss: Of the whole batch, not scaled.
+        gradients: Of each trainable weight, scaled as the optimizer asks.
+        predictions: Of the whole batch, where the outputs met; else None.
+        growth: What the states of the compiled metrics grow by, where they did not.
+    """
+
+    loss: tf.Tensor
+    gradients: list
+    predictions: Any
+    growth: list[tf.Tensor]
 
 
 class Recorded(NamedTuple):
@@ -50,7 +70,7 @@ class Recorded(NamedTuple):
     tape: tf.GradientTape
     made: Values
     added: list[tuple[tf.Tensor, tf.Tensor]]  # Losses that layers added, and their shares.
-    part: tf.Tensor | None  # Of the loss.
+    part: Part | None  # Of the loss.
 
 
 class Step:
@@ -62,6 +82,7 @@ class Step:
         schedule: What each device does.
         devices: Their names.
         recompute: "never", "always" or "except_last".
+        rows_stay: Whether loss and metrics are those of the micro-batches, added up.
         timed: Whether to note when each instruction begins and ends.
 
     Attributes:
@@ -77,6 +98,7 @@ class Step:
         devices: Sequence[str],
         *,
         recompute: str = "never",
+        rows_stay: bool = False,
         timed: bool = False,
     ):
         self._model = model
@@ -91,7 +113,9 @@ class Step:
         self._taken: dict[tuple, Values] = {}  # By stage and micro-batch: what was sent.
         self._recorded: dict[tuple, Recorded] = {}  # Likewise.
         self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
-        self._parts: list[tf.Tensor] = []  # Of the loss, by micro-batch.
+        self._rows_stay = rows_stay
+        self._parts: list[Part] = []  # Of the loss, by micro-batch.
+        self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, likewise.
         self._loss: MicroBatchLoss | None = None
         self._kinds: dict[int, Any] = {}
         self.order = Order(devices, timed)
@@ -100,15 +124,10 @@ class Step:
     @property
     def _is_joined(self) -> bool:
         """Whether the loss is one of the joined outputs."""
-        return self._schedule.name == "gpipe"
+        return self._schedule.name == "gpipe" and not self._rows_stay
 
-    def run(self, x, y, sample_weight) -> tuple[Any, tf.Tensor, list]:
-        """Runs the passes.
-
-        Returns:
-            The outputs of the whole batch, the loss, and the gradient of each trainable weight,
-            scaled as the optimizer asks.
-        """
+    def run(self, x, y, sample_weight) -> Found:
+        """Runs the passes."""
         number = self._schedule.num_micro_batches
         self._batch = Batch(self._model, x, y, sample_weight, number)
         # By micro-batch: what stages made for others, and the losses that layers added.
@@ -121,10 +140,14 @@ class Step:
             with self.order.next(device, instruction) as done:
                 act = self._forward if instruction.kind == "forward" else self._backward
                 done += act(instruction.stage, instruction.micro_batch)
-        whole = whole or self._whole_loss()
-        whole.add_regularizers(self._sums)
+        if self._rows_stay:
+            loss, predictions, grown = self._added_up()
+        else:
+            whole = whole or self._whole_loss()
+            loss, predictions, grown = whole.loss, whole.predictions, []
         write_averages(self._memory)
-        return whole.predictions, whole.loss, self._sums.of(self._model.trainable_variables)
+        gradients = self._sums.of(self._model.trainable_variables)
+        return Found(loss, gradients, predictions, grown)
 
     def _forward(self, index, m):
         stage, values = self._stages[index], self._values[m]
@@ -136,7 +159,9 @@ class Step:
         done = [*_of(found.made, stage.outputs).values(), *(term for term, _ in found.added)]
         if found.part is not None:
             self._parts.append(found.part)
-            done.append(found.part)
+            done.append(found.part.loss)
+            if self._rows_stay:
+                self._growth.append(self._grown(m, found.made))
         if not self._is_recomputed(m):
             self._recorded[index, m] = found
         return done or [tensor for tensor in taken.values() if tensor is not None]
@@ -201,7 +226,7 @@ class Step:
             if come and _is_differentiable(tensor):
                 targets.append(tensor)
                 seeds.append(tf.identity(come[0]) if len(come) == 1 else _sum(come))
-        parts = [] if found.part is None else [(found.part, tf.ones_like(found.part))]
+        parts = [] if found.part is None else [(found.part.loss, tf.ones_like(found.part.loss))]
         for term, share in [*found.added, *parts]:
             targets.append(term)
             seeds.append(share * tf.cast(scale, share.dtype))
@@ -265,11 +290,13 @@ class Step:
         batch, keys = self._batch, self._batch.output_keys
         with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
             joined = [batch.joined(key, self._values) for key in keys]
-            added = average_of_added(batch, self._added)
-            whole = WholeLoss(self._model, batch, joined, added, differentiate=self._is_joined)
+            extra = ExtraLosses(self._model, batch, self._added)
+            whole = WholeLoss(self._model, batch, joined, extra, differentiate=self._is_joined)
             if not self._is_joined:
-                self._check(whole)
+                self._check(whole, extra)
+                extra.add_gradients(self._sums, lambda _: scale_of(self._model))
                 return whole
+            extra.add_gradients(self._sums, whole.gradient)
             for key, tensor in itertools.chain(*(own.sources.items() for own in joined)):
                 gradient = whole.gradient(tensor)
                 for m, shard in enumerate(batch.shards if gradient is not None else ()):
@@ -277,11 +304,32 @@ class Step:
                     self._upstream.setdefault((self._maker(key), m, key), []).append(rows)
         return whole
 
-    def _check(self, whole: WholeLoss):
+    def _added_up(self) -> tuple[tf.Tensor, None, list[tf.Tensor]]:
+        """The loss, and by what the metrics grow, of the micro-batches' own."""
+        batch = self._batch
+        with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
+            extra = ExtraLosses(self._model, batch, self._added)
+            outputs = [self._values[0][key] for key in batch.output_keys]
+            shares = [part.shares for part in self._parts]
+            loss = added_up(self._model, batch, shares, outputs, extra)
+            grown = [tf.add_n(list(of_all)) for of_all in zip(*self._growth, strict=True)]
+        extra.add_gradients(self._sums, lambda _: scale_of(self._model))
+        self.checked += aligned(batch.x, batch.y, batch.sample_weight)
+        return loss, None, grown
+
+    def _grown(self, m, made) -> list[tf.Tensor]:
+        """What a micro-batch's rows add to the states of the compiled metrics."""
+        shard = self._batch.shards[m]
+        outputs = self._batch.outputs_of(shard, made)
+        self.checked += as_many_rows(self._model, keras.tree.flatten(outputs), shard.num_rows)
+        y, sample_weight = self._batch.targets_of(shard)
+        return growth(self._model._compile_metrics, y, outputs, sample_weight)
+
+    def _check(self, whole: WholeLoss, extra: ExtraLosses):
         """The parts must add up, or no weight may change."""
         if not self._parts:
             return
-        terms = [*self._parts, *whole.extra]
+        terms = [*(part.loss for part in self._parts), *extra.losses]
         check = check_equal(terms, whole.loss, self._model.compute_dtype)
         self.checked = [] if check is None else [check]
 

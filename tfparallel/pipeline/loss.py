@@ -4,11 +4,12 @@ Under 1F1B the first micro-batch goes back before the last has come forward, so 
 known without the others' outputs. Its part of the loss is N_m / D (`step/loss.py`), and D is known
 beforehand, of shapes, masks and weights of the whole batch.
 
-A loss that compares examples has no such form. Its values show: Σ_m N_m / D is held against the
-loss of the joined outputs in every step.
+A loss that compares examples has no such form. Of a loss that is not known by name to have it, the
+values show: Σ_m N_m / D is held against the loss of the joined outputs in every step.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,7 +19,7 @@ from tfparallel.extend import original_class
 from tfparallel.placement.stages import PlacementError
 from tfparallel.step.loss import NotByPieces, Values, call_with, values_of
 
-__all__ = ["COMPARES", "MicroBatchLoss", "check_decomposes", "check_equal"]
+__all__ = ["COMPARES", "MicroBatchLoss", "Part", "check_decomposes", "check_equal"]
 
 # By how much sums in another order may differ, relative; what compares examples differs more.
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
@@ -27,6 +28,18 @@ _WAY_OUT = (
     "Take schedule='gpipe', which computes the loss of the whole batch, once, between the forward "
     "and the backward passes."
 )
+
+
+class Part(NamedTuple):
+    """A micro-batch's part of the loss.
+
+    Attributes:
+        loss: A scalar.
+        shares: Of each compiled loss, N_m / D, in their order.
+    """
+
+    loss: tf.Tensor
+    shares: list[tf.Tensor]
 
 
 class MicroBatchLoss:
@@ -55,20 +68,22 @@ class MicroBatchLoss:
         # Without metrics: those see the joined outputs.
         call_with(divisor, compiled, y, predictions, sample_weight)
 
-    def __call__(self, y, sample_weight, predictions) -> tf.Tensor | None:
-        """Returns a micro-batch's part of the loss, a scalar."""
+    def __call__(self, y, sample_weight, predictions) -> Part | None:
+        """Returns a micro-batch's part of the loss; None of a model without."""
         if self._compiled is None:
             return None
-        divisors = iter(self._divisors)
+        divisors, shares = iter(self._divisors), []
 
         def numerator(loss) -> Callable:
             def find(y_true, y_pred, weight):
                 own = _values(loss, y_true, y_pred, weight)
-                return tf.math.divide_no_nan(own.numerator(), next(divisors))
+                shares.append(tf.math.divide_no_nan(own.numerator(), next(divisors)))
+                return shares[-1]
 
             return find
 
-        return call_with(numerator, self._compiled, y, predictions, sample_weight)
+        loss = call_with(numerator, self._compiled, y, predictions, sample_weight)
+        return Part(loss, shares)
 
 
 def check_decomposes(model: keras.Model, schedule: str) -> None:

@@ -66,10 +66,11 @@ def timed_passes(model: keras.Model, batch: tuple) -> tuple[list[Instruction], C
 
     def passes():
         step = model.passes(*batch, timed=True)
-        _, loss, gradients = step.run(*batch)
+        found = step.run(*batch)
         order[:] = step.order.stamps
         # What nobody reads TensorFlow does not compute, even if something is to come behind it.
-        return list(step.order.stamps.values()), loss, [g for g in gradients if g is not None]
+        made = [gradient for gradient in found.gradients if gradient is not None]
+        return list(step.order.stamps.values()), found.loss, made
 
     # Not tf.function: it has the stateful operations of a trace wait for each other, and a time
     # stamp is one. The stages would run one after the other.

@@ -13,6 +13,8 @@ from tfparallel.pipeline.pieces import in_two
 from tfparallel.placement.model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.check_rows import check_rows
+from tfparallel.step.terms import states
+from tfparallel.step.where_rows_meet import WhereRowsMeet
 
 __all__ = ["PipelinedModel"]
 
@@ -20,7 +22,7 @@ _ROWS_PROBED = 5  # Two micro-batches of unequal size.
 _KERAS_BATCH_SIZE = 32  # Where `fit` is given arrays and no `batch_size`.
 
 
-class PipelinedModel(PlacedModel):
+class PipelinedModel(WhereRowsMeet, PlacedModel):
     """Extends a functional or Sequential model of placed layers; `fit` alone takes micro-batches.
 
     Attributes:
@@ -59,25 +61,35 @@ class PipelinedModel(PlacedModel):
         if self.check_rows:
             check_rows(self, self.__call__, in_two, _ROWS_PROBED, (x,), {"training": True})
         step = self.passes(x, y, sample_weight)
-        y_pred, loss, gradients = step.run(x, y, sample_weight)
+        found = step.run(x, y, sample_weight)
         with tf.device(self.devices[-1]):
             batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
-            self._loss_tracker.update_state(loss, sample_weight=batch_size)
+            self._loss_tracker.update_state(found.loss, sample_weight=batch_size)
         if self.trainable_weights:
             with tf.control_dependencies(step.checked):
-                gradients = [_identity(gradient) for gradient in gradients]
+                gradients = [_identity(gradient) for gradient in found.gradients]
             self.optimizer.apply(gradients, self.trainable_weights)
         with tf.device(self.devices[-1]):
-            return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            if found.predictions is not None:
+                return self.compute_metrics(x, y, found.predictions, sample_weight=sample_weight)
+            metrics = states(self._compile_metrics)
+            for variable, grown in zip(metrics, found.growth, strict=True):
+                variable.assign_add(grown)
+            return self.get_metrics_result()
 
     def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:
         """Makes what runs the passes of one step."""
         if self._compile_loss is not None and not self._compile_loss.built:
             # Where the loss finds its targets; Keras does so before its first step, too.
             self._symbolic_build(data_batch=(x, y, sample_weight))
-        stages = cut_stages(self, self.layout.stage_of, self.layout.num_stages)
         return Step(
-            self, stages, self.schedule, self.devices, recompute=self.layout.recompute, timed=timed
+            self,
+            cut_stages(self, self.layout.stage_of, self.layout.num_stages),
+            self.schedule,
+            self.devices,
+            recompute=self.layout.recompute,
+            rows_stay=self._rows_stay((x, y, sample_weight), "fit"),
+            timed=timed,
         )
 
     def _check_batch_size(self, x, batch_size):

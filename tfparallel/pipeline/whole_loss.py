@@ -1,11 +1,11 @@
-"""The loss of the whole batch: what Keras computes of the joined outputs, once a step.
+"""The loss of the whole batch: added up of the micro-batches' parts, or of the joined outputs.
 
 With the losses that layers add, weighted with the micro-batches' shares of the batch, and each
 weight's regularization, which is computed where the weight is.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import GradientSums
+from tfparallel.step.terms import whole_loss
 
-__all__ = ["WholeLoss", "average_of_added", "loss_of", "scale_of"]
+__all__ = ["ExtraLosses", "WholeLoss", "added_up", "scale_of"]
 
 
 class Regularized(NamedTuple):
@@ -25,19 +26,78 @@ class Regularized(NamedTuple):
     variable: keras.Variable
 
 
+class ExtraLosses:
+    """What comes to the compiled loss: losses that layers add, and weights' regularization.
+
+    Args:
+        model: The model.
+        batch: The whole batch.
+        added: What layers added, by micro-batch.
+
+    Attributes:
+        losses: For the whole batch, scalars.
+    """
+
+    def __init__(
+        self, model: keras.Model, batch: Batch, added: Sequence[Sequence[tf.Tensor]]
+    ):
+        self._regularized = list(_regularized(model))
+        self.losses = [*_average(batch, added), *(own.loss for own in self._regularized)]
+
+    def add_gradients(
+        self, sums: GradientSums, seed_of: Callable[[tf.Tensor], tf.Tensor | None]
+    ) -> None:
+        """Adds the regularizers' gradients to those of the weights, once a step.
+
+        Args:
+            sums: The gradients of the weights.
+            seed_of: The gradient that a regularizer's loss has; None if nothing reaches it.
+        """
+        for own in self._regularized:
+            with tf.device(own.variable._value.device):
+                seed = seed_of(own.loss)
+                if seed is not None:
+                    seed = tf.cast(seed, own.loss.dtype)
+                    found = own.tape.gradient(own.loss, own.variable._value, output_gradients=seed)
+                    sums.add(own.variable, found)
+
+
+def added_up(
+    model: keras.Model,
+    batch: Batch,
+    shares: Sequence[Sequence[tf.Tensor]],
+    outputs: list[tf.Tensor],
+    extra: ExtraLosses,
+) -> tf.Tensor:
+    """The loss, of what each micro-batch has of each compiled loss; tells the losses' trackers.
+
+    Args:
+        model: The model, compiled.
+        batch: The whole batch.
+        shares: N_m / D by micro-batch, then by compiled loss.
+        outputs: Of any micro-batch, flat; their types count.
+        extra: What comes to it.
+    """
+    sums = [[tf.add_n(list(of_all))] for of_all in zip(*shares, strict=True)]
+    types = batch.packed([tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in outputs])
+    compiled = model._compile_loss
+    losses = [whole_loss(compiled, sums, batch.y, types, batch.sample_weight)]
+    losses += [model._aggregate_additional_loss(loss) for loss in extra.losses]
+    return losses[0] if len(losses) == 1 else keras.ops.sum(losses)
+
+
 class WholeLoss:
-    """The loss, and its gradients in what it was computed of.
+    """The loss of the joined outputs, and its gradients in what it was computed of.
 
     Args:
         model: The model, compiled.
         batch: The whole batch.
         joined: The outputs, flat.
-        added: What layers added, for the whole batch.
+        extra: What comes to it.
         differentiate: Whether the gradients are wanted.
 
     Attributes:
         loss: A scalar, not scaled.
-        extra: The part of it that comes from added losses and regularizers.
         predictions: The outputs in the model's own structure.
     """
 
@@ -46,44 +106,29 @@ class WholeLoss:
         model: keras.Model,
         batch: Batch,
         joined: list[Joined],
-        added: list[tf.Tensor],
+        extra: ExtraLosses,
         *,
         differentiate: bool,
     ):
-        self._model = model
-        self._regularized = list(_regularized(model))
-        self.extra = [*added, *(own.loss for own in self._regularized)]
         sources = itertools.chain(*(own.sources.values() for own in joined))
-        watched = [tensor for tensor in (*sources, *self.extra) if tensor.dtype.is_floating]
+        watched = [t for t in (*sources, *extra.losses) if t.dtype.is_floating]
         with tf.GradientTape() as tape:
             tape.watch(watched)
             self.predictions = batch.packed([own.output() for own in joined])
-            self.loss = loss_of(model, batch, self.predictions, self.extra)
+            self.loss = _loss_of(model, batch, self.predictions, extra.losses)
             scaled = model.optimizer.scale_loss(self.loss)
-        self._found: dict[int, Any] | None = None
+        self._found: dict[int, Any] = {}
         if differentiate:
             gradients = tape.gradient(scaled, watched)
             self._found = dict(zip(map(id, watched), gradients, strict=True))
 
     def gradient(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        """∂ scaled loss / ∂ an output, or the logits behind it."""
+        """∂ scaled loss / ∂ an output, the logits behind it, or an extra loss."""
         found = self._found.get(id(tensor))
         return None if found is None else tf.convert_to_tensor(found)
 
-    def add_regularizers(self, sums: GradientSums) -> None:
-        """Adds the regularizers' gradients to those of the weights, once a step."""
-        for own in self._regularized:
-            with tf.device(own.variable._value.device):
-                seed = scale_of(self._model)
-                if self._found is not None:
-                    seed = self._found.get(id(own.loss))
-                if seed is not None:
-                    seed = tf.cast(seed, own.loss.dtype)
-                    found = own.tape.gradient(own.loss, own.variable._value, output_gradients=seed)
-                    sums.add(own.variable, found)
 
-
-def average_of_added(batch: Batch, added: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+def _average(batch: Batch, added: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     """Each loss that layers added, of the whole batch: Σ_m n_m/B of the micro-batches'."""
     return [
         tf.add_n([
@@ -94,7 +139,7 @@ def average_of_added(batch: Batch, added: Sequence[Sequence[tf.Tensor]]) -> list
     ]  # fmt: skip
 
 
-def loss_of(model: keras.Model, batch: Batch, predictions, extra: list[tf.Tensor]) -> tf.Tensor:
+def _loss_of(model: keras.Model, batch: Batch, predictions, extra) -> tf.Tensor:
     """Keras's own loss of the whole batch, which also updates the losses' trackers."""
     object.__setattr__(model, "_losses_override", extra)
     try:

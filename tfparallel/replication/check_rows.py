@@ -9,8 +9,8 @@ from absl import logging
 
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.replication import row_probe
-from tfparallel.replication.known_rows import is_known_by_rows, rows_of_constants
 from tfparallel.replication.state import global_seed_generator
+from tfparallel.step.known_rows import is_known_by_rows, rows_of_constants
 
 __all__ = ["check_rows", "make_quiet", "refusal"]
 

@@ -37,7 +37,7 @@ from tfparallel.extend import attach
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
-from tfparallel.replication.known_rows import is_known_by_rows
+from tfparallel.step.known_rows import is_known_by_rows
 from tfparallel.strategies import variables
 
 
