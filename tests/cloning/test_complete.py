@@ -1,6 +1,9 @@
 """A clone is like its model, or refused: for every builder that copies a built model."""
 
+import os
 import random
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -188,6 +191,24 @@ def test_models_that_not_every_batch_fits(build, shape):
     copy = BUILDERS["data"](model)
     if shape is not None:
         assert_alike(copy, model, shape)
+
+
+def test_a_depthwise_convolution_puts_out_what_nobody_computed():
+    """A canary: what is smaller than the filter has no output, and a batch of it proves nothing."""
+    program = (
+        "import tensorflow as tf\n"
+        "pictures, filters = tf.ones((2, 2, 2, 4)), tf.ones((3, 3, 4, 1))\n"
+        "print(tf.nn.depthwise_conv2d(pictures, filters, [1, 1, 1, 1], 'VALID').shape)"
+    )
+    shapes = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"TF_ENABLE_ONEDNN_OPTS": setting},
+            capture_output=True, text=True, check=True, timeout=120,
+        ).stdout.strip()
+        for setting in ("0", "1")
+    ]  # fmt: skip
+    assert shapes == ["(2, 0, 0, 4)", "(2, 2, 2, 4)"]
 
 
 @pytest.mark.parametrize("form", ["model", "pipeline", "tensor"])

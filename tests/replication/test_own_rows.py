@@ -277,7 +277,7 @@ def test_weights_of_examples_that_meet_another_axis(in_float64):
 
 def test_the_way_is_told_of_each_compile_and_of_fit_before_evaluate(caplog):
     model = tfparallel.data_parallel(column(), devices=THREE)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="absl"):
         model.compile("sgd", own_square)
         model.fit(NUMBERS, SUMS[:, None], verbose=0)
         assert model.why_joined == "loss 'own_square' may look at several examples"

@@ -67,12 +67,13 @@ class OwnRows(WhereRowsMeet):
         with tf.control_dependencies(aligned(x, y, sample_weight)):
             y = keras.tree.map_structure(lambda t: None if t is None else tf.identity(t), y)
         compiled, metrics = self._compile_loss, self._compile_metrics
-        first = next(i for i in keras.tree.flatten(x) if i is not None)
+        first = _first(x)
         made = []
 
         def on_replica(x, y, sample_weight):
             outputs = call(x, **mode)
-            shard = current() or _whole(count_rows(first))
+            # Of the arguments: in the trace of an eager step they are tensors, and `first` none.
+            shard = current() or _whole(count_rows(_first(x)))
             flat = [checked_output(self, output) for output in keras.tree.flatten(outputs)]
             with tf.control_dependencies(as_many_rows(self, flat, shard.num_rows_used)):
                 own = terms(compiled, y, outputs, sample_weight, shard.num_global_rows)
@@ -93,6 +94,10 @@ class OwnRows(WhereRowsMeet):
         loss = losses[0] if len(losses) == 1 else keras.ops.sum(losses)
         self._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
         return loss
+
+
+def _first(x):
+    return next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
 
 
 def _whole(num_rows) -> Shard:
