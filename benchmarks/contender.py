@@ -10,6 +10,7 @@ logical devices are a process's, and because stock Keras breaks with two strateg
 
 import os
 import resource
+import sys
 import time
 
 import dialog
@@ -124,6 +125,7 @@ def num_traces(train_function):
 
 def fit(model, dataset, clock, steps, skip):
     """Trains so many steps, and returns what was measured; the first `skip` are not timed."""
+    sent_before = sent_bytes()
     cpu_before = time.process_time()
     history = model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=[clock]).history
     cpu_seconds = time.process_time() - cpu_before
@@ -131,8 +133,16 @@ def fit(model, dataset, clock, steps, skip):
         "step_seconds": dialog.step_seconds(clock.readings, skip),
         # Of all threads, and of all steps.
         "cpu_seconds_a_step": cpu_seconds / steps,
+        "sent_bytes_a_step": (sent_bytes() - sent_before) / steps,
         "loss": history["loss"][-1],
     }
+
+
+def sent_bytes():
+    """Returns what this process has handed to other workers so far; 0 of one that has none."""
+    joined = sys.modules.get("tfparallel.collectives.between_workers")
+    workers = joined.WorkerGroup.of_process if joined is not None else None
+    return 0 if workers is None else sum(workers.traffic.read().values())
 
 
 def serve(reply, model, dataset):

@@ -43,9 +43,11 @@ class Group:
 
     Attributes:
         peak_mib: The most memory that one of them has held, where they tell it.
+        sent_bytes: The most that one of them handed to the others in a step, where they tell it.
     """
 
     peak_mib = 0.0
+    sent_bytes = 0.0
 
     def __init__(self, stack, workload, kind, environments, *, cores, program, num_speaking=None):
         self.processes = []
@@ -79,6 +81,7 @@ class Group:
             process.start_training(num_steps, skip)
         replies = [process.finish_training(num_steps) for process in self.speaking]
         self.peak_mib = max([self.peak_mib, *(reply.get("peak_mib", 0.0) for reply in replies)])
+        self.sent_bytes = max(reply.get("sent_bytes_a_step", 0.0) for reply in replies)
         return 1e3 * float(np.median(np.max([r["step_seconds"] for r in replies], axis=0)))
 
 

@@ -98,6 +98,7 @@ def measure(workload, options, cores):
         "versions": versions,
         "step_ms": {kind: contest.percentiles([r[kind] for r in rounds]) for kind in kinds},
         "peak_mib": {kind: group.peak_mib for kind, group in contenders.items()},
+        "sent_bytes": {kind: group.sent_bytes for kind, group in contenders.items()},
         "efficiency": {
             f"{many}/{one}": contest.percentiles([r[one] / r[many] for r in rounds])
             for one, many in (
@@ -119,16 +120,23 @@ def page(found, described, options):
         "",
         "A step of `fit`, in ms: the median of the rounds' medians, with the 10th and 90th "
         "percentile; of the workers, the slowest at each step. Memory is the most that a process "
-        "has held. Efficiency is one step over the other.",
+        "has held. Sent is what a worker hands to the others in a step; gradients of embeddings "
+        "are slices, as small as the words of a batch. Efficiency is one step over the other.",
         "",
     ]
     for workload, result in found.items():
         lines += [f"### {WORKLOADS[workload]}", ""]
-        lines += ["| | step, ms | peak memory, MiB |", "| --- | --- | --- |"]
+        gradients = 4 * result["versions"]["plain"]["num_parameters"] / 1024
+        lines += [
+            f"| | step, ms | peak memory, MiB | sent, KiB (gradients, dense: {gradients:,.0f}) |",
+            "| --- | --- | --- | --- |",
+        ]
         for kind, value in result["step_ms"].items():
             peak = result["peak_mib"][kind]
             memory = f"{peak:.0f}" if peak else ""
-            lines.append(f"| {TITLES[kind]} | {contest.spread(value, 1)} | {memory} |")
+            sent = result["sent_bytes"][kind]
+            sent = f"{sent / 1024:,.0f}" if sent else ""
+            lines.append(f"| {TITLES[kind]} | {contest.spread(value, 1)} | {memory} | {sent} |")
         lines += ["", "| efficiency | measured | to reach |", "| --- | --- | --- |"]
         for name, value in result["efficiency"].items():
             many, one = name.split("/")
