@@ -9,8 +9,8 @@ import functools
 import tensorflow as tf
 
 import tfparallel
+from tfparallel.collectives import reducer
 from tfparallel.data.partition import row_ranges
-from tfparallel.replication import replicated_call
 
 __all__ = ["FAULTS", "data_parallel_on"]
 
@@ -85,8 +85,8 @@ def _of_rows(compute_loss, y, y_pred, start, end):
 
 
 def _with_first_term_alone(fit, *args, **kwargs):
-    whole = replicated_call._sum
-    replicated_call._sum = lambda terms: whole(terms[:1])
+    whole = reducer._on_the_first
+    reducer._on_the_first = lambda terms: whole(terms[:1])
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, replicated_call, "_sum", whole)
+        stack.callback(setattr, reducer, "_on_the_first", whole)
         return fit(*args, **kwargs)

@@ -28,9 +28,10 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from tfparallel.collectives import indexed_slices, replica_sums, traced_readings
+from tfparallel.collectives import traced_readings
 from tfparallel.collectives.gradient import call_with_gradient, is_recording
-from tfparallel.collectives.traffic import ROWS, SLICES
+from tfparallel.collectives.reducer import Reducer
+from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
 from tfparallel.extend import attach
@@ -285,37 +286,8 @@ class ReplicatedCall:
                 tf.zeros_like(variable.value) if id(variable) in present else None
                 for variable in self._trainable
             ]
-        totals: list = [None] * len(by_variable)
-        sparse = [i for i, terms in enumerate(by_variable) if _are_sparse(terms)]
-        dense = [i for i, terms in enumerate(by_variable) if terms[0] is not None]
-        dense = [i for i in dense if i not in sparse]
-        for i, total in zip(dense, self._totals([by_variable[i] for i in dense]), strict=True):
-            totals[i] = total
-        if sparse:
-            kinds = self._kinds_of_readings(inputs)
-            for i in sparse:
-                totals[i] = self._sparse_total(by_variable[i], kinds[i])
-        return totals
-
-    def _totals(self, by_variable):
-        """Sums dense gradients: by the algorithm asked for, or on the first device."""
-        ops, workers = self._strategy.all_reduce_ops, self._strategy.workers
-        plain = [i for i, terms in enumerate(by_variable) if ops is not None and _are_dense(terms)]
-        found = replica_sums.sums(ops, [by_variable[i] for i in plain])
-        by_index = dict(zip(plain, found, strict=True))
-        totals = [
-            by_index[i] if i in by_index else _sum(terms)
-            for i, terms in enumerate(by_variable)
-        ]
-        return totals if workers is None else workers.all_reduce_gradients(totals)
-
-    def _sparse_total(self, terms, kinds) -> tf.IndexedSlices:
-        """Joins sparse gradients, reading by reading: of the replicas here, then of the workers."""
-        by_reading = indexed_slices.joined(terms, kinds)
-        workers = self._strategy.workers
-        if workers is not None:
-            by_reading = [_over_workers(workers, reading) for reading in by_reading]
-        return indexed_slices.together(by_reading, terms[0].dense_shape)
+        reducer = Reducer(self._strategy.all_reduce_ops, self._strategy.workers)
+        return reducer.totals(by_variable, lambda: self._kinds_of_readings(inputs))
 
     def _kinds_of_readings(self, inputs) -> list:
         """By trainable variable, where no graph is traced; else a gradient itself tells."""
@@ -349,26 +321,6 @@ def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:
             "shape (). Return a value for each example, or add a scalar with `self.add_loss`."
         )
     return output
-
-
-def _sum(terms) -> tf.Tensor:
-    """Σ_k g_k, on the first device."""
-    return tf.add_n([tf.convert_to_tensor(term) for term in terms])
-
-
-def _are_sparse(terms) -> bool:
-    return all(isinstance(term, tf.IndexedSlices) for term in terms)
-
-
-def _are_dense(terms) -> bool:
-    return all(isinstance(term, tf.Tensor) for term in terms)
-
-
-def _over_workers(workers, reading: indexed_slices.Reading) -> indexed_slices.Reading:
-    if reading.kind == indexed_slices.ONCE:
-        return reading._replace(values=workers.all_reduce([reading.values])[0])
-    values, indices = workers.all_gather_uneven([reading.values, reading.indices], SLICES)
-    return indexed_slices.merged(reading._replace(values=values, indices=indices))
 
 
 def _join(rows, all_shards):

@@ -1,0 +1,88 @@
+"""Σ_k g_k: gradients summed over the replicas of this worker, then over the workers.
+
+    dense     by the algorithm that was asked for, or on the first device; then over the workers,
+              in buckets if that was asked for (`buckets.py`)
+    sparse    reading by reading, laid end to end or added place by place, by what their indices
+              were made of (`indexed_slices.py`)
+
+What computes gradients knows neither devices nor wires; what carries them (`cross_device.py`,
+`between_workers.py`) knows no variables. Between the two is this.
+"""
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tfparallel.collectives import indexed_slices, replica_sums
+from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.traffic import SLICES
+
+__all__ = ["Reducer"]
+
+# Of a variable: a gradient of each replica, or None of each.
+Terms = Sequence[tf.Tensor | tf.IndexedSlices | None]
+
+
+class Reducer:
+    """Sums the gradients of a step.
+
+    Args:
+        ops: The algorithm between the devices of this process; None sums on the first of them.
+        workers: The workers, or None for one.
+    """
+
+    def __init__(self, ops: tf.distribute.CrossDeviceOps | None, workers: WorkerGroup | None):
+        self._ops = ops
+        self._workers = workers
+
+    def totals(
+        self, by_variable: Sequence[Terms], kinds_of_readings: Callable[[], Sequence]
+    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """Sums the gradients of all variables.
+
+        Args:
+            by_variable: Their terms, in the order of the layers.
+            kinds_of_readings: Called if there are sparse ones: by variable how each of its readings
+                is joined; None where the gradient itself tells (`traced_readings.py`).
+
+        Returns:
+            For each variable, equal on all workers; None where nothing reaches it.
+        """
+        results: list = [None] * len(by_variable)
+        sparse = [i for i, terms in enumerate(by_variable) if _are_all(tf.IndexedSlices, terms)]
+        dense = [i for i, terms in enumerate(by_variable) if terms[0] is not None]
+        dense = [i for i in dense if i not in sparse]
+        for i, total in zip(dense, self._dense([by_variable[i] for i in dense]), strict=True):
+            results[i] = total
+        kinds = kinds_of_readings() if sparse else ()
+        for i in sparse:
+            results[i] = self._sparse(by_variable[i], kinds[i])
+        return results
+
+    def _dense(self, by_variable):
+        listed = list(enumerate(by_variable))
+        mirrored = [i for i, own in listed if self._ops is not None and _are_all(tf.Tensor, own)]
+        found = replica_sums.sums(self._ops, [by_variable[i] for i in mirrored])
+        by_index = dict(zip(mirrored, found, strict=True))
+        totals = [by_index[i] if i in by_index else _on_the_first(own) for i, own in listed]
+        return totals if self._workers is None else self._workers.all_reduce_gradients(totals)
+
+    def _sparse(self, terms, kinds) -> tf.IndexedSlices:
+        by_reading = indexed_slices.joined(terms, kinds)
+        if self._workers is not None:
+            by_reading = [self._over_workers(reading) for reading in by_reading]
+        return indexed_slices.together(by_reading, terms[0].dense_shape)
+
+    def _over_workers(self, reading: indexed_slices.Reading) -> indexed_slices.Reading:
+        if reading.kind == indexed_slices.ONCE:
+            return reading._replace(values=self._workers.all_reduce([reading.values])[0])
+        values, indices = self._workers.all_gather_uneven([reading.values, reading.indices], SLICES)
+        return indexed_slices.merged(reading._replace(values=values, indices=indices))
+
+
+def _on_the_first(terms: Terms) -> tf.Tensor:
+    return tf.add_n([tf.convert_to_tensor(term) for term in terms])
+
+
+def _are_all(cls: type, terms: Terms) -> bool:
+    return all(isinstance(term, cls) for term in terms)
