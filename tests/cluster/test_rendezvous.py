@@ -18,6 +18,7 @@ import time
 import pytest
 
 from tfparallel.cluster import meeting, messages, rendezvous
+from tfparallel.cluster.ports import free_ports
 
 TOP = pathlib.Path(__file__).parents[2]
 PROTOCOL = "tfparallel rendezvous 1"
@@ -38,13 +39,9 @@ except RuntimeError as error:
 
 def free_addresses(num_workers, host="127.0.0.1"):
     """Addresses whose ports were free a moment ago, all different."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.ExitStack() as held:
-        ports = []
-        for _ in range(num_workers):
-            chosen = held.enter_context(socket.socket(family))
-            chosen.bind((host, 0))
-            ports.append(chosen.getsockname()[1])
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))  # Raises where this host has no such address.
+    ports = free_ports(num_workers)
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for port in ports]
 
 
@@ -273,7 +270,7 @@ def test_whoever_is_missing_is_named():
         )
         for workers, missing, (results, seconds) in zip(jobs, missing_sets, outcomes, strict=True):
             for text in results:
-                assert named_as_missing(text) == missing
+                assert named_as_missing(text) == missing, text
                 assert all(workers[index] in text for index in missing)
                 assert "nothing listens there" in text
             assert seconds < limit + SLACK_SECONDS
