@@ -254,8 +254,7 @@ CASES += [
         build=stateful,
         data=even_rows,
         fit={"batch_size": 12},
-        # Of model_parallel's clone Keras says so itself.
-        refused=refusals.STATE_OF_A_ROW | {"model_parallel": "If an RNN is stateful"},
+        refused=refusals.STATE_OF_A_ROW,
     )
 ]
 
