@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tfparallel.cloning import likeness
 from tfparallel.cloning.complete import NotAlike
 
 TWO = ["CPU:0", "CPU:1"]
@@ -191,6 +192,12 @@ def test_models_that_not_every_batch_fits(build, shape):
     copy = BUILDERS["data"](model)
     if shape is not None:
         assert_alike(copy, model, shape)
+
+
+def test_a_clone_is_tried_on_pictures_that_a_filter_fits_into():
+    model = keras.Sequential([keras.Input((None, None, 3)), layers.Conv2D(2, 3)])
+    first, *_ = likeness._batches(model)
+    assert first.shape == (2, 32, 32, 3)
 
 
 def test_a_depthwise_convolution_puts_out_what_nobody_computed():

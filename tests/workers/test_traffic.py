@@ -42,7 +42,7 @@ def main():
         model.compile("sgd", loss=loss, metrics=["mae"])
         sent = tfparallel.callbacks.SentBytes()
         model.fit(x, y, batch_size={ROWS}, verbose=0, callbacks=[sent])
-        found[name] = [sent.last_step, bool(model.why_joined)]
+        found[name] = [sent.in_a_step, bool(model.why_joined)]
     return found
 """
 
@@ -68,4 +68,4 @@ def test_one_process_hands_nothing_to_others():
     model.compile("sgd", "mse")
     sent = SentBytes()
     model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[sent])
-    assert sent.last_step is None
+    assert sent.in_a_step is None

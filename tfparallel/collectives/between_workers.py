@@ -267,12 +267,12 @@ class WorkerGroup:
             (name, flat.dtype, flat.shape[0]), len(self._signatures)
         )
         if flat.shape[0] is not None:
-            self.traffic.add_in_graph(kind, flat)
+            self.traffic.add_tensor(kind, flat)
             return self._run(name, flat, signature)
         size = tf.size(flat)
         step, padded_size = _size_step(size)
         flat = tf.pad(flat, [[0, padded_size - size]])
-        self.traffic.add_in_graph(kind, flat)
+        self.traffic.add_tensor(kind, flat)
         result = self._run(name, flat, signature + _MAX_SIGNATURES * step)
         return result if name == "all_gather" else result[:size]
 

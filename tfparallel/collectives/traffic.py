@@ -29,11 +29,15 @@ class Traffic:
         """Counts bytes now."""
         self._in_python[kind] += num_bytes
 
-    def add_in_graph(self, kind: str, tensor: tf.Tensor) -> None:
-        """Counts a tensor's bytes whenever the graph that is being traced runs."""
+    def add_tensor(self, kind: str, tensor: tf.Tensor) -> None:
+        """Counts a tensor's bytes: now, or whenever the graph that is being traced runs."""
+        size = tensor.shape.num_elements()
+        if tf.executing_eagerly():
+            self.add(kind, size * tensor.dtype.size)
+            return
         with tf.device("CPU:0"):
-            size = tf.size(tensor, tf.int64) * tensor.dtype.size
-            self._in_graphs[kind].assign_add(size, read_value=False)
+            size = tf.size(tensor, tf.int64) if size is None else size
+            self._in_graphs[kind].assign_add(size * tensor.dtype.size, read_value=False)
 
     def read(self) -> dict[str, int]:
         """Returns the bytes so far, of each kind."""

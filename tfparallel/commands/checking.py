@@ -87,7 +87,7 @@ def check(path: str, values: flags.FlagValues) -> int:
             "versions": versions(),
             **report.to_json(),
             **({"all_reduce": ran} if ran is not None else {}),
-            **({"joined_outputs": joined} if form.name == "data" else {}),
+            **({"joined_outputs": joined} if form.name in ("data", "pipeline") else {}),
             "peak_memory_bytes": peak_memory_bytes(),
             "wall_time_seconds": time.perf_counter() - started,
         }

@@ -133,10 +133,10 @@ def train(path: str, values: flags.FlagValues) -> Result:
     }
     if form.name != "none":
         report["layout"] = model.layout.to_json()
-    if form.name == "data":
+    if form.name in ("data", "pipeline"):
         report["joined_outputs"] = getattr(model, "why_joined", None) or False
     report["all_reduce"] = form.all_reduce_report(model)
-    report["sent_bytes_last_step"] = sent_bytes.last_step
+    report["sent_bytes_in_a_step"] = sent_bytes.in_a_step
     if form.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)
     if checkpoint is not None and checkpoint.resumed is not None:

@@ -111,7 +111,7 @@ def check_parity(
         random_layers=tuple(drawing),
         first_difference=first,
         notes=tuple(notes),
-        sent_bytes_last_step=runs.parallel.sent_bytes,
+        sent_bytes_in_a_step=runs.parallel.sent_bytes,
     )
 
 

@@ -73,8 +73,8 @@ class CheckReport:
         random_layers: The layers that draw.
         first_difference: What differs first, or None.
         notes: What else a reader must know.
-        sent_bytes_last_step: What the last step handed to other workers, of "sums", "slices" and
-            "rows" (`tfparallel.callbacks.SentBytes`); None without any.
+        sent_bytes_in_a_step: What a step hands to other workers, of "sums", "slices" and "rows"
+            (`tfparallel.callbacks.SentBytes`); None without any.
     """
 
     verdict: str
@@ -89,7 +89,7 @@ class CheckReport:
     random_layers: tuple[str, ...]
     first_difference: str | None
     notes: tuple[str, ...]
-    sent_bytes_last_step: dict[str, int] | None = None
+    sent_bytes_in_a_step: dict[str, int] | None = None
 
     @property
     def passed(self) -> bool:
@@ -115,8 +115,8 @@ class CheckReport:
         ]
         if self.growth is not None:
             lines.append(f"this model multiplies rounding by {self.growth:.2g} a step")
-        if self.sent_bytes_last_step is not None:
-            lines.append(_sent(self.sent_bytes_last_step))
+        if self.sent_bytes_in_a_step is not None:
+            lines.append(_sent(self.sent_bytes_in_a_step))
         if self.random_layers:
             lines.append(f"random layers: {', '.join(self.random_layers)}")
         lines += [f"note: {note}" for note in self.notes]
@@ -192,7 +192,7 @@ def _sent(sent_bytes: dict[str, int]) -> str:
         f"{num_bytes / 1024:,.1f} KiB of {kind}" if num_bytes else f"no {kind}"
         for kind, num_bytes in sent_bytes.items()
     )
-    return f"in the last step a worker gave the others {sums}, {slices} and {rows}"
+    return f"a step hands the other workers {sums}, {slices} and {rows}"
 
 
 def _verdict(item: VariableReport | ValueReport) -> str:

@@ -58,7 +58,7 @@ class Outcome:
         snapshots: By step: 1, 2, 4, 8, … and the last, which has the losses
             and metrics of `evaluate`, too.
         running_loss: Keras's running mean of the loss, one entry a step.
-        sent_bytes: What the last step handed to other workers, by kind; None without any.
+        sent_bytes: What a step hands to other workers, by kind; None without any.
         model: The trained model.
     """
 
@@ -154,7 +154,7 @@ class Trial:
         last = seen.snapshots.get(len(batches))
         states = last.states if last is not None else _states(model)
         seen.snapshots[len(batches)] = Snapshot(states, values)
-        return Outcome(seen.snapshots, seen.running_loss, sent.last_step, model)
+        return Outcome(seen.snapshots, seen.running_loss, sent.in_a_step, model)
 
     def _set_initial_weights(self, model: keras.Model) -> None:
         if self._initial is None:

@@ -141,10 +141,10 @@ class Step:
                 act = self._forward if instruction.kind == "forward" else self._backward
                 done += act(instruction.stage, instruction.micro_batch)
         if self._rows_stay:
-            loss, predictions, grown = self._added_up()
+            predictions, (loss, grown) = None, self._added_up()
         else:
             whole = whole or self._whole_loss()
-            loss, predictions, grown = whole.loss, whole.predictions, []
+            predictions, loss, grown = whole.predictions, whole.loss, []
         write_averages(self._memory)
         gradients = self._sums.of(self._model.trainable_variables)
         return Found(loss, gradients, predictions, grown)
@@ -304,7 +304,7 @@ class Step:
                     self._upstream.setdefault((self._maker(key), m, key), []).append(rows)
         return whole
 
-    def _added_up(self) -> tuple[tf.Tensor, None, list[tf.Tensor]]:
+    def _added_up(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """The loss, and by what the metrics grow, of the micro-batches' own."""
         batch = self._batch
         with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
@@ -315,7 +315,7 @@ class Step:
             grown = [tf.add_n(list(of_all)) for of_all in zip(*self._growth, strict=True)]
         extra.add_gradients(self._sums, lambda _: scale_of(self._model))
         self.checked += aligned(batch.x, batch.y, batch.sample_weight)
-        return loss, None, grown
+        return loss, grown
 
     def _grown(self, m, made) -> list[tf.Tensor]:
         """What a micro-batch's rows add to the states of the compiled metrics."""

@@ -13,7 +13,7 @@ from tfparallel.pipeline.pieces import in_two
 from tfparallel.placement.model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.check_rows import check_rows
-from tfparallel.step.terms import states
+from tfparallel.step.terms import grow
 from tfparallel.step.where_rows_meet import WhereRowsMeet
 
 __all__ = ["PipelinedModel"]
@@ -72,9 +72,7 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
         with tf.device(self.devices[-1]):
             if found.predictions is not None:
                 return self.compute_metrics(x, y, found.predictions, sample_weight=sample_weight)
-            metrics = states(self._compile_metrics)
-            for variable, grown in zip(metrics, found.growth, strict=True):
-                variable.assign_add(grown)
+            grow(self._compile_metrics, found.growth)
             return self.get_metrics_result()
 
     def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:

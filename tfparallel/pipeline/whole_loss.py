@@ -80,10 +80,7 @@ def added_up(
     """
     sums = [[tf.add_n(list(of_all))] for of_all in zip(*shares, strict=True)]
     types = batch.packed([tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in outputs])
-    compiled = model._compile_loss
-    losses = [whole_loss(compiled, sums, batch.y, types, batch.sample_weight)]
-    losses += [model._aggregate_additional_loss(loss) for loss in extra.losses]
-    return losses[0] if len(losses) == 1 else keras.ops.sum(losses)
+    return whole_loss(model, sums, batch.y, types, batch.sample_weight, extra.losses)
 
 
 class WholeLoss:

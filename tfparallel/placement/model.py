@@ -1,6 +1,7 @@
 """The Keras model whose layers stand on several devices."""
 
 import os
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -10,7 +11,7 @@ from tfparallel.extend import original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.optimizer import place_updates
-from tfparallel.placement.processes import naming_lost_process
+from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
 from tfparallel.strategies.writes import after_writes
 
@@ -69,19 +70,19 @@ class PlacedModel:
     def make_train_function(self, force=False):
         """Builds the step of `fit`, which waits for what was written eagerly before it."""
         super().make_train_function(force)
-        self.train_function = after_writes(self.train_function)
+        self.train_function = _after_writes(self.train_function)
         return self.train_function
 
     def make_test_function(self, force=False):
         """Builds the step of `evaluate`, likewise."""
         super().make_test_function(force)
-        self.test_function = after_writes(self.test_function)
+        self.test_function = _after_writes(self.test_function)
         return self.test_function
 
     def make_predict_function(self, force=False):
         """Builds the step of `predict`, likewise."""
         super().make_predict_function(force)
-        self.predict_function = after_writes(self.predict_function)
+        self.predict_function = _after_writes(self.predict_function)
         return self.predict_function
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
@@ -149,6 +150,10 @@ class PlacedModel:
             self.optimizer.apply(found, trained)
         with tf.device(self._last_device):
             return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _after_writes(function: Callable) -> Callable:
+    return after_writes(function) if has_others() else function
 
 
 def _has_its_variables(layer: keras.Layer) -> bool:

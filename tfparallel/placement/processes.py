@@ -35,7 +35,7 @@ from tfparallel.collectives.between_workers import WorkerLostError, naming_lost_
 from tfparallel.peers import meet_peers
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = ["connect_to_cluster", "naming_lost_process", "peak_memory_bytes"]
+__all__ = ["connect_to_cluster", "has_others", "naming_lost_process", "peak_memory_bytes"]
 
 # A step that waits for a process that has ended is given this long to fail by itself.
 _GRACE_SECONDS = 10.0
@@ -106,6 +106,11 @@ def connect_to_cluster(
         threading.Thread(target=_watch, args=(other,), name=name, daemon=True).start()
     with_gpu = {_process_of(name) for name in devices if ":GPU:" in name}
     return [name for name in devices if _process_of(name) not in with_gpu or ":GPU:" in name]
+
+
+def has_others() -> bool:
+    """Whether this process holds devices of others."""
+    return bool(_addresses)
 
 
 @contextlib.contextmanager

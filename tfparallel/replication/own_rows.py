@@ -23,7 +23,7 @@ from keras.src.models.functional import Functional
 from tfparallel.data.shard import Shard, count_rows, current
 from tfparallel.extend import original_class
 from tfparallel.replication.replicated_call import Sums, checked_output
-from tfparallel.step.terms import growth, states, terms, whole_loss
+from tfparallel.step.terms import grow, growth, terms, whole_loss
 from tfparallel.step.where_rows_meet import WhereRowsMeet, aligned, as_many_rows, type_of
 
 __all__ = ["OwnRows"]
@@ -84,14 +84,11 @@ class OwnRows(WhereRowsMeet):
         sums = iter(self._call_on_replicas(on_replica, (x, y, sample_weight), {}).tensors)
         outputs, like = made[0]
         of_losses = [[next(sums) for _ in term] for term in like]
-        for variable, grown in zip(states(metrics), sums, strict=True):
-            variable.assign_add(grown)
+        grow(metrics, list(sums))
         outputs = keras.tree.map_structure(
             lambda t: tf.TensorSpec([first.shape[0], *t.shape[1:]], t.dtype), outputs
         )
-        losses = [whole_loss(compiled, of_losses, y, outputs, sample_weight)]
-        losses += [self._aggregate_additional_loss(loss) for loss in self.losses]
-        loss = losses[0] if len(losses) == 1 else keras.ops.sum(losses)
+        loss = whole_loss(self, of_losses, y, outputs, sample_weight, self.losses)
         self._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
         return loss
 

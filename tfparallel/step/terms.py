@@ -3,7 +3,8 @@
     terms     of each loss the piece's share N_p / D; where data decide the divisor, N_p and D_p
     growth    what the state of each metric becomes, from zero
 
-Both are added up over the pieces; `whole_loss` makes the loss of the sums.
+Both are added up over the pieces. `whole_loss` makes the loss of the sums, and `grow` tells the
+metrics theirs.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from tfparallel.step.loss import call_with, values_of
 
-__all__ = ["growth", "states", "terms", "whole_loss"]
+__all__ = ["grow", "growth", "states", "terms", "whole_loss"]
 
 
 def terms(compiled: CompileLoss, y, outputs, sample_weight, num_rows) -> list[list[tf.Tensor]]:
@@ -50,23 +51,32 @@ def terms(compiled: CompileLoss, y, outputs, sample_weight, num_rows) -> list[li
 
 
 def whole_loss(
-    compiled: CompileLoss, sums: Sequence[Sequence[tf.Tensor]], y, outputs, sample_weight
+    model: keras.Model,
+    sums: Sequence[Sequence[tf.Tensor]],
+    y,
+    outputs,
+    sample_weight,
+    added: Sequence[tf.Tensor],
 ) -> tf.Tensor:
-    """The loss of the terms' sums; what tracks each output's loss is told.
+    """The loss of the terms' sums and of what is added; what tracks each output's loss is told.
 
     Args:
-        compiled: The model's loss, built.
+        model: A compiled model, its loss built.
         sums: Of `terms`, over the pieces.
         y: The targets of the whole batch.
         outputs: Tensors or their types, in the structure of the outputs; their values do not count.
         sample_weight: The weights of the whole batch, or None.
+        added: What layers and regularizers add to the loss, of the whole batch.
     """
     remaining = iter(sums)
 
     def instead(loss):
         return lambda *_: _value(*next(remaining))
 
-    return call_with(instead, compiled, y, outputs, sample_weight, compiled.metrics)
+    compiled = model._compile_loss
+    losses = [call_with(instead, compiled, y, outputs, sample_weight, compiled.metrics)]
+    losses += [model._aggregate_additional_loss(loss) for loss in added]
+    return losses[0] if len(losses) == 1 else keras.ops.sum(losses)
 
 
 def _value(numerator, divisor=None) -> tf.Tensor:
@@ -87,3 +97,9 @@ def growth(compiled: CompileMetrics | None, y, outputs, sample_weight) -> list[t
     grown = compiled.stateless_update_state(zeros, y, outputs, sample_weight=sample_weight)
     by_id = dict(zip(map(id, compiled.variables), grown, strict=True))
     return [tf.stop_gradient(tf.convert_to_tensor(value)) for value in by_id.values()]
+
+
+def grow(compiled: CompileMetrics | None, sums: Sequence[tf.Tensor]) -> None:
+    """Adds to the states of the metrics the sums of `growth`."""
+    for variable, grown in zip(states(compiled), sums, strict=True):
+        variable.assign_add(grown)

@@ -1,8 +1,9 @@
 """Which of the two ways a step takes to its loss, and why.
 
-where the rows are      losses and metrics of each piece's rows, added up     the default
-of the joined outputs   the outputs of all rows meet on one device            where nothing
-else is right
+| way | what | when |
+| --- | --- | --- |
+| where the rows are | losses and metrics of each piece's rows, added up | the default |
+| of the joined outputs | the outputs of all rows meet on one device | where nothing else is right |
 """
 
 import keras
