@@ -10,8 +10,8 @@ from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.data.partition import check_weights
 from tfparallel.replication import clone
+from tfparallel.replication.data_parallel_model import extend_model
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
-from tfparallel.replication.model import extend_model
 from tfparallel.seams.tensorflow import DistributedVariable
 
 
