@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/model_parallel.py
 
 The stages work one after the other, so nothing can be gained; this is what the placement costs. In
-a process of its own `tfparallel.placement.plan` predicts the plain model's step from layers that it
+a process of its own `placement_plan.plan` predicts the plain model's step from layers that it
 runs one by one. Two minutes of two idle cores.
 """
 
@@ -26,7 +26,7 @@ PREDICT = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import tfparallel, contender, workloads
-from tfparallel.placement.plan import plan
+from tfparallel.placement.placement_plan import plan
 workload = workloads.WORKLOADS[sys.argv[2]]
 found = plan(workload.build_model, contender.compile_model, num_devices=1,
              batch_size=workload.global_batch_size)

@@ -17,7 +17,7 @@ LIBRARY = TOP / "tfparallel"
 # From the ground up. A package may import what stands in a row above its own,
 # and itself; a new package is given its row here.
 ROWS = [
-    ["startup", "cluster", "device_names", "layout"],
+    ["startup", "cluster", "device_names", "layout", "seams"],
     ["devices", "data", "task", "extend", "logits", "peers"],
     ["collectives", "cloning", "step"],
     ["bench"],

@@ -21,7 +21,7 @@ from tfparallel.layers import (
     VocabParallelEmbedding,
 )
 from tfparallel.layers.by_hand import written_as
-from tfparallel.layers.plan import plan
+from tfparallel.layers.split_plan import plan
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 

@@ -4,7 +4,7 @@ import pytest
 
 from tfparallel.layout.schedule import make_schedule
 from tfparallel.layout.simulator import StageSeconds, simulate
-from tfparallel.pipeline.plan import PipelinePlan, PlannedStage
+from tfparallel.pipeline.pipeline_plan import PipelinePlan, PlannedStage
 
 STATE, ACTIVATION, RECEIVED = 1000, 64, 8
 

@@ -8,7 +8,7 @@ from keras import layers
 
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
-from tfparallel.placement.model import PlacedModel
+from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.report import placement_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.replication.model import DataParallelModel
+from tfparallel.replication.data_parallel_model import DataParallelModel
 from tfparallel.strategies import variables
 
 TWO, THREE = ["CPU:0", "CPU:1"], ["CPU:0", "CPU:1", "CPU:2"]

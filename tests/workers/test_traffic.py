@@ -1,9 +1,12 @@
 """What a step hands to the other workers: gradients, and no predictions unless they must meet."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
 
+from tests.commands.command_line import TASKS, tfparallel
 from tfparallel.callbacks import SentBytes
 
 from .jobs import run_workers
@@ -61,6 +64,21 @@ def test_predictions_cross_only_where_they_must(transport):
         assert own_slices <= sent["slices"] <= 1.3 * own_slices
         sent, joined = seen["own"]
         assert joined and predictions <= sent["rows"] <= 1.25 * predictions
+
+
+def test_predictions_larger_than_all_weights_stay_where_they_are(tmp_path):
+    report = tmp_path / "check.json"
+    code, output, errors = tfparallel(
+        *("check", TASKS / "wide_vocabulary.py", "--num_workers=2", "--num_devices=1"),
+        *("--global_batch_size=8", "--steps=2", f"--report={report}"),
+        deadline_seconds=200,
+    )
+    assert code == 0, output + errors
+    assert "of slices and no rows" in output
+    content = json.loads(report.read_text())
+    sent, weights = content["sent_bytes_in_a_step"], 4 * (2 * 32_768 * 16)
+    assert content["joined_outputs"] is False and sent["rows"] == 0
+    assert sum(sent.values()) < weights  # The logits of a worker's 4 rows are 32 MiB.
 
 
 def test_one_process_hands_nothing_to_others():

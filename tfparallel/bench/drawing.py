@@ -4,10 +4,10 @@ from typing import Any
 
 from matplotlib import colormaps
 
-from tfparallel.collectives.algorithms.schedule import Schedule
+from tfparallel.collectives.algorithms.schedule import MessageSchedule
 
 
-def draw_schedule(axes: Any, schedule: Schedule, title: str) -> None:
+def draw_schedule(axes: Any, schedule: MessageSchedule, title: str) -> None:
     """Draws a schedule: solid arrows add, dashed ones copy; ranks in columns, a row a step.
 
     Args:

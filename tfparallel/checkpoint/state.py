@@ -20,8 +20,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.random import seed_generator as keras_seeds
+
+from tfparallel.seams.keras import (
+    GLOBAL_SEED_GENERATOR,
+    get_global,
+    make_global_seed_generator,
+)
 
 __all__ = [
     "GROUPS",
@@ -131,7 +135,7 @@ def restore_training(
         for value in seeds:
             if not _seed_variables():
                 python_state = random.getstate()  # A new generator takes its seed from Python's.
-                keras_seeds.global_seed_generator()
+                make_global_seed_generator()
                 random.setstate(python_state)
             _seed_variables()[0].assign(value)
 
@@ -232,7 +236,7 @@ def _metric_variables(model):
 
 
 def _seed_variables():
-    generator = global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR)
+    generator = get_global(GLOBAL_SEED_GENERATOR)
     return [] if generator is None else [generator.state]
 
 

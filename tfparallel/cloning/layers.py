@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import keras
-from keras.src.saving.serialization_lib import SafeModeScope
 
 from tfparallel.cloning.complete import without_draws
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import classes_of, original_class
+from tfparallel.seams.keras import SafeModeScope
 
 __all__ = ["copy_layers", "like"]
 

@@ -9,14 +9,14 @@ from tfparallel.cluster.environment import (
     core_shares,
     worker_environment,
 )
-from tfparallel.cluster.nodes import Meeting
+from tfparallel.cluster.nodes import NodeMeeting
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.supervisor import Program
 
 __all__ = ["host_programs", "meet_alone"]
 
 
-def meet_alone(num_workers: int) -> Meeting:
+def meet_alone(num_workers: int) -> NodeMeeting:
     """Returns the meeting of a job that this host runs alone, on free ports of its loopback.
 
     Call it anew for each attempt: what is dying may still hold the old ports.
@@ -28,7 +28,7 @@ def meet_alone(num_workers: int) -> Meeting:
         RuntimeError: If the host has too few free ports.
     """
     *ports, master_port = free_ports(num_workers + 1)
-    return Meeting(
+    return NodeMeeting(
         addresses=[[f"127.0.0.1:{port}" for port in ports]],
         master=f"127.0.0.1:{master_port}",
         token=secrets.token_hex(16),
@@ -36,7 +36,7 @@ def meet_alone(num_workers: int) -> Meeting:
 
 
 def host_programs(
-    meeting: Meeting,
+    meeting: NodeMeeting,
     command: Sequence[str],
     inherited: Mapping[str, str],
     *,

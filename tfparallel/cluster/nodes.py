@@ -20,14 +20,14 @@ from collections.abc import Sequence
 
 from tfparallel.cluster.address import join_address, split_address
 
-__all__ = ["Meeting", "meet"]
+__all__ = ["NodeMeeting", "meet"]
 
 _MESSAGE_BYTES = 1 << 16
 _RETRY_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class NodeMeeting:
     """What all launchers know after they have met.
 
     Attributes:
@@ -51,7 +51,7 @@ def meet(
     attempt: int,
     token: str,
     timeout_seconds: float,
-) -> Meeting:
+) -> NodeMeeting:
     """Waits for all nodes' launchers at the endpoint.
 
     Args:
@@ -86,7 +86,7 @@ def meet(
         answer = _join(endpoint, hello, deadline, timeout_seconds)
     if "error" in answer:
         raise RuntimeError(answer["error"])
-    return Meeting(
+    return NodeMeeting(
         addresses=tuple(
             tuple(join_address(host, port) for port in ports) for host, ports in answer["nodes"]
         ),

@@ -1,6 +1,6 @@
 """A barrier between the workers, whose error names those that did not come.
 
-Rests on TensorFlow's coordination service (`tensorflow.python.eager.context`), which its
+Rests on TensorFlow's coordination service (`seams.tensorflow.coordination_service`), which its
 multi-worker strategy starts and which has no public face. No collective could do it: what waits
 in one cannot be told who else does.
 """
@@ -8,9 +8,9 @@ in one cannot be told who else does.
 import itertools
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.seams.tensorflow import coordination_service
 
 _LOOK_MS = 500  # What a worker left is there at once, or never; a busy machine answers late.
 _numbers = itertools.count()  # Every worker makes the same calls, and so counts alike.
@@ -28,7 +28,7 @@ def wait_for_all(workers: WorkerGroup, timeout_seconds: float) -> None:
             that comes too late.
     """
     name = f"tfparallel/barrier/{next(_numbers)}"
-    service = context.context()
+    service = coordination_service()
     service.set_config_key_value(f"{name}/{workers.worker_index}", "here")
     try:
         service.wait_at_barrier(name, max(1, round(timeout_seconds * 1000)))

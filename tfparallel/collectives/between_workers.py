@@ -10,8 +10,7 @@ of the program, and so a key is free again when it comes back.
 A number of rows that is known only when the step runs is rounded up to one of four sizes an
 octave: few keys, and at most a quarter of the bytes is padding.
 
-Rests on `tensorflow.python.ops.collective_ops`; there is no public way to a collective outside a
-replica.
+Rests on collectives of TensorFlow's that have no public name outside a replica.
 """
 
 import contextlib
@@ -24,11 +23,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import collective_ops
 
 from tfparallel.collectives.buckets import buckets
 from tfparallel.collectives.lost import WorkerLostError
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
+from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _STEPS_PER_OCTAVE = 4
@@ -287,8 +286,8 @@ class WorkerGroup:
         }
         with tf.device(self._device):
             if name == "all_gather":
-                return collective_ops.all_gather_v2(flat, **arguments)
-            return collective_ops.all_reduce_v2(
+                return all_gather_v2(flat, **arguments)
+            return all_reduce_v2(
                 flat,
                 merge_op=_MERGE_OPS[name],
                 max_subdivs_per_device=self._num_pieces(flat),

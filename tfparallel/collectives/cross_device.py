@@ -1,7 +1,7 @@
 """All-reduce between the devices of one process, by name.
 
-Rests on `tensorflow.python.distribute`: a `tf.distribute.CrossDeviceOps` takes and returns
-distributed values, which only `distribute_utils.regroup` makes; and TensorFlow's collective ring,
+Rests on TensorFlow's insides: a `tf.distribute.CrossDeviceOps` takes and returns
+distributed values, which only `seams.tensorflow.regroup` makes; and TensorFlow's collective ring,
 which its strategies take for themselves, has no public name. TensorFlow's hierarchical copy leaves
 out the last replica of an odd number without a word, and is refused there.
 """
@@ -9,27 +9,28 @@ out the last replica of an odd number without a word, and is refused there.
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    collective_util,
-    cross_device_ops,
-    cross_device_utils,
-    distribute_utils,
-    values,
-)
 
 from tfparallel import devices as device_lib
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS
 from tfparallel.collectives.scheduled import execute
+from tfparallel.seams.tensorflow import (
+    CollectiveAllReduce,
+    Mirrored,
+    PerReplica,
+    collective_keys,
+    devices_match,
+    regroup,
+)
 
 # One for the process: two that count alike would give two collectives one key.
-_keys = cross_device_utils.CollectiveKeys(group_key_start=2**21)
+_keys = collective_keys(2**21)
 
 
 def _tf_ring(devices):
-    return cross_device_ops.CollectiveAllReduce(
+    return CollectiveAllReduce(
         [f"/device:{device}" for device in devices],
         len(devices),
-        collective_util.Options(),
+        tf.distribute.experimental.CommunicationOptions(),
         _keys,
     )
 
@@ -76,7 +77,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
         """Reduces several values, those of a type in one vector; called by `batch_reduce`."""
         results, ours = [None] * len(value_destination_pairs), {}
         for index, (value, destinations) in enumerate(value_destination_pairs):
-            if _is_dense(value) and cross_device_ops._devices_match(value, destinations):
+            if _is_dense(value) and devices_match(value, destinations):
                 ours.setdefault((value._devices, value.values[0].dtype), []).append(index)
             else:
                 results[index] = self._elsewhere.reduce(reduce_op, value, destinations, options)
@@ -86,9 +87,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
             if reduce_op == tf.distribute.ReduceOp.MEAN:
                 totals = [_divided(total, devices) for total in totals]
             for index, total in zip(indices, totals, strict=True):
-                results[index] = distribute_utils.regroup(
-                    tuple(total), wrap_class=values.Mirrored, always_wrap=True
-                )
+                results[index] = regroup(total, Mirrored)
         return results
 
 
@@ -198,12 +197,7 @@ def all_reduce(
         by_dtype.setdefault(of_all[0].dtype, []).append(index)
     # TensorFlow's own concatenate what they are given, and so take one type at a time.
     for indices in by_dtype.values():
-        terms = [
-            distribute_utils.regroup(
-                tuple(tensors[index]), wrap_class=values.PerReplica, always_wrap=True
-            )
-            for index in indices
-        ]
+        terms = [regroup(tensors[index], PerReplica) for index in indices]
         sums = ops.batch_reduce(tf.distribute.ReduceOp.SUM, [(term, term) for term in terms])
         for index, total in zip(indices, sums, strict=True):
             results[index] = list(total.values)

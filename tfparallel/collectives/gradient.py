@@ -9,7 +9,8 @@ internal `record`, which `tf.custom_gradient` itself uses.
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
-from tensorflow.python.eager import record
+
+from tfparallel.seams.tensorflow import not_recording, record_operation
 
 Backward = Callable[..., Sequence[tf.Tensor | None]]
 
@@ -34,7 +35,7 @@ def call_with_gradient(
     Returns:
         The outputs.
     """
-    with record.stop_recording():
+    with not_recording():
         outputs, backward = function(*inputs)
         # A tape knows a tensor by its identity: what is passed on must be a tensor of its own.
         outputs = [tf.identity(output) for output in outputs]
@@ -45,7 +46,7 @@ def call_with_gradient(
         connected.clear()
         return backward(*own)
 
-    record.record_operation(name, outputs, list(inputs), backward_of_connected)
+    record_operation(name, outputs, inputs, backward_of_connected)
     return [_gate(output, index, connected) for index, output in enumerate(outputs)]
 
 
@@ -54,12 +55,7 @@ def _gate(output: tf.Tensor, index: int, connected: set[int]) -> tf.Tensor:
         connected.add(index)
         return [upstream]
 
-    with record.stop_recording():
+    with not_recording():
         passed = tf.identity(output)
-    record.record_operation("gate", [passed], [output], backward)
+    record_operation("gate", [passed], [output], backward)
     return passed
-
-
-def is_recording() -> bool:
-    """Whether a tape of this thread may be recording."""
-    return record.could_possibly_record()

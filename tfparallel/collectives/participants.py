@@ -10,11 +10,12 @@ from tfparallel.collectives.barrier import names
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.traffic import ROWS
+from tfparallel.seams.keras import COMPILE_MODULE, LAYER_MODULE, TRAINER_MODULE
 
 # A layer, and the first look that the trainer takes at losses and metrics.
 _KERAS = {
-    ("keras.src.layers.layer", "__call__"),
-    ("keras.src.trainers.trainer", "_symbolic_build"),
+    (LAYER_MODULE, "__call__"),
+    (COMPILE_MODULE, "_symbolic_build"),
 }
 
 
@@ -106,7 +107,7 @@ def _is_called_by_keras() -> bool:
         module = frame.f_globals.get("__name__", "")
         if (module, frame.f_code.co_name) in _KERAS:
             return True
-        if module == "keras.src.backend.tensorflow.trainer":
+        if module == TRAINER_MODULE:
             # `fit` and its kin call callbacks; what they call for each batch is a function within.
             return frame.f_code.co_name not in ("fit", "evaluate", "predict")
         frame = frame.f_back

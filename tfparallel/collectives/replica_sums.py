@@ -8,9 +8,9 @@ all-reduce is then one from end to end, and not a reduction whose result is sent
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
-from tensorflow.python.distribute import values
 
 from tfparallel.collectives import cross_device
+from tfparallel.seams.tensorflow import PerReplica
 
 _COPIES = "_replica_copies"
 
@@ -37,7 +37,7 @@ def on_each_device(value):
     Anything else is returned as it is.
     """
     copies = getattr(value, _COPIES, None)
-    return value if copies is None else values.PerReplica(copies)
+    return value if copies is None else PerReplica(copies)
 
 
 def map_copies(function: Callable[[list], list], tensors: Sequence[tf.Tensor]) -> list:

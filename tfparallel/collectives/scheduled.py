@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfparallel.collectives.algorithms.schedule import Schedule
+from tfparallel.collectives.algorithms.schedule import MessageSchedule
 
 
 # Schedules are generators, which AutoGraph cannot convert, and need not.
 @tf.autograph.experimental.do_not_convert
 def execute(
-    schedule: Schedule, vectors: Sequence[tf.Tensor], devices: Sequence[str]
+    schedule: MessageSchedule, vectors: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> list[tf.Tensor]:
     """Runs a schedule.
 

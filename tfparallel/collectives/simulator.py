@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfparallel.collectives.algorithms.schedule import Schedule
+from tfparallel.collectives.algorithms.schedule import MessageSchedule
 from tfparallel.collectives.cost_model import CostModel, Link
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: MessageSchedule,
     sizes_bytes: Sequence[float],
     model: CostModel,
     local_ranks: int | None = None,

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.util import nest
 
 from tfparallel.collectives import participants
+from tfparallel.seams.tensorflow import leaves_with_paths
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 # What is sent as another type, and comes back as its own.
@@ -33,7 +33,7 @@ def agreed(name: str, value: Any, **options) -> tuple[Any, list[tf.Tensor]]:
     ranks = participants.find()
     problems, tensors, notes = _option_problems(ranks, **options), [], []
     joins = name in ("all_gather", "gather")
-    for path, leaf in nest.flatten_with_joined_string_paths(value):
+    for path, leaf in leaves_with_paths(value):
         try:
             tensor = _tensor(leaf, min_ndim=int(joins))
             problem = _problem(tensor, ranks, name, **options)

@@ -5,7 +5,7 @@ from absl import flags
 from tfparallel.commands.flags import UsageError
 from tfparallel.commands.form_flags import device_memory
 from tfparallel.diagnostics.report import versions, write_report
-from tfparallel.placement.plan import Plan, plan
+from tfparallel.placement.placement_plan import Plan, plan
 from tfparallel.placement.report import size_text
 from tfparallel.placement.stages import PlacementError
 from tfparallel.task import load_task

@@ -11,7 +11,7 @@ from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.layout.drawing import as_text, write_picture, write_trace
 from tfparallel.layout.schedule import ScheduleError, make_schedule
 from tfparallel.layout.simulator import theoretical_bubble
-from tfparallel.pipeline.plan import PipelinePlan, plan_pipeline
+from tfparallel.pipeline.pipeline_plan import PipelinePlan, plan_pipeline
 from tfparallel.placement.report import size_text
 from tfparallel.placement.stages import PlacementError
 from tfparallel.task import load_task

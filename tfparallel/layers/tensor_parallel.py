@@ -11,14 +11,14 @@ from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.complete import complete
 from tfparallel.cloning.layers import copy_layers, like
 from tfparallel.extend import extend, original_class
-from tfparallel.layers import featurewise, plan, spatial_plan
+from tfparallel.layers import featurewise, spatial_plan, split_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
 from tfparallel.layers.by_hand import note, written_as
 from tfparallel.layers.convolution import ChannelParallelConv2D, ChannelReducingConv2D
 from tfparallel.layers.dense import ColumnParallelDense, RowParallelDense
 from tfparallel.layers.embedding import VocabParallelEmbedding
 from tfparallel.layers.layer import WholeLayer, sizes_of
-from tfparallel.layers.model import NestedLayer, SplitModel
+from tfparallel.layers.split_model import NestedLayer, SplitModel
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement.graph import layers_in_order
@@ -138,7 +138,7 @@ def _split(model, devices, asked, initialize) -> keras.Model:
     shared = {key for key, number in counts.items() if number > 1}
     kinds = {}
     for each in models:
-        kinds[id(each)] = plan.plan(each, len(devices), asked, by_height, shared)
+        kinds[id(each)] = split_plan.plan(each, len(devices), asked, by_height, shared)
     found = {name: kind for each in models for name, kind in kinds[id(each)].items()}
     if not found:
         raise PlacementError(_nothing(model, models, len(devices)))
@@ -151,7 +151,7 @@ def _split(model, devices, asked, initialize) -> keras.Model:
 
 
 def _split_layers(model, devices, kinds, initialize) -> None:
-    graph = plan.Graph(model)
+    graph = split_plan.Graph(model)
     sizes: dict[str, list[int]] = {}
     for layer in layers_in_order(model):
         if _is_graph(layer):
@@ -166,43 +166,43 @@ def _split_layers(model, devices, kinds, initialize) -> None:
         # Keras would refuse a tensor in parts.
         object.__setattr__(layer, "_allow_non_tensor_positional_args", True)
         layer.split(**_options(kind, source, graph.nodes[layer.name][0]))
-        if kind == plan.COLUMN:
+        if kind == split_plan.COLUMN:
             sizes[layer.name] = sizes_of(getattr(layer, layer._count), devices)
-        elif kind == plan.FEATURES:
+        elif kind == split_plan.FEATURES:
             factor = getattr(layer, "depth_multiplier", 1)
             sizes[layer.name] = [size * factor for size in source]
-        elif kind == plan.JOINED:
+        elif kind == split_plan.JOINED:
             inputs = graph.nodes[layer.name][0].input_tensors
             sizes[layer.name] = [tensor.shape[-1] for tensor in inputs]
 
 
 def _class_of(layer, kind) -> type:
-    if kind == plan.HEIGHT:
+    if kind == split_plan.HEIGHT:
         return spatial_plan.class_of(layer)
-    if kind == plan.FEATURES:
+    if kind == split_plan.FEATURES:
         if isinstance(layer, keras.layers.Dropout):
             return featurewise.FeaturewiseDropout
         if layer.variables:
             return featurewise.FeaturewiseWeights
         return featurewise.FeaturewiseLayer
     if isinstance(layer, keras.layers.Conv2D):
-        return ChannelReducingConv2D if kind == plan.ROW else ChannelParallelConv2D
+        return ChannelReducingConv2D if kind == split_plan.ROW else ChannelParallelConv2D
     return {
-        plan.COLUMN: ColumnParallelDense,
-        plan.GATHERED: ColumnParallelDense,
-        plan.ROW: RowParallelDense,
-        plan.HEADS: ParallelMultiHeadAttention,
-        plan.VOCABULARY: VocabParallelEmbedding,
-        plan.JOINED: featurewise.FeaturewiseJoin,
+        split_plan.COLUMN: ColumnParallelDense,
+        split_plan.GATHERED: ColumnParallelDense,
+        split_plan.ROW: RowParallelDense,
+        split_plan.HEADS: ParallelMultiHeadAttention,
+        split_plan.VOCABULARY: VocabParallelEmbedding,
+        split_plan.JOINED: featurewise.FeaturewiseJoin,
     }[kind]
 
 
 def _options(kind, source, node) -> dict:
-    if kind == plan.HEIGHT:
+    if kind == split_plan.HEIGHT:
         return {"shape": node.input_tensors[0].shape, "height": node.outputs[0].shape[1]}
-    if kind == plan.GATHERED:
+    if kind == split_plan.GATHERED:
         return {"gather": True}
-    if kind in (plan.ROW, plan.FEATURES, plan.JOINED):
+    if kind in (split_plan.ROW, split_plan.FEATURES, split_plan.JOINED):
         return {"sizes": source}
     return {}
 

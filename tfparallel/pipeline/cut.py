@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.layers.layer import CallContext
-from keras.src.models.functional import operation_fn
+
+from tfparallel.seams.keras import calling_with, operation_fn
 
 __all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "functional_of", "with_mask_of"]
 
@@ -67,19 +66,13 @@ class Stage:
         Returns:
             Those of `outputs`, likewise; and what the model puts out and the stage was given.
         """
-        context = CallContext(entry_layer=self._model)
-        context.set_value("training", True)
-        outer = global_state.get_global_attribute("current_call_ctx")
-        global_state.set_global_attribute("current_call_ctx", context)
         values = dict(given)
-        try:
+        with calling_with(self._model, training=True):
             for node in self.nodes:
                 args, kwargs = node.arguments.fill_in(values)
                 found = operation_fn(node.operation, training=True)(*args, **kwargs)
                 made = zip(node.outputs, keras.tree.flatten(found), strict=True)
                 values.update((id(symbol), tensor) for symbol, tensor in made)
-        finally:
-            global_state.set_global_attribute("current_call_ctx", outer)
         return {key: values[key] for key in (*self.outputs, *given) if key in values}
 
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.compile_utils import CompileLoss
 
 from tfparallel.extend import original_class
 from tfparallel.placement.stages import PlacementError
+from tfparallel.seams.keras import CompileLoss
 from tfparallel.step.loss import NotByPieces, Values, call_with, values_of
 
 __all__ = ["COMPARES", "MicroBatchLoss", "Part", "check_decomposes", "check_equal"]

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.random import seed_generator as keras_seeds
 
 from tfparallel.data import shard as shards
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.placement.stages import PlacementError
+from tfparallel.seams.keras import GLOBAL_SEED_GENERATOR, get_global
 
 __all__ = ["PassScope", "check_state", "writable"]
 
@@ -144,5 +143,5 @@ def _is_seed(variable) -> bool:
 
 
 def _is_global_seed(variable) -> bool:
-    generator = global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR)
+    generator = get_global(GLOBAL_SEED_GENERATOR)
     return generator is not None and variable is generator.state

@@ -11,8 +11,8 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
 from tfparallel.pipeline.batch_norm import DeferredBatchNormalization, batch_norms
 from tfparallel.pipeline.micro_batch import extend_random_layers
-from tfparallel.pipeline.model import PipelinedModel
 from tfparallel.pipeline.pass_scope import check_state
+from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place

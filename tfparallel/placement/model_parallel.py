@@ -16,7 +16,7 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
-from tfparallel.placement.model import PlacedModel, has_own_step
+from tfparallel.placement.placed_model import PlacedModel, has_own_step
 from tfparallel.placement.stages import PlacementError
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
+
+from tfparallel.seams.keras import DEFERRED_VARIABLES, NAME_NUMBERS, get_global, set_global
 
 __all__ = ["NeedsStorage", "StoragelessModel"]
 
-_WAITING = "uninitialized_variables"
-_NUMBERS = "object_name_uids"  # Of the names that Keras makes: "dense", "dense_1".
 _CANNOT_WAIT = "create a variable while in a stateless scope"
 
 
@@ -43,23 +42,23 @@ class StoragelessModel:
     """
 
     def __init__(self, function: Callable[[], Any]):
-        others = global_state.get_global_attribute(_WAITING) or []
-        global_state.set_global_attribute(_WAITING, [])
+        others = get_global(DEFERRED_VARIABLES) or []
+        set_global(DEFERRED_VARIABLES, [])
         self._scope = keras.StatelessScope(initialize_variables=False)
         drawn = random.getstate()
-        numbers = dict(global_state.get_global_attribute(_NUMBERS) or {})
+        numbers = dict(get_global(NAME_NUMBERS) or {})
         try:
             with self._scope:
                 self.model = function()
-            self._waiting = {id(v): v for v in global_state.get_global_attribute(_WAITING)}
+            self._waiting = {id(v): v for v in get_global(DEFERRED_VARIABLES)}
         except ValueError as error:
             if _CANNOT_WAIT not in str(error):
                 raise
             random.setstate(drawn)
-            global_state.set_global_attribute(_NUMBERS, collections.defaultdict(int, numbers))
+            set_global(NAME_NUMBERS, collections.defaultdict(int, numbers))
             raise NeedsStorage(str(error)) from error
         finally:
-            global_state.set_global_attribute(_WAITING, others)
+            set_global(DEFERRED_VARIABLES, others)
 
     def waits_for(self, variable: keras.Variable) -> bool:
         """Whether a variable was made by the function and has no memory yet."""

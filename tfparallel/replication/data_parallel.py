@@ -4,15 +4,15 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 import keras
-from tensorflow.python.distribute import values
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.data.partition import check_weights
 from tfparallel.replication import clone
+from tfparallel.replication.data_parallel_model import extend_model
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
-from tfparallel.replication.model import extend_model
+from tfparallel.seams.tensorflow import DistributedVariable
 
 
 def data_parallel(
@@ -163,7 +163,7 @@ def _build(function, strategy) -> keras.Model:
 def _refuse_foreign_scope(model, strategy) -> None:
     for variable in model.variables:
         owner = getattr(variable.value, "distribute_strategy", None)
-        if isinstance(variable.value, values.DistributedVariable) and owner is not strategy:
+        if isinstance(variable.value, DistributedVariable) and owner is not strategy:
             raise ValueError(
                 f"Model '{model.name}' was built in the scope of another strategy. A model built "
                 f"outside any scope is required. Received: variable '{variable.path}' of a "

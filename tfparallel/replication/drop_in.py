@@ -1,7 +1,7 @@
 """The drop-in strategies: plain Keras code under their scope trains exactly."""
 
 from tfparallel.replication import checks, sample_partition
-from tfparallel.replication import model as models
+from tfparallel.replication import data_parallel_model as models
 from tfparallel.strategies import keras_trainer, mirrored, multi_worker
 
 

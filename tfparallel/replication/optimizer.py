@@ -13,14 +13,14 @@ updates every replica's copy on its own device. Three things are missing:
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import values
 
 from tfparallel.collectives import replica_sums
 from tfparallel.extend import extend
+from tfparallel.seams.tensorflow import PerReplica
 from tfparallel.strategies import variables
 
 
-class PartialSums(values.PerReplica):
+class PartialSums(PerReplica):
     """A gradient that is not yet summed over the replicas, one term each.
 
     `extended.update` hands each replica its own term. Adding an accumulator, which is what Keras

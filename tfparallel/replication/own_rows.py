@@ -17,12 +17,11 @@ import warnings
 
 import keras
 import tensorflow as tf
-from keras.src import backend
-from keras.src.models.functional import Functional
 
 from tfparallel.data.shard import Shard, count_rows, current
 from tfparallel.extend import original_class
 from tfparallel.replication.replicated_call import Sums, checked_output
+from tfparallel.seams.keras import Functional, compute_output_spec
 from tfparallel.step.terms import grow, growth, terms, whole_loss
 from tfparallel.step.where_rows_meet import WhereRowsMeet, aligned, as_many_rows, type_of
 
@@ -39,7 +38,7 @@ class OwnRows(WhereRowsMeet):
             lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype), types
         )
         with tf.init_scope(), self._strategy.scope():
-            outputs = backend.compute_output_spec(self._call_of_layer, inputs)
+            outputs = compute_output_spec(self._call_of_layer, inputs)
         return keras.tree.map_structure(type_of, outputs)
 
     def _train_on_own_rows(self, data):

@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import record
 
 from tfparallel.collectives import traced_readings
-from tfparallel.collectives.gradient import call_with_gradient, is_recording
+from tfparallel.collectives.gradient import call_with_gradient
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import partition
@@ -38,6 +37,7 @@ from tfparallel.extend import attach
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
+from tfparallel.seams.tensorflow import is_recording, needs_gradient
 from tfparallel.step.known_rows import is_known_by_rows
 from tfparallel.strategies import variables
 
@@ -127,7 +127,7 @@ class ReplicatedCall:
                 replicas, upstream, sources, needed, inputs
             )
 
-        needed = [record.should_record_backprop([tensor]) for tensor in inputs.floats]
+        needed = [needs_gradient([tensor]) for tensor in inputs.floats]
         sources = inputs.floats + [tf.convert_to_tensor(v.value) for v in self._trainable]
         results = call_with_gradient(f"replicated call of {self._layer.name}", forward, sources)
         call_state.combine(

@@ -22,8 +22,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.seams.tensorflow import wait_for_other_processes
 from tfparallel.strategies import variables
-from tfparallel.strategies.writes import wait_for_writes
 
 __all__ = ["Difference", "NotTried", "QuietInProbe", "first_difference", "is_probing", "made_up"]
 
@@ -186,7 +186,7 @@ def first_difference(
         for rows in batches:
             with _restored([*changed, *made]):
                 _make_up(made)
-                wait_for_writes()  # In other processes, where the layers may be.
+                wait_for_other_processes()  # Where the layers may be.
                 tensors = [tf.constant(each) for each in rows]
                 try:
                     expected = first(*tensors)

@@ -14,14 +14,19 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.random import seed_generator as keras_seeds
 
 from tfparallel.data import shard as shards
+from tfparallel.seams.keras import (
+    DTYPE_POLICY,
+    GLOBAL_SEED_GENERATOR,
+    get_global,
+    make_global_seed_generator,
+    set_global,
+)
 from tfparallel.strategies import variables
 
 # What Keras keeps for each thread, and a replica, a thread of its own, must have as its caller.
-_THREAD_STATE = (keras_seeds.GLOBAL_SEED_GENERATOR, "dtype_policy")
+_THREAD_STATE = (GLOBAL_SEED_GENERATOR, DTYPE_POLICY)
 
 
 class ReplicaScope(keras.StatelessScope):
@@ -56,7 +61,7 @@ class CallState:
 
     def __init__(self, layer: keras.Layer):
         self._thread_state = _thread_state()
-        generators = [self._thread_state[keras_seeds.GLOBAL_SEED_GENERATOR]]
+        generators = [self._thread_state[GLOBAL_SEED_GENERATOR]]
         equal: list[keras.Variable] = []
         self._sums: dict[int, list[tf.Tensor]] = {}
         for part in layer._flatten_layers():
@@ -73,7 +78,7 @@ class CallState:
     def inherit(self) -> None:
         """Takes what Keras keeps for the caller's thread into this one."""
         for name, value in self._thread_state.items():
-            global_state.set_global_attribute(name, value)
+            set_global(name, value)
 
     def combine(
         self,
@@ -134,14 +139,14 @@ def _share_of_average(new, own_shards):
 
 def global_seed_generator() -> keras.random.SeedGenerator:
     """Keras's seed generator for layers and functions without one; made where there is none yet."""
-    if global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR) is None:
+    if get_global(GLOBAL_SEED_GENERATOR) is None:
         python_state = random.getstate()  # An unseeded generator takes its seed from Python's.
         with tf.init_scope():  # Its variable outlives the step that is being traced.
-            keras_seeds.global_seed_generator()
+            make_global_seed_generator()
         random.setstate(python_state)
-    return global_state.get_global_attribute(keras_seeds.GLOBAL_SEED_GENERATOR)
+    return get_global(GLOBAL_SEED_GENERATOR)
 
 
 def _thread_state() -> dict:
     global_seed_generator()
-    return {name: global_state.get_global_attribute(name) for name in _THREAD_STATE}
+    return {name: get_global(name) for name in _THREAD_STATE}

@@ -9,11 +9,11 @@ sum over the batch. What the rest do with the shapes of a program's data is trie
 from collections.abc import Iterator
 
 import keras
-from keras.src import losses as keras_losses
-from keras.src import metrics as keras_metrics
-from keras.src.metrics import accuracy_metrics
 
 from tfparallel.extend import original_class
+from tfparallel.seams.keras import accuracy_metrics
+from tfparallel.seams.keras import losses as keras_losses
+from tfparallel.seams.keras import metrics as keras_metrics
 from tfparallel.step.loss import REDUCTIONS
 
 __all__ = ["why_joined"]

@@ -22,12 +22,13 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.losses.loss import (
+
+from tfparallel.seams.keras import (
+    CompileLoss,
     apply_mask,
     reduce_weighted_values,
     squeeze_or_expand_to_same_rank,
 )
-from keras.src.trainers.compile_utils import CompileLoss
 
 __all__ = ["REDUCTIONS", "NotByPieces", "Values", "call_with", "values_of"]
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
+from tfparallel.seams.keras import CompileLoss, CompileMetrics
 from tfparallel.step.loss import call_with, values_of
 
 __all__ = ["grow", "growth", "states", "terms", "whole_loss"]

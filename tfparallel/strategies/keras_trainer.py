@@ -4,7 +4,7 @@ Answers one gap of Keras 3 on TensorFlow: `fit`, `evaluate` and `predict` hand t
 data sets to `strategy.run` and `strategy.experimental_distribute_dataset` without saying for
 which model, and `compile` says nothing at all; there is no hook for a strategy that wants to know.
 `calling_model` and `compiling_model` find the model in the frames of the call. They rest on the
-places of the trainer (`keras.src.backend.tensorflow.trainer`, `keras.src.trainers.trainer`);
+places of the trainer (`seams.keras.TRAINER_MODULE`, `COMPILE_MODULE`);
 `tests/strategies/test_keras_trainer.py` fails on the day that one moves.
 """
 
@@ -13,10 +13,12 @@ import sys
 import keras
 import tensorflow as tf
 
-_TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
-_COMPILE_MODULE = "keras.src.trainers.trainer"
-_BATCH_NORM_MODULE = "keras.src.layers.normalization.batch_normalization"
-_OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
+from tfparallel.seams.keras import (
+    BATCH_NORMALIZATION_MODULE,
+    COMPILE_MODULE,
+    OPTIMIZER_MODULE,
+    TRAINER_MODULE,
+)
 
 # What may stand between the strategy and Keras; anything else is the user's own code.
 _PASSED = ("keras", "tensorflow", "tfparallel", "contextlib", "functools", "optree", "tree")
@@ -27,12 +29,12 @@ _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumula
 
 def calling_model() -> keras.Model | None:
     """Returns the model whose Keras training loop is calling, or None for anyone else."""
-    return _caller(_TRAINER_MODULE, keras.Model)
+    return _caller(TRAINER_MODULE, keras.Model)
 
 
 def compiling_model() -> keras.Model | None:
     """Returns the model that is being compiled, once its optimizer and its losses are known."""
-    model = _caller(_COMPILE_MODULE, keras.Model)
+    model = _caller(COMPILE_MODULE, keras.Model)
     return model if model is not None and model.compiled else None
 
 
@@ -42,7 +44,7 @@ def refuse_unprepared_optimizer() -> None:
     Raises:
         ValueError: For an optimizer that was not prepared by `tfparallel.distribute_optimizer`.
     """
-    optimizer = _caller(_OPTIMIZER_MODULE, keras.Optimizer)
+    optimizer = _caller(OPTIMIZER_MODULE, keras.Optimizer)
     if optimizer is None or getattr(optimizer, "is_distributed", False):
         return
     received = {
@@ -64,7 +66,7 @@ def refuse_own_moments() -> None:
     Raises:
         ValueError: For one that is not synchronized, in a custom loop.
     """
-    layer = _caller(_BATCH_NORM_MODULE, keras.layers.BatchNormalization)
+    layer = _caller(BATCH_NORMALIZATION_MODULE, keras.layers.BatchNormalization)
     if layer is None or layer.synchronized:
         return
     raise ValueError(

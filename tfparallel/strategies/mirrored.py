@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tensorflow.python.distribute import mirrored_strategy
 
 from tfparallel import devices as device_lib
 from tfparallel.collectives import cross_device, replica_sums
 from tfparallel.collectives.choice import ChosenAllReduce
+from tfparallel.seams.tensorflow import MirroredExtended
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
 
-class _MirroredExtended(ProgramExtended, mirrored_strategy.MirroredExtended):
+class _MirroredExtended(ProgramExtended, MirroredExtended):
     """The local devices, as a program sees them."""
 
     def _get_cross_device_ops(self, value):

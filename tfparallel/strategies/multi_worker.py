@@ -17,8 +17,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy
-from tensorflow.python.eager import context
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.address import split_address
@@ -30,14 +28,17 @@ from tfparallel.collectives.choice import Choice
 from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.device_names import canonical
 from tfparallel.peers import meet_peers
+from tfparallel.seams.tensorflow import (
+    CollectiveAllReduceExtended,
+    global_seed,
+    runtime_has_started,
+)
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
 
-class _MultiWorkerExtended(
-    ProgramExtended, collective_all_reduce_strategy.CollectiveAllReduceExtended
-):
+class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
     """This worker's devices and its peers, as a program sees them."""
 
     def __init__(self, strategy, devices, **kwargs):
@@ -269,7 +270,7 @@ def _first_host(resolver) -> str:
 
 
 def _refuse_late_start() -> None:
-    if context.context()._context_handle is not None:
+    if runtime_has_started():
         raise RuntimeError(
             "A MultiWorkerMirroredStrategy must be created before TensorFlow's runtime starts, and "
             "it has started: an operation has run, a layer was built or devices were listed. Move "
@@ -284,7 +285,7 @@ def _agree_on_seed(workers: WorkerGroup) -> None:
     Workers that agree already, because each of them called `keras.utils.set_random_seed`, are
     left as they are, and train to the weights that one device trains to from that seed.
     """
-    state = (random.getstate(), np.random.get_state(), context.global_seed())
+    state = (random.getstate(), np.random.get_state(), global_seed())
     own = zlib.crc32(repr(state).encode()) >> 1
     states = workers.all_gather([tf.constant([own], tf.int32)], [1] * workers.num_workers)[0]
     if len(set(states.numpy().tolist())) > 1:

@@ -16,16 +16,23 @@ any replica:
 """
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_utils, values, values_util
 
+from tfparallel.seams.tensorflow import (
+    DistributedValues,
+    DistributedVariable,
+    SyncOnReadVariable,
+    create_mirrored_variable,
+    replica_index,
+)
+from tfparallel.seams.tensorflow import MirroredVariable as TensorFlowsMirroredVariable
 from tfparallel.strategies import keras_trainer
 
 
 def _outside_replicas() -> bool:
-    return values_util.get_current_replica_id_as_int() is None
+    return replica_index() is None
 
 
-class MirroredVariable(values.MirroredVariable):
+class MirroredVariable(TensorFlowsMirroredVariable):
     """A variable with an equal copy on each device."""
 
     @property
@@ -57,7 +64,7 @@ class MirroredVariable(values.MirroredVariable):
         if not (_outside_replicas() or strategy.program_is_running or self.trainable):
             if strategy.num_replicas > 1:
                 keras_trainer.refuse_own_moments()
-        if tf.distribute.has_strategy() or isinstance(value, values.DistributedValues):
+        if tf.distribute.has_strategy() or isinstance(value, DistributedValues):
             return getattr(super(), method)(value, *args, **kwargs)
         written = [getattr(copy, method)(value, *args, **kwargs) for copy in self._values]
         return written[0]
@@ -69,7 +76,7 @@ class MirroredVariable(values.MirroredVariable):
         return float(self.numpy())
 
 
-class MetricVariable(values.SyncOnReadVariable):
+class MetricVariable(SyncOnReadVariable):
     """A variable whose value is the sum of its copies.
 
     Replicas write their own copies, as in TensorFlow. A program writes the first copy and,
@@ -134,17 +141,6 @@ class MetricVariable(values.SyncOnReadVariable):
         return self._primary.assign_sub(self._own_part(value), *args, **kwargs)
 
 
-def _variable_classes() -> dict:
-    replacements = {
-        values.MirroredVariable: MirroredVariable,
-        values.SyncOnReadVariable: MetricVariable,
-    }
-    return {
-        key: replacements.get(variable_class, variable_class)
-        for key, variable_class in distribute_utils.VARIABLE_CLASS_MAPPING.items()
-    }
-
-
 def create(strategy, create_copies, **kwargs):
     """Makes the distributed variable that `create_copies` gives the copies of.
 
@@ -156,13 +152,11 @@ def create(strategy, create_copies, **kwargs):
     Returns:
         A `MirroredVariable` or a `MetricVariable`, by the `synchronization` asked for.
     """
-    return distribute_utils.create_mirrored_variable(
-        strategy,
-        create_copies,
-        _variable_classes(),
-        distribute_utils.VARIABLE_POLICY_MAPPING,
-        **kwargs,
-    )
+    replacements = {
+        TensorFlowsMirroredVariable: MirroredVariable,
+        SyncOnReadVariable: MetricVariable,
+    }
+    return create_mirrored_variable(strategy, create_copies, replacements, **kwargs)
 
 
 def copies(variable) -> tuple:
@@ -171,11 +165,11 @@ def copies(variable) -> tuple:
     A variable that exists once is its own only copy.
     """
     variable = getattr(variable, "_value", variable)
-    if isinstance(variable, values.DistributedVariable):
+    if isinstance(variable, DistributedVariable):
         return tuple(variable.values)
     return (variable,)
 
 
 def is_distributed(variable) -> bool:
     """Whether a Keras or TensorFlow variable was made under a strategy."""
-    return isinstance(getattr(variable, "_value", variable), values.DistributedVariable)
+    return isinstance(getattr(variable, "_value", variable), DistributedVariable)

@@ -8,17 +8,9 @@ own update is lost or undoes the write.
 import functools
 from collections.abc import Callable
 
-from tensorflow.python.eager import context
+from tfparallel.seams.tensorflow import wait_for_other_processes
 
-__all__ = ["after_writes", "wait_for_writes"]
-
-
-def wait_for_writes() -> None:
-    """Waits until other processes have done all that was asked of them eagerly.
-
-    A message to each of them and its answer; within one process, nothing to wait for.
-    """
-    context.async_wait()
+__all__ = ["after_writes"]
 
 
 def after_writes(function: Callable) -> Callable:
@@ -28,7 +20,7 @@ def after_writes(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def waiting(*args, **kwargs):
-        wait_for_writes()
+        wait_for_other_processes()
         return function(*args, **kwargs)
 
     waiting.waits_for_writes = True

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tfparallel.collectives.algorithms.schedule import (
-    Schedule,
+    MessageSchedule,
     Step,
     Terms,
     check_num_ranks,
@@ -44,7 +44,7 @@ NUM_PACKETS = 2
 _MAX_COUNTED = 64  # Ranks; counting takes as long as the schedule.
 
 
-def schedule(num_ranks: int, num_packets: int = NUM_PACKETS) -> Schedule:
+def schedule(num_ranks: int, num_packets: int = NUM_PACKETS) -> MessageSchedule:
     """Returns the schedule of n ranks, in 2k blocks: k packets for each tree."""
     check_num_ranks(num_ranks)
 
@@ -54,7 +54,7 @@ def schedule(num_ranks: int, num_packets: int = NUM_PACKETS) -> Schedule:
         for step in reversed(rising):
             yield step.backwards()
 
-    return Schedule(num_ranks, 2 * num_packets, steps)
+    return MessageSchedule(num_ranks, 2 * num_packets, steps)
 
 
 def terms(num_ranks: int, num_packets: int = NUM_PACKETS) -> Terms:

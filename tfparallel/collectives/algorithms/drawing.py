@@ -9,10 +9,10 @@
 What is shown is what runs: `scheduled.execute` follows the same steps.
 """
 
-from tfparallel.collectives.algorithms.schedule import Schedule
+from tfparallel.collectives.algorithms.schedule import MessageSchedule
 
 
-def text(schedule: Schedule) -> str:
+def text(schedule: MessageSchedule) -> str:
     """Returns the drawing. Blocks 2 to 4 are written 2-4; where there is one block, no number."""
     lines = []
     for number, step in enumerate(schedule.steps()):

@@ -22,7 +22,7 @@ References:
 import numpy as np
 
 from tfparallel.collectives.algorithms.schedule import (
-    Schedule,
+    MessageSchedule,
     Step,
     Terms,
     check_num_ranks,
@@ -30,7 +30,7 @@ from tfparallel.collectives.algorithms.schedule import (
 )
 
 
-def schedule(num_ranks: int) -> Schedule:
+def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in p blocks."""
     check_num_ranks(num_ranks)
     members, others = fold(num_ranks)
@@ -47,7 +47,7 @@ def schedule(num_ranks: int) -> Schedule:
         starts = partner // half * half
         return Step(members, members[partner], starts, starts + half)
 
-    return Schedule(num_ranks, p, there_and_back(num_folds + p.bit_length() - 1, step))
+    return MessageSchedule(num_ranks, p, there_and_back(num_folds + p.bit_length() - 1, step))
 
 
 def terms(num_ranks: int) -> Terms:

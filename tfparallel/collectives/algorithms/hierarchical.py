@@ -20,7 +20,7 @@ import math
 import numpy as np
 
 from tfparallel.collectives.algorithms.schedule import (
-    Schedule,
+    MessageSchedule,
     Step,
     Terms,
     check_num_ranks,
@@ -29,7 +29,7 @@ from tfparallel.collectives.algorithms.schedule import (
 )
 
 
-def schedule(num_ranks: int, local_ranks: int | None = None) -> Schedule:
+def schedule(num_ranks: int, local_ranks: int | None = None) -> MessageSchedule:
     """Returns the schedule of n ranks, in g blocks.
 
     Args:
@@ -47,7 +47,7 @@ def schedule(num_ranks: int, local_ranks: int | None = None) -> Schedule:
         blocks = (sources + 1) % g
         return Step(sources, sources - 2**level * g, blocks, blocks + 1)
 
-    return Schedule(num_ranks, g, there_and_back(g - 1 + log2_ceiling(k), step))
+    return MessageSchedule(num_ranks, g, there_and_back(g - 1 + log2_ceiling(k), step))
 
 
 def terms(num_ranks: int, local_ranks: int | None = None) -> Terms:

@@ -9,10 +9,10 @@ parts. Fewer bytes across than a tree, in more messages:
 import numpy as np
 
 from tfparallel.collectives.algorithms.hierarchical import groups, ring_inside
-from tfparallel.collectives.algorithms.schedule import Schedule, Step, Terms, there_and_back
+from tfparallel.collectives.algorithms.schedule import MessageSchedule, Step, Terms, there_and_back
 
 
-def schedule(num_ranks: int, local_ranks: int | None = None) -> Schedule:
+def schedule(num_ranks: int, local_ranks: int | None = None) -> MessageSchedule:
     """Returns the schedule of n = g·k ranks, in g·k blocks; arguments as for `hierarchical`."""
     g, k = groups(num_ranks, local_ranks)
     ranks = np.arange(num_ranks)
@@ -24,7 +24,7 @@ def schedule(num_ranks: int, local_ranks: int | None = None) -> Schedule:
         parts = (own + 1) % g * k + (group - (s - (g - 1))) % k
         return Step(ranks, (ranks + g) % num_ranks, parts, parts + 1)
 
-    return Schedule(num_ranks, num_ranks, there_and_back(g - 1 + k - 1, step))
+    return MessageSchedule(num_ranks, num_ranks, there_and_back(g - 1 + k - 1, step))
 
 
 def terms(num_ranks: int, local_ranks: int | None = None) -> Terms:

@@ -19,10 +19,10 @@ References:
 import numpy as np
 
 from tfparallel.collectives.algorithms.halving_doubling import fold, whole
-from tfparallel.collectives.algorithms.schedule import Schedule, Terms, check_num_ranks
+from tfparallel.collectives.algorithms.schedule import MessageSchedule, Terms, check_num_ranks
 
 
-def schedule(num_ranks: int) -> Schedule:
+def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in one block."""
     check_num_ranks(num_ranks)
     members, others = fold(num_ranks)
@@ -38,7 +38,7 @@ def schedule(num_ranks: int) -> Schedule:
         if len(others):
             yield into.backwards()
 
-    return Schedule(num_ranks, 1, steps)
+    return MessageSchedule(num_ranks, 1, steps)
 
 
 def terms(num_ranks: int) -> Terms:

@@ -11,7 +11,7 @@ vectors and nothing more, and hard to beat.
 import numpy as np
 
 from tfparallel.collectives.algorithms.schedule import (
-    Schedule,
+    MessageSchedule,
     Step,
     Terms,
     check_num_ranks,
@@ -19,7 +19,7 @@ from tfparallel.collectives.algorithms.schedule import (
 )
 
 
-def schedule(num_ranks: int) -> Schedule:
+def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in one block."""
     check_num_ranks(num_ranks)
 
@@ -27,7 +27,7 @@ def schedule(num_ranks: int) -> Schedule:
         one = np.array([s + 1])
         return Step(one, np.zeros_like(one), np.zeros_like(one), np.ones_like(one))
 
-    return Schedule(num_ranks, 1, there_and_back(num_ranks - 1, step))
+    return MessageSchedule(num_ranks, 1, there_and_back(num_ranks - 1, step))
 
 
 def terms(num_ranks: int) -> Terms:

@@ -22,7 +22,7 @@ References:
 import numpy as np
 
 from tfparallel.collectives.algorithms.schedule import (
-    Schedule,
+    MessageSchedule,
     Step,
     Terms,
     check_num_ranks,
@@ -30,7 +30,7 @@ from tfparallel.collectives.algorithms.schedule import (
 )
 
 
-def schedule(num_ranks: int) -> Schedule:
+def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in n blocks."""
     check_num_ranks(num_ranks)
     ranks = np.arange(num_ranks)
@@ -39,7 +39,7 @@ def schedule(num_ranks: int) -> Schedule:
         blocks = (ranks - s) % num_ranks
         return Step(ranks, (ranks + 1) % num_ranks, blocks, blocks + 1)
 
-    return Schedule(num_ranks, num_ranks, there_and_back(num_ranks - 1, step))
+    return MessageSchedule(num_ranks, num_ranks, there_and_back(num_ranks - 1, step))
 
 
 def terms(num_ranks: int) -> Terms:

@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class MessageSchedule:
     """An all-reduce among `num_ranks`, of a vector in `num_blocks` blocks.
 
     Attributes:
@@ -95,7 +95,7 @@ def there_and_back(num_steps: int, step: Callable[[int], Step]) -> Callable[[], 
     return steps
 
 
-def holdings(schedule: Schedule) -> np.ndarray:
+def holdings(schedule: MessageSchedule) -> np.ndarray:
     """Returns whose terms each rank holds of each block after the last step.
 
     Returns:

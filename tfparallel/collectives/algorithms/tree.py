@@ -15,7 +15,7 @@ leave most wires idle.
 import numpy as np
 
 from tfparallel.collectives.algorithms.schedule import (
-    Schedule,
+    MessageSchedule,
     Step,
     Terms,
     check_num_ranks,
@@ -24,7 +24,7 @@ from tfparallel.collectives.algorithms.schedule import (
 )
 
 
-def schedule(num_ranks: int) -> Schedule:
+def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in one block."""
     check_num_ranks(num_ranks)
 
@@ -33,7 +33,7 @@ def schedule(num_ranks: int) -> Schedule:
         zeros = np.zeros_like(sources)
         return Step(sources, sources - 2**s, zeros, zeros + 1)
 
-    return Schedule(num_ranks, 1, there_and_back(log2_ceiling(num_ranks), step))
+    return MessageSchedule(num_ranks, 1, there_and_back(log2_ceiling(num_ranks), step))
 
 
 def terms(num_ranks: int) -> Terms:

@@ -8,7 +8,7 @@ from tfparallel.layers.optimizer import split_updates
 from tfparallel.layers.parts import between_layers, whole
 from tfparallel.layers.softmax_loss import in_parts
 from tfparallel.layers.variable import parts_of
-from tfparallel.placement.model import PlacedModel
+from tfparallel.placement.placed_model import PlacedModel
 
 __all__ = ["NestedLayer", "SplitModel"]
 

@@ -6,7 +6,6 @@ import os
 
 import keras
 import tensorflow as tf
-from keras.src import backend
 
 from tfparallel import devices as device_lib
 from tfparallel.callbacks import chief_only
@@ -27,6 +26,7 @@ from tfparallel.replication import (
 from tfparallel.replication.check_rows import check_rows, make_quiet
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.replicated_call import ReplicatedCall
+from tfparallel.seams.keras import compute_output_spec, in_stateless_scope
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
@@ -71,7 +71,7 @@ class ReplicatedLayer:
             strategy is not None
             and strategy.program_is_running
             and tf.distribute.in_cross_replica_context()
-            and not backend.in_stateless_scope()  # Keras works out shapes, or builds.
+            and not in_stateless_scope()  # Keras works out shapes, or builds.
             and not any(
                 isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))
             )
@@ -86,7 +86,7 @@ class ReplicatedLayer:
         # Inside the trace of a step a variable would be created outside the strategy.
         args, kwargs = keras.tree.map_structure(_symbolic, (args, kwargs))
         with tf.init_scope(), self._strategy.scope():
-            backend.compute_output_spec(super().__call__, *args, **kwargs)
+            compute_output_spec(super().__call__, *args, **kwargs)
 
     def _partial_gradients(self) -> dict | None:
         return None

@@ -1,0 +1,59 @@
+"""What rests on insides of TensorFlow and Keras stands where docs/upstream.md says."""
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+TOP = pathlib.Path(__file__).parents[1]
+PACKAGE = TOP / "tfparallel"
+PRIVATE = ("tensorflow.python", "keras.src")
+SEAMS = "tfparallel.seams"
+
+
+def imports_of(path: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """Yields each import of a file: its module, and the name that is taken, if any."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def files() -> Iterator[tuple[str, pathlib.Path]]:
+    """Yields the package's files, each with its path in it."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield str(path.relative_to(PACKAGE)), path
+
+
+def test_private_modules_are_imported_by_the_seams_alone():
+    found = {
+        name
+        for name, path in files()
+        for module, _ in imports_of(path)
+        if module.startswith(PRIVATE)
+    }
+    assert found == {"seams/keras.py", "seams/tensorflow.py"}
+
+
+def test_whoever_takes_a_private_name_is_in_the_page():
+    page = (TOP / "docs" / "upstream.md").read_text(encoding="utf-8")
+    takers = {
+        name
+        for name, path in files()
+        for module, _ in imports_of(path)
+        if module.startswith(SEAMS) and not name.startswith("seams/")
+    }
+    assert takers
+    assert not [name for name in takers if f"`{name}`" not in page]
+
+
+def test_what_the_seams_offer_is_taken():
+    taken = {name for _, path in files() for module, name in imports_of(path) if SEAMS in module}
+    for module in ("tensorflow", "keras"):
+        tree = ast.parse((PACKAGE / "seams" / f"{module}.py").read_text(encoding="utf-8"))
+        (offered,) = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+        ]
+        assert set(offered) <= taken

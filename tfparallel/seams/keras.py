@@ -1,0 +1,91 @@
+"""Private names of Keras."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.src import losses, metrics
+from keras.src.backend import compute_output_spec, in_stateless_scope
+from keras.src.backend.common import global_state
+from keras.src.layers.layer import CallContext
+from keras.src.losses.loss import (
+    apply_mask,
+    reduce_weighted_values,
+    squeeze_or_expand_to_same_rank,
+)
+from keras.src.metrics import accuracy_metrics
+from keras.src.models.functional import Functional, operation_fn
+from keras.src.random import seed_generator
+from keras.src.saving.serialization_lib import SafeModeScope
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+
+__all__ = [
+    "BATCH_NORMALIZATION_MODULE",
+    "COMPILE_MODULE",
+    "DEFERRED_VARIABLES",
+    "DTYPE_POLICY",
+    "GLOBAL_SEED_GENERATOR",
+    "LAYER_MODULE",
+    "NAME_NUMBERS",
+    "OPTIMIZER_MODULE",
+    "TRAINER_MODULE",
+    "CompileLoss",
+    "CompileMetrics",
+    "Functional",
+    "SafeModeScope",
+    "accuracy_metrics",
+    "apply_mask",
+    "calling_with",
+    "compute_output_spec",
+    "get_global",
+    "in_stateless_scope",
+    "losses",
+    "make_global_seed_generator",
+    "metrics",
+    "operation_fn",
+    "reduce_weighted_values",
+    "set_global",
+    "squeeze_or_expand_to_same_rank",
+]
+
+# Modules of Keras's, by which a caller is told in the frames of the stack.
+LAYER_MODULE = "keras.src.layers.layer"
+TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
+COMPILE_MODULE = "keras.src.trainers.trainer"
+BATCH_NORMALIZATION_MODULE = "keras.src.layers.normalization.batch_normalization"
+OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
+
+# What Keras keeps for each thread, by name.
+GLOBAL_SEED_GENERATOR = seed_generator.GLOBAL_SEED_GENERATOR
+DTYPE_POLICY = "dtype_policy"
+NAME_NUMBERS = "object_name_uids"
+DEFERRED_VARIABLES = "uninitialized_variables"
+_CALL = "current_call_ctx"
+
+
+def get_global(name: str) -> Any:
+    """Returns what Keras keeps for this thread under a name; None if there is nothing."""
+    return global_state.get_global_attribute(name)
+
+
+def set_global(name: str, value: Any) -> None:
+    """Has Keras keep a value for this thread."""
+    global_state.set_global_attribute(name, value)
+
+
+def make_global_seed_generator() -> None:
+    """Makes the generator of layers without a seed of their own, if there is none yet."""
+    seed_generator.global_seed_generator()
+
+
+@contextlib.contextmanager
+def calling_with(layer: keras.Layer, training: bool) -> Iterator[None]:
+    """Has layers that are called find `training` where `layer` would have left it for them."""
+    own, outer = CallContext(entry_layer=layer), get_global(_CALL)
+    own.set_value("training", training)
+    set_global(_CALL, own)
+    try:
+        yield
+    finally:
+        set_global(_CALL, outer)

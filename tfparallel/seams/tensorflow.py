@@ -1,0 +1,145 @@
+"""Private names of TensorFlow."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    cross_device_ops,
+    cross_device_utils,
+    distribute_utils,
+    values_util,
+)
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
+from tensorflow.python.distribute.values import (
+    DistributedValues,
+    DistributedVariable,
+    Mirrored,
+    MirroredVariable,
+    PerReplica,
+    SyncOnReadVariable,
+)
+from tensorflow.python.eager import context, record
+from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2
+from tensorflow.python.util import nest
+
+__all__ = [
+    "CollectiveAllReduce",
+    "CollectiveAllReduceExtended",
+    "DistributedValues",
+    "DistributedVariable",
+    "Mirrored",
+    "MirroredExtended",
+    "MirroredVariable",
+    "PerReplica",
+    "SyncOnReadVariable",
+    "all_gather_v2",
+    "all_reduce_v2",
+    "collective_keys",
+    "coordination_service",
+    "create_mirrored_variable",
+    "devices_match",
+    "global_seed",
+    "is_recording",
+    "leaves_with_paths",
+    "needs_gradient",
+    "not_recording",
+    "record_operation",
+    "regroup",
+    "replica_index",
+    "runtime_has_started",
+    "wait_for_other_processes",
+]
+
+
+def replica_index() -> int | None:
+    """The index of the replica that is running, or updated; None outside of any."""
+    return values_util.get_current_replica_id_as_int()
+
+
+def create_mirrored_variable(
+    strategy: tf.distribute.Strategy,
+    create_copies: Callable[..., Sequence[tf.Variable]],
+    replacements: dict[type, type],
+    **kwargs: Any,
+) -> DistributedVariable:
+    """Makes a strategy's variable of its copies.
+
+    Args:
+        strategy: The strategy.
+        create_copies: Function of `kwargs` that returns one `tf.Variable` for each device.
+        replacements: Classes of TensorFlow's, and what is made in their place.
+        **kwargs: The arguments of `tf.Variable`.
+    """
+    classes = {
+        key: replacements.get(found, found)
+        for key, found in distribute_utils.VARIABLE_CLASS_MAPPING.items()
+    }
+    return distribute_utils.create_mirrored_variable(
+        strategy, create_copies, classes, distribute_utils.VARIABLE_POLICY_MAPPING, **kwargs
+    )
+
+
+def regroup(copies: Sequence[Any], wrap_class: type) -> Any:
+    """Makes one distributed value of what each replica has."""
+    return distribute_utils.regroup(tuple(copies), wrap_class=wrap_class, always_wrap=True)
+
+
+def devices_match(value: Any, destinations: Any) -> bool:
+    """Whether a distributed value lies where a reduction is to leave its result."""
+    return cross_device_ops._devices_match(value, destinations)
+
+
+def collective_keys(first_group: int) -> cross_device_utils.CollectiveKeys:
+    """Makes keys of collectives, counted from `first_group` on."""
+    return cross_device_utils.CollectiveKeys(group_key_start=first_group)
+
+
+def needs_gradient(tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether a tape needs the gradient of one of these."""
+    return record.should_record_backprop(list(tensors))
+
+
+def is_recording() -> bool:
+    """Whether a tape of this thread may be recording."""
+    return record.could_possibly_record()
+
+
+def not_recording() -> AbstractContextManager[None]:
+    """Hides what is computed in it from all tapes."""
+    return record.stop_recording()
+
+
+def record_operation(
+    name: str, outputs: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], backward: Callable
+) -> None:
+    """Tells the tapes that `outputs` come of `inputs`, and how gradients go back."""
+    record.record_operation(name, list(outputs), list(inputs), backward)
+
+
+def leaves_with_paths(structure: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a nested structure, each with its path, "a/0/b"."""
+    return nest.flatten_with_joined_string_paths(structure)
+
+
+def runtime_has_started() -> bool:
+    """Whether devices are fixed: an operation has run, or devices were listed."""
+    return context.context()._context_handle is not None
+
+
+def global_seed() -> int | None:
+    """What `tf.random.set_seed` was given."""
+    return context.global_seed()
+
+
+def coordination_service() -> Any:
+    """The key-value store and the barriers that workers share."""
+    return context.context()
+
+
+def wait_for_other_processes() -> None:
+    """Waits until other processes have done all that was asked of them eagerly."""
+    context.async_wait()
