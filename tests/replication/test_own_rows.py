@@ -139,7 +139,7 @@ def test_targets_of_other_sizes():
     unknown = tf.data.Dataset.from_generator(
         lambda: iter([(x.numpy(), one_for_all.numpy())]), output_signature=specs
     )
-    with pytest.raises(tf.errors.InvalidArgumentError, match="a row for each example"):
+    with pytest.raises(ValueError, match=r"a row for each example\..*\.$"):
         model.fit(unknown, verbose=0)
 
 
@@ -157,7 +157,7 @@ def test_outputs_with_more_rows_than_examples():
         check_rows=False,
     )
     model.compile("sgd", "mse")
-    with pytest.raises(tf.errors.InvalidArgumentError, match="a row for each example"):
+    with pytest.raises(ValueError, match=r"a row for each example\..*\.$"):
         model.fit(np.ones((2, 2)), np.ones((2, 1)), batch_size=2, verbose=0)
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import losses, metrics
 
 from tfparallel.step.apart import why_not_apart
-from tfparallel.step.by_rows import why_joined
+from tfparallel.step.by_rows import why_not_by_rows
 from tfparallel.step.loss import NotByPieces
 from tfparallel.step.terms import growth, states, terms
 
@@ -76,7 +76,7 @@ def test_a_loss_that_is_taken_apart_is_that_of_the_whole(in_float64, name):
         except (ValueError, tf.errors.InvalidArgumentError):
             continue  # Keras takes no such shapes.
         model = compiled(loss, None, *data[:2])
-        if why_joined(model) or why_not_apart(model, *types_of(data)):
+        if why_not_by_rows(model) or why_not_apart(model, *types_of(data)):
             continue
         found = [terms(model._compile_loss, *piece(data, rows), ROWS) for rows in PIECES]
         (of_pieces,) = zip(*found, strict=True)
@@ -95,7 +95,7 @@ def test_a_metric_that_is_taken_apart_is_that_of_the_whole(in_float64, name):
         except (ValueError, tf.errors.InvalidArgumentError):
             continue
         expected = [variable.numpy() for variable in states(model._compile_metrics)]
-        if why_joined(model) or why_not_apart(model, *types_of(data)):
+        if why_not_by_rows(model) or why_not_apart(model, *types_of(data)):
             continue
         parts = [growth(model._compile_metrics, *piece(data, rows)) for rows in PIECES]
         for value, *own in zip(expected, *parts, strict=True):

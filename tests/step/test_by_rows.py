@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import losses, metrics
 
-from tfparallel.step.by_rows import why_joined
+from tfparallel.step.by_rows import why_not_by_rows
 from tfparallel.step.loss import NotByPieces, values_of
 
 ROWS, CLASSES = 11, 4
@@ -119,7 +119,7 @@ def test_a_metric_of_kerass_adds_up(in_float64, name):
         # Some are float32 alone.
         np.testing.assert_allclose(first + second, whole, rtol=1e-5, atol=1e-12)
     metric = made(metrics, what)
-    assert why_joined(compiled(metric=metric, y=y, outputs=outputs)) is None
+    assert why_not_by_rows(compiled(metric=metric, y=y, outputs=outputs)) is None
 
 
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"])
@@ -135,12 +135,12 @@ def test_a_loss_of_kerass_is_numerators_over_divisors(in_float64, name, reductio
     numerator = sum(part.numerator() for part in parts)
     divisor = 1.0 if reduction == "sum" else sum(part.divisor() for part in parts)
     np.testing.assert_allclose(numerator / divisor, loss(y, outputs, WEIGHTS), rtol=1e-12)
-    assert why_joined(compiled(loss)) is None
+    assert why_not_by_rows(compiled(loss)) is None
 
 
 @pytest.mark.parametrize("name", ["Hinge", "SquaredHinge", "Dice", "Tversky", "Circle", "CTC"])
 def test_a_loss_that_looks_at_the_batch_is_joined(name):
-    assert "may look at several examples" in why_joined(compiled(getattr(losses, name)()))
+    assert "may look at several examples" in why_not_by_rows(compiled(getattr(losses, name)()))
 
 
 @pytest.mark.parametrize("metric", [
@@ -149,7 +149,7 @@ def test_a_loss_that_looks_at_the_batch_is_joined(name):
     type("Mine", (metrics.MeanSquaredError,), {}),
 ])  # fmt: skip
 def test_a_metric_that_may_not_add_up_is_joined(metric):
-    assert "may not be a sum" in why_joined(compiled(metric=metric()))
+    assert "may not be a sum" in why_not_by_rows(compiled(metric=metric()))
 
 
 def test_what_a_user_overrides_sees_joined_outputs():
@@ -159,18 +159,18 @@ def test_what_a_user_overrides_sees_joined_outputs():
 
     model = Own([keras.Input((2,)), keras.layers.Dense(3)])
     model.compile("sgd", "mse")
-    assert why_joined(model) == "`compute_loss` is the user's own"
+    assert why_not_by_rows(model) == "`compute_loss` is the user's own"
     model = compiled()
     object.__setattr__(model, "compute_metrics", model.compute_metrics)
-    assert why_joined(model) == "`compute_metrics` is the user's own"
+    assert why_not_by_rows(model) == "`compute_metrics` is the user's own"
     model = compiled()
     model._compile_loss.built = False
-    assert why_joined(model) == "the loss and the metrics are not built"
+    assert why_not_by_rows(model) == "the loss and the metrics are not built"
 
 
 def test_a_loss_that_is_not_reduced():
     loss = losses.MeanSquaredError(reduction="none")
-    assert why_joined(compiled(loss)) == "loss 'mean_squared_error' has reduction='none'"
+    assert why_not_by_rows(compiled(loss)) == "loss 'mean_squared_error' has reduction='none'"
 
 
 def test_a_loss_that_reduces_in_its_own_way():

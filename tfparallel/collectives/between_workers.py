@@ -79,7 +79,7 @@ class WorkerGroup:
     """
 
     of_process: "WorkerGroup | None" = None  # Of the strategy that this process has started.
-    failure: Exception | None = None  # What a transport of this package has failed of.
+    failure: Exception | None = None  # The error that ended a transport of this package.
     _num_groups = 0
 
     def __init__(
@@ -236,10 +236,9 @@ class WorkerGroup:
             Every worker's content, by worker.
         """
         text = json.dumps(content, sort_keys=True).encode()
-        codes, lengths = self.all_gather_uneven(
-            [tf.constant(list(text), tf.int32)]
-        ), self.all_gather([tf.constant([len(text)])], [1] * self.num_workers)
-        parts = tf.split(codes[0], lengths[0])
+        (codes,) = self.all_gather_uneven([tf.constant(list(text), tf.int32)])
+        (lengths,) = self.all_gather([tf.constant([len(text)])], [1] * self.num_workers)
+        parts = tf.split(codes, lengths)
         return [json.loads(bytes(part.numpy().tolist())) for part in parts]
 
     def _gather_rows(self, rows, counts, kind):

@@ -122,20 +122,22 @@ class Step:
         self.checked: list[tf.Operation] = []
 
     @property
-    def _is_joined(self) -> bool:
-        """Whether the loss is one of the joined outputs."""
+    def _begins_joined(self) -> bool:
+        """Whether the backward passes begin with the loss of the joined outputs."""
         return self._schedule.name == "gpipe" and not self._rows_stay
 
     def run(self, x, y, sample_weight) -> Found:
         """Runs the passes."""
         number = self._schedule.num_micro_batches
+        if self._rows_stay:
+            y, sample_weight = aligned(x, y, sample_weight)
         self._batch = Batch(self._model, x, y, sample_weight, number)
         # By micro-batch: what stages made for others, and the losses that layers added.
         self._values = [self._batch.inputs_of(shard) for shard in self._batch.shards]
         self._added: list[list[tf.Tensor]] = [[] for _ in range(number)]
         whole = None
         for device, instruction in self._schedule.in_order():
-            if instruction.kind == "backward" and whole is None and self._is_joined:
+            if instruction.kind == "backward" and whole is None and self._begins_joined:
                 whole = self._whole_loss()
             with self.order.next(device, instruction) as done:
                 act = self._forward if instruction.kind == "forward" else self._backward
@@ -208,7 +210,7 @@ class Step:
                 made = stage.run(taken)
             self._batch.note_logits(made)
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in scope.losses]
-            if self._is_last(stage.index) and not self._is_joined:
+            if self._is_last(stage.index) and not self._begins_joined:
                 part = self._part_of_loss(shard, self._batch.outputs_of(shard, made))
         return Recorded(tape, made, added, part)
 
@@ -291,8 +293,8 @@ class Step:
         with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
             joined = [batch.joined(key, self._values) for key in keys]
             extra = ExtraLosses(self._model, batch, self._added)
-            whole = WholeLoss(self._model, batch, joined, extra, differentiate=self._is_joined)
-            if not self._is_joined:
+            whole = WholeLoss(self._model, batch, joined, extra, differentiate=self._begins_joined)
+            if not self._begins_joined:
                 self._check(whole, extra)
                 extra.add_gradients(self._sums, lambda _: scale_of(self._model))
                 return whole
@@ -314,7 +316,6 @@ class Step:
             loss = added_up(self._model, batch, shares, outputs, extra)
             grown = [tf.add_n(list(of_all)) for of_all in zip(*self._growth, strict=True)]
         extra.add_gradients(self._sums, lambda _: scale_of(self._model))
-        self.checked += aligned(batch.x, batch.y, batch.sample_weight)
         return loss, grown
 
     def _grown(self, m, made) -> list[tf.Tensor]:
@@ -331,7 +332,7 @@ class Step:
             return
         terms = [*(part.loss for part in self._parts), *extra.losses]
         check = check_equal(terms, whole.loss, self._model.compute_dtype)
-        self.checked = [] if check is None else [check]
+        self.checked += [] if check is None else [check]
 
     def _prepared_loss(self, predictions) -> MicroBatchLoss:
         """Finds the loss's divisors, from shapes and masks of the whole batch's outputs."""

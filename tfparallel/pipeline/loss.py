@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfparallel.extend import original_class
 from tfparallel.placement.stages import PlacementError
 from tfparallel.seams.keras import CompileLoss
-from tfparallel.step.loss import NotByPieces, Values, call_with, values_of
+from tfparallel.step.loss import ExampleLosses, NotByPieces, call_with, values_of
 
 __all__ = ["COMPARES", "MicroBatchLoss", "Part", "check_decomposes", "check_equal"]
 
@@ -65,7 +65,7 @@ class MicroBatchLoss:
 
             return find
 
-        # Without metrics: those see the joined outputs.
+        # Without metrics: what tracks each output's loss is told once, of the sums.
         call_with(divisor, compiled, y, predictions, sample_weight)
 
     def __call__(self, y, sample_weight, predictions) -> Part | None:
@@ -126,7 +126,7 @@ def check_equal(
     )
 
 
-def _values(loss, y_true, y_pred, weight) -> Values:
+def _values(loss, y_true, y_pred, weight) -> ExampleLosses:
     if getattr(loss, "fn", None) is keras.losses.ctc:
         raise PlacementError(
             "The CTC loss fails of a micro-batch without examples, which the last batch of an "

@@ -64,9 +64,9 @@ def pipeline_parallel(
     K devices with equal stages stand still for (K − 1)/(M + K − 1) of the time, at best.
 
     The weights that come out are those of one device: the gradients are summed over the
-    micro-batches, each loss has the divisor that it has over the whole batch, metrics see the whole
-    batch, and the optimizer updates once. Dropout masks are those of one device too; other layers
-    that draw are reproducible. The last micro-batches may be a row shorter.
+    micro-batches, each loss has the divisor that it has over the whole batch, metrics are those of
+    the whole batch, and the optimizer updates once. Dropout masks are those of one device too;
+    other layers that draw are reproducible. The last micro-batches may be a row shorter.
 
     Args:
         model_or_function: As for `model_parallel`.

@@ -14,7 +14,7 @@ from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.check_rows import check_rows
 from tfparallel.step.terms import grow
-from tfparallel.step.where_rows_meet import WhereRowsMeet
+from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
 
 __all__ = ["PipelinedModel"]
 
@@ -48,10 +48,9 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
         try:
             return super().fit(*args, **kwargs)
         except tf.errors.InvalidArgumentError as error:
-            if COMPARES not in error.message:
+            said = said_in(error, COMPARES)
+            if said is None:
                 raise
-            said = error.message[error.message.index(COMPARES) :].partition("\n\t")[0]
-            said = " ".join(said.split()).replace("\\'", "'")  # As TensorFlow quotes it.
             raise PlacementError(said) from None
 
     @tf.autograph.experimental.do_not_convert
@@ -80,6 +79,13 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
         if self._compile_loss is not None and not self._compile_loss.built:
             # Where the loss finds its targets; Keras does so before its first step, too.
             self._symbolic_build(data_batch=(x, y, sample_weight))
+        other = why_unaligned((x, y, sample_weight))
+        if other is not None and self.schedule.name != "gpipe":
+            raise PlacementError(
+                f"schedule={self.schedule.name!r} takes the loss of each micro-batch. Inputs, "
+                f"targets and weights with a row for each example are required. Received: {other}. "
+                "Take schedule='gpipe', or give each example a row."
+            )
         return Step(
             self,
             cut_stages(self, self.layout.stage_of, self.layout.num_stages),

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import GradientSums
 from tfparallel.step.terms import whole_loss
+from tfparallel.step.where_rows_meet import of_the_batch
 
 __all__ = ["ExtraLosses", "WholeLoss", "added_up", "scale_of"]
 
@@ -79,7 +80,7 @@ def added_up(
         extra: What comes to it.
     """
     sums = [[tf.add_n(list(of_all))] for of_all in zip(*shares, strict=True)]
-    types = batch.packed([tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in outputs])
+    types = batch.packed(of_the_batch(outputs, batch.num_rows))
     return whole_loss(model, sums, batch.y, types, batch.sample_weight, extra.losses)
 
 

@@ -23,7 +23,13 @@ from tfparallel.extend import original_class
 from tfparallel.replication.replicated_call import Sums, checked_output
 from tfparallel.seams.keras import Functional, compute_output_spec
 from tfparallel.step.terms import grow, growth, terms, whole_loss
-from tfparallel.step.where_rows_meet import WhereRowsMeet, aligned, as_many_rows, type_of
+from tfparallel.step.where_rows_meet import (
+    WhereRowsMeet,
+    aligned,
+    as_many_rows,
+    of_the_batch,
+    type_of,
+)
 
 __all__ = ["OwnRows"]
 
@@ -38,8 +44,13 @@ class OwnRows(WhereRowsMeet):
             lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype), types
         )
         with tf.init_scope(), self._strategy.scope():
-            outputs = compute_output_spec(self._call_of_layer, inputs)
-        return keras.tree.map_structure(type_of, outputs)
+            outputs, masks = compute_output_spec(self._outputs_and_masks, inputs)
+        return keras.tree.map_structure(type_of, outputs), list(map(type_of, masks))
+
+    def _outputs_and_masks(self, inputs):
+        outputs = self._call_of_layer(inputs)
+        flat = keras.tree.flatten(outputs)
+        return outputs, [getattr(output, "_keras_mask", None) for output in flat]
 
     def _train_on_own_rows(self, data):
         """One step of training, as `keras.Model.train_step` does it."""
@@ -63,8 +74,7 @@ class OwnRows(WhereRowsMeet):
         mode = {"training": training} if self._call_has_training_arg else {}
         call = self._call_of_layer
         self._look_at_rows(call, (x,), mode)
-        with tf.control_dependencies(aligned(x, y, sample_weight)):
-            y = keras.tree.map_structure(lambda t: None if t is None else tf.identity(t), y)
+        y, sample_weight = aligned(x, y, sample_weight)
         compiled, metrics = self._compile_loss, self._compile_metrics
         first = _first(x)
         made = []
@@ -84,9 +94,8 @@ class OwnRows(WhereRowsMeet):
         outputs, like = made[0]
         of_losses = [[next(sums) for _ in term] for term in like]
         grow(metrics, list(sums))
-        outputs = keras.tree.map_structure(
-            lambda t: tf.TensorSpec([first.shape[0], *t.shape[1:]], t.dtype), outputs
-        )
+        flat = of_the_batch(keras.tree.flatten(outputs), count_rows(first))
+        outputs = keras.tree.pack_sequence_as(outputs, flat)
         loss = whole_loss(self, of_losses, y, outputs, sample_weight, self.losses)
         self._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
         return loss

@@ -18,12 +18,12 @@ __all__ = ["why_not_apart"]
 
 _PIECES = (slice(0, 5), slice(5, 11))  # The second begins with the other label.
 _NUM_ROWS = 11
-_TURNS = 3  # What counts hits may be right by accident.
+_SEEDS = range(3)  # A metric that counts hits may be the same by accident, of one set of rows.
 _LENGTH = 4  # Of axes of no known size.
 _TOLERANCE = 1e-3  # Metrics are float32, or coarser; what meets other rows differs more.
 
 
-def why_not_apart(model: keras.Model, y, outputs, sample_weight) -> str | None:
+def why_not_apart(model: keras.Model, y, outputs, sample_weight, masks=()) -> str | None:
     """Which loss or metric differs, or cannot be computed; None where all are the same.
 
     Args:
@@ -31,16 +31,18 @@ def why_not_apart(model: keras.Model, y, outputs, sample_weight) -> str | None:
         y: The targets of a batch, or their types.
         outputs: The types of the outputs, in their structure.
         sample_weight: The weights of a batch, or their types, or None.
+        masks: The types of the masks that the outputs carry, flat, None for an output without.
     """
     if any(output.shape.rank == 1 for output in keras.tree.flatten(outputs) if output is not None):
         return "of an output of shape (batch,) the last axis is that of the examples"
     with tf.init_scope():
-        tried = (_tried(model, y, outputs, sample_weight, turn) for turn in range(_TURNS))
+        types = (y, outputs, sample_weight, list(masks))
+        tried = (_tried(model, types, seed) for seed in _SEEDS)
         return next(filter(None, tried), None)
 
 
-def _tried(model, y, outputs, sample_weight, seed) -> str | None:
-    made = _made_up(y, outputs, sample_weight, seed)
+def _tried(model, types, seed) -> str | None:
+    made = _made_up(types, seed)
     try:
         whole = list(_of(model, *_rows(made, slice(None))))
         parts = [list(_of(model, *_rows(made, rows))) for rows in _PIECES]
@@ -68,15 +70,20 @@ def _of(model, y, outputs, sample_weight) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(structure, rows):
-    return keras.tree.map_structure(
+    """Targets, outputs with their masks, and weights, of these rows."""
+    y, outputs, sample_weight, masks = keras.tree.map_structure(
         lambda array: None if array is None else tf.constant(array[rows]), structure
     )
+    for output, mask in zip(keras.tree.flatten(outputs), masks, strict=False):
+        if mask is not None:
+            output._keras_mask = mask
+    return y, outputs, sample_weight
 
 
-def _made_up(y, outputs, sample_weight, seed):
+def _made_up(types, seed):
     """Rows of these types; axes of no known size are as long as a target's, if that is known."""
     lengths: dict[int, int] = {}
-    for leaf in keras.tree.flatten((y, outputs, sample_weight)):
+    for leaf in keras.tree.flatten(types):
         for axis, size in enumerate(() if leaf is None else leaf.shape):
             if size is not None:
                 lengths.setdefault(axis, size)
@@ -89,14 +96,14 @@ def _made_up(y, outputs, sample_weight, seed):
         drawn, dtype = draw([_NUM_ROWS, *sizes[1:]]), tf.as_dtype(leaf.dtype)
         return (drawn if dtype.is_floating else drawn > 0.5).astype(dtype.as_numpy_dtype)
 
-    def labels(shape):  # Of two classes: of one class none can be mistaken.
+    def labels(shape):  # Of two classes: with one alone, a metric of classes cannot be wrong.
         return (np.arange(np.prod(shape)).reshape(shape) + seed) % 2.0
 
     def numbers(shape):
         return random.uniform(0.1, 1.0, shape)
 
-    draws = (labels, numbers, numbers)
+    draws = (labels, numbers, numbers, numbers)
     return tuple(
         keras.tree.map_structure(lambda leaf, draw=draw: made(leaf, draw), each)
-        for each, draw in zip((y, outputs, sample_weight), draws, strict=True)
+        for each, draw in zip(types, draws, strict=True)
     )

@@ -16,7 +16,7 @@ from tfparallel.seams.keras import losses as keras_losses
 from tfparallel.seams.keras import metrics as keras_metrics
 from tfparallel.step.loss import REDUCTIONS
 
-__all__ = ["why_joined"]
+__all__ = ["why_not_by_rows"]
 
 _WRAPPER, _MEAN = keras_losses.LossFunctionWrapper, keras_metrics.MeanMetricWrapper
 _fns = keras_losses.losses
@@ -45,8 +45,8 @@ _ADD_UP = (
 )  # fmt: skip
 
 
-def why_joined(model: keras.Model) -> str | None:
-    """Why the outputs of all rows must meet for the loss or a metric; None where they need not.
+def why_not_by_rows(model: keras.Model) -> str | None:
+    """Which loss or metric is not known to be one of each row; None where all are.
 
     Args:
         model: A compiled model, its loss and metrics built.

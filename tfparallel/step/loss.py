@@ -30,7 +30,7 @@ from tfparallel.seams.keras import (
     squeeze_or_expand_to_same_rank,
 )
 
-__all__ = ["REDUCTIONS", "NotByPieces", "Values", "call_with", "values_of"]
+__all__ = ["REDUCTIONS", "ExampleLosses", "NotByPieces", "call_with", "values_of"]
 
 REDUCTIONS = ("sum", "sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -39,7 +39,7 @@ class NotByPieces(ValueError):
     """A loss has no numerators and divisors."""
 
 
-class Values(NamedTuple):
+class ExampleLosses(NamedTuple):
     """The losses of some examples, not reduced.
 
     Attributes:
@@ -100,7 +100,7 @@ class Values(NamedTuple):
         return number * tf.math.divide_no_nan(tf.reduce_sum(valid), tf.cast(_size(mask), dtype))
 
 
-def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> Values:
+def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> ExampleLosses:
     """Computes the losses of the examples, as `Loss.__call__` does before it reduces them.
 
     Raises:
@@ -108,10 +108,11 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> Values:
     """
     has_own_call = type(loss).__call__ is not keras.losses.Loss.__call__
     if has_own_call or loss.reduction not in REDUCTIONS:
+        received = f"reduction={getattr(loss, 'reduction', None)!r}"
         raise NotByPieces(
             "A loss of Keras's, or a `keras.losses.Loss` whose `call` returns a value an example, "
             f"with a reduction of 'sum' or a mean, is required. Received: {loss!r} with "
-            f"reduction={getattr(loss, 'reduction', None)!r}."
+            f"{'a `__call__` of its own' if has_own_call else received}."
         )
     masks = [getattr(y_pred, "_keras_mask", None)]
     y_pred = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_pred)
@@ -120,7 +121,8 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> Values:
     if values.shape.rank == 0:
         raise NotByPieces(
             f"Loss '{loss.name}' puts out one number for a batch, which is no sum of those of its "
-            "parts. A value for each example is required. Received: shape ()."
+            "parts. A value for each example is required. Received: shape (). A loss takes the "
+            "last axis away: an output of shape (batch,) needs one more, (batch, 1)."
         )
     masks = [mask for mask in (*masks, getattr(values, "_keras_mask", None)) if mask is not None]
     mask = None if not masks else tf.cast(masks[0], tf.bool)
@@ -128,7 +130,7 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> Values:
         mask = mask & tf.cast(masks[1], tf.bool)
     if weight is not None:
         weight = tf.cast(weight, values.dtype)
-    return Values(values, weight, mask, loss.reduction)
+    return ExampleLosses(values, weight, mask, loss.reduction)
 
 
 def call_with(instead: Callable, compiled: CompileLoss, y, predictions, sample_weight, metrics=()):

@@ -6,6 +6,10 @@
 | of the joined outputs | the outputs of all rows meet on one device | where nothing else is right |
 """
 
+import contextlib
+import re
+from collections.abc import Iterator
+
 import keras
 import tensorflow as tf
 from absl import logging
@@ -13,22 +17,46 @@ from absl import logging
 from tfparallel.data.shard import count_rows
 from tfparallel.extend import attach
 from tfparallel.step.apart import why_not_apart
-from tfparallel.step.by_rows import why_joined
+from tfparallel.step.by_rows import why_not_by_rows
 from tfparallel.step.known_rows import is_known_by_rows
 
-__all__ = ["WhereRowsMeet", "aligned", "as_many_rows", "type_of"]
+__all__ = [
+    "ALIGNED",
+    "WhereRowsMeet",
+    "aligned",
+    "as_many_rows",
+    "masks_of",
+    "of_the_batch",
+    "said_in",
+    "type_of",
+    "why_unaligned",
+]
+
+_AS_MANY = "A model must put out a row for each example."
+ALIGNED = "Inputs, targets and sample weights must have a row for each example."
 
 
 class WhereRowsMeet:
-    """Extends a model whose batch is in pieces."""
+    """Extends a compiled Keras model of which a step takes the batch in pieces, by rows."""
+
+    def fit(self, *args, **kwargs):
+        """Trains the model, as `keras.Model.fit`."""
+        with _in_plain_words():
+            return super().fit(*args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        """Evaluates the model, as `keras.Model.evaluate`."""
+        with _in_plain_words():
+            return super().evaluate(*args, **kwargs)
 
     @property
     def why_joined(self) -> str | None:
-        """Why the outputs of all rows met in the steps of `fit`, else in those of `evaluate`.
+        """Why the outputs of all rows met in the steps of `fit`, or in those of `evaluate`.
 
-        None where they did not, and before there were any.
+        None where they met in neither, and before there were any.
         """
-        return next(iter(getattr(self, "_why_joined", {}).values()), None)
+        known = getattr(self, "_why_joined", {})
+        return known.get("fit") or known.get("evaluate")
 
     def _rows_stay(self, data, kind: str) -> bool:
         """Whether a step on such data needs no joined outputs; says so once where it does.
@@ -38,15 +66,15 @@ class WhereRowsMeet:
             kind: "fit" or "evaluate".
         """
         known = getattr(self, "_why_joined", {})
-        reason = why_joined(self) or _why_unaligned(data) or self._why_not_apart(data)
+        reason = why_not_by_rows(self) or why_unaligned(data) or self._why_not_apart(data)
         if kind not in known or known[kind] != reason:
-            attach(self, _why_joined=dict(sorted({**known, kind: reason}.items(), reverse=True)))
+            attach(self, _why_joined=known | {kind: reason})
             where = "stay where the rows are" if reason is None else f"of all rows meet: {reason}"
             logging.info("Model '%s', %s: the outputs %s.", self.name, kind, where)
         return reason is None
 
     def _why_not_apart(self, data) -> str | None:
-        """Asked once for each kind of data, and for each `compile`."""
+        """Why losses or metrics differ of rows apart; tried once for each kind of data."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         types = keras.tree.map_structure(type_of, (x, y, sample_weight))
         of_whom, known = getattr(self, "_known_apart", (None, {}))
@@ -54,20 +82,44 @@ class WhereRowsMeet:
             known = {}
         if str(types) not in known:
             try:
-                outputs = self._outputs_of(types[0])
+                outputs, masks = self._outputs_of(types[0])
             except Exception as error:  # Keras's own follows, if it is one of the program.
                 found = f"the shapes of its outputs are not known: {str(error)[:200]}"
             else:
-                found = why_not_apart(self, types[1], outputs, types[2])
+                found = why_not_apart(self, types[1], outputs, types[2], masks)
             known[str(types)] = found
             attach(self, _known_apart=(self._compile_loss, known))
         return known[str(types)]
 
     def _outputs_of(self, types):
-        """The types of the outputs, in their structure, for inputs of these types."""
+        """The types of the outputs for inputs of these types, and of the masks that they carry.
+
+        Returns:
+            The first in the outputs' structure, the second flat, None for an output without.
+        """
         functional = getattr(self, "_functional", None) or self
         outputs = keras.tree.pack_sequence_as(functional._outputs_struct, functional.outputs)
-        return keras.tree.map_structure(type_of, outputs)
+        return keras.tree.map_structure(type_of, outputs), masks_of(functional.outputs)
+
+
+def said_in(error: tf.errors.OpError, beginning: str) -> str | None:
+    """What an assertion of the step said, without what TensorFlow puts around it."""
+    if beginning not in error.message:
+        return None
+    said = error.message[error.message.index(beginning) :].partition("\n\t")[0]
+    return " ".join(said.split()).replace("\\'", "'")  # As TensorFlow quotes it.
+
+
+@contextlib.contextmanager
+def _in_plain_words() -> Iterator[None]:
+    """Has what `aligned` and `as_many_rows` assert in a graph raised as a `ValueError`."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        said = said_in(error, ALIGNED) or said_in(error, _AS_MANY)
+        if said is None:
+            raise
+        raise ValueError(re.split(r"\]| Condition x == y", said)[0]) from None
 
 
 def type_of(leaf) -> tf.TensorSpec | None:
@@ -78,15 +130,37 @@ def type_of(leaf) -> tf.TensorSpec | None:
     return tf.TensorSpec([None, *shape[1:]] if shape.rank else shape, leaf.dtype)
 
 
-def aligned(x, y, sample_weight) -> list[tf.Operation]:
-    """Assertions that all have a row for each example, where sizes are not known yet."""
+def masks_of(outputs) -> list[tf.TensorSpec | None]:
+    """The types of the masks that outputs carry, flat; None for one without."""
+    flat = keras.tree.flatten(outputs)
+    return [type_of(getattr(output, "_keras_mask", None)) for output in flat]
+
+
+def of_the_batch(outputs, num_rows) -> list[tf.TensorSpec]:
+    """The types of outputs of the whole batch, of which those of a piece are given.
+
+    Keras weights an output's loss with the number of rows where that is known, so it is said.
+    """
+    known = num_rows if isinstance(num_rows, int) else tf.get_static_value(num_rows)
+    known = None if known is None else int(known)
+    return [tf.TensorSpec([known, *output.shape[1:]], output.dtype) for output in outputs]
+
+
+def aligned(x, y, sample_weight):
+    """Targets and weights, behind assertions that they have a row for each example.
+
+    Where sizes are known there is nothing to assert, since then the outputs are joined.
+    """
     expected, *others = _row_counts(x, y, sample_weight)
-    return _equal(
+    checks = _equal(
         [(other, expected) for other in others],
-        "Inputs, targets and sample weights must have a row for each example. Received tensors "
-        "of other sizes of axis 0. Give batches of a fixed size (`drop_remainder=True`), and "
-        "the outputs of all rows are joined.",
+        f"{ALIGNED} Received tensors of other sizes of axis 0. Give batches of a fixed size "
+        "(`drop_remainder=True`), and the outputs of all rows are joined.",
     )
+    with tf.control_dependencies(checks):
+        return keras.tree.map_structure(
+            lambda t: None if t is None else tf.identity(t), (y, sample_weight)
+        )
 
 
 def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list[tf.Operation]:
@@ -101,9 +175,9 @@ def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list
         return []
     return _equal(
         [(count_rows(output), num_rows) for output in outputs],
-        f"Model '{model.name}' must put out a row for each example. Received, of a part of the "
-        "batch, outputs with another number of rows than its examples: a constant with rows of its "
-        "own, perhaps. Train on one device, or give the constant one row.",
+        f"{_AS_MANY} Received of model '{model.name}', for a part of the batch, outputs with "
+        "another number of rows than its examples: a constant with rows of its own, perhaps. "
+        "Train on one device, or give the constant one row.",
     )
 
 
@@ -117,14 +191,14 @@ def _row_counts(*structures) -> list:
     ]
 
 
-def _why_unaligned(data) -> str | None:
-    """Targets may have several rows for an example, or one for all."""
+def why_unaligned(data) -> str | None:
+    """Which other numbers of rows targets and weights have: several an example, or one for all."""
     known = {n for n in _row_counts(data) if isinstance(n, int)}
     return f"inputs and targets have {sorted(known)} rows" if len(known) > 1 else None
 
 
 def _equal(pairs, message) -> list[tf.Operation]:
-    """Assertions of what is not known to be equal; run at once, they leave nothing."""
+    """Assertions for the pairs that are not known to be equal; those that run eagerly raise."""
     checks = [
         tf.debugging.assert_equal(one, other, message)
         for one, other in pairs

@@ -1,0 +1,151 @@
+"""What may hide that rows meet: masks, sizes that are not known; in both forms that cut batches."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+from tests.comparison import assert_equal, seeded, state_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
+
+DEVICES = ["CPU:0", "CPU:1"]
+ROWS = LENGTH = 4  # Equal, so that a mask (rows, length) can be laid over losses (rows,).
+FORMS = {
+    schedule: lambda build, schedule=schedule: tfparallel.pipeline_parallel(
+        build, DEVICES, ROWS, schedule=schedule
+    )
+    for schedule in ("gpipe", "1f1b")
+}
+FORMS["data"] = lambda build: tfparallel.data_parallel(build, tfparallel.MirroredStrategy(DEVICES))
+
+
+def placed(form, build):
+    return FORMS[form](lambda: seeded(build))
+
+
+@keras.saving.register_keras_serializable("tests")
+class LastAxisAway(layers.Layer):
+    """Hands on a mask that has an axis more than the losses."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+
+    def call(self, x):
+        return x[..., 0]
+
+    def compute_output_shape(self, input_shape):
+        return input_shape[:-1]
+
+
+def masked():
+    ids = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(6, 2, mask_zero=True)(ids)
+    return keras.Model(ids, LastAxisAway()(layers.Dense(1)(x)))
+
+
+class Masked(keras.Model):
+    """The same, of which no symbolic output tells the mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = layers.Embedding(6, 2, mask_zero=True)
+        self.out = layers.Dense(1)
+        self.flat = LastAxisAway()
+
+    def call(self, ids):
+        return self.flat(self.out(self.read(ids)))
+
+
+def texts():
+    random = np.random.default_rng(1)
+    ids = random.integers(0, 3, (2 * ROWS, LENGTH)).astype("int32")
+    return ids, random.normal(size=(2 * ROWS, LENGTH))
+
+
+def trained(model, data, loss, **options):
+    model.compile(keras.optimizers.Adam(0.01), loss, **options)
+    fitted = {"batch_size": ROWS, "epochs": 2, "shuffle": False, "verbose": 0}
+    history = model.fit(*data, **fitted).history
+    return history, state_of(model)
+
+
+@pytest.mark.parametrize("build", [masked, Masked], ids=["functional", "subclass"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size"])
+def test_a_mask_with_an_axis_more_than_the_losses(form, reduction, build):
+    if form != "data" and build is Masked:
+        pytest.skip("a pipeline takes a functional model")
+    expected = trained(seeded(build), texts(), keras.losses.MeanSquaredError(reduction=reduction))
+    model, loss = placed(form, build), keras.losses.MeanSquaredError(reduction=reduction)
+    if form == "1f1b":
+        with pytest.raises(ValueError, match="compares examples of different micro-batches"):
+            trained(model, texts(), loss)
+        return
+    assert_equal(trained(model, texts(), loss), expected, rtol=1e-9)
+    assert "no loss or metrics" in model.why_joined
+
+
+def one():
+    return keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(2)])
+
+
+def two():
+    inputs = keras.Input((3,))
+    outputs = [layers.Dense(2, name=name)(inputs) for name in ("a", "b")]
+    return keras.Model(inputs, outputs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
+def test_each_outputs_loss_has_the_weight_of_its_rows(form, eagerly):
+    random = np.random.default_rng(2)
+    x, y = random.normal(size=(ROWS + 2, 3)), random.normal(size=(ROWS + 2, 2))
+    options = {"run_eagerly": eagerly}
+    expected = trained(seeded(two), (x, [y, y + 1]), ["mse", "mae"], **options)
+    found = trained(placed(form, two), (x, [y, y + 1]), ["mse", "mae"], **options)
+    assert_equal(found, expected, rtol=1e-6)  # What tracks a loss is float32.
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("what", ["targets", "weights"])
+def test_one_row_for_all_is_refused_in_words_where_sizes_are_unknown(form, what):
+    random = np.random.default_rng(3)
+    batch = [random.normal(size=(ROWS, 3)), random.normal(size=(ROWS, 2)), np.ones(ROWS)]
+    index = ["inputs", "targets", "weights"].index(what)
+    batch[index] = batch[index][:1]
+    specs = tuple(tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in batch)
+    dataset = tf.data.Dataset.from_generator(lambda: iter([tuple(batch)]), output_signature=specs)
+    model = placed(form, one)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"^Inputs, targets and sample weights must.*\.$"):
+        model.fit(dataset, verbose=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_row_for_all_of_known_size(form):
+    x, y = np.arange(12.0).reshape(ROWS, 3), np.ones((1, 2))
+    dataset = tf.data.Dataset.from_tensors((x, y))
+    if form == "1f1b":
+        with pytest.raises(ValueError, match=r"Received: inputs and targets have \[1, 4\] rows"):
+            trained_on(placed(form, one), dataset)
+        return
+    found, expected = trained_on(placed(form, one), dataset), trained_on(seeded(one), dataset)
+    assert_equal(found, expected, rtol=1e-9)
+
+
+def trained_on(model, dataset):
+    model.compile("sgd", "mse")
+    return model.fit(dataset, verbose=0).history, state_of(model)
+
+
+def test_why_tells_of_either():
+    model = placed("data", one)
+    x, y = np.ones((ROWS, 3)), np.ones((ROWS, 2))
+    trained_on(model, tf.data.Dataset.from_tensors((x, y)))
+    assert model.why_joined is None
+    model.evaluate(tf.data.Dataset.from_tensors((x, y[:1])), verbose=0)
+    assert model.why_joined == "inputs and targets have [1, 4] rows"
