@@ -39,7 +39,11 @@ def dataset(batches):
     return found.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 
-def build():
+def of_the_batch(y, outputs):
+    return keras.ops.mean((y - outputs) ** 2, -1)
+
+
+def build(loss="mse"):
     model = keras.Sequential(
         [
             keras.Input((None,), dtype="int64"),
@@ -48,20 +52,21 @@ def build():
             keras.layers.Dense(1),
         ]
     )
-    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    model.compile(keras.optimizers.Adam(0.05), loss, metrics=["mae"])
     return model
 
 
-def by_sample(strategy):
+def by_sample(strategy, loss="mse"):
     """Trains on shares of unequal size, and on one device on what they amount to."""
     keras.utils.set_random_seed(7)
-    alone = build()
+    alone = build(loss)
     expected = alone.fit(dataset(joined()), epochs=3, shuffle=False, verbose=0).history
     keras.utils.set_random_seed(7)
     with strategy.scope():
-        model = build()
+        model = build(loss)
     own = tfparallel.data.by_sample(dataset(texts(tfparallel.worker_index())))
-    seen = model.fit(own, epochs=3, shuffle=False, verbose=0).history
+    sent = tfparallel.callbacks.SentBytes()
+    seen = model.fit(own, epochs=3, shuffle=False, verbose=0, callbacks=[sent]).history
     weights = zip(model.get_weights(), alone.get_weights(), strict=True)
     evaluated = np.subtract(
         model.evaluate(own, verbose=0), alone.evaluate(dataset(joined()), verbose=0)
@@ -70,8 +75,30 @@ def by_sample(strategy):
         "weights": max(float(np.abs(a - b).max()) for a, b in weights),
         "history": max(float(np.abs(np.subtract(seen[k], expected[k])).max()) for k in expected),
         "evaluate": float(np.abs(evaluated).max()),
-        "predictions": len(model.predict(own, verbose=0)),
+        "rows sent": sent.in_a_step["rows"],
+    } | predictions(model, own, alone.predict(dataset(joined()), verbose=0))
+
+
+def predictions(model, own, expected):
+    """What each worker gets, by where it was to go: what is off by how much, or nothing."""
+
+    def received(gather_to, worker=None):
+        found = model.predict(own, verbose=0, gather_to=gather_to)
+        rows = slice(None) if worker is None else _rows_of(worker)
+        return None if found is None else float(np.abs(found - expected[rows]).max())
+
+    return {
+        "all": received("all"),
+        "chief": received("chief"),
+        "own": received(None, tfparallel.worker_index()),
+        "chief again": received("chief"),
     }
+
+
+def _rows_of(worker):
+    """Which rows of `joined()` a worker brought."""
+    sizes = np.array([[4, 3], [4, 2], [3, 0]])  # As `texts` has them, by step and worker.
+    return np.repeat(np.tile([0, 1], len(sizes)), sizes.ravel()) == worker
 
 
 def refused(strategy, change):
@@ -113,7 +140,7 @@ def saved(strategy, folder):
 def main(folder):
     keras.config.set_floatx("float64")
     strategy = tfparallel.MultiWorkerMirroredStrategy()
-    seen = {"by_sample": by_sample(strategy)}
+    seen = {"by_sample": by_sample(strategy), "joined": by_sample(strategy, of_the_batch)}
     seen["saved"] = saved(strategy, folder)
     seen |= {change: refused(strategy, change) for change in CHANGES}
     try:

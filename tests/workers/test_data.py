@@ -20,15 +20,25 @@ def folder_to_save_in(tmp_path_factory):
 
 @pytest.fixture(name="job", scope="module")
 def run_job(saved_in):
-    return run_workers(PROGRAM, num_workers=2, arguments=[str(saved_in)], timeout_seconds=150)
+    arguments = [str(saved_in)]
+    return run_workers(PROGRAM, 2, num_devices=2, arguments=arguments, timeout_seconds=200)
 
 
-def test_shares_of_unequal_size_and_length_train_as_one_device_does(job):
+@pytest.mark.parametrize("loss", ["by_sample", "joined"])
+def test_shares_of_unequal_size_and_length_train_as_one_device_does(job, loss):
     for seen in job:
-        found = seen["by_sample"]
+        found = seen[loss]
         # Float64; sums in another order.
         assert max(found["weights"], found["history"], found["evaluate"]) < 1e-9, found
-        assert found["predictions"] == 4 + 4 + 3 + 3 + 2
+        assert (found["rows sent"] == 0) == (loss == "by_sample")
+
+
+def test_predictions_go_where_they_are_wanted(job):
+    for worker, seen in enumerate(job):
+        found = seen["by_sample"]
+        assert found["all"] < 1e-9 and found["own"] < 1e-9
+        for asked in ("chief", "chief again"):
+            assert found[asked] is None if worker else found[asked] < 1e-9
 
 
 def test_each_file_that_workers_save_is_there_and_whole(job, saved_in):

@@ -192,7 +192,7 @@ class WorkerGroup:
             ValueError: For a type that cannot be sent, such as a string.
         """
         results: list = [None] * len(tensors)
-        sendable = [_movable(tensor) for tensor in tensors]
+        sendable = [movable(tensor) for tensor in tensors]
         for indices in by_dtype(sendable).values():
             flats = [tf.reshape(sendable[i], [tf.shape(sendable[i])[0], -1]) for i in indices]
             rows = self._gather_rows(tf.concat(flats, 1), counts, kind)
@@ -334,7 +334,7 @@ def _sendable(tensor: tf.Tensor) -> tf.Tensor:
     )
 
 
-def _movable(tensor: tf.Tensor) -> tf.Tensor:
+def movable(tensor: tf.Tensor) -> tf.Tensor:
     """What `all_gather` can send: TensorFlow's sums bfloat16, and does not join it."""
     if tensor.dtype == tf.bfloat16:
         return tf.bitcast(tensor, tf.float16)  # It is only moved.

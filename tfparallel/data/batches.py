@@ -5,6 +5,8 @@ iterators that it throws away. So the order must not come from how often the
 data set was iterated: it is a function of the epoch, which a callback sets.
 """
 
+import functools
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +14,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.data import share
 from tfparallel.data.order import batch_indices, num_batches_per_pass
-from tfparallel.data.sources import as_source, cast
+from tfparallel.data.sources import Source, as_source, cast
 
 __all__ = ["EpochBatches", "evaluation_batches", "first_batches"]
+
+_NUM_COMPARED = 64  # Rows of the first batch that workers hold against each other.
 
 Data = Any
 """`(x, y[, sample_weight])`, a `Source`, a `PyDataset`, or a `tf.data.Dataset` of examples."""
@@ -72,41 +77,62 @@ class EpochBatches(keras.callbacks.Callback):
             self.dataset = _dataset_batches(data, global_batch_size, steps_per_epoch)
             self._order = _order_of(data)
             return
-        source = as_source(data)
+        self._source = source = as_source(data)
         self._order = {
             "source": str(source),
             "order": f"a function of seed {seed}, epoch and step",
             "resumes": "at once, at any number of workers",
         }
-        num_indices = 1 if source.whole_batches else global_batch_size
-        num_steps = steps_per_epoch or num_batches_per_pass(source.num_indices, num_indices)
+        self._seed, self._num_indices = seed, 1 if source.whole_batches else global_batch_size
+        self._num_steps = steps_per_epoch or num_batches_per_pass(
+            source.num_indices, self._num_indices
+        )
+        self.dataset = self._read()
+        if not source.whole_batches:
+            share.offer(self.dataset, share.Readings(self._read, self._facts))
 
-        def indices_of_epoch() -> np.ndarray:
-            first = self._epoch * num_steps
-            steps = batch_indices(
-                source.num_indices, num_indices, seed, first, num_steps, source.order
-            )
+    def _read(
+        self, bounds: share.Bounds | None = None, change: share.Change | None = None
+    ) -> tf.data.Dataset:
+        """The batches, or the rows of them that the bounds say."""
+
+        def indices_of_epoch() -> tuple[np.ndarray, ...]:
+            steps = self._steps_of_epoch(self._epoch)
             epoch, skipped = self._start
             if epoch == self._epoch:
                 steps[:skipped] = [np.empty(0, np.int64)] * skipped
-            flat = np.concatenate(steps)
+            sizes = np.array([len(step) for step in steps], np.int64)
+            if bounds is not None:
+                ranges = [bounds(len(step)) for step in steps]
+                steps = [step[a : a + n] for step, (a, n) in zip(steps, ranges, strict=True)]
             ends = np.cumsum([len(step) for step in steps])
-            return flat, ends.astype(np.int64)
+            return np.concatenate(steps), ends.astype(np.int64), sizes
 
         def epoch_dataset(_: tf.Tensor) -> tf.data.Dataset:
-            flat, ends = tf.numpy_function(indices_of_epoch, [], (tf.int64, tf.int64))
-            flat, ends = tf.ensure_shape(flat, [None]), tf.ensure_shape(ends, [None])
+            found = tf.numpy_function(indices_of_epoch, [], (tf.int64,) * 3)
+            flat, ends, sizes = [tf.ensure_shape(array, [None]) for array in found]
             starts = tf.concat([tf.zeros([1], tf.int64), ends[:-1]], 0)
-            bounds = tf.data.Dataset.from_tensor_slices((starts, ends))
-            return bounds.map(lambda start, end: flat[start:end])
+            steps = tf.data.Dataset.from_tensor_slices((starts, ends, sizes))
+            return steps.map(lambda start, end, size: (flat[start:end], size))
+
+        def read(indices: tf.Tensor, size: tf.Tensor) -> Any:
+            return _element(self._source.read(indices), size, bounds, change)
 
         # Evaluated when an iterator is first asked for a batch, which is after
         # on_epoch_begin for every iterator that trains.
         indices = tf.data.Dataset.range(1).flat_map(epoch_dataset)
-        batches = indices.map(source.read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        self.dataset = batches.apply(tf.data.experimental.assert_cardinality(num_steps)).prefetch(
-            tf.data.AUTOTUNE
+        batches = indices.map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        batches = batches.apply(tf.data.experimental.assert_cardinality(self._num_steps))
+        return batches.prefetch(tf.data.AUTOTUNE)
+
+    def _steps_of_epoch(self, epoch: int) -> list[np.ndarray]:
+        source, first = self._source, epoch * self._num_steps
+        return batch_indices(
+            source.num_indices, self._num_indices, self._seed, first, self._num_steps, source.order
         )
+
+    def _facts(self) -> dict[str, str]:
+        return _facts_of(self._source, self._order["order"], self._steps_of_epoch(0)[0])
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forgets where an earlier `fit` started."""
@@ -147,9 +173,27 @@ def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
     if isinstance(data, tf.data.Dataset):
         return _dataset_batches(data, global_batch_size, None)
     source = as_source(data)
-    indices = tf.data.Dataset.range(source.num_indices)
-    indices = indices.batch(1 if source.whole_batches else global_batch_size)
-    return indices.map(source.read, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+
+    def read_batches(
+        bounds: share.Bounds | None = None, change: share.Change | None = None
+    ) -> tf.data.Dataset:
+        def read(indices: tf.Tensor) -> Any:
+            size = tf.size(indices, tf.int64)
+            if bounds is not None:
+                start, own = bounds(size)
+                indices = indices[start : start + own]
+            return _element(source.read(indices), size, bounds, change)
+
+        indices = tf.data.Dataset.range(source.num_indices)
+        indices = indices.batch(1 if source.whole_batches else global_batch_size)
+        return indices.map(read, tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+
+    batches = read_batches()
+    if source.whole_batches:
+        return batches
+    first = np.arange(min(global_batch_size, source.num_indices))
+    facts = functools.partial(_facts_of, source, "its own", first)
+    return share.offer(batches, share.Readings(read_batches, facts))
 
 
 def first_batches(
@@ -218,6 +262,27 @@ def _dataset_batches(
         if cardinality:
             batches = batches.apply(tf.data.experimental.assert_cardinality(steps_per_epoch))
     return batches.prefetch(tf.data.AUTOTUNE)
+
+
+def _element(
+    batch: tuple[Any, ...],
+    size: tf.Tensor,
+    bounds: share.Bounds | None,
+    change: share.Change | None,
+) -> Any:
+    """What the data set yields: a batch, or a part of one of that size."""
+    if change is not None:
+        batch = change(*batch)
+    return batch if bounds is None else share.mark(batch, size)
+
+
+def _facts_of(source: Source, order: str, first_batch: np.ndarray) -> dict[str, str]:
+    """What workers that read shares must have in common."""
+    rows = source.read(tf.constant(first_batch[:_NUM_COMPARED], tf.int64))
+    digest = hashlib.sha256()
+    for leaf in tf.nest.flatten(_to_numpy(rows)):
+        digest.update(leaf.tobytes() if leaf.dtype != object else repr(leaf.tolist()).encode())
+    return {"source": str(source), "order": order, "first rows": digest.hexdigest()[:16]}
 
 
 def _order_of(dataset: tf.data.Dataset) -> dict[str, str]:

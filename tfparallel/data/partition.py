@@ -52,6 +52,13 @@ def row_ranges(
     return [RowRange(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
 
 
+def rows_of_workers(strategy: Any, num_rows: Count) -> list[Count]:
+    """How many rows of a batch each worker's replicas have, in the order of the workers."""
+    ranges = row_ranges(num_rows, strategy.num_replicas, strategy.replica_weights)
+    sizes, per_worker = [rows.size for rows in ranges], len(strategy.devices)
+    return [sum(sizes[k : k + per_worker]) for k in range(0, len(sizes), per_worker)]
+
+
 def rows_by_replica(strategy: Any, num_rows: int) -> dict[str, int]:
     """Tells how a batch is split: which replica computes how many of its rows.
 

@@ -17,6 +17,8 @@ class Shard(NamedTuple):
         start: First row of the global batch that belongs to the replica.
         num_rows: How many rows belong to it; may be 0.
         num_global_rows: B, the rows of the global batch.
+        inputs: The first row and the end of the inputs that it is cut from, where those are not
+            the global batch. A single row stands for none.
     """
 
     replica: int
@@ -24,6 +26,7 @@ class Shard(NamedTuple):
     start: Any
     num_rows: Any
     num_global_rows: Any
+    inputs: tuple[Any, Any] | None = None
 
     @property
     def may_be_idle(self) -> bool:
@@ -32,10 +35,11 @@ class Shard(NamedTuple):
 
     @property
     def first_row_used(self):
-        """The first row it computes: `start`, but never past the end of the batch."""
-        if isinstance(self.num_global_rows, int):
-            return min(self.start, max(self.num_global_rows - 1, 0))
-        return tf.minimum(self.start, self.num_global_rows - 1)
+        """The first row it computes: `start`, but never past the end of the inputs."""
+        end = self.num_global_rows if self.inputs is None else self.inputs[1]
+        if isinstance(end, int):
+            return min(self.start, max(end - 1, 0))
+        return tf.minimum(self.start, end - 1)
 
     @property
     def num_rows_used(self):
@@ -50,6 +54,8 @@ class Shard(NamedTuple):
     def rows_used(self, tensor):
         """The rows of an input, shape `(B, …)`, dense, ragged or sparse, that it computes."""
         start, number = self.first_row_used, self.num_rows_used
+        if self.inputs is not None:
+            start -= self.inputs[0]
         if isinstance(tensor, tf.SparseTensor):
             begin = tf.concat([[start], tf.zeros_like(tensor.dense_shape[1:], tf.int32)], 0)
             size = tf.concat([[number], tf.cast(tensor.dense_shape[1:], tf.int32)], 0)

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.cluster.agreement import differences
+from tfparallel.data import share
 
 _NUM_STEPS = 2  # The first batches of a `fit` that are compared; an order that differs shows there.
 _OTHER_BATCH = "The workers were given different batches"
@@ -30,6 +31,7 @@ def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
     facts = {
         "fit": {name: asked[name] for name in numbers if name in asked},
         "data": [str(_shape(leaf)) for leaf in keras.tree.flatten(asked.get("x"))],
+        "order": getattr(share.readings_of(asked.get("x")), "facts", dict)(),
         "weights": [f"{v.name} {tuple(v.shape)} {v.dtype}" for v in model.variables],
         "optimizer": _configuration(model.optimizer),
     }

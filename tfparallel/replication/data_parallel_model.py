@@ -12,7 +12,8 @@ from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.whole_file import moved_into_place
 from tfparallel.collectives.between_workers import naming_lost_worker
-from tfparallel.extend import extend, original_class
+from tfparallel.data import share
+from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import (
@@ -20,13 +21,14 @@ from tfparallel.replication import (
     batch_norm,
     checks,
     optimizer,
+    predictions,
     random,
     sample_partition,
 )
 from tfparallel.replication.check_rows import check_rows, make_quiet
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.replicated_call import ReplicatedCall
-from tfparallel.seams.keras import compute_output_spec, in_stateless_scope
+from tfparallel.seams.keras import class_weighting, compute_output_spec, in_stateless_scope
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
@@ -56,9 +58,10 @@ class ReplicatedLayer:
             num_rows = 2 * self._strategy.num_replicas + 1
             check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
 
-    def _call_on_replicas(self, call, args, kwargs):
+    def _call_on_replicas(self, call, args, kwargs, **options):
         """Calls a function of this layer's on each replica; keeps the losses that it adds."""
-        replicated = ReplicatedCall(self, call, self._strategy, self._partial_gradients())
+        partial = self._partial_gradients()
+        replicated = ReplicatedCall(self, call, self._strategy, partial, **options)
         outputs, losses = replicated(args, kwargs)
         self._clear_losses()
         if losses:
@@ -146,12 +149,57 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`; the chief alone shows progress."""
         with self._guarded(keras.Model.evaluate, args, kwargs) as asked:
+            self._read_own_rows(asked, "x", "evaluate")
             return super().evaluate(**asked)
 
-    def predict(self, *args, **kwargs):
-        """Predicts, as `keras.Model.predict`: all rows, on every worker."""
+    def predict(self, *args, gather_to: str | None = "all", **kwargs):
+        """Predicts, as `keras.Model.predict`.
+
+        Args:
+            *args: As for `keras.Model.predict`.
+            gather_to: Which workers get the predictions of all rows: "all" of them; the "chief",
+                and the others None; or None for nobody: each gets those of the rows that it
+                computed, and nothing is sent. Callbacks see what the step of their worker puts
+                out: unless it is "all", its own rows.
+            **kwargs: Likewise.
+
+        Raises:
+            ValueError: If `gather_to` is something else, or not "all" where the model has a
+                `predict_step` of its own.
+        """
+        predictions.check_gather_to(gather_to, self._predicts_as_keras)
         with self._guarded(keras.Model.predict, args, kwargs) as asked:
-            return super().predict(**asked)
+            self._read_own_rows(asked, "x", "predict")
+            if self._workers is None or gather_to == "all":
+                return super().predict(**asked)
+            received = predictions.PredictionsOfWorkers(self._workers)
+            asked["callbacks"] = [*asked["callbacks"], received]
+            with self._keeping_rows():
+                own = super().predict(**asked)
+            return own if gather_to is None else received.at_chief(own)
+
+    @property
+    def _predicts_as_keras(self) -> bool:
+        return original_class(self).predict_step is keras.Model.predict_step
+
+    @contextlib.contextmanager
+    def _keeping_rows(self):
+        """Predicts without joining the workers' rows, by a function that is traced once for it.
+
+        A step each, so that a callback sees one batch.
+        """
+        self.make_predict_function()
+        usual, steps = self.predict_function, self.steps_per_execution
+        beside, known = self._predict_own_rows  # What Keras throws away takes the other with it.
+        self.predict_function = known if beside is usual else None
+        self.steps_per_execution = 1
+        attach(self, _gathers=False)
+        try:
+            yield
+            attach(self, _predict_own_rows=(usual, self.predict_function))
+        finally:
+            attach(self, _gathers=True)
+            self.predict_function, self.steps_per_execution = usual, steps
 
     def quantize(self, *args, **kwargs):
         """Quantizes the layers, as `keras.Model.quantize`; on all replicas."""
@@ -213,6 +261,8 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         if self._fingerprints is None:
             object.__setattr__(self, "_fingerprints", agreement.BatchFingerprints(self._workers))
         self._fingerprints.restart()
+        self._read_own_rows(asked, "x", "fit")
+        self._read_own_rows(asked, "validation_data", "evaluate")
         try:
             with guard, chief_only.writing_by_chief(callbacks, is_chief), naming_lost_worker():
                 return super().fit(**self._quiet_unless_chief(asked))
@@ -221,6 +271,34 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             if explained is None:
                 raise
             raise explained from None
+
+    def _read_own_rows(self, asked, name, kind):
+        """Has this worker read its own rows alone, of what can be indexed.
+
+        Args:
+            asked: The arguments of the method, changed in place.
+            name: Which of them is the data.
+            kind: "fit", "evaluate" or "predict".
+        """
+        readings = share.readings_of(asked.get(name))
+        if self._workers is None:
+            return
+        if readings is None:
+            partition = sample_partition.weighted(asked.get(name), asked.get("class_weight"))
+            if partition is not asked.get(name):
+                asked |= {name: partition, "class_weight": None}
+            return
+        spec = _spec_of(asked[name])
+        if kind == "predict":
+            stay = self.built and self._predicts_as_keras
+        else:
+            self._maybe_symbolic_build(data_batch=spec)
+            stay = self._rows_stay(spec, kind)
+        if not stay:  # All rows on each worker: what is read need not be sent.
+            return
+        weights = asked.pop("class_weight", None) if name == "x" else None
+        change = None if weights is None else class_weighting(weights)
+        asked[name] = readings.share(share.rows_of_worker(self.strategy), change)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Keras looks at a first batch here, under a strategy only: a generator loses the batches
@@ -253,7 +331,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         if self.strategy is None:
             return super().train_step(data)
         extend_parts(self)
-        data = sample_partition.joined(data, self._workers)
+        data, worker_rows = sample_partition.held(data, self.strategy)
         object.__setattr__(self, "_in_train_step", True)
         try:
             # Of a step whose data has run out, ops that need no data (the count of the steps, the
@@ -262,24 +340,32 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             tensors = [leaf for leaf in keras.tree.flatten(data) if _is_symbolic(leaf)]
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
             with tf.control_dependencies(arrived):
-                if self._fingerprints is not None:
+                if self._fingerprints is not None and worker_rows is None:
                     self._fingerprints.check(data)
                 if self._rows_stay(data, "fit"):
-                    return self._train_on_own_rows(data)
+                    return self._train_on_own_rows(data, worker_rows)
+                data = sample_partition.joined(data, worker_rows, self._workers)
                 return super().train_step(data)
         finally:
             object.__setattr__(self, "_in_train_step", False)
 
     def test_step(self, data):
         """One step of evaluation, for the global batch."""
-        data = sample_partition.joined(data, self._workers)
-        if self.strategy is not None and self._rows_stay(data, "evaluate"):
-            return self._test_on_own_rows(data)
-        return super().test_step(data)
+        if self.strategy is None:
+            return super().test_step(data)
+        data, worker_rows = sample_partition.held(data, self.strategy)
+        if self._rows_stay(data, "evaluate"):
+            return self._test_on_own_rows(data, worker_rows)
+        return super().test_step(sample_partition.joined(data, worker_rows, self._workers))
 
     def predict_step(self, data):
         """One step of prediction, for the global batch."""
-        return super().predict_step(sample_partition.joined(data, self._workers))
+        if self.strategy is None:
+            return super().predict_step(data)
+        data, worker_rows = sample_partition.held(data, self.strategy)
+        if self.built and self._predicts_as_keras:
+            return self._predict_on_own_rows(data, worker_rows, gathers=self._gathers)
+        return super().predict_step(sample_partition.joined(data, worker_rows, self._workers))
 
     def _partial_gradients(self):
         # A user's own step may do anything with its gradients, so they are summed at once; Keras's
@@ -323,6 +409,8 @@ def extend_model(
         _in_train_step=False,
         _pending_terms={},
         _fingerprints=None,
+        _gathers=True,
+        _predict_own_rows=(None, None),
     )
     if strategy is not None:
         object.__setattr__(model, "_distribute_strategy", strategy)

@@ -15,13 +15,24 @@ class BatchInputs:
     are split likewise but have no gradient. Scalars and other objects go to each replica as they
     are.
 
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments.
+        may_be_empty: Whether there may be no rows at all, of dense tensors; a row of zeros then
+            stands for them.
+
     Raises:
         ValueError: If no tensor has a batch axis, or two disagree on its size.
     """
 
-    def __init__(self, args: tuple, kwargs: dict):
+    def __init__(self, args: tuple, kwargs: dict, *, may_be_empty: bool = False):
         self._structure = (args, kwargs)
         self._leaves = [_as_tensor(leaf) for leaf in keras.tree.flatten(self._structure)]
+        if may_be_empty:
+            self._leaves = [
+                _of_a_row_at_least(leaf) if _has_batch_axis(leaf) else leaf
+                for leaf in self._leaves
+            ]
         self._batched = [index for index, leaf in enumerate(self._leaves) if _has_batch_axis(leaf)]
         if not self._batched:
             raise ValueError(
@@ -88,6 +99,14 @@ def _as_tensor(leaf):
 
 def _has_batch_axis(leaf) -> bool:
     return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0
+
+
+def _of_a_row_at_least(tensor: tf.Tensor) -> tf.Tensor:
+    """The same rows, or one of zeros (of empty texts) if there are none."""
+    shape = tf.shape(tensor)
+    missing = tf.concat([[tf.cast(shape[0] == 0, shape.dtype)], shape[1:]], 0)
+    rows = tf.concat([tensor, tf.zeros(missing, tensor.dtype)], 0)
+    return tf.ensure_shape(rows, [None, *tensor.shape[1:]])
 
 
 def _is_differentiable(leaf) -> bool:

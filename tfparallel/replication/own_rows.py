@@ -52,10 +52,16 @@ class OwnRows(WhereRowsMeet):
         flat = keras.tree.flatten(outputs)
         return outputs, [getattr(output, "_keras_mask", None) for output in flat]
 
-    def _train_on_own_rows(self, data):
-        """One step of training, as `keras.Model.train_step` does it."""
+    def _train_on_own_rows(self, data, worker_rows=None):
+        """One step of training, as `keras.Model.train_step` does it.
+
+        Args:
+            data: The global batch, or this worker's rows of it.
+            worker_rows: In the second case how many rows each worker has.
+        """
         with tf.GradientTape() as tape:
-            loss = self.optimizer.scale_loss(self._loss_of_own_rows(data, training=True))
+            loss = self._loss_of_own_rows(data, worker_rows, training=True)
+            loss = self.optimizer.scale_loss(loss)
         trained = self.trainable_weights
         if trained:
             gradients = tape.gradient(loss, trained)
@@ -64,12 +70,26 @@ class OwnRows(WhereRowsMeet):
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return self.get_metrics_result()
 
-    def _test_on_own_rows(self, data):
+    def _test_on_own_rows(self, data, worker_rows=None):
         """One step of evaluation, as `keras.Model.test_step` does it."""
-        self._loss_of_own_rows(data, training=False)
+        self._loss_of_own_rows(data, worker_rows, training=False)
         return self.get_metrics_result()
 
-    def _loss_of_own_rows(self, data, training):
+    def _predict_on_own_rows(self, data, worker_rows=None, *, gathers=True):
+        """One step of prediction, as `keras.Model.predict_step` does it.
+
+        Args:
+            data: As for `_train_on_own_rows`.
+            worker_rows: Likewise.
+            gathers: Whether each worker gets the predictions of all.
+        """
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        mode = {"training": False} if self._call_has_training_arg else {}
+        call = self._call_of_layer
+        self._look_at_rows(call, (x,), mode)
+        return self._call_on_replicas(call, (x,), mode, worker_rows=worker_rows, gathers=gathers)
+
+    def _loss_of_own_rows(self, data, worker_rows, training):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         mode = {"training": training} if self._call_has_training_arg else {}
         call = self._call_of_layer
@@ -90,14 +110,17 @@ class OwnRows(WhereRowsMeet):
             made.append((outputs, own))
             return Sums([*itertools.chain(*own), *grown])
 
-        sums = iter(self._call_on_replicas(on_replica, (x, y, sample_weight), {}).tensors)
+        arguments = (x, y, sample_weight)
+        found = self._call_on_replicas(on_replica, arguments, {}, worker_rows=worker_rows)
+        sums = iter(found.tensors)
         outputs, like = made[0]
         of_losses = [[next(sums) for _ in term] for term in like]
         grow(metrics, list(sums))
         flat = of_the_batch(keras.tree.flatten(outputs), count_rows(first))
         outputs = keras.tree.pack_sequence_as(outputs, flat)
         loss = whole_loss(self, of_losses, y, outputs, sample_weight, self.losses)
-        self._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
+        num_rows = tf.shape(first)[0] if worker_rows is None else tf.add_n(worker_rows)
+        self._loss_tracker.update_state(loss, sample_weight=num_rows)
         return loss
 
 

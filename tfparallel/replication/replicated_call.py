@@ -21,7 +21,7 @@ own rows returns `Sums` in place of outputs (`own_rows.py`); what comes back to 
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -83,6 +83,9 @@ class ReplicatedCall:
         strategy: The `tfparallel.MirroredStrategy` that the variables belong to.
         partial_gradients: If given, variable gradients are left unsummed: the tape receives
             zeros, and this worker's terms go into this dictionary, `{id(variable): [g_0, …]}`.
+        worker_rows: How many rows each worker has, if the arguments hold this worker's alone: a
+            scalar tensor a worker, equal on all.
+        gathers: Whether the outputs are joined with those of the other workers.
     """
 
     def __init__(
@@ -91,11 +94,15 @@ class ReplicatedCall:
         call: Callable[..., Any],
         strategy,
         partial_gradients: dict | None = None,
+        worker_rows: Sequence[tf.Tensor] | None = None,
+        gathers: bool = True,
     ):
         self._layer = layer
         self._call = call
         self._strategy = strategy
         self._partial_gradients = partial_gradients
+        self._worker_rows = worker_rows
+        self._gathers = gathers
         self._trainable = [variable for variable in layer.variables if variable.trainable]
 
     def __call__(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
@@ -106,13 +113,14 @@ class ReplicatedCall:
             kwargs: Keyword arguments, likewise.
 
         Returns:
-            The outputs, each of shape `(batch, …)`, or the `Sums`; and the losses that layers
-            added, each the replicas' average weighted with their shares of the batch.
+            The outputs, each of shape `(batch, …)`, of all workers' rows unless it was told not to
+            gather them, or the `Sums`; and the losses that layers added, each the replicas'
+            average weighted with their shares of the batch.
 
         Raises:
             ValueError: If the inputs disagree on the batch size, or an output has no batch axis.
         """
-        inputs = BatchInputs(args, kwargs)
+        inputs = BatchInputs(args, kwargs, may_be_empty=self._worker_rows is not None)
         call_state = state.CallState(self._layer)
         replicas: list[_Replica] = []
 
@@ -184,16 +192,30 @@ class ReplicatedCall:
 
     def _own_shards(self, num_rows) -> list[shards.Shard]:
         """The shards of this worker's replicas."""
-        num_replicas, first = self._strategy.num_replicas, self._strategy.first_replica
-        all_shards = [
-            shards.Shard(k, num_replicas, start, size, num_rows)
-            for k, (start, size) in enumerate(self._row_ranges(num_rows))
-        ]
-        return all_shards[first : first + len(self._strategy.devices)]
-
-    def _row_ranges(self, num_rows):
         strategy = self._strategy
-        return partition.row_ranges(num_rows, strategy.num_replicas, strategy.replica_weights)
+        num_replicas, weights = strategy.num_replicas, strategy.replica_weights
+        own = slice(strategy.first_replica, strategy.first_replica + len(strategy.devices))
+        if self._worker_rows is None:
+            ranges = partition.row_ranges(num_rows, num_replicas, weights)[own]
+            return [
+                shards.Shard(own.start + k, num_replicas, start, size, num_rows)
+                for k, (start, size) in enumerate(ranges)
+            ]
+        index = strategy.workers.worker_index
+        own_rows = self._worker_rows[index]
+        before = tf.add_n([tf.zeros_like(own_rows), *self._worker_rows[:index]])
+        ranges = partition.row_ranges(own_rows, len(strategy.devices), weights and weights[own])
+        return [
+            shards.Shard(
+                own.start + k,
+                num_replicas,
+                before + start,
+                size,
+                tf.add_n(self._worker_rows),
+                (before, before + num_rows),
+            )
+            for k, (start, size) in enumerate(ranges)
+        ]
 
     def _local_index(self) -> int:
         """Which of this worker's replicas is running."""
@@ -205,18 +227,17 @@ class ReplicatedCall:
 
         Only where each is known to have a row for each example: an output may have several.
         """
-        if not isinstance(num_rows, int) or not is_known_by_rows(self._layer):
+        is_whole = self._gathers and self._worker_rows is None
+        if not is_whole or not isinstance(num_rows, int) or not is_known_by_rows(self._layer):
             return joined
         return [tf.ensure_shape(each, [num_rows, *each.shape[1:]]) for each in joined]
 
     def _gathered(self, tensors, num_rows):
         """Joins this worker's rows with those of the other workers."""
         workers = self._strategy.workers
-        if workers is None or not tensors:
+        if workers is None or not tensors or not self._gathers:
             return tensors
-        num_replicas, per_worker = self._strategy.num_replicas, len(self._strategy.devices)
-        sizes = [size for _, size in self._row_ranges(num_rows)]
-        counts = [sum(sizes[k : k + per_worker]) for k in range(0, num_replicas, per_worker)]
+        counts = self._worker_rows or partition.rows_of_workers(self._strategy, num_rows)
         return workers.all_gather(tensors, counts, ROWS)
 
     def _summed(self, tensors):
@@ -274,7 +295,9 @@ class ReplicatedCall:
 
     def _input_gradient(self, rows, own_shards, num_rows):
         joined = _join(rows, own_shards)
-        return None if joined is None else self._gathered([joined], num_rows)[0]
+        if joined is None or self._worker_rows is not None:
+            return joined
+        return self._gathered([joined], num_rows)[0]
 
     def _variable_gradients(self, by_variable, inputs):
         """Σ_k g_k for each trainable variable: over the replicas here, then over the workers."""

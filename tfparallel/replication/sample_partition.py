@@ -6,15 +6,22 @@
     the step     5 rows │   4 rows │   1 row       what all workers train on together
 
 Use it where the data does not fit, or is not readable, on every worker: each opens its own files.
-The workers' batches are joined, on the wire, before the step sees them, so no example is dropped or
-counted twice, a worker whose examples have run out takes part with none, and batches padded to
-different lengths are padded to the longest. What it costs beside the batch partition is sending the
-batch.
+The workers tell each other how many rows they have, and that is all that crosses: a row is trained
+on where it was read. No example is dropped or counted twice, a worker whose examples have run out
+takes part with none, and batches padded to different lengths are padded to the longest. Where
+losses or metrics need the outputs of all rows (`step/where_rows_meet.py`), and in a user's own
+step, the batches are joined on the wire before the step sees them.
 """
+
+from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.traffic import ROWS
+from tfparallel.data import share
+from tfparallel.data.partition import rows_of_workers
+from tfparallel.seams.keras import class_weighting
 
 _KEY = "__rows_of_this_worker__"
 
@@ -63,6 +70,15 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return even
 
 
+def weighted(dataset: Any, class_weight: dict[int, float] | None) -> Any:
+    """Weights by class the batches of a sample partition; what Keras maps is none any more."""
+    if class_weight is None or not getattr(dataset, "_is_by_sample", False):
+        return dataset
+    dataset = dataset.map(class_weighting(class_weight))
+    dataset._is_by_sample = True
+    return dataset
+
+
 def marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Wraps the batches of a data set that `by_sample` returned, so that a step can tell."""
     if not getattr(dataset, "_is_by_sample", False):
@@ -77,18 +93,31 @@ def marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def unmarked(data):
     """The batch itself, or the spec of one, without joining."""
+    found = share.unmarked(data)
+    if found is not None:
+        return found[0]
     return next(iter(data.values())) if _is_marked(data) else data
 
 
-def joined(data, workers):
-    """In a step: the rows of all workers, if the batch holds those of one.
+def held(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
+    """In a step: what this worker holds of the batch, and how much each worker does.
 
     Args:
-        data: What the step was given.
-        workers: The strategy's `WorkerGroup`, or None.
+        data: What the step was given: a batch, or the rows of this worker, of a data set that
+            `by_sample` returned, or that is read in shares (`tfparallel.data.share`).
+        strategy: The strategy that trains on it.
+
+    Returns:
+        This worker's rows, padded as all others', and the number of rows of each worker; or the
+        global batch and None.
     """
+    found = share.unmarked(data)
+    if found is not None:
+        rows, number = found
+        return rows, rows_of_workers(strategy, tf.cast(number, tf.int32))
     if not _is_marked(data):
-        return data
+        return data, None
+    workers = strategy.workers
     ((key, batch),) = data.items()
     shapes = [
         [None if n == "?" else int(n) for n in text.split("x") if n] for text in key.split(":")[1:]
@@ -97,7 +126,23 @@ def joined(data, workers):
         _padded(tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *shape]), workers)
         for leaf, shape in zip(tf.nest.flatten(batch), shapes, strict=True)
     ]
-    return tf.nest.pack_sequence_as(batch, workers.all_gather_uneven(leaves))
+    own = tf.reshape(tf.shape(leaves[0])[0], [1])
+    (counts,) = workers.all_gather([own], [1] * workers.num_workers)
+    return tf.nest.pack_sequence_as(batch, leaves), tf.unstack(counts, num=workers.num_workers)
+
+
+def joined(data, counts, workers):
+    """In a step: the rows of all workers.
+
+    Args:
+        data: What `held` returned first.
+        counts: What it returned second.
+        workers: The strategy's `WorkerGroup`, or None.
+    """
+    if counts is None:
+        return data
+    rows = workers.all_gather(tf.nest.flatten(data), counts, ROWS)
+    return tf.nest.pack_sequence_as(data, rows)
 
 
 def _is_marked(data) -> bool:

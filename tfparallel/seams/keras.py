@@ -19,6 +19,9 @@ from keras.src.models.functional import Functional, operation_fn
 from keras.src.random import seed_generator
 from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+from keras.src.trainers.data_adapters.tf_dataset_adapter import (
+    make_class_weight_map_fn as class_weighting,
+)
 
 __all__ = [
     "BATCH_NORMALIZATION_MODULE",
@@ -37,6 +40,7 @@ __all__ = [
     "accuracy_metrics",
     "apply_mask",
     "calling_with",
+    "class_weighting",
     "compute_output_spec",
     "get_global",
     "in_stateless_scope",

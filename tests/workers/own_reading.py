@@ -1,0 +1,123 @@
+"""What each worker of `test_own_reading.py` runs: data that can be indexed, read in shares."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.data.batches import evaluation_batches
+from tfparallel.data.sources import Arrays
+
+NUM_EXAMPLES, BATCH = 30, 8
+CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.0}
+
+
+class Watched(Arrays):
+    """Arrays that note which rows were read."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.seen = []
+
+    def read(self, indices):
+        def note(found):
+            self.seen.extend(found.tolist())
+            return found
+
+        indices = tf.ensure_shape(tf.numpy_function(note, [indices], tf.int64), [None])
+        return super().read(indices)
+
+
+def examples():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(NUM_EXAMPLES, 5))
+    return x, (x[:, 0] > 0).astype("int64") + (x[:, 1] > 0)
+
+
+def build(loss):
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            layers.Dense(8, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3),
+            layers.Dense(3, "softmax"),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.05, global_clipnorm=0.5), loss, metrics=["accuracy"])
+    return model
+
+
+def of_the_batch(y, outputs):
+    return keras.losses.sparse_categorical_crossentropy(y, outputs)
+
+
+def train(loss, scope=None, **options):
+    """Two epochs of 4 batches, the last of 6; what a user could look at."""
+    keras.utils.set_random_seed(3)
+    if scope is None:
+        model = build(loss)
+    else:
+        with scope:
+            model = build(loss)
+    source, validation = Watched(examples()), Watched(examples())
+    batches = tfparallel.data.EpochBatches(source, global_batch_size=BATCH, seed=5)
+    read = {}
+    noting = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: read.setdefault(epoch, set(source.seen))
+    )
+    history = model.fit(
+        batches.dataset,
+        epochs=2,
+        validation_data=evaluation_batches(validation, 7),
+        callbacks=[batches, noting],
+        shuffle=False,
+        verbose=0,
+        **options,
+    ).history
+    whole = evaluation_batches(examples(), 7)
+    found = {
+        "history": history,
+        "evaluate": model.evaluate(whole, verbose=0),
+        "predict": model.predict(whole, verbose=0).tolist(),
+        "weights": [variable.numpy().tolist() for variable in model.variables],
+        "read": sorted(read[0]),
+        "validated": sorted(set(validation.seen)),
+    }
+    if scope is not None:
+        at_chief = model.predict(whole, verbose=0, gather_to="chief")
+        found["at chief"] = None if at_chief is None else at_chief.tolist()
+        found["own"] = model.predict(whole, verbose=0, gather_to=None).tolist()
+    return found
+
+
+CASES = {
+    "keras": {"loss": "sparse_categorical_crossentropy"},
+    "weighted": {"loss": "sparse_categorical_crossentropy", "class_weight": CLASS_WEIGHT},
+    "joined": {"loss": of_the_batch},
+}
+
+
+def of_other_data(strategy, change):
+    """What is said where worker 1 has something else."""
+    x, y = examples()
+    other = tfparallel.worker_index() == 1
+    if other and change == "order":
+        x = x[::-1].copy()
+    with strategy.scope():
+        model = build("sparse_categorical_crossentropy")
+    seed = 6 if other and change == "seed" else 5
+    batches = tfparallel.data.EpochBatches((x, y), global_batch_size=BATCH, seed=seed)
+    try:
+        model.fit(batches.dataset, callbacks=[batches], verbose=0)
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def main():
+    keras.config.set_floatx("float64")
+    strategy = tfparallel.MultiWorkerMirroredStrategy()
+    seen = {name: train(scope=strategy.scope(), **case) for name, case in CASES.items()}
+    return seen | {change: of_other_data(strategy, change) for change in ("order", "seed")}
