@@ -65,6 +65,7 @@ def train(loss, scope=None, **options):
     batches = tfparallel.data.EpochBatches(source, global_batch_size=BATCH, seed=5)
     read = {}
     noting = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: source.seen.clear(),  # Of rows that workers compared.
         on_epoch_end=lambda epoch, logs: read.setdefault(epoch, set(source.seen))
     )
     history = model.fit(
@@ -99,6 +100,35 @@ CASES = {
 }
 
 
+def weighted_sample_partition(strategy=None):
+    """Class weights of a sample partition: worker w has rows 15 w … of the examples."""
+    x, y = examples()
+    half, step = NUM_EXAMPLES // 2, BATCH // 2
+    owned = [np.arange(w * half, (w + 1) * half) for w in range(2)]
+    if strategy is None:
+        batches = [
+            np.concatenate([rows[start : start + step] for rows in owned])
+            for start in range(0, half, step)
+        ]
+    else:
+        own = owned[tfparallel.worker_index()]
+        batches = [own[start : start + step] for start in range(0, half, step)]
+    specs = (tf.TensorSpec((None, 5), x.dtype), tf.TensorSpec((None,), y.dtype))
+    dataset = tf.data.Dataset.from_generator(
+        lambda: ((x[rows], y[rows]) for rows in batches), output_signature=specs
+    ).apply(tf.data.experimental.assert_cardinality(len(batches)))
+    keras.utils.set_random_seed(3)
+    if strategy is None:
+        model = build("sparse_categorical_crossentropy")
+    else:
+        with strategy.scope():
+            model = build("sparse_categorical_crossentropy")
+        dataset = tfparallel.data.by_sample(dataset)
+    fitted = {"class_weight": CLASS_WEIGHT, "epochs": 2, "shuffle": False, "verbose": 0}
+    history = model.fit(dataset, **fitted).history
+    return [history["loss"], [variable.numpy().tolist() for variable in model.variables]]
+
+
 def of_other_data(strategy, change):
     """What is said where worker 1 has something else."""
     x, y = examples()
@@ -120,4 +150,5 @@ def main():
     keras.config.set_floatx("float64")
     strategy = tfparallel.MultiWorkerMirroredStrategy()
     seen = {name: train(scope=strategy.scope(), **case) for name, case in CASES.items()}
+    seen["sample partition"] = weighted_sample_partition(strategy)
     return seen | {change: of_other_data(strategy, change) for change in ("order", "seed")}

@@ -26,7 +26,8 @@ def run_job():
 def plain_keras():
     keras.config.set_floatx("float64")
     try:
-        return {name: own_reading.train(**case) for name, case in own_reading.CASES.items()}
+        seen = {name: own_reading.train(**case) for name, case in own_reading.CASES.items()}
+        return seen | {"sample partition": own_reading.weighted_sample_partition()}
     finally:
         keras.config.set_floatx("float32")
 
@@ -45,6 +46,15 @@ def test_all_is_as_on_one_device(job, one_device, case):
     np.testing.assert_allclose(job[0][case]["at chief"], expected["predict"], **TOLERANCE)
     assert job[1][case]["at chief"] is None
     assert sum(len(seen[case]["own"]) for seen in job) == own_reading.NUM_EXAMPLES
+
+
+def test_a_sample_partition_takes_class_weights(job, one_device):
+    losses, weights = one_device["sample partition"]
+    for seen in job:
+        own_losses, own_weights = seen["sample partition"]
+        np.testing.assert_allclose(own_losses, losses, **TOLERANCE)
+        for weight, wanted in zip(own_weights, weights, strict=True):
+            np.testing.assert_allclose(weight, wanted, **TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["keras", "weighted"])

@@ -116,10 +116,10 @@ class OwnRows(WhereRowsMeet):
         outputs, like = made[0]
         of_losses = [[next(sums) for _ in term] for term in like]
         grow(metrics, list(sums))
-        flat = of_the_batch(keras.tree.flatten(outputs), count_rows(first))
+        num_rows = count_rows(first) if worker_rows is None else tf.add_n(worker_rows)
+        flat = of_the_batch(keras.tree.flatten(outputs), num_rows)
         outputs = keras.tree.pack_sequence_as(outputs, flat)
         loss = whole_loss(self, of_losses, y, outputs, sample_weight, self.losses)
-        num_rows = tf.shape(first)[0] if worker_rows is None else tf.add_n(worker_rows)
         self._loss_tracker.update_state(loss, sample_weight=num_rows)
         return loss
 
