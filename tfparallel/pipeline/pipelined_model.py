@@ -13,6 +13,7 @@ from tfparallel.pipeline.pieces import in_two
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.check_rows import check_rows
+from tfparallel.replication.state import global_seed_generator
 from tfparallel.step.terms import grow
 from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
 
@@ -52,6 +53,11 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
             if said is None:
                 raise
             raise PlacementError(said) from None
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        super()._maybe_symbolic_build(iterator, data_batch)
+        if self.check_rows:
+            global_seed_generator()  # Which a look at the rows reads, and would make in the step.
 
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data):

@@ -13,6 +13,7 @@ from tfparallel.placement.gradients import gradients
 from tfparallel.placement.optimizer import place_updates
 from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
+from tfparallel.step.ahead import build_ahead
 from tfparallel.strategies.writes import after_writes
 
 __all__ = ["PlacedModel"]
@@ -66,6 +67,9 @@ class PlacedModel:
         """Returns the outputs, as `keras.Model.predict`."""
         with naming_lost_process(self._held):
             return super().predict(*args, **kwargs)
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        build_ahead(self, iterator, data_batch, tf.device(self._last_device))
 
     def make_train_function(self, force=False):
         """Builds the step of `fit`, which waits for what was written eagerly before it."""

@@ -24,11 +24,18 @@ from tfparallel.replication import (
     predictions,
     random,
     sample_partition,
+    state,
 )
 from tfparallel.replication.check_rows import check_rows, make_quiet
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.replicated_call import ReplicatedCall
-from tfparallel.seams.keras import class_weighting, compute_output_spec, in_stateless_scope
+from tfparallel.seams.keras import (
+    batches_of,
+    class_weighting,
+    compute_output_spec,
+    in_stateless_scope,
+)
+from tfparallel.step.ahead import build_ahead, types_of_batches
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
@@ -288,7 +295,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             if partition is not asked.get(name):
                 asked |= {name: partition, "class_weight": None}
             return
-        spec = _spec_of(asked[name])
+        spec = types_of_batches(asked[name])
         if kind == "predict":
             stay = self.built and self._predicts_as_keras
         else:
@@ -304,23 +311,40 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         # Keras looks at a first batch here, under a strategy only: a generator loses the batches
         # that were prefetched, and an unseeded shuffle moves on. The data set's spec says as much.
         if self.strategy is None:
-            return super()._maybe_symbolic_build(iterator, data_batch)
+            build_ahead(self, iterator, data_batch, contextlib.nullcontext())
+            return
         checks.check_variables(self, self.strategy)
         if original_class(self).train_step is not keras.Model.train_step:
-            return None  # Only the user's step knows what it calls, and what it updates.
+            return  # Only the user's step knows what it calls, and what it updates.
         if iterator is not None:
-            data_batch = sample_partition.unmarked(_spec_of(iterator._get_iterator()))
+            data_batch = sample_partition.unmarked(types_of_batches(batches_of(iterator)))
         with self.strategy.scope():
             self._symbolic_build(data_batch=data_batch)
-        return None
 
     def make_train_function(self, force=False):
         """Traces a step; by now the model is built."""
         self._choose_all_reduce()
+        self._make_ahead()
         if self.strategy is None and self.built and self.optimizer and not self.optimizer.built:
             # Keras builds it within the step, at each step: `ScheduleFreeAdamW` would start over.
             self.optimizer.build(self.trainable_variables)
         return super().make_train_function(force)
+
+    def make_test_function(self, force=False):
+        """Traces a step of `evaluate`."""
+        self._make_ahead()
+        return super().make_test_function(force)
+
+    def make_predict_function(self, force=False):
+        """Traces a step of `predict`."""
+        self._make_ahead()
+        return super().make_predict_function(force)
+
+    def _make_ahead(self):
+        """Makes what each step reads, since a step that makes a variable is traced twice."""
+        if self.strategy is not None:
+            with self.strategy.scope():
+                state.global_seed_generator()
 
     def _choose_all_reduce(self):
         if self._workers is not None and self.built:
@@ -374,12 +398,6 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         if self._in_train_step and is_kerass and optimizer.accumulates(self.optimizer):
             return self._pending_terms
         return None
-
-
-def _spec_of(dataset):
-    return keras.tree.map_structure(
-        lambda spec: spec if hasattr(spec, "shape") else None, dataset.element_spec
-    )
 
 
 def extend_model(

@@ -39,6 +39,7 @@ __all__ = [
     "SafeModeScope",
     "accuracy_metrics",
     "apply_mask",
+    "batches_of",
     "calling_with",
     "class_weighting",
     "compute_output_spec",
@@ -76,6 +77,11 @@ def get_global(name: str) -> Any:
 def set_global(name: str, value: Any) -> None:
     """Has Keras keep a value for this thread."""
     global_state.set_global_attribute(name, value)
+
+
+def batches_of(iterator):
+    """The data set behind the iterator of a `fit`, of which no batch is taken."""
+    return iterator._get_iterator()
 
 
 def make_global_seed_generator() -> None:
