@@ -1,0 +1,62 @@
+"""A worker that makes no progress ends itself, and says where it hangs."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tfparallel.callbacks.stall import EXIT_CODE
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import threading, time
+from tfparallel.callbacks.stall import StallGuard
+
+before = threading.active_count()
+with StallGuard(timeout_seconds=0.4, worker_index=3) as guard:
+    {body}
+print("ended well", flush=True)
+"""
+
+
+def run(body):
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(body=body)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("time.sleep(60)", "of at most 0 s is required. Received: no step has begun for longer"),
+        ("guard.on_train_batch_begin(0); time.sleep(60)", "a step has lasted longer"),
+        ("guard.on_predict_batch_begin(0); time.sleep(60)", "a step has lasted longer"),
+        ("guard.on_test_batch_begin(0); guard.on_test_batch_end(0); time.sleep(60)",
+         "no step has begun for longer"),
+    ],
+    ids=["pause", "step", "prediction", "pause behind a step"],
+)  # fmt: skip
+def test_a_worker_that_hangs_ends(body, message):
+    done = run(body)
+    assert done.returncode == EXIT_CODE
+    assert "Worker 3 makes no progress" in done.stderr and message in done.stderr
+    assert 'File "<string>", line 7' in done.stderr  # Where it hangs.
+    assert "ended well" not in done.stdout
+
+
+def test_steps_that_go_on_are_left_alone():
+    """Two seconds of steps and pauses, each a tenth of a second."""
+    step = "(guard.on_train_batch_begin(0), time.sleep(0.1), guard.on_train_batch_end(0))"
+    done = run(f"[({step}, time.sleep(0.1)) for _ in range(10)]")
+    assert done.returncode == 0, done.stderr
+    assert "ended well" in done.stdout
+
+
+def test_the_watch_ends_with_its_block():
+    done = run("pass")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,129 @@
+"""Collective keys: few, the same on all workers, and another for whatever differs in shape.
+
+Two groups in two threads of one process stand for two workers; their collectives are real.
+"""
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfparallel.collectives.between_workers import WorkerGroup, _size_step
+from tfparallel.collectives.traffic import ROWS
+
+PREFIX = "/job:localhost/replica:0/task:0/device:"
+
+
+@pytest.fixture(name="workers")
+def two_workers():
+    groups = [WorkerGroup(2, k, f"{PREFIX}CPU:{k}", timeout_seconds=30.0) for k in range(2)]
+    for group in groups[1:]:
+        group._group_key = groups[0]._group_key  # As in processes, which each count from the first.
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+
+        def on_both(function, *arguments):
+            """Calls `function(group, argument of the worker …)` on both; returns both results."""
+            calls = [
+                pool.submit(function, group, *(each[k] for each in arguments))
+                for k, group in enumerate(groups)
+            ]
+            return [call.result(timeout=60) for call in calls]
+
+        yield on_both
+
+
+def test_steps_of_sizes():
+    sizes = np.concatenate([np.arange(1, 5000), 2 ** np.arange(13, 31), 2 ** np.arange(13, 30) + 1])
+    steps, padded = _size_step(tf.constant(sizes, tf.int32))
+    steps, padded = steps.numpy(), padded.numpy()
+    assert (padded >= sizes).all()
+    assert (padded[sizes > 4] <= 1.25 * sizes[sizes > 4]).all()
+    # One step, one size; larger sizes have larger steps.
+    assert len(set(steps)) == len(set(padded)) == len(set(zip(steps, padded, strict=True)))
+    order = np.argsort(sizes)
+    assert (np.diff(steps[order]) >= 0).all() and steps.min() == 0 and steps.max() < 120
+
+
+def test_keys_are_as_many_as_shapes(workers):
+    def keys(group, _):
+        for length in (3, 5, 3, 5, 3):
+            group.all_reduce([tf.ones([length])])
+        group.all_reduce([tf.ones([3], tf.float64)])
+        group.all_reduce([tf.ones([3])], "max")
+        return list(group._signatures.values())
+
+    found = workers(keys, [None, None])
+    assert found[0] == found[1] == [0, 1, 2, 3]
+
+
+def test_tensors_of_a_type_travel_together(workers):
+    def summed(group, scale):
+        one, two, three = group.all_reduce(
+            [scale * tf.ones([2, 2]), tf.constant([1, 2]), scale * tf.ones([3])]
+        )
+        return [one.numpy(), two.numpy(), three.numpy(), len(group._signatures)]
+
+    for one, two, three, num_keys in workers(summed, [1.0, 3.0]):
+        np.testing.assert_array_equal(one, np.full((2, 2), 4.0))
+        np.testing.assert_array_equal(two, [2, 4])
+        np.testing.assert_array_equal(three, np.full(3, 4.0))
+        assert num_keys == 2
+
+
+def test_uneven_rows_are_joined_in_the_order_of_the_workers(workers):
+    def joined(group, rows):
+        found = group.all_gather_uneven([tf.constant(rows), tf.constant(rows) > 2])
+        return [tensor.numpy().tolist() for tensor in found]
+
+    own = [np.arange(6, dtype="float32").reshape(3, 2), np.zeros((0, 2), "float32")]
+    whole = own[0].tolist()
+    for rows, mask in workers(joined, own):
+        assert rows == whole
+        assert mask == (own[0] > 2).tolist()
+
+
+def test_a_loop_takes_the_same_key_at_each_turn(workers):
+    def looped(group, start):
+        @tf.function
+        def loop(x):
+            for _ in tf.range(50):
+                (x,) = group.all_reduce([x])
+                x = x / 2
+            return x
+
+        return loop(tf.constant([start, 1.0])).numpy().tolist(), len(group._signatures)
+
+    for found, num_keys in workers(looped, [1.0, 3.0]):
+        assert found == [2.0, 1.0]
+        assert num_keys == 1
+
+
+def test_what_users_call_has_keys_of_its_own(workers):
+    def keys(group, _):
+        own = group.for_users
+        return own._group_key != group._group_key, own._ordering_token is group._ordering_token
+
+    assert workers(keys, [None, None]) == [(True, True)] * 2
+
+
+def test_bytes_are_counted_by_what_they_are(workers):
+    def sent(group, _):
+        group.all_reduce([tf.ones([8])])
+        group.all_gather([tf.ones([2, 3])], [2, 2], ROWS)
+        return group.traffic.read()
+
+    assert workers(sent, [None, None]) == [{"sums": 32, "slices": 0, "rows": 24}] * 2
+
+
+def test_exchange(workers):
+    contents = [{"name": "é", "shards": [1, 2]}, None]
+    assert workers(lambda group, own: group.exchange(own), contents) == [contents] * 2
+
+
+def test_a_text_cannot_be_sent(workers):
+    def send(group, _):
+        with pytest.raises(ValueError, match="of type string and shape"):
+            group.all_gather([tf.constant(["a"])], [1, 1])
+
+    workers(send, [None, None])

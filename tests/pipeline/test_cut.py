@@ -1,0 +1,92 @@
+"""Where a model is cut, and what passes between the stages."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tfparallel.pipeline.cut import Values, cut_stages, functional_of
+
+
+def inputs(name="in"):
+    return keras.Input((3,), name=name)
+
+
+def skipping():
+    """Stage 0 sends to 1 and to 2; 1 makes an output of the model's."""
+    x = inputs()
+    a = layers.Dense(4, name="a")(x)
+    b = layers.Dense(4, name="b")(a)
+    c = layers.Add(name="c")([a, layers.Dense(4, name="d")(b)])
+    return keras.Model(x, [b, c])
+
+
+def sharing():
+    """A layer that is called in two stages."""
+    x, twice = inputs(), layers.Dense(3, name="a")
+    return keras.Model(x, twice(layers.Dense(3, name="b")(twice(x))))
+
+
+def wide_and_deep():
+    """The last stage reads an input of the model's; another input is an output."""
+    wide, deep = inputs("wide"), inputs("deep")
+    x = layers.Dense(4, name="a")(deep)
+    joined = layers.Concatenate(name="b")([x, wide])
+    return keras.Model([wide, deep], [layers.Dense(2, name="c")(joined), deep])
+
+
+def names_of(tensors):
+    return [tensor._keras_history.operation.name for tensor in tensors.values()]
+
+
+def passed(stages):
+    """What each stage reads and makes, by the names of the layers that made it."""
+    return [(names_of(stage.inputs), names_of(stage.outputs)) for stage in stages]
+
+
+@pytest.mark.parametrize(
+    ("build", "stage_of", "expected"),
+    [
+        (skipping, {"a": 0, "b": 1, "d": 2, "c": 2},
+         [(["in"], ["a"]), (["a"], ["b"]), (["b", "a"], ["c"])]),
+        (skipping, {"a": 0, "b": 0, "d": 0, "c": 0}, [(["in"], ["b", "c"])]),
+        # The second call of "a" reads what stage 1 makes.
+        (sharing, {"a": 0, "b": 1}, [(["in"], ["a"]), (["a"], ["a"])]),
+        (wide_and_deep, {"a": 0, "b": 1, "c": 1},
+         [(["deep"], ["a"]), (["a", "wide", "deep"], ["c"])]),
+        # A stage without layers hands nothing on; what it reads passes it by.
+        (skipping, {"a": 0, "b": 2, "d": 2, "c": 2},
+         [(["in"], ["a"]), ([], []), (["a"], ["b", "c"])]),
+    ],
+    ids=["skipped stage", "one stage", "shared layer", "wide and deep", "empty stage"],
+)  # fmt: skip
+def test_what_passes(build, stage_of, expected):
+    stages = cut_stages(build(), stage_of, len(expected))
+    assert passed(stages) == expected
+
+
+@pytest.mark.parametrize("build", [skipping, sharing, wide_and_deep])
+def test_stage_by_stage_it_is_the_model(build):
+    model = build()
+    order = [layer.name for layer in model.layers if not isinstance(layer, layers.InputLayer)]
+    stages = cut_stages(model, {name: min(k, 2) for k, name in enumerate(order)}, 3)
+    x = [np.random.default_rng(k).normal(size=(5, 3)) for k in range(len(model.inputs))]
+    functional = functional_of(model)
+    tensors = map(keras.ops.convert_to_tensor, x)
+    values: Values = dict(zip(map(id, functional.inputs), tensors, strict=True))
+    for stage in stages:
+        values.update(stage.run({key: values[key] for key in stage.inputs}))
+    expected = keras.tree.flatten(model(x if len(x) > 1 else x[0], training=True))
+    for symbol, wanted in zip(functional.outputs, expected, strict=True):
+        np.testing.assert_allclose(values[id(symbol)], wanted, rtol=1e-5)
+
+
+def test_a_layer_that_is_called_twice_counts_once():
+    (stage,) = cut_stages(sharing(), {"a": 0, "b": 0}, 1)
+    assert [layer.name for layer in stage.layers] == ["a", "b"]
+    assert len(stage.nodes) == 3
+
+
+def test_of_a_sequential_model_the_functional_one_is_cut():
+    model = keras.Sequential([inputs(), layers.Dense(2, name="a"), layers.Dense(2, name="b")])
+    assert passed(cut_stages(model, {"a": 0, "b": 1}, 2)) == [(["in"], ["a"]), (["a"], ["b"])]

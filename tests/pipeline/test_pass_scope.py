@@ -1,0 +1,105 @@
+"""What a layer may write while it computes a micro-batch."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tfparallel.data.shard import Shard, working_on
+from tfparallel.pipeline.pass_scope import PassScope, check_state, writable
+from tfparallel.placement.stages import PlacementError
+
+
+@pytest.fixture(name="variable")
+def make_variable():
+    return keras.Variable([1.0, 2.0], name="state")
+
+
+def test_a_write_that_is_allowed_is_made_at_once(variable):
+    with PassScope({id(variable)}, is_recomputed=False):
+        variable.assign([3.0, 4.0])
+        np.testing.assert_array_equal(variable._value, [3.0, 4.0])
+
+
+def test_any_other_is_refused(variable):
+    with PassScope(set(), is_recomputed=False):
+        with pytest.raises(PlacementError, match="Received: a write to 'state'"):
+            variable.assign([3.0, 4.0])
+    np.testing.assert_array_equal(variable._value, [1.0, 2.0])
+
+
+def test_a_micro_batch_without_rows_writes_nothing(variable):
+    with working_on(Shard(2, 3, 2, 0, 2)), PassScope({id(variable)}, is_recomputed=False):
+        variable.assign([3.0, 4.0])
+    np.testing.assert_array_equal(variable._value, [1.0, 2.0])
+
+
+def test_losses_that_layers_add_are_kept():
+    layer = layers.ActivityRegularization(l2=1.0)
+    with PassScope(set(), is_recomputed=False) as scope:
+        layer(np.ones((2, 3), "float32"))
+    (loss,) = scope.losses
+    assert float(loss) == 3.0  # Of 2 examples, a mean.
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_draw_that_cannot_be_repeated_is_refused_in_a_recompute(is_recomputed):
+    scope = PassScope(set(), is_recomputed)
+
+    @tf.function(autograph=False)
+    def drawn():
+        with scope, scope.refusing_stateful_draws():
+            return tf.random.normal([2])
+
+    if not is_recomputed:
+        assert drawn().shape == [2]
+        return
+    with pytest.raises(PlacementError, match="Received: a draw from RandomStandardNormal"):
+        drawn()
+
+
+def test_a_draw_from_the_global_seed_is_refused_in_a_recompute():
+    with PassScope(set(), is_recomputed=True):
+        with pytest.raises(PlacementError, match="Keras's global seed generator"):
+            keras.random.normal([2])
+
+
+class Counting(layers.Layer):
+    """Holds a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def call(self, x):
+        self.seen.update_state(x)
+        return x
+
+
+def test_seeds_and_metrics_may_be_written_but_no_metric_twice():
+    model = keras.Sequential([keras.Input((2,)), layers.Dropout(0.5), Counting()])
+    dropout, counting = model.layers
+    seed, total = dropout.seed_generator.state, counting.seen.variables[0]
+    assert {id(seed), id(total)} <= writable(model, "never")
+    assert id(seed) in writable(model, "always")
+    assert id(total) not in writable(model, "always")
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (layers.BatchNormalization(name="norm"), r"batch_normalization=None with \['norm'\]"),
+        (layers.LSTM(2, stateful=True, name="lstm"), r"Received: \['lstm'\]"),
+    ],
+    ids=["batch normalization", "stateful recurrent"],
+)
+def test_states_that_micro_batches_change_are_refused(layer, message):
+    model = keras.Sequential([keras.Input((3, 2), batch_size=4), layer])
+    with pytest.raises(PlacementError, match=message):
+        check_state(model, None)
+
+
+def test_a_frozen_batch_normalization_keeps_no_state():
+    model = keras.Sequential([keras.Input((2,)), layers.BatchNormalization(trainable=False)])
+    check_state(model, None)
