@@ -63,6 +63,10 @@ def two_devices(build_model):
     return tfparallel.data_parallel(build_model, devices=["CPU:0", "CPU:1"])
 
 
+def in_stages(build_model):
+    return tfparallel.model_parallel(build_model, ["CPU:0", "CPU:1"])
+
+
 def in_scope(build_model):
     with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         return build_model()
@@ -175,6 +179,22 @@ def test_all_of_the_state_is_kept(tmp_path, form, options):
     with pytest.raises(Interruption):
         fitted(form, tmp_path, (1, 2), **options)
     assert_same_run(whole, fitted(form, tmp_path, **options))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_form(tmp_path, capsys):
+    def without_noise():  # Which each form draws anew.
+        drawing = keras.layers.GaussianNoise
+        return keras.Sequential(
+            [keras.Input((4,)), *(la for la in build().layers if not isinstance(la, drawing))]
+        )
+
+    whole = fitted(two_devices, build_model=without_noise)
+    with pytest.raises(Interruption):
+        fitted(two_devices, tmp_path, (1, 2), build_model=without_noise)
+    capsys.readouterr()
+    assert_same_run(whole, fitted(in_stages, tmp_path, build_model=without_noise))
+    assert capsys.readouterr().out.rstrip().endswith("written on data=2")
 
 
 def test_from_a_damaged_one_the_run_falls_back(tmp_path):

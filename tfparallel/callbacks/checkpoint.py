@@ -17,6 +17,7 @@ from tfparallel.checkpoint.folder import (
 )
 from tfparallel.checkpoint.passing import PassedSteps
 from tfparallel.data.batches import EpochBatches
+from tfparallel.layout.layout import Layout
 
 __all__ = ["Checkpoint"]
 
@@ -97,6 +98,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.resumed = None
         self._metrics: list[np.ndarray] = []
         self._passed: PassedSteps | None = None
+        self._written_on: Layout | None = None
         self._epoch = 0
         self._epoch_start = 0  # Steps done when the epoch began.
         self._steps_in_epoch = 0
@@ -125,6 +127,8 @@ class Checkpoint(keras.callbacks.Callback):
         self.resumed = {name: content[name] for name in ("step", "epoch", "step_in_epoch")}
         self._written_at = content["step"]
         self._epoch_start = content["step"] - content["step_in_epoch"]
+        written_on = content.get("layout")
+        self._written_on = written_on and Layout.from_json(written_on)
         # As Keras's own BackupAndRestore has it; `fit` reads it next.
         self.model._initial_epoch = content["epoch"]
         self._history().history = content["history"]
@@ -177,6 +181,7 @@ class Checkpoint(keras.callbacks.Callback):
             "steps_per_epoch": self.params.get("steps"),
             "history": {name: [float(value) for value in history[name]] for name in history},
             "configuration": self._configuration,
+            "layout": self._layout and self._layout.to_json(),
         }
         specs, captured = state.describe(self.model), state.capture(self.model)
         content["num_arrays"] = [len(specs[group]) for group in state.GROUPS]
@@ -242,10 +247,17 @@ class Checkpoint(keras.callbacks.Callback):
         text = f"resuming at epoch {epoch + 1}{at_step} ({self.resumed['step']} steps are done)"
         if done and (self._batches is None or not self._batches.starts_anywhere):
             text += f"; the first {done} batches of the epoch are read and passed over"
-        return f"{text}, from {self._found.path}"
+        text += f", from {self._found.path}"
+        if self._written_on not in (None, self._layout):
+            text += f", written on {self._written_on.title}"
+        return text
 
     def _history(self) -> keras.callbacks.History:
         return getattr(self.model, "history", None) or keras.callbacks.History()
+
+    @property
+    def _layout(self) -> Layout | None:
+        return getattr(self.model, "layout", None)
 
     @property
     def _workers(self):

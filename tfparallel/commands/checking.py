@@ -86,6 +86,7 @@ def check(path: str, values: flags.FlagValues) -> int:
             "num_workers": form.num_workers,
             "versions": versions(),
             **report.to_json(),
+            **({"layout": built[-1].layout.to_json()} if form.name != "none" else {}),
             **({"all_reduce": ran} if ran is not None else {}),
             **({"joined_outputs": joined} if form.name in ("data", "pipeline") else {}),
             "peak_memory_bytes": peak_memory_bytes(),

@@ -177,9 +177,11 @@ class Layout:
             lines.append(f"  split: {', '.join(f'{layer} by {how}' for layer, how in self.splits)}")
         if self.reduction is not None:
             lines.append(f"  gradients: {self.reduction}")
-        return "\n".join([self._title(), *lines])
+        return "\n".join([self.title, *lines])
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """The mesh and the schedule, in a line."""
         title = str(self.mesh)
         if self.schedule is not None:
             title += f", {self.num_micro_batches} micro-batches by {self.schedule}"

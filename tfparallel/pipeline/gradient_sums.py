@@ -1,6 +1,6 @@
 """Σ_m g_m for each weight, added up on its device, micro-batch by micro-batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -49,12 +49,6 @@ class GradientSums:
             before = self._dense.get(key)
             self._dense[key] = gradient if before is None else before + gradient
         return [self._dense[key]]
-
-    def latest(self, variables: Sequence[keras.Variable]) -> Iterator[tf.Tensor]:
-        """The dense sums so far of some weights, where there are any."""
-        for variable in variables:
-            if id(variable) in self._dense:
-                yield self._dense[id(variable)]
 
     def of(self, variables: Sequence[keras.Variable]) -> list[Any]:
         """The sum of each weight, on its device; None where no loss depends on it."""
