@@ -149,3 +149,40 @@ def test_why_tells_of_either():
     assert model.why_joined is None
     model.evaluate(tf.data.Dataset.from_tensors((x, y[:1])), verbose=0)
     assert model.why_joined == "inputs and targets have [1, 4] rows"
+
+
+@keras.saving.register_keras_serializable("tests")
+class Wide(layers.Layer):
+    """Puts out more numbers for an example than any memory holds, were it called."""
+
+    def __init__(self, width, **kwargs):
+        super().__init__(**kwargs)
+        self.width = width
+
+    def call(self, x):
+        return keras.ops.broadcast_to(x[:, :1, None], (keras.ops.shape(x)[0], self.width, 2))
+
+    def get_config(self):
+        return super().get_config() | {"width": self.width}
+
+
+def own_loss(y, outputs):
+    return keras.ops.mean((y - outputs) ** 2, -1)
+
+
+@pytest.mark.parametrize("form", ["data", "gpipe"])
+def test_what_is_joined_is_told_in_bytes(form, caplog):
+    model = placed(form, lambda: keras.Sequential([keras.Input((3,)), layers.Dense(2), Wide(5)]))
+    model.compile("sgd", own_loss)
+    with caplog.at_level("INFO", logger="absl"):
+        model.train_on_batch(np.ones((ROWS, 3)), np.ones((ROWS, 5, 2)))
+    assert "fit: the outputs of all rows meet (320 bytes a batch): loss 'own_loss'" in caplog.text
+
+
+def test_what_fits_no_memory_is_refused():
+    """Of targets that are as wide, none are made: they would not fit either."""
+    model = placed("data", lambda: keras.Sequential([keras.Input((3,)), Wide(2**30)]))
+    model.compile("sgd", own_loss)
+    rows = 2**13
+    with pytest.raises(ValueError, match="a batch of 8,192 rows of 17,179,869,184 bytes"):
+        model.train_on_batch(np.ones((rows, 3)), np.ones((rows, 1, 1)))

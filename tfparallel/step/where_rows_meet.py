@@ -7,6 +7,7 @@
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 
@@ -69,9 +70,38 @@ class WhereRowsMeet:
         reason = why_not_by_rows(self) or why_unaligned(data) or self._why_not_apart(data)
         if kind not in known or known[kind] != reason:
             attach(self, _why_joined=known | {kind: reason})
-            where = "stay where the rows are" if reason is None else f"of all rows meet: {reason}"
+            where = "stay where the rows are"
+            if reason is not None:
+                where = f"of all rows meet{self._how_large(data)}: {reason}"
             logging.info("Model '%s', %s: the outputs %s.", self.name, kind, where)
         return reason is None
+
+    def _how_large(self, data) -> str:
+        """What the outputs of a batch take where they meet, in words.
+
+        Raises:
+            ValueError: If that is more than the machine has.
+        """
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        try:
+            outputs, _ = self._outputs_of(keras.tree.map_structure(type_of, x))
+        except Exception:  # Keras's own follows, if it is one of the program.
+            return ""
+        sizes = [_bytes_of_a_row(output) for output in keras.tree.flatten(outputs)]
+        if None in sizes:
+            return ""
+        num_rows = next(iter(_row_counts(x)), None)
+        if not isinstance(num_rows, int):
+            return f" ({sum(sizes):,} bytes a row)"
+        size, memory = num_rows * sum(sizes), _memory_bytes()
+        if size > memory:
+            raise ValueError(
+                f"Outputs of all rows must fit the memory of one device ({memory:,} bytes of this "
+                f"machine) for the losses and metrics of model '{self.name}'. Received: a batch of "
+                f"{num_rows:,} rows of {sum(sizes):,} bytes. Take smaller batches, or losses and "
+                "metrics of Keras's, whose rows need not meet."
+            )
+        return f" ({size:,} bytes a batch)"
 
     def _why_not_apart(self, data) -> str | None:
         """Why losses or metrics differ of rows apart; tried once for each kind of data."""
@@ -100,6 +130,18 @@ class WhereRowsMeet:
         functional = getattr(self, "_functional", None) or self
         outputs = keras.tree.pack_sequence_as(functional._outputs_struct, functional.outputs)
         return keras.tree.map_structure(type_of, outputs), masks_of(functional.outputs)
+
+
+def _bytes_of_a_row(output: tf.TensorSpec | None) -> int | None:
+    """Of an output; None if its shape is not known."""
+    if output is None:
+        return 0
+    number = output.shape[1:].num_elements() if output.shape.rank else None
+    return None if number is None else number * tf.as_dtype(output.dtype).size
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def said_in(error: tf.errors.OpError, beginning: str) -> str | None:
