@@ -98,6 +98,8 @@ def _of_any_number(rows):
 
 def count_rows(tensor):
     """Returns the rows of an input, dense, ragged or sparse: an int, or a tensor until known."""
+    if not tf.is_tensor(tensor):
+        return tensor.shape[0]  # Of an array, which an eager step may be given.
     if tensor.shape.rank is not None and tensor.shape[0] is not None:
         return tensor.shape[0]
     if isinstance(tensor, tf.RaggedTensor):

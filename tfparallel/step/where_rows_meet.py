@@ -226,11 +226,7 @@ def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list
 def _row_counts(*structures) -> list:
     """Of each tensor with a batch axis, an int or, until it is known, a tensor."""
     leaves = keras.tree.flatten(structures)
-    return [
-        count_rows(leaf) if tf.is_tensor(leaf) else leaf.shape[0]  # Eagerly, an array.
-        for leaf in leaves
-        if getattr(leaf, "shape", None)
-    ]
+    return [count_rows(leaf) for leaf in leaves if getattr(leaf, "shape", None)]
 
 
 def why_unaligned(data) -> str | None:
