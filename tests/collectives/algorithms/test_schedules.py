@@ -16,29 +16,10 @@ from tfparallel.collectives.algorithms import (
     tree,
 )
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
-from tfparallel.collectives.algorithms.schedule import log2_ceiling
+from tfparallel.collectives.algorithms.schedule import holdings, log2_ceiling
 
 NAMES = st.sampled_from(sorted(ALGORITHMS))
 MANY = settings(max_examples=60, deadline=None)
-
-
-def holdings(schedule):
-    """Whose terms each rank holds of each block at the end: all-reduce has each once.
-
-    Returns:
-        Counts of shape `(num_ranks, num_blocks, num_ranks)`, the terms' ranks last.
-    """
-    num_ranks = schedule.num_ranks
-    held = np.zeros((num_ranks, schedule.num_blocks, num_ranks), int)
-    held[np.arange(num_ranks), :, np.arange(num_ranks)] = 1
-    for step in schedule.steps():
-        before = held.copy()
-        for source, target, start, stop in step.messages():
-            if step.adds:
-                held[target, start:stop] += before[source, start:stop]
-            else:
-                held[target, start:stop] = before[source, start:stop]
-    return held
 
 
 def sent(step):
