@@ -298,9 +298,38 @@ def own_square(y, outputs):
     return keras.ops.square(y - outputs)
 
 
+class BuiltByItsStep(keras.Model):
+    """Calls its layer in its step, and is never called itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1, name="own")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self.dense(x) - y) ** 2)
+        weights = self.dense.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_a_look_at_the_outputs_builds_no_model_that_its_step_builds():
+    paths = []
+    for build in (BuiltByItsStep, lambda: tfparallel.data_parallel(BuiltByItsStep, devices=THREE)):
+        model = build()
+        model.compile("sgd")
+        model.fit(NUMBERS, SUMS[:, None], verbose=0)
+        paths.append([variable.path for variable in model.dense.variables])
+    assert paths[0] == paths[1]
+
+
 class WithNothing(keras.Model):
     def build(self, shape):
-        self.dense = layers.Dense(1)
+        self.dense = layers.Dense(1, name="own")
         self.dense.build(shape)
 
     def call(self, x):
