@@ -329,7 +329,7 @@ def test_a_look_at_the_outputs_builds_no_model_that_its_step_builds():
 
 class WithNothing(keras.Model):
     def build(self, shape):
-        self.dense = layers.Dense(1, name="own")
+        self.dense = layers.Dense(1)
         self.dense.build(shape)
 
     def call(self, x):
