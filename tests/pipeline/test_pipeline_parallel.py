@@ -63,6 +63,33 @@ def normalized():
     return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
 
 
+class Spectrum(layers.Layer):
+    """Complex numbers, of which gradients are, too."""
+
+    def call(self, inputs):
+        return tf.signal.fft(tf.cast(inputs, tf.complex128))
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, "complex128")
+
+
+class RealPart(layers.Layer):
+    """Real numbers again."""
+
+    def call(self, inputs):
+        return tf.math.real(inputs)
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, "float64")
+
+
+def spectral():
+    """What a stage sends to the next is complex."""
+    inputs = keras.Input((6, 6, 2))
+    x = Spectrum(name="spectrum")(layers.Dense(4, name="first")(layers.Flatten()(inputs)))
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(RealPart()(x)))
+
+
 def data(build):
     generator = np.random.default_rng(0)
     if build is masked_text:
@@ -117,6 +144,7 @@ def pipelined(build, devices=DEVICES, num_micro_batches=4, **options):
         (residual, {"schedule": "interleaved", "devices": DEVICES[:2]}),
         (shared_and_two_outputs, {"schedule": "1f1b"}),
         (masked_text, {"schedule": "1f1b", "recompute": "always"}),
+        (spectral, {"schedule": "1f1b", "devices": DEVICES[:2], "layers_per_stage": [3, 2]}),
     ],
 )
 def test_it_trains_to_the_weights_of_one_device(build, options):

@@ -298,6 +298,56 @@ def own_square(y, outputs):
     return keras.ops.square(y - outputs)
 
 
+class Spectrum(layers.Layer):
+    """Complex numbers."""
+
+    def call(self, inputs):
+        return tf.signal.fft(tf.cast(inputs, tf.complex64))
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, "complex64")
+
+
+class InParts(keras.Model):
+    """Calls its layers in its step, each of which is spread over the replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2, kernel_initializer="ones")
+        self.spectrum = Spectrum()
+
+    def call(self, x):
+        return self.spectrum(self.dense(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(loss_of_spectra(y, self(x)))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def loss_of_spectra(y, spectra):
+    return tf.reduce_mean(tf.abs(spectra - tf.cast(y, spectra.dtype)) ** 2, -1)
+
+
+def spectra():
+    ones = layers.Dense(2, kernel_initializer="ones")
+    return keras.Sequential([keras.Input((3,)), ones, Spectrum()])
+
+
+@pytest.mark.parametrize("build", [spectra, InParts])
+def test_outputs_may_be_complex(build):
+    weights = []
+    for model in (build(), tfparallel.data_parallel(build, devices=THREE)):
+        model.compile("sgd", loss_of_spectra)
+        model.fit(NUMBERS, SUMS[:, None], verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-6)
+
+
 class BuiltByItsStep(keras.Model):
     """Calls its layer in its step, and is never called itself."""
 

@@ -368,4 +368,4 @@ def _sum(gradients):
 
 
 def _is_differentiable(tensor) -> bool:
-    return tensor is not None and tensor.dtype.is_floating
+    return tensor is not None and (tensor.dtype.is_floating or tensor.dtype.is_complex)

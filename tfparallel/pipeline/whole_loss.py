@@ -109,7 +109,8 @@ class WholeLoss:
         differentiate: bool,
     ):
         sources = itertools.chain(*(own.sources.values() for own in joined))
-        watched = [t for t in (*sources, *extra.losses) if t.dtype.is_floating]
+        tensors = [*sources, *extra.losses]
+        watched = [t for t in tensors if t.dtype.is_floating or t.dtype.is_complex]
         with tf.GradientTape() as tape:
             tape.watch(watched)
             self.predictions = batch.packed([own.output() for own in joined])

@@ -110,4 +110,4 @@ def _of_a_row_at_least(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _is_differentiable(leaf) -> bool:
-    return isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
+    return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)

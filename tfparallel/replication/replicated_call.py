@@ -268,7 +268,7 @@ class ReplicatedCall:
                 for target, dy in zip(
                     replica.joined + replica.losses + replica.sums, own_upstream[k], strict=True
                 )
-                if target.dtype.is_floating and dy is not None
+                if (target.dtype.is_floating or target.dtype.is_complex) and dy is not None
             ]
             copies = [variables.copies(variable)[k] for variable in self._trainable]
             with shards.working_on(replica.shard):
