@@ -15,6 +15,11 @@ from tfparallel.seams.tensorflow import not_recording, record_operation
 Backward = Callable[..., Sequence[tf.Tensor | None]]
 
 
+def is_differentiable(tensor) -> bool:
+    """Whether there may be a gradient of a tensor: of real and of complex numbers."""
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
 def call_with_gradient(
     name: str,
     function: Callable[..., tuple[Sequence[tf.Tensor], Backward]],

@@ -32,6 +32,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
+from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.batch_norm import write_averages
@@ -225,7 +226,7 @@ class Step:
         targets, seeds = [], []
         for key, tensor in found.made.items():
             come = self._upstream.pop((index, m, key), None)
-            if come and _is_differentiable(tensor):
+            if come and is_differentiable(tensor):
                 targets.append(tensor)
                 seeds.append(tf.identity(come[0]) if len(come) == 1 else _sum(come))
         parts = [] if found.part is None else [(found.part.loss, tf.ones_like(found.part.loss))]
@@ -249,7 +250,7 @@ class Step:
         return {
             key: tensor
             for key, tensor in taken.items()
-            if _is_differentiable(tensor) and self._maker(key) >= 0
+            if tensor is not None and is_differentiable(tensor) and self._maker(key) >= 0
         }
 
     def _maker(self, key) -> int:
@@ -365,7 +366,3 @@ def _sum(gradients):
     if isinstance(gradients[0], tf.RaggedTensor):
         return functools.reduce(operator.add, gradients)
     return tf.add_n(gradients)
-
-
-def _is_differentiable(tensor) -> bool:
-    return tensor is not None and (tensor.dtype.is_floating or tensor.dtype.is_complex)

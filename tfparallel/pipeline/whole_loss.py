@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import GradientSums
 from tfparallel.step.terms import whole_loss
@@ -109,8 +110,7 @@ class WholeLoss:
         differentiate: bool,
     ):
         sources = itertools.chain(*(own.sources.values() for own in joined))
-        tensors = [*sources, *extra.losses]
-        watched = [t for t in tensors if t.dtype.is_floating or t.dtype.is_complex]
+        watched = [t for t in (*sources, *extra.losses) if is_differentiable(t)]
         with tf.GradientTape() as tape:
             tape.watch(watched)
             self.predictions = batch.packed([own.output() for own in joined])

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.data import shard as shards
 
 
@@ -40,7 +41,8 @@ class BatchInputs:
                 "At least one tensor of shape (batch, …) is required. Received: "
                 f"args={args}, kwargs={kwargs}."
             )
-        self._float_indices = [i for i in self._batched if _is_differentiable(self._leaves[i])]
+        dense = [i for i in self._batched if isinstance(self._leaves[i], tf.Tensor)]
+        self._float_indices = [i for i in dense if is_differentiable(self._leaves[i])]
         self.num_rows = self._count_rows()
 
     @property
@@ -107,7 +109,3 @@ def _of_a_row_at_least(tensor: tf.Tensor) -> tf.Tensor:
     missing = tf.concat([[tf.cast(shape[0] == 0, shape.dtype)], shape[1:]], 0)
     rows = tf.concat([tensor, tf.zeros(missing, tensor.dtype)], 0)
     return tf.ensure_shape(rows, [None, *tensor.shape[1:]])
-
-
-def _is_differentiable(leaf) -> bool:
-    return isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_complex)

@@ -28,7 +28,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
-from tfparallel.collectives.gradient import call_with_gradient
+from tfparallel.collectives.gradient import call_with_gradient, is_differentiable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import partition
@@ -268,7 +268,7 @@ class ReplicatedCall:
                 for target, dy in zip(
                     replica.joined + replica.losses + replica.sums, own_upstream[k], strict=True
                 )
-                if (target.dtype.is_floating or target.dtype.is_complex) and dy is not None
+                if is_differentiable(target) and dy is not None
             ]
             copies = [variables.copies(variable)[k] for variable in self._trainable]
             with shards.working_on(replica.shard):
