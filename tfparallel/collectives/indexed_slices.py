@@ -138,9 +138,6 @@ def _unwrapped(tensor: tf.Tensor) -> tf.Operation:
 
 
 def _kind(indices: tf.Tensor) -> str:
-    operation = indices.op
-    while operation.type in _HANDED_ON:
-        operation = operation.inputs[0].op
-    if operation.type in _UNIQUE:
+    if provenance.maker_of(indices, _HANDED_ON).type in _UNIQUE:
         return DISTINCT
     return ROWS if provenance.made_of(indices) else ONCE

@@ -10,11 +10,11 @@ row. Neither a layer's name nor a shape tells which: the operations behind the t
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-__all__ = ["NUMBER", "ROWS", "made_of"]
+__all__ = ["NUMBER", "ROWS", "made_of", "maker_of", "stand_for"]
 
 ROWS, NUMBER = "rows", "number of rows"
 
@@ -26,6 +26,10 @@ _STATE = ("Const", "VarHandleOp", "ReadVariableOp", "VariableShape", "Rank")
 # What earlier searches found in a graph, so that one over many layers stays linear.
 _MADE_OF_ROWS: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+# Of a function's graph: in what graph its arguments are, by their names here, which tensors.
+_STANDS_FOR: weakref.WeakKeyDictionary[tf.Graph, dict[str, tuple[weakref.ref, str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def made_of(tensor: tf.Tensor) -> frozenset[str]:
@@ -50,6 +54,40 @@ def made_of(tensor: tf.Tensor) -> frozenset[str]:
     return found
 
 
+def stand_for(placeholder: tf.Tensor, tensor: tf.Tensor) -> None:
+    """Has a search go on behind an argument of a function that is being traced.
+
+    Args:
+        placeholder: The argument, in the function's graph.
+        tensor: What the function is called with, in the graph that calls it.
+    """
+    if tf.is_symbolic_tensor(tensor):
+        outer = (weakref.ref(tensor.graph), tensor.name)
+        _STANDS_FOR.setdefault(placeholder.graph, {})[placeholder.name] = outer
+
+
+def maker_of(tensor: tf.Tensor, handed_on: Sequence[str]) -> tf.Operation:
+    """Returns the operation that made a tensor, in whatever function it stands.
+
+    Args:
+        tensor: A tensor of a graph.
+        handed_on: Types of operations behind which the search goes on.
+    """
+    walk, call = _Walk(), ()
+    while True:
+        if tensor.op.type in handed_on:
+            tensor = tensor.op.inputs[0]
+        elif tensor.op.type in _CALLS and _function_of(tensor.op) is not None:
+            ((tensor, call),) = walk.inside(tensor, call)
+        elif tensor.op.type == "Placeholder":
+            outer = walk.outside(tensor, call)
+            if outer is None or not tf.is_symbolic_tensor(outer[0]):
+                return tensor.op
+            tensor, call = outer
+        else:
+            return tensor.op
+
+
 class _Walk:
     """One search; what was found out about a tensor is kept, and calls are looked into."""
 
@@ -72,7 +110,7 @@ class _Walk:
             elif (axis := _axis_read(tensor)) is not None:
                 found |= frozenset() if axis else self._of_shape(tensor.op.inputs[0], call)
             elif tensor.op.type == "Placeholder":
-                outer = self._outside(tensor, call)
+                outer = self.outside(tensor, call)
                 if outer is None:
                     found |= frozenset({ROWS} if tensor.dtype != tf.resource else ())
                 elif tf.is_symbolic_tensor(outer[0]):
@@ -80,7 +118,7 @@ class _Walk:
             elif _draws(tensor.op) or _reads_data(tensor.op):
                 found |= {ROWS}
             elif tensor.op.type in _CALLS:
-                waiting.extend(self._inside(tensor, call))
+                waiting.extend(self.inside(tensor, call))
             else:
                 waiting.extend((each, call) for each in tensor.op.inputs)
             if ROWS in found:
@@ -96,7 +134,7 @@ class _Walk:
             self._known[key] = frozenset() if is_known else self.of(of, call)
         return frozenset({NUMBER} if self._known[key] else ())
 
-    def _outside(self, placeholder, call):
+    def outside(self, placeholder, call):
         """The tensor that a placeholder stands for; None where it is the trace's own argument."""
         if call:
             given = zip(_function_of(call[-1]).inputs, call[-1].inputs, strict=False)
@@ -106,9 +144,10 @@ class _Walk:
         for external, internal in getattr(placeholder.graph, "captures", ()):
             if internal is placeholder:
                 return external, call
-        return None
+        graph, name = _STANDS_FOR.get(placeholder.graph, {}).get(placeholder.name, (None, ""))
+        return None if graph is None else (graph().get_tensor_by_name(name), call)
 
-    def _inside(self, tensor, call) -> Iterator[tuple]:
+    def inside(self, tensor, call) -> Iterator[tuple]:
         """The output of the function that a call operation calls, or all that the call reads."""
         function = _function_of(tensor.op)
         if function is None:

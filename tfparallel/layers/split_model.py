@@ -1,7 +1,6 @@
 """The Keras model whose layers are split into parts."""
 
 import keras
-import tensorflow as tf
 
 from tfparallel.layers.layer import WholeLayer
 from tfparallel.layers.optimizer import split_updates
@@ -28,11 +27,7 @@ class NestedLayer(NestedModel, WholeLayer):
 
 
 class SplitModel(NestedModel, PlacedModel):
-    """Extends a functional or Sequential model of split layers.
-
-    Attributes:
-        layout: What is where.
-    """
+    """Extends a functional or Sequential model of split layers."""
 
     @property
     def split(self) -> dict[str, str]:
@@ -56,24 +51,3 @@ class SplitModel(NestedModel, PlacedModel):
 
     def _trained(self):
         return parts_of(self.trainable_weights)
-
-    def train_step(self, data):
-        """One step of training, as Keras's own; every operation where its part is."""
-        if not tf.executing_eagerly():
-            return super().train_step(data)
-        # `run_eagerly`: a tape differentiates, and knows no variables but those with memory.
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
-            loss = self._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-            )
-            self._loss_tracker.update_state(
-                loss, sample_weight=tf.shape(keras.tree.flatten(x)[0])[0]
-            )
-            loss = self.optimizer.scale_loss(loss)
-        trained = self._trained()
-        if trained:
-            found = tape.gradient(loss, [variable.value for variable in trained])
-            self.optimizer.apply(found, trained)
-        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)

@@ -38,7 +38,7 @@ class DeferredBatchNormalization(SynchronizedBatchNormalization):
     def _moments(self, inputs, mask):
         own = current_pass()
         mean, variance = keras.layers.BatchNormalization._moments(self, inputs, mask)
-        if own is None or own.is_repeated:
+        if own is None:
             return mean, variance
         if mask is None:
             count, _, deviations = self._own_moments(inputs)
@@ -48,8 +48,7 @@ class DeferredBatchNormalization(SynchronizedBatchNormalization):
             has_rows = own.shard.num_rows > 0
             count = tf.where(has_rows, count, 0)
             deviations = tf.where(has_rows, deviations, 0)
-        found = own.memory.moments.setdefault((self, *own.key(self)), [])
-        found.append((count, mean, deviations))
+        own.moments[self, *own.key(self)] = (count, mean, deviations)
         return mean, variance
 
 

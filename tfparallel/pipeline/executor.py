@@ -36,33 +36,18 @@ from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.batch_norm import write_averages
-from tfparallel.pipeline.cut import LogitsOf, Stage, Values, with_mask_of
+from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.gradient_sums import GradientSums
-from tfparallel.pipeline.loss import MicroBatchLoss, Part, check_equal
-from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
+from tfparallel.pipeline.loss import Part, check_equal
+from tfparallel.pipeline.micro_batch import StepMemory
 from tfparallel.pipeline.order import Order
 from tfparallel.pipeline.pass_scope import PassScope, writable
+from tfparallel.pipeline.stage_call import LossCall, StageCall
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
-from tfparallel.step.terms import growth
-from tfparallel.step.where_rows_meet import aligned, as_many_rows
+from tfparallel.step.one_step import Found
+from tfparallel.step.where_rows_meet import aligned
 
-__all__ = ["Found", "Step"]
-
-
-class Found(NamedTuple):
-    """What the passes of a step leave.
-
-    Attributes:
-        loss: Of the whole batch, not scaled.
-        gradients: Of each trainable weight, scaled as the optimizer asks.
-        predictions: Of the whole batch, where the outputs met; else None.
-        growth: What the states of the compiled metrics grow by, where they did not.
-    """
-
-    loss: tf.Tensor
-    gradients: list
-    predictions: Any
-    growth: list[tf.Tensor]
+__all__ = ["Step"]
 
 
 class Recorded(NamedTuple):
@@ -71,7 +56,9 @@ class Recorded(NamedTuple):
     tape: tf.GradientTape
     made: Values
     added: list[tuple[tf.Tensor, tf.Tensor]]  # Losses that layers added, and their shares.
+    moments: dict[Any, tuple]  # Of batch normalization.
     part: Part | None  # Of the loss.
+    grown: list[tf.Tensor]  # By what the metrics' states grow.
 
 
 class Step:
@@ -117,7 +104,6 @@ class Step:
         self._rows_stay = rows_stay
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
         self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, likewise.
-        self._loss: MicroBatchLoss | None = None
         self._kinds: dict[int, Any] = {}
         self.order = Order(devices, timed)
         self.checked: list[tf.Operation] = []
@@ -133,6 +119,10 @@ class Step:
         if self._rows_stay:
             y, sample_weight = aligned(x, y, sample_weight)
         self._batch = Batch(self._model, x, y, sample_weight, number)
+        self._calls = [
+            StageCall(stage, self._batch, self._memory, self._scope) for stage in self._stages
+        ]
+        self._loss = LossCall(self._model, self._batch, with_metrics=self._rows_stay)
         # By micro-batch: what stages made for others, and the losses that layers added.
         self._values = [self._batch.inputs_of(shard) for shard in self._batch.shards]
         self._added: list[list[tf.Tensor]] = [[] for _ in range(number)]
@@ -149,22 +139,26 @@ class Step:
             whole = whole or self._whole_loss()
             predictions, loss, grown = whole.predictions, whole.loss, []
         write_averages(self._memory)
-        gradients = self._sums.of(self._model.trainable_variables)
-        return Found(loss, gradients, predictions, grown)
+        trained = self._model.trainable_variables
+        gradients = self._sums.of(trained)
+        num_rows = self._batch.num_rows
+        return Found(loss, num_rows, trained, gradients, predictions, grown, self.checked)
 
     def _forward(self, index, m):
         stage, values = self._stages[index], self._values[m]
         taken = self._received(_of(values, stage.inputs))
         self._taken[index, m] = taken
-        found = self._run_stage(stage, m, taken, is_repeated=False)
+        found = self._run_stage(stage, m, taken)
         values.update(found.made if self._is_last(index) else _of(found.made, stage.outputs))
         self._added[m] += [term for term, _ in found.added]
+        for key, moments in found.moments.items():
+            self._memory.moments.setdefault(key, []).append(moments)
         done = [*_of(found.made, stage.outputs).values(), *(term for term, _ in found.added)]
         if found.part is not None:
             self._parts.append(found.part)
             done.append(found.part.loss)
-            if self._rows_stay:
-                self._growth.append(self._grown(m, found.made))
+        if self._is_last(index):
+            self._growth.append(found.grown)
         if not self._is_recomputed(m):
             self._recorded[index, m] = found
         return done or [tensor for tensor in taken.values() if tensor is not None]
@@ -176,71 +170,78 @@ class Step:
         if is_repeated:
             # Behind the instruction before: else it would be computed again too early.
             taken = self._received(taken)
-            found = self._run_stage(stage, m, taken, is_repeated=True)
+            found = self._run_stage(stage, m, taken)
         else:
             found = self._recorded.pop((index, m))
-        targets, seeds = self._seeds(index, m, found)
+        keys, targets, seeds = self._seeds(index, m, found)
         if not targets:
             return []
         if not is_repeated:
             seeds = self.order.begun(seeds)
         sent, variables = self._returned(taken), self._variables_of(stage)
-        gradients = found.tape.gradient(
-            targets, [*sent.values(), *(v._value for v in variables)], output_gradients=seeds
-        )
-        done = []
-        for key, gradient in zip(sent, gradients, strict=False):
-            if gradient is not None:
-                if not isinstance(gradient, tf.RaggedTensor):
-                    gradient = tf.convert_to_tensor(gradient)
-                done += tf.nest.flatten(gradient, expand_composites=True)
-                self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
-        for variable, gradient in zip(variables, gradients[len(sent) :], strict=True):
-            done += self._sums.add(variable, gradient)
+        sources = [*sent.values(), *(v._value for v in variables)]
+        gradients = found.tape.gradient(targets, sources, output_gradients=seeds)
+        done: list[Any] = []
+        for source, gradient in zip([*sent, *variables], gradients, strict=True):
+            if gradient is None or not self._is_reached(index, keys, source):
+                continue
+            if isinstance(source, keras.Variable):
+                done += self._sums.add(source, gradient)
+                continue
+            if not isinstance(gradient, tf.RaggedTensor):
+                gradient = tf.convert_to_tensor(gradient)
+            done += tf.nest.flatten(gradient, expand_composites=True)
+            self._upstream.setdefault((self._maker(source), m, source), []).append(gradient)
         return done or seeds
 
-    def _run_stage(self, stage, m, taken, is_repeated) -> Recorded:
-        """Calls the stage's layers under a tape."""
-        shard, part = self._batch.shards[m], None
-        own = Pass(self._memory, stage.index, shard, is_repeated)
-        scope = PassScope(self._writable, self._recompute != "never")
+    def _run_stage(self, stage, m, taken) -> Recorded:
+        """Calls the stage's layers, and behind the last the loss, under a tape."""
+        shard, part, grown = self._batch.shards[m], None, []
         with tf.GradientTape() as tape:
             tape.watch(list(self._returned(taken).values()))
             tape.watch([variable._value for variable in self._variables_of(stage)])
-            with computing(own), scope, scope.refusing_stateful_draws():
-                made = stage.run(taken)
-            self._batch.note_logits(made)
-            added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in scope.losses]
+            made = self._calls[stage.index](taken, shard)
+            values = made.values | taken
+            added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in made.losses]
             if self._is_last(stage.index) and not self._begins_joined:
-                part = self._part_of_loss(shard, self._batch.outputs_of(shard, made))
-        return Recorded(tape, made, added, part)
+                part, grown = self._loss(values, shard)
+        return Recorded(tape, values, added, made.moments, part, grown)
 
-    def _part_of_loss(self, shard, predictions):
-        if self._loss is None:
-            self._loss = self._prepared_loss(predictions)
-        return self._loss(*self._batch.targets_of(shard), predictions)
+    def _is_reached(self, index, keys, source) -> bool:
+        """Whether a stage's gradient in a source may be another than None."""
+        is_target = not isinstance(source, keras.Variable) and source in keys
+        return is_target or self._calls[index].is_reached(keys, source)
 
-    def _seeds(self, index, m, found: Recorded) -> tuple[list, list]:
-        """What the backward pass begins with: the gradients of what the stage made."""
+    def _seeds(self, index, m, found: Recorded) -> tuple[list[Key], list, list]:
+        """What the backward pass begins with: the gradients of what the stage made.
+
+        Returns:
+            The keys of what the gradients are of, or pass through; the tensors; the gradients.
+        """
         scale = scale_of(self._model)
-        targets, seeds = [], []
+        keys, targets, seeds = [], [], []
         for key, tensor in found.made.items():
             come = self._upstream.pop((index, m, key), None)
             if come and is_differentiable(tensor):
+                keys.append(key)
                 targets.append(tensor)
                 seeds.append(tf.identity(come[0]) if len(come) == 1 else _sum(come))
         parts = [] if found.part is None else [(found.part.loss, tf.ones_like(found.part.loss))]
         for term, share in [*found.added, *parts]:
             targets.append(term)
             seeds.append(share * tf.cast(scale, share.dtype))
-        return targets, seeds
+        if found.part is not None:
+            keys += self._loss.targets(found.made)
+        return keys, targets, seeds
+
+    def _scope(self) -> PassScope:
+        return PassScope(self._writable, self._recompute != "never")
 
     def _received(self, sent: Values) -> Values:
         """What was sent, on this device, once its turn has come."""
         keys = [key for key, tensor in sent.items() if tensor is not None]
         here = self.order.begun([tf.identity(sent[key]) for key in keys])
         found = dict.fromkeys(sent) | dict(zip(keys, here, strict=True))
-        self._batch.attach_logits(found)
         for key in keys:
             with_mask_of(found[key], sent[key])
         return found
@@ -319,14 +320,6 @@ class Step:
         extra.add_gradients(self._sums, lambda _: scale_of(self._model))
         return loss, grown
 
-    def _grown(self, m, made) -> list[tf.Tensor]:
-        """What a micro-batch's rows add to the states of the compiled metrics."""
-        shard = self._batch.shards[m]
-        outputs = self._batch.outputs_of(shard, made)
-        self.checked += as_many_rows(self._model, keras.tree.flatten(outputs), shard.num_rows)
-        y, sample_weight = self._batch.targets_of(shard)
-        return growth(self._model._compile_metrics, y, outputs, sample_weight)
-
     def _check(self, whole: WholeLoss, extra: ExtraLosses):
         """The parts must add up, or no weight may change."""
         if not self._parts:
@@ -334,25 +327,6 @@ class Step:
         terms = [*(part.loss for part in self._parts), *extra.losses]
         check = check_equal(terms, whole.loss, self._model.compute_dtype)
         self.checked += [] if check is None else [check]
-
-    def _prepared_loss(self, predictions) -> MicroBatchLoss:
-        """Finds the loss's divisors, from shapes and masks of the whole batch's outputs."""
-        batch, flat = self._batch, keras.tree.flatten(predictions)
-        with tf.control_dependencies(None):
-            whole = [
-                tf.zeros(tf.concat([[batch.num_rows], tf.shape(t)[1:]], 0), t.dtype) for t in flat
-            ]
-            for tensor, part in zip(whole, flat, strict=True):
-                tensor.set_shape([tensor.shape[0], *part.shape[1:]])
-            if any(getattr(part, "_keras_mask", None) is not None for part in flat):
-                # Masks come from the inputs; of this call nothing else is used, or computed.
-                shown = keras.tree.flatten(self._model(batch.x, training=False))
-                self._model._clear_losses()
-                for tensor, like in zip(whole, shown, strict=True):
-                    with_mask_of(tensor, like)
-            compiled = self._model._compile_loss
-            predicted = batch.packed(whole)
-            return MicroBatchLoss(compiled, batch.y, batch.sample_weight, predicted)
 
 
 def _of(values: Values, keys) -> Values:

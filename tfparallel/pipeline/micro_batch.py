@@ -38,22 +38,29 @@ class StepMemory:
     def __init__(self):
         self.seeds: dict[Any, tf.Tensor] = {}
         self.moments: dict[Any, list[tuple]] = {}
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def outside(self) -> contextlib.AbstractContextManager:
+        """Where a tensor is made that all passes may read: in the step, and no function in it."""
+        return contextlib.nullcontext() if self._graph is None else self._graph.as_default()
 
 
 class Pass:
-    """One forward pass of a stage on a micro-batch, or its repetition.
+    """A forward pass of a stage on a micro-batch, or on any, where it is traced for all.
 
     Args:
         memory: What the step's passes share.
         stage: The stage's index.
         shard: The micro-batch's rows; `shard.replica` is its index.
-        is_repeated: Whether the pass is a recompute.
+
+    Attributes:
+        moments: What batch normalization has seen in it: `(n, mean, M)` by layer and call.
     """
 
-    def __init__(self, memory: StepMemory, stage: int, shard: shards.Shard, is_repeated: bool):
+    def __init__(self, memory: StepMemory, stage: int, shard: shards.Shard):
         self.memory = memory
         self.shard = shard
-        self.is_repeated = is_repeated
+        self.moments: dict[Any, tuple] = {}
         self._stage = stage
         self._calls: dict[int, int] = {}
 
@@ -87,10 +94,8 @@ class MicroBatchSeedGenerator:
         own = current_pass()
         if own is None:
             return super().next(ordered)
-        seed, index = self._of_step(own, ordered), own.shard.replica
-        if index == 0:
-            return seed
-        return seed + tf.cast(tf.constant([index * _FOLD % 2**31, 0], tf.int64), seed.dtype)
+        seed, index = self._of_step(own, ordered), tf.cast(own.shard.replica, tf.int64)
+        return seed + tf.cast(tf.stack([index * _FOLD % 2**31, 0]), seed.dtype)
 
     def next_global(self):
         """Returns the step's seed as one device draws it."""
@@ -100,7 +105,8 @@ class MicroBatchSeedGenerator:
     def _of_step(self, own: Pass, ordered):
         key = own.key(self)
         if key not in own.memory.seeds:
-            own.memory.seeds[key] = super().next(ordered)
+            with own.memory.outside():
+                own.memory.seeds[key] = super().next(ordered)
         return own.memory.seeds[key]
 
 

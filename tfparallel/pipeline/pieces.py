@@ -40,7 +40,7 @@ def in_two(
         ]
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), own)
         scope = PassScope(writable(layer, "never"), False)
-        with computing(Pass(memory, 0, shard, False)), scope:
+        with computing(Pass(memory, 0, shard)), scope:
             structure = call(*own_args, **own_kwargs)
         outputs.append([shard.without_dummy_row(each) for each in keras.tree.flatten(structure)])
         losses.append([loss * shard.weight(loss.dtype) for loss in scope.losses])

@@ -14,7 +14,7 @@ from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.check_rows import check_rows
 from tfparallel.replication.state import global_seed_generator
-from tfparallel.step.terms import grow
+from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
 
 __all__ = ["PipelinedModel"]
@@ -62,23 +62,12 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data):
         """One step of training: all micro-batches forward and backward, then one update."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        return super().train_step(data)
+
+    def _passes(self, x, y, sample_weight) -> Found:
         if self.check_rows:
             check_rows(self, self.__call__, in_two, _ROWS_PROBED, (x,), {"training": True})
-        step = self.passes(x, y, sample_weight)
-        found = step.run(x, y, sample_weight)
-        with tf.device(self.devices[-1]):
-            batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
-            self._loss_tracker.update_state(found.loss, sample_weight=batch_size)
-        if self.trainable_weights:
-            with tf.control_dependencies(step.checked):
-                gradients = [_identity(gradient) for gradient in found.gradients]
-            self.optimizer.apply(gradients, self.trainable_weights)
-        with tf.device(self.devices[-1]):
-            if found.predictions is not None:
-                return self.compute_metrics(x, y, found.predictions, sample_weight=sample_weight)
-            grow(self._compile_metrics, found.growth)
-            return self.get_metrics_result()
+        return self.passes(x, y, sample_weight).run(x, y, sample_weight)
 
     def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:
         """Makes what runs the passes of one step."""
@@ -115,15 +104,3 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
                 f"fewer). Received: batches of {batch_size} for {number} micro-batches. Take "
                 f"batch_size={number} or more, or fewer micro-batches."
             )
-
-
-def _identity(gradient):
-    """The same, on its own device; sparse values stay sparse."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        with tf.device(gradient.values.device):
-            values = tf.identity(gradient.values)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    with tf.device(gradient.device):
-        return tf.identity(gradient)

@@ -1,5 +1,6 @@
 """The Keras model whose layers stand on several devices."""
 
+import contextlib
 import os
 from collections.abc import Callable
 
@@ -7,26 +8,21 @@ import keras
 import tensorflow as tf
 
 from tfparallel.checkpoint.streamed import save_streamed
+from tfparallel.data.shard import count_rows
 from tfparallel.extend import original_class
-from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.optimizer import place_updates
 from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
 from tfparallel.step.ahead import build_ahead
+from tfparallel.step.one_step import Found, OneStep
 from tfparallel.strategies.writes import after_writes
 
 __all__ = ["PlacedModel"]
 
 
-class PlacedModel:
-    """Extends a functional or Sequential model of placed layers.
-
-    Attributes:
-        layout: What is where.
-    """
-
-    layout: Layout
+class PlacedModel(OneStep):
+    """Extends a functional or Sequential model of placed layers."""
 
     def compile(self, *args, jit_compile="auto", **kwargs):
         """Compiles the model, as `keras.Model.compile`; the slots are made beside their weights."""
@@ -69,7 +65,7 @@ class PlacedModel:
             return super().predict(*args, **kwargs)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        build_ahead(self, iterator, data_batch, tf.device(self._last_device))
+        build_ahead(self, iterator, data_batch, self._beside_the_loss())
 
     def make_train_function(self, force=False):
         """Builds the step of `fit`, which waits for what was written eagerly before it."""
@@ -134,26 +130,29 @@ class PlacedModel:
 
     def train_step(self, data):
         """One step of training, as Keras's own; every operation on its layer's device."""
-        if tf.executing_eagerly():  # `run_eagerly`: the tape alone can differentiate.
-            return super().train_step(data)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        # Loss and metrics belong to no layer; they stand where the outputs are.
-        with tf.device(self._last_device):
+        return self._trained_on(self._passes(x, y, sample_weight), x, y, sample_weight)
+
+    def _passes(self, x, y, sample_weight) -> Found:
+        """All rows forward and backward."""
+        # `run_eagerly`: a tape alone can differentiate, and takes no care of devices.
+        tape = tf.GradientTape() if tf.executing_eagerly() else None
+        with self._beside_the_loss(), tape or contextlib.nullcontext():
             y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
             loss = self._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
             )
-            batch_size = tf.shape(next(i for i in keras.tree.flatten(x) if i is not None))[0]
-            self._loss_tracker.update_state(loss, sample_weight=batch_size)
-            loss = self.optimizer.scale_loss(loss)
+            scaled = self.optimizer.scale_loss(loss)
             # Not before the call, in which an activation with weights makes them.
             trained = self._trained()
-            if trained:
-                found = gradients(loss, trained)
-        if trained:
-            self.optimizer.apply(found, trained)
-        with tf.device(self._last_device):
-            return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            found = gradients(scaled, trained) if trained and tape is None else []
+        if trained and tape is not None:
+            found = tape.gradient(scaled, [variable.value for variable in trained])
+        num_rows = count_rows(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
+        return Found(loss, num_rows, trained, found, y_pred)
+
+    def _beside_the_loss(self):
+        return tf.device(self._last_device)
 
 
 def _after_writes(function: Callable) -> Callable:

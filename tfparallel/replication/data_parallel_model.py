@@ -26,90 +26,17 @@ from tfparallel.replication import (
     sample_partition,
     state,
 )
-from tfparallel.replication.check_rows import check_rows, make_quiet
+from tfparallel.replication.check_rows import make_quiet
 from tfparallel.replication.own_rows import OwnRows
-from tfparallel.replication.replicated_call import ReplicatedCall
-from tfparallel.seams.keras import (
-    batches_of,
-    class_weighting,
-    compute_output_spec,
-    in_stateless_scope,
-)
+from tfparallel.replication.replicated_layer import ReplicatedLayer
+from tfparallel.seams.keras import batches_of, class_weighting
 from tfparallel.step.ahead import build_ahead, types_of_batches
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
 
-class ReplicatedLayer:
-    """Extends a layer or a model: a call in a program is spread over the replicas."""
-
-    def __call__(self, *args, **kwargs):
-        """Calls the layer, on the replicas if it is a program that calls it."""
-        if not self._is_called_by_program(args, kwargs):
-            return super().__call__(*args, **kwargs)
-        if not self.built:
-            self._build_under_scope(args, kwargs)
-        self._look_at_rows(self._call_of_layer, args, kwargs)
-        return self._call_on_replicas(self._call_of_layer, args, kwargs)
-
-    @property
-    def _call_of_layer(self):
-        """The layer's own `__call__`, unreplicated."""
-        return super().__call__
-
-    def _look_at_rows(self, call, args, kwargs):
-        """Refuses a call that mixes examples."""
-        asked = getattr(self, "_check_rows", None)
-        looks = self._strategy.check_rows if asked is None else asked
-        if looks and self._strategy.num_replicas > 1:
-            num_rows = 2 * self._strategy.num_replicas + 1
-            check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
-
-    def _call_on_replicas(self, call, args, kwargs, **options):
-        """Calls a function of this layer's on each replica; keeps the losses that it adds."""
-        partial = self._partial_gradients()
-        replicated = ReplicatedCall(self, call, self._strategy, partial, **options)
-        outputs, losses = replicated(args, kwargs)
-        self._clear_losses()
-        if losses:
-            keras.Layer.add_loss(self, losses)  # A functional model refuses its own.
-        return outputs
-
-    def _is_called_by_program(self, args, kwargs) -> bool:
-        strategy = getattr(self, "_strategy", None)
-        return (
-            strategy is not None
-            and strategy.program_is_running
-            and tf.distribute.in_cross_replica_context()
-            and not in_stateless_scope()  # Keras works out shapes, or builds.
-            and not any(
-                isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))
-            )
-        )
-
-    def _on_replicas(self, layer, call, args, kwargs):
-        """Computes a call as a step does, for a probe."""
-        with self._strategy.program():
-            return ReplicatedCall(layer, call, self._strategy)(args, kwargs)
-
-    def _build_under_scope(self, args, kwargs):
-        # Inside the trace of a step a variable would be created outside the strategy.
-        args, kwargs = keras.tree.map_structure(_symbolic, (args, kwargs))
-        with tf.init_scope(), self._strategy.scope():
-            compute_output_spec(super().__call__, *args, **kwargs)
-
-    def _partial_gradients(self) -> dict | None:
-        return None
-
-
 def _is_symbolic(leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and tf.is_symbolic_tensor(leaf)
-
-
-def _symbolic(leaf):
-    if not isinstance(leaf, tf.Tensor):
-        return leaf
-    return keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))
 
 
 class DataParallelModel(OwnRows, ReplicatedLayer):

@@ -13,7 +13,6 @@ and, behind the backward pass, the gradients. No prediction leaves its device.
 """
 
 import itertools
-import warnings
 
 import keras
 import tensorflow as tf
@@ -22,6 +21,7 @@ from tfparallel.data.shard import Shard, count_rows, current
 from tfparallel.extend import original_class
 from tfparallel.replication.replicated_call import Sums, checked_output
 from tfparallel.seams.keras import Functional, compute_output_spec
+from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.terms import grow, growth, terms, whole_loss
 from tfparallel.step.where_rows_meet import (
     WhereRowsMeet,
@@ -34,7 +34,7 @@ from tfparallel.step.where_rows_meet import (
 __all__ = ["OwnRows"]
 
 
-class OwnRows(WhereRowsMeet):
+class OwnRows(WhereRowsMeet, OneStep):
     """Extends a replicated Keras model, compiled with losses and metrics of Keras's own."""
 
     def _outputs_of(self, types):
@@ -60,19 +60,19 @@ class OwnRows(WhereRowsMeet):
             worker_rows: In the second case how many rows each worker has.
         """
         with tf.GradientTape() as tape:
-            loss = self._loss_of_own_rows(data, worker_rows, training=True)
-            loss = self.optimizer.scale_loss(loss)
+            loss, num_rows, grown = self._loss_of_own_rows(data, worker_rows, training=True)
+            scaled = self.optimizer.scale_loss(loss)
         trained = self.trainable_weights
-        if trained:
-            gradients = tape.gradient(loss, trained)
-            self.optimizer.apply_gradients(zip(gradients, trained, strict=True))
-        else:
-            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
-        return self.get_metrics_result()
+        gradients = tape.gradient(scaled, trained) if trained else []
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        found = Found(loss, num_rows, trained, gradients, growth=grown)
+        return self._trained_on(found, x, y, sample_weight)
 
     def _test_on_own_rows(self, data, worker_rows=None):
         """One step of evaluation, as `keras.Model.test_step` does it."""
-        self._loss_of_own_rows(data, worker_rows, training=False)
+        loss, num_rows, grown = self._loss_of_own_rows(data, worker_rows, training=False)
+        self._loss_tracker.update_state(loss, sample_weight=num_rows)
+        grow(self._compile_metrics, grown)
         return self.get_metrics_result()
 
     def _predict_on_own_rows(self, data, worker_rows=None, *, gathers=True):
@@ -90,6 +90,7 @@ class OwnRows(WhereRowsMeet):
         return self._call_on_replicas(call, (x,), mode, worker_rows=worker_rows, gathers=gathers)
 
     def _loss_of_own_rows(self, data, worker_rows, training):
+        """The loss of the whole batch, its rows' number, and what the metrics grow by."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         mode = {"training": training} if self._call_has_training_arg else {}
         call = self._call_of_layer
@@ -115,13 +116,12 @@ class OwnRows(WhereRowsMeet):
         sums = iter(found.tensors)
         outputs, like = made[0]
         of_losses = [[next(sums) for _ in term] for term in like]
-        grow(metrics, list(sums))
+        grown_by = list(sums)
         num_rows = count_rows(first) if worker_rows is None else tf.add_n(worker_rows)
         flat = of_the_batch(keras.tree.flatten(outputs), num_rows)
         outputs = keras.tree.pack_sequence_as(outputs, flat)
         loss = whole_loss(self, of_losses, y, outputs, sample_weight, self.losses)
-        self._loss_tracker.update_state(loss, sample_weight=num_rows)
-        return loss
+        return loss, num_rows, grown_by
 
 
 def _first(x):

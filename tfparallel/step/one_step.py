@@ -1,0 +1,94 @@
+"""The step of training, in every form.
+
+| | |
+| --- | --- |
+| passes | rows go forward and backward, in a form's own way; what they leave is `Found` |
+| update | the optimizer, once, with the gradients of the whole batch |
+| logs | the loss, and the metrics: of what each piece found, or of joined predictions |
+"""
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfparallel.layout.layout import Layout
+from tfparallel.step.terms import grow
+
+__all__ = ["Found", "OneStep"]
+
+
+class Found(NamedTuple):
+    """What the passes of a step leave, of the whole batch.
+
+    Attributes:
+        loss: A scalar, not scaled.
+        num_rows: B.
+        variables: What is trained.
+        gradients: Of each of them, scaled as the optimizer asks.
+        predictions: Where the outputs met; else None.
+        growth: What the states of the compiled metrics grow by, where they did not.
+        checked: What must be done before the weights may change.
+    """
+
+    loss: tf.Tensor
+    num_rows: Any
+    variables: Sequence[keras.Variable]
+    gradients: Sequence[Any]
+    predictions: Any = None
+    growth: Sequence[tf.Tensor] = ()
+    checked: Sequence[tf.Operation] = ()
+
+
+class OneStep:
+    """Extends a compiled Keras model, whatever its layout.
+
+    Attributes:
+        layout: What is where.
+    """
+
+    layout: Layout
+
+    def _beside_the_loss(self) -> AbstractContextManager:
+        """Where the loss is, and what belongs to no layer: metrics, and their states."""
+        return contextlib.nullcontext()
+
+    def _trained_on(self, found: Found, x, y, sample_weight) -> dict[str, Any]:
+        """Updates the weights and the metrics; returns the step's logs.
+
+        Args:
+            found: What the passes left.
+            x: Inputs, as the step was given them.
+            y: Targets.
+            sample_weight: Weights, or None.
+        """
+        with self._beside_the_loss():
+            self._loss_tracker.update_state(found.loss, sample_weight=found.num_rows)
+        if found.variables:
+            with tf.control_dependencies(found.checked):
+                gradients = found.gradients
+                if found.checked:
+                    gradients = [_where_it_is(gradient) for gradient in gradients]
+            self.optimizer.apply_gradients(zip(gradients, found.variables, strict=True))
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        with self._beside_the_loss():
+            if found.predictions is not None:
+                return self.compute_metrics(x, y, found.predictions, sample_weight=sample_weight)
+            grow(self._compile_metrics, found.growth)
+            return self.get_metrics_result()
+
+
+def _where_it_is(gradient):
+    """The same, on its own device; sparse values stay sparse."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _where_it_is(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    with tf.device(gradient.device):
+        return tf.identity(gradient)
