@@ -25,13 +25,13 @@ class Logits(NamedTuple):
     """What is behind an output.
 
     Attributes:
-        tensor: The logits, of the output's shape.
+        tensor: The logits, of the output's shape; None of many outputs alike.
         operation: What makes the output of them: "Softmax", "Sigmoid", or None where that is not
             known (eagerly), so that the output is needed beside them.
         is_noted: Whether Keras noted them.
     """
 
-    tensor: tf.Tensor
+    tensor: tf.Tensor | None
     operation: str | None
     is_noted: bool
 

@@ -13,7 +13,7 @@ import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.provenance import made_of
-from tfparallel.data.shard import Shard
+from tfparallel.data.shard import Shard, of_any_number
 from tfparallel.pipeline.traced_once import TracedOnce
 
 NUM_MICRO_BATCHES = 3
@@ -26,14 +26,14 @@ def shards_of(num_rows):
     ]
 
 
-def called(function, x):
+def called(function, x, weights=()):
     """What the function returns of each micro-batch's rows of `x`, in a step that is traced."""
 
     @tf.function(autograph=False)
     def step(x):
         shards = shards_of(x.shape[0])
-        once = TracedOnce(function, shards)
-        return [once([shard.rows(x)], shard) for shard in shards]
+        once = TracedOnce(function, shards, weights)
+        return [once([of_any_number(shard.rows(x))], shard) for shard in shards]
 
     return step(tf.constant(x))
 
@@ -44,7 +44,8 @@ def test_it_is_traced_once_and_told_of_each_micro_batch(num_rows):
 
     def function(tensors, shard):
         traced.append(shard.num_rows)
-        return [tensors[0] * 2.0, shard.replica, shard.start, tf.convert_to_tensor(shard.num_rows)]
+        num_rows = tf.convert_to_tensor(shard.num_rows)
+        return [tensors[0] * 2.0, shard.replica, shard.start, num_rows], [0]
 
     x = np.arange(num_rows, dtype="float32")
     found = called(function, x)
@@ -61,7 +62,7 @@ def test_what_is_not_there_and_masks_go_in_and_out():
         assert nothing is None
         doubled = tf.identity(x)
         doubled._keras_mask = tf.logical_not(x._keras_mask)
-        return [doubled, None]
+        return [doubled, None], [0]
 
     @tf.function(autograph=False)
     def step(x):
@@ -84,7 +85,7 @@ def test_what_an_argument_was_made_of_is_known_inside():
 
     def function(tensors, shard):
         found.extend(made_of(tensor) for tensor in tensors)
-        return [tensors[0]]
+        return [tensors[0]], []
 
     @tf.function(autograph=False)
     def step(x):
@@ -97,26 +98,25 @@ def test_what_an_argument_was_made_of_is_known_inside():
     assert not constant
 
 
-def test_it_knows_what_a_gradient_reaches():
-    kernel, bias, other = (tf.Variable(1.0) for _ in range(3))
-    known = []
+def test_what_is_no_target_has_no_gradient():
+    kernel, other, found = tf.Variable(2.0), tf.Variable(3.0), []
 
     def function(tensors, shard):
-        x, y = tensors
-        return [x * kernel, y + bias + tf.stop_gradient(other)]
+        (x,) = tensors
+        return [x * kernel, tf.math.log(x * other), tf.cast(x, tf.int32)], [0, 2]
 
     @tf.function(autograph=False)
     def step(x):
         shards = shards_of(6)
         once = TracedOnce(function, shards)
-        own = shards[0].rows(x)
-        once([own, own], shards[0])
-        for place in range(2):
-            sources = (0, 1, kernel, bias, other)
-            known.append([once.reaches([place], source) for source in sources])
+        with tf.GradientTape() as tape:
+            product, logarithm, _ = once([shards[0].rows(x)], shards[0])
+        assert once.targets == {0}
+        found.extend(tape.gradient([product, logarithm], [kernel, other]))
+        return found[0]
 
-    step(tf.range(6.0))
-    assert known == [[True, False, True, False, False], [False, True, False, True, False]]
+    assert float(step(tf.range(6.0))) == 0.0 + 1.0  # No 0 · ∞ of the logarithm's.
+    assert found[1] is None
 
 
 def test_a_weight_that_is_looked_up_in_two_places_is_traced_for_each():
@@ -125,9 +125,9 @@ def test_a_weight_that_is_looked_up_in_two_places_is_traced_for_each():
     def function(tensors, shard):
         traced.append(shard.replica)
         (tokens,) = tensors
-        return [tf.gather(table, tokens) + tf.gather(table, tf.range(2))]
+        return [tf.gather(table, tokens) + tf.gather(table, tf.range(2))], [0]
 
-    called(function, np.zeros((6, 2), "int32"))
+    called(function, np.zeros((6, 2), "int32"), [table])
     assert traced[-NUM_MICRO_BATCHES:] == list(range(NUM_MICRO_BATCHES))
 
 
@@ -136,14 +136,14 @@ def test_its_graph_is_given_free():
 
     def function(tensors, shard):
         graphs.append(weakref.ref(tensors[0].graph))
-        return [tensors[0] * 2.0]
+        return [tensors[0] * 2.0], [0]
 
     called(function, np.arange(6.0))
     gc.collect()
     assert [graph() for graph in graphs] == [None]
 
 
-# In a pipeline, against one device.
+# In a pipeline, against one device: the second stage begins with the layer 'second'.
 
 
 class Positions(layers.Layer):
@@ -156,23 +156,15 @@ class Positions(layers.Layer):
         return self.table
 
 
-def dropped_constant():
-    """What the first stage sends has no rows, and the second drops parts of it."""
-    inputs = keras.Input((6, 4))
-    x = layers.Dense(4, name="first")(inputs)
-    positions = Positions(name="positions")(inputs)
-    x = layers.Dense(4, name="second")(x)
-    x = layers.Add(name="add")([x, layers.Dropout(0.5, name="drop")(positions)])
-    return keras.Model(inputs, layers.Dense(3, name="logits")(x))
+class Scale(layers.Layer):
+    """A constant that the layer has held since before any graph."""
 
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.scale = tf.constant(np.arange(4.0)[None, None])
 
-def unused_head():
-    """An output without a loss, beside one that has one."""
-    inputs = keras.Input((6, 4))
-    x = layers.Dense(4, name="first")(inputs)
-    x = layers.Dense(4, name="second")(x)
-    used = layers.Dense(3, name="used")(x)
-    return keras.Model(inputs, {"used": used, "unused": layers.Dense(3, name="unused")(x)})
+    def call(self, inputs):
+        return self.scale
 
 
 class Tied(layers.Layer):
@@ -186,33 +178,162 @@ class Tied(layers.Layer):
         return keras.ops.take(self.table, tokens, 0) + keras.ops.take(self.table, places, 0)
 
 
-def tied():
-    inputs = keras.Input((6,), dtype="int32")
-    x = layers.Dense(4, name="second")(Tied(name="tied")(inputs))
-    return keras.Model(inputs, layers.Dense(3, name="logits")(x))
+class Swapped(layers.Layer):
+    """Puts another axis first, and the examples behind it."""
+
+    def call(self, inputs):
+        return keras.ops.transpose(inputs, (1, 0, 2))
+
+    def compute_output_shape(self, shape):
+        return (shape[1], shape[0], shape[2])
+
+
+class Spectrum(layers.Layer):
+    """Complex numbers."""
+
+    def call(self, inputs):
+        return tf.signal.fft(tf.cast(inputs, tf.complex128))
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, "complex128")
+
+
+class Real(layers.Layer):
+    """The real parts."""
+
+    def call(self, inputs):
+        return tf.math.real(inputs)
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, "float64")
+
+
+class Angles(layers.Layer):
+    """Of each place with itself: 0, where the arc cosine is infinitely steep."""
+
+    def call(self, inputs):
+        unit = inputs / tf.norm(inputs, axis=-1, keepdims=True)
+        return tf.acos(tf.minimum(tf.reduce_sum(unit * tf.stop_gradient(unit), -1), 1.0))
+
+
+class Stopped(layers.Layer):
+    """Stops the gradient in a function of its own."""
+
+    def call(self, inputs):
+        return tf.function(tf.stop_gradient, autograph=False)(inputs)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def ends(x, **others):
+    used = layers.Dense(3, name="used")(x)
+    return {"used": used, **others}
+
+
+def dropped_constant(inputs):
+    x, positions = layers.Dense(4)(inputs), Positions()(inputs)
+    x = layers.Dense(4, name="second")(x)
+    return ends(layers.Add()([x, layers.Dropout(0.5)(positions)]))
+
+
+def held_constant(inputs):
+    x, scale = layers.Dense(4)(inputs), Scale()(inputs)
+    return ends(layers.Multiply()([layers.Dense(4, name="second")(x), scale]))
+
+
+def another_axis_first(inputs):
+    x = Swapped()(layers.Dense(4)(inputs))
+    return ends(Swapped()(layers.Dense(4)(layers.Dropout(0.5, name="second")(x))))
+
+
+def another_axis_first_inside(inputs):
+    x = layers.Dense(4, name="second")(layers.Dense(4)(inputs))
+    return ends(Swapped()(layers.Dropout(0.5)(Swapped()(x))))
+
+
+def complex_numbers(inputs):
+    x = Spectrum()(layers.Dense(4)(inputs))
+    return ends(Real(name="second")(x))
+
+
+def unused_head(inputs):
+    x = layers.Dense(4, name="second")(layers.Dense(4)(inputs))
+    return ends(x, unused=layers.Dense(3)(x))
+
+
+def unused_steep_head(inputs):
+    x = layers.Dense(4)(inputs)
+    return ends(layers.Dense(4, name="second")(x), unused=Angles()(x))
+
+
+def unused_head_of_what_is_stopped(inputs):
+    x = layers.Dense(4)(inputs)
+    y = layers.Dense(4, name="second")(x)
+    return ends(layers.Add()([layers.Dense(4)(x), Stopped()(y)]), unused=y)
+
+
+def read_twice(inputs):
+    return ends(layers.Dense(4, name="second")(Tied()(inputs)))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("build", [dropped_constant, unused_head, tied])
-def test_a_pipeline_trains_to_the_weights_of_one_device(build, schedule):
+# 2 and 3 rows a micro-batch, or 3.
+@pytest.mark.parametrize(("schedule", "batch_size"), [("gpipe", 9), ("1f1b", 7)])
+@pytest.mark.parametrize(
+    "layers_of",
+    [
+        dropped_constant, held_constant, another_axis_first, another_axis_first_inside,
+        complex_numbers, unused_head, unused_steep_head, unused_head_of_what_is_stopped, read_twice,
+    ],
+)  # fmt: skip
+def test_a_pipeline_trains_to_the_weights_of_one_device(layers_of, schedule, batch_size):
     generator = np.random.default_rng(0)
-    of_tokens = build is tied
-    x = generator.integers(0, 9, (10, 6)) if of_tokens else generator.normal(size=(10, 6, 4))
-    y = generator.normal(size=(10, 6, 3))
-    is_one_of_two = build is unused_head
-    loss, targets = ({"used": "mse"}, {"used": y}) if is_one_of_two else ("mse", y)
+    reads_tokens = layers_of is read_twice
+    shape = (18, 3) if reads_tokens else (18, 3, 4)
+    x = generator.integers(0, 9, shape) if reads_tokens else generator.normal(size=shape)
+
+    def build():
+        inputs = keras.Input(shape[1:], dtype="int32" if reads_tokens else "float64")
+        return keras.Model(inputs, layers_of(inputs))
+
     single = seeded(build)
-    num_first = next(i for i, layer in enumerate(single.layers) if layer.name == "second") - 1
+    names = [layer.name for layer in single.layers[1:]]
     pipelined = tfparallel.pipeline_parallel(
         lambda: seeded(build), ["CPU:0", "CPU:1"], NUM_MICRO_BATCHES, schedule=schedule,
-        layers_per_stage=[num_first, len(single.layers) - 1 - num_first],
+        layers_per_stage=[names.index("second"), len(names) - names.index("second")],
     )  # fmt: skip
-    found = []
+    targets, found = {"used": generator.normal(size=(18, 3, 3))}, []
     for model in (single, pipelined):
         decaying = keras.optimizers.AdamW(0.01, weight_decay=0.1)
-        model.compile(keras.optimizers.Adagrad(0.1) if of_tokens else decaying, loss)
-        told = model.fit(x, targets, batch_size=7, epochs=2, shuffle=False, verbose=0)
+        model.compile(keras.optimizers.Adagrad(0.1) if reads_tokens else decaying, {"used": "mse"})
+        told = model.fit(x, targets, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+        found.append((told.history, state_of(model)))
+    assert_equal(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("row_splits_dtype", ["int32", "int64"])
+def test_ragged_rows_of_either_type(row_splits_dtype):
+    rows = tf.ragged.constant(
+        [[1.0, 2.0], [3.0], [4.0, 5.0, 6.0], [7.0], [8.0, 9.0]],
+        dtype=tf.float64, row_splits_dtype=getattr(tf, row_splits_dtype),
+    )  # fmt: skip
+
+    def build():
+        inputs = keras.Input((None,), ragged=True, dtype="float64")
+        x = layers.Lambda(lambda r: tf.reduce_sum(r, 1, keepdims=True), output_shape=(1,))(inputs)
+        return keras.Model(inputs, layers.Dense(1, name="second")(layers.Dense(2)(x)))
+
+    batches = tf.data.Dataset.from_tensors((rows, tf.ones((5, 1), tf.float64)))
+    found = []
+    for model in (
+        seeded(build),
+        tfparallel.pipeline_parallel(lambda: seeded(build), ["CPU:0", "CPU:1"], 2),
+    ):
+        model.compile("adam", "mse")
+        told = model.fit(batches, epochs=2, verbose=0)
         found.append((told.history, state_of(model)))
     assert_equal(found[1], found[0])

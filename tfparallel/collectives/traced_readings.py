@@ -67,5 +67,6 @@ def _of_any_batch(tensor):
     """The tensor's type, of batches of any size."""
     spec = tf.type_spec_from_value(tensor)
     if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec([None, *spec.shape[1:]], spec.dtype, spec.ragged_rank)
+        shape = [None, *spec.shape[1:]]
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return type(spec)([None, *spec.shape[1:]], spec.dtype)

@@ -12,7 +12,7 @@ class Shard(NamedTuple):
     """One replica's part of a replicated call.
 
     Attributes:
-        replica: Index of the replica, a Python integer.
+        replica: Index of the replica, an int; of a micro-batch, in the trace of all, a tensor.
         num_replicas: N.
         start: First row of the global batch that belongs to the replica.
         num_rows: How many rows belong to it; may be 0.
@@ -37,7 +37,7 @@ class Shard(NamedTuple):
     def first_row_used(self):
         """The first row it computes: `start`, but never past the end of the inputs."""
         end = self.num_global_rows if self.inputs is None else self.inputs[1]
-        if isinstance(end, int):
+        if isinstance(end, int) and isinstance(self.start, int):
             return min(self.start, max(end - 1, 0))
         return tf.minimum(self.start, end - 1)
 
@@ -60,10 +60,10 @@ class Shard(NamedTuple):
             begin = tf.concat([[start], tf.zeros_like(tensor.dense_shape[1:], tf.int32)], 0)
             size = tf.concat([[number], tf.cast(tensor.dense_shape[1:], tf.int32)], 0)
             return tf.sparse.slice(tensor, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
-        rows = _of_any_number(tensor[start : start + number])
+        rows = of_any_number(tensor[start : start + number])
         mask = getattr(tensor, "_keras_mask", None)
         if mask is not None:
-            rows._keras_mask = _of_any_number(mask[start : start + number])
+            rows._keras_mask = of_any_number(mask[start : start + number])
         return rows
 
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -85,13 +85,14 @@ class Shard(NamedTuple):
         return tf.cast(self.num_rows, dtype) / tf.cast(self.num_global_rows, dtype)
 
 
-def _of_any_number(rows):
-    """The same rows, of a number that is not known when a step is traced.
+def of_any_number(rows):
+    """The same rows, of a number that is not known when a step is traced; None of None.
 
     Where it is known, what a layer makes of the number alone is a constant, like what it makes of
     nothing, and nothing tells the two apart any more (`provenance.py`).
     """
-    if not tf.is_symbolic_tensor(rows) or rows.shape.rank is None or rows.shape[0] is None:
+    is_known = tf.is_symbolic_tensor(rows) and rows.shape.rank and rows.shape[0] is not None
+    if not is_known:
         return rows
     return tf.compat.v1.placeholder_with_default(rows, [None, *rows.shape[1:]])
 

@@ -48,7 +48,7 @@ class Batch:
     Attributes:
         shards: The rows of each micro-batch; `shard.replica` is its index.
         num_rows: Of the whole batch, a tensor if it is not known when the step is traced.
-        behind: The logits of what stages made, once they are known, of any micro-batch.
+        behind: Of which tensors that stages made there are logits, and what makes them of these.
     """
 
     def __init__(self, model: keras.Model, x, y, sample_weight, num_micro_batches: int):
@@ -86,7 +86,7 @@ class Batch:
             logits = None if tensor is None else logits_of(tensor)
             if logits is not None:
                 values[LogitsOf(key)] = logits.tensor
-                self.behind[key] = logits
+                self.behind[key] = logits._replace(tensor=None)
 
     def attach_logits(self, values: Values) -> None:
         """Makes what was sent to a stage again, of the logits that were sent with it."""

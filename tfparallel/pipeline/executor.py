@@ -43,6 +43,7 @@ from tfparallel.pipeline.micro_batch import StepMemory
 from tfparallel.pipeline.order import Order
 from tfparallel.pipeline.pass_scope import PassScope, writable
 from tfparallel.pipeline.stage_call import LossCall, StageCall
+from tfparallel.pipeline.traced_once import is_differentiable
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import aligned
@@ -57,7 +58,7 @@ class Recorded(NamedTuple):
     made: Values
     added: list[tuple[tf.Tensor, tf.Tensor]]  # Losses that layers added, and their shares.
     moments: dict[Any, tuple]  # Of batch normalization.
-    part: Part | None  # Of the loss.
+    loss: tuple[tf.GradientTape, Part] | None  # Behind the last stage.
     grown: list[tf.Tensor]  # By what the metrics' states grow.
 
 
@@ -71,6 +72,7 @@ class Step:
         devices: Their names.
         recompute: "never", "always" or "except_last".
         rows_stay: Whether loss and metrics are those of the micro-batches, added up.
+        traces_each: Whether each micro-batch is traced, or only the first.
         timed: Whether to note when each instruction begins and ends.
 
     Attributes:
@@ -87,6 +89,7 @@ class Step:
         *,
         recompute: str = "never",
         rows_stay: bool = False,
+        traces_each: bool = False,
         timed: bool = False,
     ):
         self._model = model
@@ -102,6 +105,7 @@ class Step:
         self._recorded: dict[tuple, Recorded] = {}  # Likewise.
         self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
         self._rows_stay = rows_stay
+        self._traces_each = traces_each
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
         self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, likewise.
         self._kinds: dict[int, Any] = {}
@@ -119,10 +123,12 @@ class Step:
         if self._rows_stay:
             y, sample_weight = aligned(x, y, sample_weight)
         self._batch = Batch(self._model, x, y, sample_weight, number)
+        batch, memory, each = self._batch, self._memory, self._traces_each
         self._calls = [
-            StageCall(stage, self._batch, self._memory, self._scope) for stage in self._stages
+            StageCall(stage, batch, memory, self._scope, self._variables_of(stage), each=each)
+            for stage in self._stages
         ]
-        self._loss = LossCall(self._model, self._batch, with_metrics=self._rows_stay)
+        self._loss = LossCall(self._model, batch, with_metrics=self._rows_stay, each=each)
         # By micro-batch: what stages made for others, and the losses that layers added.
         self._values = [self._batch.inputs_of(shard) for shard in self._batch.shards]
         self._added: list[list[tf.Tensor]] = [[] for _ in range(number)]
@@ -154,9 +160,10 @@ class Step:
         for key, moments in found.moments.items():
             self._memory.moments.setdefault(key, []).append(moments)
         done = [*_of(found.made, stage.outputs).values(), *(term for term, _ in found.added)]
-        if found.part is not None:
-            self._parts.append(found.part)
-            done.append(found.part.loss)
+        if found.loss is not None:
+            _, part = found.loss
+            self._parts.append(part)
+            done.append(part.loss)
         if self._is_last(index):
             self._growth.append(found.grown)
         if not self._is_recomputed(m):
@@ -173,17 +180,22 @@ class Step:
             found = self._run_stage(stage, m, taken)
         else:
             found = self._recorded.pop((index, m))
+        begins = not is_repeated
+        if found.loss is not None:
+            self._begin_with_loss(index, m, found, noted=begins)
+            begins = False
         keys, targets, seeds = self._seeds(index, m, found)
+        self._calls[index].check_seeded(keys)
         if not targets:
             return []
-        if not is_repeated:
+        if begins:
             seeds = self.order.begun(seeds)
         sent, variables = self._returned(taken), self._variables_of(stage)
         sources = [*sent.values(), *(v._value for v in variables)]
         gradients = found.tape.gradient(targets, sources, output_gradients=seeds)
         done: list[Any] = []
         for source, gradient in zip([*sent, *variables], gradients, strict=True):
-            if gradient is None or not self._is_reached(index, keys, source):
+            if gradient is None:
                 continue
             if isinstance(source, keras.Variable):
                 done += self._sums.add(source, gradient)
@@ -196,27 +208,38 @@ class Step:
 
     def _run_stage(self, stage, m, taken) -> Recorded:
         """Calls the stage's layers, and behind the last the loss, under a tape."""
-        shard, part, grown = self._batch.shards[m], None, []
+        shard, loss, grown = self._batch.shards[m], None, []
         with tf.GradientTape() as tape:
             tape.watch(list(self._returned(taken).values()))
             tape.watch([variable._value for variable in self._variables_of(stage)])
             made = self._calls[stage.index](taken, shard)
-            values = made.values | taken
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in made.losses]
-            if self._is_last(stage.index) and not self._begins_joined:
+        values = made.values | taken
+        if self._is_last(stage.index) and not self._begins_joined:
+            with tf.GradientTape() as tape_of_loss:
+                tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
                 part, grown = self._loss(values, shard)
-        return Recorded(tape, values, added, made.moments, part, grown)
+            loss = None if part is None else (tape_of_loss, part)
+        return Recorded(tape, values, added, made.moments, loss, grown)
 
-    def _is_reached(self, index, keys, source) -> bool:
-        """Whether a stage's gradient in a source may be another than None."""
-        is_target = not isinstance(source, keras.Variable) and source in keys
-        return is_target or self._calls[index].is_reached(keys, source)
+    def _begin_with_loss(self, index, m, found: Recorded, noted: bool):
+        """Sends the gradient of the loss to the outputs that it was computed of."""
+        tape, part = found.loss
+        seed = tf.cast(scale_of(self._model), part.loss.dtype)
+        if noted:
+            (seed,) = self.order.begun([seed])
+        sources = {key: t for key, t in found.made.items() if is_differentiable(t)}
+        gradients = tape.gradient(part.loss, [*sources.values()], output_gradients=seed)
+        for key, gradient in zip(sources, gradients, strict=True):
+            if gradient is not None and self._maker(key) >= 0:
+                gradient = tf.convert_to_tensor(gradient)
+                self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
 
     def _seeds(self, index, m, found: Recorded) -> tuple[list[Key], list, list]:
         """What the backward pass begins with: the gradients of what the stage made.
 
         Returns:
-            The keys of what the gradients are of, or pass through; the tensors; the gradients.
+            The keys of what it made for others, the tensors and the losses, their gradients.
         """
         scale = scale_of(self._model)
         keys, targets, seeds = [], [], []
@@ -226,12 +249,9 @@ class Step:
                 keys.append(key)
                 targets.append(tensor)
                 seeds.append(tf.identity(come[0]) if len(come) == 1 else _sum(come))
-        parts = [] if found.part is None else [(found.part.loss, tf.ones_like(found.part.loss))]
-        for term, share in [*found.added, *parts]:
+        for term, share in found.added:
             targets.append(term)
             seeds.append(share * tf.cast(scale, share.dtype))
-        if found.part is not None:
-            keys += self._loss.targets(found.made)
         return keys, targets, seeds
 
     def _scope(self) -> PassScope:

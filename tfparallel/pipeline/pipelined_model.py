@@ -1,15 +1,18 @@
 """The Keras model whose stages work on several micro-batches at once."""
 
+import functools
 import inspect
 
 import keras
 import tensorflow as tf
 
+from tfparallel.extend import attach
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
 from tfparallel.pipeline.pieces import in_two
+from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.check_rows import check_rows
@@ -31,6 +34,8 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
         check_rows: Whether a model that mixes examples is refused.
     """
 
+    _traces_each = False  # Whether micro-batches are traced one by one.
+
     @property
     def schedule(self) -> Schedule:
         """What each device does, in order."""
@@ -39,6 +44,7 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
     def compile(self, *args, **kwargs):
         """Compiles the model, as `keras.Model.compile`."""
         super().compile(*args, **kwargs)
+        self.trace_each(False)
         if self.schedule.name != "gpipe":
             check_decomposes(self, self.schedule.name)
 
@@ -58,6 +64,28 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
         super()._maybe_symbolic_build(iterator, data_batch)
         if self.check_rows:
             global_seed_generator()  # Which a look at the rows reads, and would make in the step.
+
+    def trace_each(self, is_needed: bool = True) -> None:
+        """Has steps trace their micro-batches one by one, or only the first."""
+        attach(self, _traces_each=is_needed)
+
+    def make_train_function(self, force=False):
+        """Builds the step of `fit`; anew, if it turns out that each micro-batch must be traced."""
+        known = self.train_function
+        function = super().make_train_function(force)
+        if function is known:
+            return function
+
+        @functools.wraps(function)
+        def retried(iterator):
+            try:
+                return function(iterator)
+            except MustTraceEach:
+                self.trace_each()
+                return self.make_train_function(force=True)(iterator)
+
+        self.train_function = retried
+        return retried
 
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data):
@@ -88,6 +116,7 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
             self.devices,
             recompute=self.layout.recompute,
             rows_stay=self._rows_stay((x, y, sample_weight), "fit"),
+            traces_each=self._traces_each,
             timed=timed,
         )
 

@@ -3,19 +3,19 @@
 Both are traced with the first micro-batch, and called for all (`traced_once.py`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfparallel.data.shard import Shard
+from tfparallel.data.shard import Shard, of_any_number
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.loss import MicroBatchLoss, Part
 from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
 from tfparallel.pipeline.pass_scope import PassScope
-from tfparallel.pipeline.traced_once import TracedOnce
+from tfparallel.pipeline.traced_once import MustTraceEach, TracedOnce
 from tfparallel.step.terms import growth
 from tfparallel.step.where_rows_meet import as_many_rows
 
@@ -44,20 +44,31 @@ class StageCall:
         batch: The whole batch.
         memory: What the step's passes share.
         scope: Returns what looks at the layers' writes.
+        weights: The stage's, that are trained.
+        each: Whether each micro-batch is traced.
     """
 
     def __init__(
-        self, stage: Stage, batch: Batch, memory: StepMemory, scope: Callable[[], PassScope]
+        self,
+        stage: Stage,
+        batch: Batch,
+        memory: StepMemory,
+        scope: Callable[[], PassScope],
+        weights: Iterable[keras.Variable],
+        *,
+        each: bool,
     ):
         self._stage = stage
         self._batch = batch
         self._memory = memory
         self._scope = scope
-        self._call = TracedOnce(self._run, batch.shards)
+        values = [weight._value for weight in weights]
+        self._call = TracedOnce(self._run, batch.shards, values, each=each)
         self._given: list[Key] = []
-        self._made: list[Key] = []  # Of what `_run` returns, the first.
-        self._num_losses = 0  # The next.
-        self._moments: list[Any] = []  # The last, three tensors each.
+        # What `_run` returns: values by these keys, losses, and three moments for each of these.
+        self._made: list[Key] = []
+        self._num_losses = 0
+        self._moments: list[Any] = []
 
     def __call__(self, taken: Values, shard: Shard) -> Made:
         """Makes the calls on the tensors of the stage's `inputs`."""
@@ -68,7 +79,7 @@ class StageCall:
         moments = {key: (next(found), next(found), next(found)) for key in self._moments}
         return Made(values, losses, moments)
 
-    def _run(self, tensors: list[Any], shard: Shard) -> list[Any]:
+    def _run(self, tensors: list[Any], shard: Shard) -> tuple[list[Any], list[int]]:
         taken = dict(zip(self._given, tensors, strict=True))
         self._batch.attach_logits(taken)
         own, scope = Pass(self._memory, self._stage.index, shard), self._scope()
@@ -77,17 +88,25 @@ class StageCall:
         self._batch.note_logits(made)
         self._made = [key for key in made if key not in taken]
         self._num_losses, self._moments = len(scope.losses), [*own.moments]
-        values = [made[key] for key in self._made]
-        return [*values, *scope.losses, *(each for of in own.moments.values() for each in of)]
+        found = [*(made[key] for key in self._made), *scope.losses]
+        # What is made again of its logits wherever it is read has no gradient of its own.
+        remade = {key for key, logits in self._batch.behind.items() if logits.operation is not None}
+        targets = [place for place, key in enumerate(self._made) if key not in remade]
+        targets += range(len(self._made), len(found))
+        return [*found, *(each for moments in own.moments.values() for each in moments)], targets
 
-    def is_reached(self, targets: Iterable[Key], source: Key | keras.Variable) -> bool:
-        """Whether a gradient of tensors that it made, or of its losses, may reach a source."""
-        num_made = len(self._made)
-        places = [self._made.index(key) for key in targets if key in self._made]
-        places += range(num_made, num_made + self._num_losses)
-        if isinstance(source, keras.Variable):
-            return self._call.reaches(places, source._value)
-        return self._call.reaches(places, self._given.index(source))
+    def check_seeded(self, keys: Collection[Key]) -> None:
+        """Raises unless a gradient comes for each target that it made.
+
+        Args:
+            keys: Of those for which one comes.
+
+        Raises:
+            MustTraceEach: If there is none for another, which no loss depends on.
+        """
+        targets = {key for place, key in enumerate(self._made) if place in self._call.targets}
+        if targets - {*keys}:
+            raise MustTraceEach
 
 
 class LossCall:
@@ -97,13 +116,14 @@ class LossCall:
         model: The model, compiled.
         batch: The whole batch.
         with_metrics: Whether what the metrics grow by is wanted.
+        each: Whether each micro-batch is traced.
     """
 
-    def __init__(self, model: keras.Model, batch: Batch, *, with_metrics: bool):
+    def __init__(self, model: keras.Model, batch: Batch, *, with_metrics: bool, each: bool):
         self._model = model
         self._batch = batch
         self._with_metrics = with_metrics
-        self._call = TracedOnce(self._run, batch.shards)
+        self._call = TracedOnce(self._run, batch.shards, each=each)
         self._loss: MicroBatchLoss | None = None
         self._given: list[Key] = []
         self._num_shares: int | None = None
@@ -115,34 +135,30 @@ class LossCall:
         outputs = {*self._batch.output_keys}
         outputs |= {*map(LogitsOf, outputs)}
         self._given = [key for key in values if key in outputs]
-        targets = keras.tree.flatten(self._batch.targets_of(shard))
+        # Micro-batches may differ by a row, which is known of targets, as they are cut here.
+        targets = map(of_any_number, keras.tree.flatten(self._batch.targets_of(shard)))
         found = self._call([*(values[key] for key in self._given), *targets], shard)
         if self._num_shares is None:
             return None, found
         loss, *others = found
         return Part(loss, others[: self._num_shares]), others[self._num_shares :]
 
-    def _run(self, tensors: list[Any], shard: Shard) -> list[Any]:
+    def _run(self, tensors: list[Any], shard: Shard) -> tuple[list[Any], list[int]]:
         values = dict(zip(self._given, tensors, strict=False))
         like = (self._batch.y, self._batch.sample_weight)
         y, sample_weight = keras.tree.pack_sequence_as(like, tensors[len(values) :])
         outputs = self._batch.outputs_of(shard, values)
-        flat = keras.tree.flatten(outputs)
-        with tf.control_dependencies(as_many_rows(self._model, flat, shard.num_rows)):
-            part, grown = self._loss(y, sample_weight, outputs), []
+        flat, checks, grown = keras.tree.flatten(outputs), [], []
+        if self._with_metrics:
+            checks = as_many_rows(self._model, flat, shard.num_rows)
+        with tf.control_dependencies(checks):
+            part = self._loss(y, sample_weight, outputs)
             if self._with_metrics:
                 grown = growth(self._model._compile_metrics, y, outputs, sample_weight)
         if part is None:
-            return grown
+            return grown, []
         self._num_shares = len(part.shares)
-        return [part.loss, *part.shares, *grown]
-
-    def targets(self, values: Values) -> list[Key]:
-        """Of what it was given, that which the loss depends on."""
-        return [key for key in values if key in self._given and self._reads(key)]
-
-    def _reads(self, key: Key) -> bool:
-        return self._num_shares is not None and self._call.reaches([0], self._given.index(key))
+        return [part.loss, *part.shares, *grown], [0]
 
     def _prepared(self, predictions) -> MicroBatchLoss:
         """Finds the loss's divisors, from shapes and masks of the whole batch's outputs."""

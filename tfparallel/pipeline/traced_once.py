@@ -8,19 +8,22 @@ What a micro-batch is told beside its tensors are arguments too: which rows it h
 What is the same for all of a step (seeds, divisors) is made outside, and captured.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfparallel.data import provenance
 from tfparallel.data.shard import Shard
 
-__all__ = ["TracedOnce"]
+__all__ = ["MustTraceEach", "TracedOnce", "is_differentiable"]
 
 _READS = ("ReadVariableOp", "VariableShape", "AssignVariableOp", "AssignAddVariableOp")
 _HANDED_ON = ("Identity", "Cast", "ReadVariableOp")
+
+
+class MustTraceEach(Exception):
+    """A step was traced whose micro-batches must be traced one by one."""
 
 
 class _ReadTwice(Exception):
@@ -30,30 +33,52 @@ class _ReadTwice(Exception):
 class TracedOnce:
     """Such a function, while a step is traced; in an eager step it is called as it is.
 
+    TensorFlow's gradient of a function takes zeros for the gradient of whatever the function
+    returns, where a tape knows that there is none: weights that nothing else depends on would have
+    zeros, too, and 0 · ∞ is no number. So of what is returned all that is no target is cut off
+    from its gradient, and for each target there must be one.
+
     Args:
-        function: Takes tensors, of which any may be None, and the micro-batch's rows; returns
-            tensors. The mask that Keras keeps beside a tensor goes in and out with it.
+        function: Takes tensors, of which any may be None, and the micro-batch's rows. Returns
+            tensors, and the places among them of targets: of what a gradient comes back. The mask
+            that Keras keeps beside a tensor goes in and out with it.
         shards: The rows of all micro-batches.
+        weights: Variables that are trained.
+        each: Whether to trace each micro-batch all the same.
+
+    Attributes:
+        targets: The places of floating-point tensors for which a gradient must come; none where
+            each micro-batch is traced.
     """
 
     def __init__(
-        self, function: Callable[[list[Any], Shard], list[Any]], shards: Sequence[Shard]
+        self,
+        function: Callable[[list[Any], Shard], tuple[list[Any], Collection[int]]],
+        shards: Sequence[Shard],
+        weights: Iterable[tf.Variable] = (),
+        *,
+        each: bool = False,
     ):
+        self.targets: frozenset[int] = frozenset()
         self._function = function
         # Known, and the same for all: then a layer knows that no micro-batch is without rows.
         sizes = {s.num_rows if isinstance(s.num_rows, int) else None for s in shards}
         self._num_rows = sizes.pop() if len(sizes) == 1 else None
-        self._is_direct = tf.executing_eagerly()
+        self._handles = {id(weight.handle) for weight in weights}
+        self._is_direct = each or tf.executing_eagerly()
         self._traced: tf.types.experimental.ConcreteFunction | None = None
+        self._types: list[tf.TypeSpec] = []
         self._masked: list[int] = []  # Which of what is returned have masks.
-        self._links: list[set] = []  # By what is returned.
 
     def __call__(self, tensors: Sequence[Any], shard: Shard) -> list[Any]:
         """Returns what the function returns of a micro-batch's tensors.
 
         Args:
-            tensors: With the batch axis 0, of the same types for each micro-batch.
-            shard: Which rows they are.
+            tensors: A micro-batch's.
+            shard: Which rows they are of.
+
+        Raises:
+            MustTraceEach: If their types are not those of the first micro-batch's.
         """
         if self._traced is None and not self._is_direct:
             try:
@@ -61,27 +86,17 @@ class TracedOnce:
             except _ReadTwice:
                 self._is_direct = True
         if self._is_direct:
-            return self._function(list(tensors), shard)
-        found = list(self._traced(*_told(shard), *_with_masks(tensors)))
+            found, _ = self._function(list(tensors), shard)
+            return found
+        given = [*_told(shard), *_with_masks(tensors)]
+        if not all(t.is_compatible_with(each) for t, each in zip(self._types, given, strict=True)):
+            raise MustTraceEach
+        found = list(self._traced(*given))
         masks = found[len(found) - len(self._masked) :]
         found = found[: len(found) - len(self._masked)]
         for place, mask in zip(self._masked, masks, strict=True):
             found[place]._keras_mask = mask
         return found
-
-    def reaches(self, places: Sequence[int], source: Any) -> bool:
-        """Whether a gradient of some of what is returned may reach a source.
-
-        TensorFlow hands zeros to what only other results depend on, where a tape says None.
-
-        Args:
-            places: Which of what is returned.
-            source: The place of an argument, or a variable.
-        """
-        if self._is_direct:
-            return True
-        key = source if isinstance(source, int) else id(source.handle)
-        return any(key in self._links[place] for place in places)
 
     def _trace(self, tensors, shard):
         given = [*_told(shard), *_with_masks(tensors)]
@@ -89,27 +104,58 @@ class TracedOnce:
         def body(*arguments):
             _stand_for(arguments, given)
             here = _without_masks(arguments[3:], tensors)
-            found = self._function(here, self._own_shard(shard, arguments[:3]))
-            found = [_as_tensor(each) for each in found]
-            graph = tf.compat.v1.get_default_graph()
-            if _is_read_twice(graph):
+            found, targets = self._function(here, self._own_shard(shard, arguments[:3]))
+            if self._reads_twice(tf.compat.v1.get_default_graph()):
                 raise _ReadTwice
-            self._links = [_reached(graph, each, here) for each in found]
             masks = [getattr(each, "_keras_mask", None) for each in found]
             self._masked = [place for place, mask in enumerate(masks) if mask is not None]
-            return [*found, *(mask for mask in masks if mask is not None)]
+            found = [_as_tensor(each) for each in found]
+            self.targets = frozenset(p for p in targets if is_differentiable(found[p]))
+            found = [
+                each if place in self.targets or each is None else _without_gradient(each)
+                for place, each in enumerate(found)
+            ]
+            return [*found, *(_as_tensor(mask) for mask in masks if mask is not None)]
 
         # Not inlined: else every device's part of the step has all operations M times.
-        function = tf.function(
-            body, autograph=False, experimental_attributes={"_noinline": True}
-        )
-        sizes = {n for n in (shard.num_rows, shard.num_rows_used) if isinstance(n, int)}
-        self._traced = function.get_concrete_function(*(_type_of(each, sizes) for each in given))
+        attributes = {"_noinline": True}
+        function = tf.function(body, autograph=False, experimental_attributes=attributes)
+        self._types = [*map(_type_of, given)]
+        self._traced = function.get_concrete_function(*self._types)
 
     def _own_shard(self, shard, told) -> Shard:
         index, start, num_rows = told
         num_rows = num_rows if self._num_rows is None else self._num_rows
         return shard._replace(replica=index, start=start, num_rows=num_rows)
+
+    def _reads_twice(self, graph: tf.Graph) -> bool:
+        """Whether a weight is looked up in several places, or in one and in a function besides."""
+        captures = graph.captures
+        handles = {inside.name for outside, inside in captures if id(outside) in self._handles}
+        seen = set()
+        for operation in graph.get_operations():
+            if operation.type in _READS:
+                continue
+            if "Gather" in operation.type:
+                read = [_handed_on(operation.inputs[0])]
+            else:
+                read = operation.inputs
+            for name in {tensor.name for tensor in read} & handles:
+                if name in seen:
+                    return True
+                seen.add(name)
+        return False
+
+
+def is_differentiable(tensor) -> bool:
+    """Whether there may be a gradient of a tensor."""
+    return tensor is not None and (tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _handed_on(tensor: tf.Tensor) -> tf.Tensor:
+    while tensor.op.type in _HANDED_ON:
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def _told(shard: Shard) -> list[tf.Tensor]:
@@ -145,66 +191,26 @@ def _stand_for(arguments, given) -> None:
 
 
 def _as_tensor(found):
-    """A layer may return a weight."""
-    is_weight = isinstance(found, keras.Variable | tf.Variable)
-    return tf.convert_to_tensor(found) if is_weight else found
+    """A layer may return a weight, or an array."""
+    if found is None or isinstance(found, tf.__internal__.CompositeTensor):
+        return found
+    return found if tf.is_symbolic_tensor(found) else tf.identity(tf.convert_to_tensor(found))
 
 
-def _type_of(tensor, sizes: set[int]) -> tf.TypeSpec:
-    """A tensor's type; of rows, with any number of them: other micro-batches have others."""
+def _without_gradient(found):
+    return tf.nest.map_structure(
+        lambda part: tf.stop_gradient(part) if is_differentiable(part) else part,
+        found,
+        expand_composites=True,
+    )
+
+
+def _type_of(tensor) -> tf.TypeSpec:
+    """A tensor's type; of a sparse or ragged one, which are rows, with any number of them."""
     spec = tf.type_spec_from_value(tensor)
-    shape = spec.shape
-    if shape.rank and shape[0] in sizes:
-        shape = [None, *shape[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank)
-    return type(spec)(shape, spec.dtype)
-
-
-def _is_read_twice(graph: tf.Graph) -> bool:
-    """Whether a weight is looked up in several places, or in one and in a function besides."""
-    seen = set()
-    for operation in graph.get_operations():
-        if "Gather" in operation.type:
-            read = [operation.inputs[0]]
-        elif operation.type in _READS:
-            continue
-        else:
-            read = [tensor for tensor in operation.inputs if tensor.dtype == tf.resource]
-        for tensor in read:
-            while tensor.op.type in _HANDED_ON:
-                tensor = tensor.op.inputs[0]
-            if tensor.dtype == tf.resource:
-                if tensor.name in seen:
-                    return True
-                seen.add(tensor.name)
-    return False
-
-
-def _reached(graph, found, arguments) -> set:
-    """The places of the arguments, and the ids of the variables' handles, behind a tensor."""
-    if found is None:
-        return set()
-    known = {}
-    for place, argument in enumerate(arguments):
-        parts = tf.nest.flatten(argument, expand_composites=True)
-        known |= {part.name: place for part in parts if part is not None}
-    known |= {inside.name: id(outside) for outside, inside in graph.captures}
-    return {known[tensor.name] for tensor in _behind(found) if tensor.name in known}
-
-
-def _behind(found) -> Iterator[tf.Tensor]:
-    """The placeholders from which a gradient's way leads to a tensor."""
-    waiting, seen = tf.nest.flatten(found, expand_composites=True), set()
-    while waiting:
-        tensor = waiting.pop()
-        if tensor.name in seen or tensor.op.type in ("StopGradient", "PreventGradient"):
-            continue
-        seen.add(tensor.name)
-        if tensor.op.type == "Placeholder":
-            yield tensor
-        waiting.extend(
-            each
-            for each in tensor.op.inputs
-            if each.dtype.is_floating or each.dtype in (tf.resource, tf.variant)
-        )
+        shape = [None, *spec.shape[1:]]
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec([None, *spec.shape[1:]], spec.dtype)
+    return spec
