@@ -119,6 +119,22 @@ def test_what_is_no_target_has_no_gradient():
     assert found[1] is None
 
 
+def test_tensorflow_takes_zeros_for_the_gradient_of_what_nobody_uses():
+    """Why results are cut off: a gradient of `other` is None, and not 0 · ∞."""
+    kernel, other, found = tf.Variable(2.0), tf.Variable(0.0), []
+    function = tf.function(lambda x: (x * kernel, tf.math.log(x * other)), autograph=False)
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            product, _ = function(x)
+        found.append(tape.gradient(product, other))
+        return found[0]
+
+    step(tf.constant(1.0))
+    assert found[0] is not None
+
+
 def test_a_weight_that_is_looked_up_in_two_places_is_traced_for_each():
     table, traced = tf.Variable(np.ones((5, 2), "float32")), []
 
