@@ -16,8 +16,8 @@ Backward = Callable[..., Sequence[tf.Tensor | None]]
 
 
 def is_differentiable(tensor) -> bool:
-    """Whether there may be a gradient of a tensor: of real and of complex numbers."""
-    return tensor.dtype.is_floating or tensor.dtype.is_complex
+    """Whether there may be a gradient of a tensor: of real and complex numbers, not of None."""
+    return tensor is not None and (tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def call_with_gradient(

@@ -41,7 +41,7 @@ def kinds_of(
             own[place] = tensor
         with tf.GradientTape() as tape:
             outputs = keras.tree.flatten(call(keras.tree.pack_sequence_as(arguments, own)))
-            targets = [each for each in outputs if each is not None and is_differentiable(each)]
+            targets = [each for each in outputs if is_differentiable(each)]
         for gradient in tape.gradient(targets, weights):
             is_sparse = isinstance(gradient, tf.IndexedSlices)
             kinds = [each.kind for each in indexed_slices.readings(gradient)] if is_sparse else None

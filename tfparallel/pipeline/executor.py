@@ -43,7 +43,6 @@ from tfparallel.pipeline.micro_batch import StepMemory
 from tfparallel.pipeline.order import Order
 from tfparallel.pipeline.pass_scope import PassScope, writable
 from tfparallel.pipeline.stage_call import LossCall, StageCall
-from tfparallel.pipeline.traced_once import is_differentiable
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import aligned
@@ -271,7 +270,7 @@ class Step:
         return {
             key: tensor
             for key, tensor in taken.items()
-            if tensor is not None and is_differentiable(tensor) and self._maker(key) >= 0
+            if is_differentiable(tensor) and self._maker(key) >= 0
         }
 
     def _maker(self, key) -> int:

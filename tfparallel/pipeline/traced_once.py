@@ -13,10 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.data import provenance
 from tfparallel.data.shard import Shard
 
-__all__ = ["MustTraceEach", "TracedOnce", "is_differentiable"]
+__all__ = ["MustTraceEach", "TracedOnce"]
 
 _READS = ("ReadVariableOp", "VariableShape", "AssignVariableOp", "AssignAddVariableOp")
 _HANDED_ON = ("Identity", "Cast", "ReadVariableOp")
@@ -145,11 +146,6 @@ class TracedOnce:
                     return True
                 seen.add(name)
         return False
-
-
-def is_differentiable(tensor) -> bool:
-    """Whether there may be a gradient of a tensor."""
-    return tensor is not None and (tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def _handed_on(tensor: tf.Tensor) -> tf.Tensor:
