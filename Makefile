@@ -65,6 +65,7 @@ bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.
 	$(BIN)/python benchmarks/data_parallel.py
 	$(BIN)/python benchmarks/all_reduce.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/scaling.py $(WITH_TORCH)
+	$(BIN)/python benchmarks/first_epoch.py
 	$(BIN)/python benchmarks/model_parallel.py
 	$(BIN)/python benchmarks/pipeline.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/restarts.py

@@ -1,0 +1,115 @@
+"""Times the first epoch of a model, which traces its step: on two devices, and plain Keras.
+
+    .venv/bin/python benchmarks/first_epoch.py
+
+Each is a new process, since a process traces a step once; they take turns, a round each. Five
+minutes of two idle cores.
+"""
+
+import contextlib
+import sys
+
+import contest
+import environment
+import first_epoch_contender
+from contender_process import ContenderProcess
+
+PROGRAM = contest.PAGE.with_name("first_epoch_contender.py")
+NUM_CORES = 2
+TARGETS = {
+    "mobilenet_v2": "an epoch of at most 1.5 times plain Keras's",
+    "transformer": "tracing in at most 10 s",
+}
+DESCRIPTIONS = {
+    "mobilenet_v2": "MobileNetV2, 64 × 64 pixels, alpha 0.35, 32 images a step",
+    "transformer": "the transformer of 10.8 M parameters, 64 sequences a step",
+}
+TITLES = {
+    "plain": "plain Keras",
+    "ours": "`data_parallel`, 2 replicas",
+    "pipeline": "`pipeline_parallel`, 2 stages, M = 8",
+}
+CONTENDERS = {"mobilenet_v2": ("plain", "ours"), "transformer": ("plain", "pipeline")}
+FIGURES = ("tracing_seconds", "epoch_seconds", "cpu_seconds", "peak_mib")
+
+
+def main(arguments):
+    options = contest.parse(contest.make_parser(__doc__, num_rounds=5), arguments)
+    cores = environment.cores_to_pin(NUM_CORES)
+    described = environment.describe()
+    found = {name: measure(name, options.num_rounds, cores) for name in CONTENDERS}
+    contest.publish("first_epoch", page(found, described, options), found, options)
+
+
+def measure(workload, num_rounds, cores):
+    """Returns each round's figures by kind, and the versions that ran."""
+    kinds, versions, rounds = CONTENDERS[workload], {}, []
+    for index in range(num_rounds):
+        figures = {}
+        for kind in contest.in_turn(kinds, index):
+            figures[kind], versions = first_epoch(workload, kind, cores)
+        rounds.append(figures)
+        print(f"{workload}, round {index + 1}: {figures}", file=sys.stderr)
+    return {
+        "versions": versions,
+        "figures": {
+            kind: {name: contest.percentiles([r[kind][name] for r in rounds]) for name in FIGURES}
+            for kind in kinds
+        },
+        "ratio": contest.percentiles(
+            [r[kinds[1]]["epoch_seconds"] / r[kinds[0]]["epoch_seconds"] for r in rounds]
+        ),
+    }
+
+
+def first_epoch(workload, kind, cores):
+    """Returns what a new process measured, and what it tells of itself."""
+    program = (sys.executable, str(PROGRAM))
+    contender = ContenderProcess(
+        workload,
+        kind,
+        first_epoch_contender.NUM_DEVICES,
+        cores=cores,
+        num_threads=len(cores) or NUM_CORES,
+        program=program,
+    )
+    with contextlib.closing(contender):
+        told = contender.wait_until_ready()
+        contender.ask()
+        return contender.answer(), told
+
+
+def page(found, described, options):
+    """The lines of RESULTS.md about the first epoch."""
+    lines = [
+        "## The first epoch",
+        "",
+        f"A new process trains {first_epoch_contender.NUM_STEPS} steps. Tracing is what the first "
+        "takes beyond the others: the step is traced, and TensorFlow prepares its graph. The "
+        "median of the rounds, with the 10th and 90th percentile; the ratio is by round.",
+    ]
+    for workload, result in found.items():
+        number = result["versions"]["num_parameters"]
+        lines += [
+            "",
+            f"### {DESCRIPTIONS[workload]}",
+            "",
+            f"{number:,} weights.",
+            "",
+            "| | tracing, s | first epoch, s | processor time, s "
+            "| peak memory, MiB |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for kind, figures in result["figures"].items():
+            cells = [contest.spread(figures[name], 1) for name in FIGURES[:3]]
+            cells.append(f"{figures['peak_mib']['median']:.0f}")
+            lines.append(f"| {TITLES[kind]} | {' | '.join(cells)} |")
+        ratio = contest.spread(result["ratio"], 2)
+        lines += ["", f"Epoch over plain Keras's: {ratio}. To reach: {TARGETS[workload]}."]
+    versions = next(iter(found.values()))["versions"]
+    named = {key: versions[key] for key in ("tensorflow", "keras")}
+    return lines + contest.footer("first_epoch", described | named, options, "num_rounds")
+
+
+if __name__ == "__main__":
+    contest.run(main)
