@@ -30,6 +30,9 @@ COMPILED_FOR_ONE_DEVICE = dict.fromkeys(
 STATE_OF_A_ROW = dict.fromkeys(
     (*REPLICATED, "pipeline_parallel"), "Stateful recurrent layers keep a state for each row"
 )
+SCALES_BY_CALLS = dict.fromkeys(
+    (*REPLICATED, "pipeline_parallel"), "A float8 layer scales by the largest values"
+) | {"tensor_parallel": "Nothing in model '\\w+' can be split"}
 MIXES_EXAMPLES = dict.fromkeys(
     (*REPLICATED, "pipeline_parallel"), "A layer mixes examples, and the batch is divided"
 )

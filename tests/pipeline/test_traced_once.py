@@ -135,16 +135,59 @@ def test_tensorflow_takes_zeros_for_the_gradient_of_what_nobody_uses():
     assert found[0] is not None
 
 
-def test_a_weight_that_is_looked_up_in_two_places_is_traced_for_each():
+@tf.function(autograph=False)
+def looked_up_twice(table, tokens):
+    return tf.gather(table, tokens) + tf.gather(table, tf.range(2))
+
+
+@tf.custom_gradient
+def handed_on(table):
+    return tf.identity(table), lambda upstream: upstream
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, tokens: tf.gather(table, tokens) + tf.gather(table, tf.range(2)),
+        lambda table, tokens: looked_up_twice(tf.convert_to_tensor(table), tokens),
+        lambda table, tokens: tf.gather(tf.concat([table, 2 * table], 0), tokens),
+        lambda table, tokens: tf.gather(handed_on(table), tokens) + tf.gather(table, tf.range(2)),
+        lambda table, tokens: tf.gather(table, tokens) @ tf.transpose(table[:2]),
+        lambda table, tokens: tf.py_function(tf.gather, [table, tokens], tf.float32),
+        lambda table, tokens: tf.nn.dropout(tf.gather(table, tokens), 0.5),
+    ],
+    ids=["twice", "in a function", "joined", "handed on", "tied", "python", "a draw"],
+)
+def test_what_computes_something_else_in_a_function_is_traced_for_each(look_up):
     table, traced = tf.Variable(np.ones((5, 2), "float32")), []
 
     def function(tensors, shard):
         traced.append(shard.replica)
-        (tokens,) = tensors
-        return [tf.gather(table, tokens) + tf.gather(table, tf.range(2))], [0]
+        return [look_up(table, tensors[0])], [0]
 
     called(function, np.zeros((6, 2), "int32"), [table])
     assert traced[-NUM_MICRO_BATCHES:] == list(range(NUM_MICRO_BATCHES))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kernel, x: tf.nn.relu(x @ kernel) @ kernel,
+        lambda kernel, x: tf.gather(x @ kernel, [0, 0]),
+        lambda kernel, x: tf.gather(kernel, tf.cast(x[:, 0], tf.int32) * 0),
+        lambda kernel, x: tf.scan(lambda h, _: h @ kernel, tf.range(2), x),
+    ],
+    ids=["dense twice", "a gathered product", "one look-up", "a loop"],
+)
+def test_other_weights_are_in_a_function(call):
+    kernel, traced = tf.Variable(np.eye(2, dtype="float32")), []
+
+    def function(tensors, shard):
+        traced.append(shard.replica)
+        return [call(kernel, tensors[0])], [0]
+
+    called(function, np.ones((6, 2), "float32"), [kernel])
+    assert len(traced) == 1
 
 
 def test_its_graph_is_given_free():
@@ -192,6 +235,28 @@ class Tied(layers.Layer):
     def call(self, tokens):
         places = keras.ops.arange(keras.ops.shape(tokens)[1])
         return keras.ops.take(self.table, tokens, 0) + keras.ops.take(self.table, places, 0)
+
+
+class Sines(layers.Layer):
+    """Python computes them, and their gradient."""
+
+    def call(self, inputs):
+        found = tf.py_function(tf.sin, [inputs], inputs.dtype)
+        found.set_shape(inputs.shape)
+        return found
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Contrast(layers.Layer):
+    """TensorFlow has no gradient of it."""
+
+    def call(self, inputs):
+        return tf.image.adjust_contrast(inputs[..., None], 2.0)[..., 0]
+
+    def compute_output_shape(self, shape):
+        return shape
 
 
 class Swapped(layers.Layer):
@@ -289,6 +354,21 @@ def unused_head_of_what_is_stopped(inputs):
     return ends(layers.Add()([layers.Dense(4)(x), Stopped()(y)]), unused=y)
 
 
+def computed_by_python(inputs):
+    x = Sines()(layers.Dense(4)(inputs))
+    return ends(Sines()(layers.Dense(4, name="second")(x)))
+
+
+def without_a_gradient(inputs):
+    return ends(layers.Dense(4, name="second")(layers.Dense(4)(Contrast()(inputs))))
+
+
+def read_in_a_closure(inputs):
+    first = layers.Dense(4, use_bias=False)
+    x = layers.Dense(4, name="second")(first(inputs))
+    return ends(layers.Lambda(lambda t: t @ first.kernel, output_shape=(3, 4))(x))
+
+
 def read_twice(inputs):
     return ends(layers.Dense(4, name="second")(Tied()(inputs)))
 
@@ -301,7 +381,8 @@ def read_twice(inputs):
     "layers_of",
     [
         dropped_constant, held_constant, another_axis_first, another_axis_first_inside,
-        complex_numbers, unused_head, unused_steep_head, unused_head_of_what_is_stopped, read_twice,
+        complex_numbers, computed_by_python, without_a_gradient, read_in_a_closure, unused_head,
+        unused_steep_head, unused_head_of_what_is_stopped, read_twice,
     ],
 )  # fmt: skip
 def test_a_pipeline_trains_to_the_weights_of_one_device(layers_of, schedule, batch_size):
@@ -327,6 +408,131 @@ def test_a_pipeline_trains_to_the_weights_of_one_device(layers_of, schedule, bat
         told = model.fit(x, targets, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
         found.append((told.history, state_of(model)))
     assert_equal(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+class Places(layers.Layer):
+    """0, 1, 2 …: the places of tokens."""
+
+    def call(self, inputs):
+        return keras.ops.arange(keras.ops.shape(inputs)[1], dtype="int32")[None]
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor((1, inputs.shape[1]), "int32")
+
+
+class Sum(layers.Layer):
+    """Of what has rows and what has none."""
+
+    def call(self, rows, constant):
+        return rows + constant
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_read_a_table_in_different_ways(schedule):
+    """By tokens in the first, by places in the second: slices of either are added in their way."""
+    generator = np.random.default_rng(0)
+    x, y = generator.integers(0, 9, (18, 5)), generator.normal(size=(18, 5, 2))
+
+    def build():
+        inputs, table = keras.Input((5,), dtype="int32"), layers.Embedding(9, 4)
+        second = layers.Dense(4, name="second")(table(inputs))
+        return keras.Model(inputs, layers.Dense(2)(Sum()(second, table(Places()(second)))))
+
+    found = []
+    for model in (
+        seeded(build),
+        tfparallel.pipeline_parallel(
+            lambda: seeded(build), ["CPU:0", "CPU:1"], NUM_MICRO_BATCHES, schedule=schedule,
+            layers_per_stage=[1, 4],
+        ),
+    ):  # fmt: skip
+        model.compile(keras.optimizers.Adagrad(0.1), "mse")
+        told = model.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0)
+        found.append((told.history, state_of(model)))
+    assert_equal(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+def stepwise(model, x, y):
+    return [model.train_on_batch(x, y) for _ in range(3)]
+
+
+def in_a_function_of_the_user(model, x, y):
+    step = tf.function(model.train_step, autograph=False)
+    batch = tf.nest.map_structure(tf.constant, (x, y))
+    return [float(step(batch)["loss"]) for _ in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("steps", [stepwise, in_a_function_of_the_user])
+def test_a_step_that_must_trace_each_is_begun_anew(steps):
+    """Of a head without a loss; `fit` calls its step again, and others do as well."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(7, 3, 4)), {"used": generator.normal(size=(7, 3, 3))}
+
+    def build():
+        inputs = keras.Input((3, 4))
+        return keras.Model(inputs, unused_head(inputs))
+
+    found = []
+    for model in (
+        seeded(build),
+        tfparallel.pipeline_parallel(
+            lambda: seeded(build), ["CPU:0", "CPU:1"], NUM_MICRO_BATCHES, layers_per_stage=[1, 3]
+        ),
+    ):
+        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), {"used": "mse"})
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        found.append(({"loss": steps(model, x, y)}, state_of(model)))
+    assert_equal(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+class Keeping(layers.Layer):
+    """Keeps what it was given."""
+
+    def call(self, inputs):
+        self.kept = inputs
+        return inputs * 1.0
+
+
+def test_a_tensor_that_another_stage_keeps_is_refused():
+    def build():
+        inputs, keeping = keras.Input((4,)), Keeping()
+        x = layers.Dense(4)(keeping(inputs))
+        x = layers.Lambda(lambda t: t + keeping.kept, output_shape=(4,))(x)
+        return keras.Model(inputs, layers.Dense(1)(x))
+
+    model = tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[2, 2])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="keeps a tensor, and another stage reads it"):
+        model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+
+
+class DroppingCell(layers.Layer):
+    """Draws anew at each time step."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.state_size = self.output_size = 4
+        self.dropout = layers.Dropout(0.5)
+
+    def call(self, inputs, states, training=None):
+        found = self.dropout(inputs + states[0], training=training)
+        return found, [found]
+
+
+def test_a_draw_in_a_loop_is_refused():
+    def build():
+        inputs = keras.Input((3, 4))
+        return keras.Model(inputs, layers.Dense(1)(layers.RNN(DroppingCell())(inputs)))
+
+    model = tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[1, 1])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="draws anew each time that a loop or a branch"):
+        model.fit(np.ones((4, 3, 4)), np.ones((4, 1)), verbose=0)
 
 
 @pytest.mark.slow

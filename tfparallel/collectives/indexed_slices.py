@@ -57,7 +57,7 @@ def readings(slices: tf.IndexedSlices, kinds: Sequence[str] | None = None) -> li
     """
     if tf.is_symbolic_tensor(slices.indices):
         return [
-            Reading(values, indices, _kind(indices))
+            Reading(values, indices, _kind(values, indices))
             for values, indices in _split(slices.values, slices.indices)
         ]
     if kinds is None or len(set(kinds)) > 1:
@@ -137,7 +137,19 @@ def _unwrapped(tensor: tf.Tensor) -> tf.Operation:
     return operation
 
 
-def _kind(indices: tf.Tensor) -> str:
-    if provenance.maker_of(indices, _HANDED_ON).type in _UNIQUE:
+def _kind(values: tf.Tensor, indices: tf.Tensor) -> str:
+    maker = provenance.maker_of(indices, _HANDED_ON)
+    if maker.type in _UNIQUE:
         return DISTINCT
+    if maker.type == provenance.maker_of(values, _HANDED_ON).type == "ConcatV2":
+        # Laid end to end within a `tf.function`, out of which no part of them comes.
+        *parts, _ = provenance.inputs_made_of(indices, _HANDED_ON)
+        if len({bool(part) for part in parts}) > 1:
+            raise ValueError(
+                "A weight that a `tf.function` of a layer's own reads must be read with rows of "
+                "the batch, or with indices that are the same for all rows: its sparse gradient "
+                "is one, and the parts of a batch have them added in another way for each. "
+                f"Received: a weight of shape (…, {values.shape[-1]}), read in both ways. Read it "
+                "in one function for each, or in none."
+            )
     return ROWS if provenance.made_of(indices) else ONCE

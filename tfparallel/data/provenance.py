@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-__all__ = ["NUMBER", "ROWS", "made_of", "maker_of", "stand_for"]
+__all__ = ["NUMBER", "ROWS", "inputs_made_of", "made_of", "maker_of", "stand_for"]
 
 ROWS, NUMBER = "rows", "number of rows"
 
@@ -73,6 +73,18 @@ def maker_of(tensor: tf.Tensor, handed_on: Sequence[str]) -> tf.Operation:
         tensor: A tensor of a graph.
         handed_on: Types of operations behind which the search goes on.
     """
+    operation, _ = _made_by(tensor, handed_on)
+    return operation
+
+
+def inputs_made_of(tensor: tf.Tensor, handed_on: Sequence[str]) -> list[frozenset[str]]:
+    """Returns for each input of `maker_of` a tensor what it depends on, as `made_of` does."""
+    operation, call = _made_by(tensor, handed_on)
+    return [_Walk().of(each, call) for each in operation.inputs]
+
+
+def _made_by(tensor, handed_on) -> tuple[tf.Operation, tuple]:
+    """The maker, and the calls in whose functions it stands."""
     walk, call = _Walk(), ()
     while True:
         if tensor.op.type in handed_on:
@@ -82,10 +94,10 @@ def maker_of(tensor: tf.Tensor, handed_on: Sequence[str]) -> tf.Operation:
         elif tensor.op.type == "Placeholder":
             outer = walk.outside(tensor, call)
             if outer is None or not tf.is_symbolic_tensor(outer[0]):
-                return tensor.op
+                return tensor.op, call
             tensor, call = outer
         else:
-            return tensor.op
+            return tensor.op, call
 
 
 class _Walk:

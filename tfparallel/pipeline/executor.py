@@ -43,6 +43,7 @@ from tfparallel.pipeline.micro_batch import StepMemory
 from tfparallel.pipeline.order import Order
 from tfparallel.pipeline.pass_scope import PassScope, writable
 from tfparallel.pipeline.stage_call import LossCall, StageCall
+from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import aligned
@@ -54,7 +55,7 @@ class Recorded(NamedTuple):
     """What a forward pass leaves for its backward pass."""
 
     tape: tf.GradientTape
-    made: Values
+    made: Values  # And taken.
     added: list[tuple[tf.Tensor, tf.Tensor]]  # Losses that layers added, and their shares.
     moments: dict[Any, tuple]  # Of batch normalization.
     loss: tuple[tf.GradientTape, Part] | None  # Behind the last stage.
@@ -108,6 +109,7 @@ class Step:
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
         self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, likewise.
         self._kinds: dict[int, Any] = {}
+        self._read: list[set[int]] = [set() for _ in stages]  # Values of weights, by stage.
         self.order = Order(devices, timed)
         self.checked: list[tf.Operation] = []
 
@@ -123,8 +125,9 @@ class Step:
             y, sample_weight = aligned(x, y, sample_weight)
         self._batch = Batch(self._model, x, y, sample_weight, number)
         batch, memory, each = self._batch, self._memory, self._traces_each
+        trained = self._model.trainable_variables
         self._calls = [
-            StageCall(stage, batch, memory, self._scope, self._variables_of(stage), each=each)
+            StageCall(stage, batch, memory, self._scope, trained, each=each)
             for stage in self._stages
         ]
         self._loss = LossCall(self._model, batch, with_metrics=self._rows_stay, each=each)
@@ -144,7 +147,6 @@ class Step:
             whole = whole or self._whole_loss()
             predictions, loss, grown = whole.predictions, whole.loss, []
         write_averages(self._memory)
-        trained = self._model.trainable_variables
         gradients = self._sums.of(trained)
         num_rows = self._batch.num_rows
         return Found(loss, num_rows, trained, gradients, predictions, grown, self.checked)
@@ -191,13 +193,13 @@ class Step:
             seeds = self.order.begun(seeds)
         sent, variables = self._returned(taken), self._variables_of(stage)
         sources = [*sent.values(), *(v._value for v in variables)]
-        gradients = found.tape.gradient(targets, sources, output_gradients=seeds)
+        gradients = self._gradients(found.tape, targets, sources, seeds)
         done: list[Any] = []
         for source, gradient in zip([*sent, *variables], gradients, strict=True):
             if gradient is None:
                 continue
             if isinstance(source, keras.Variable):
-                done += self._sums.add(source, gradient)
+                done += self._sums.add(source, gradient, index)
                 continue
             if not isinstance(gradient, tf.RaggedTensor):
                 gradient = tf.convert_to_tensor(gradient)
@@ -212,6 +214,7 @@ class Step:
             tape.watch(list(self._returned(taken).values()))
             tape.watch([variable._value for variable in self._variables_of(stage)])
             made = self._calls[stage.index](taken, shard)
+            self._read[stage.index] |= {id(value) for value in tape.watched_variables()}
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in made.losses]
         values = made.values | taken
         if self._is_last(stage.index) and not self._begins_joined:
@@ -228,7 +231,7 @@ class Step:
         if noted:
             (seed,) = self.order.begun([seed])
         sources = {key: t for key, t in found.made.items() if is_differentiable(t)}
-        gradients = tape.gradient(part.loss, [*sources.values()], output_gradients=seed)
+        gradients = self._gradients(tape, part.loss, [*sources.values()], seed)
         for key, gradient in zip(sources, gradients, strict=True):
             if gradient is not None and self._maker(key) >= 0:
                 gradient = tf.convert_to_tensor(gradient)
@@ -252,6 +255,16 @@ class Step:
             targets.append(term)
             seeds.append(share * tf.cast(scale, share.dtype))
         return keys, targets, seeds
+
+    def _gradients(self, tape, targets, sources, seeds):
+        try:
+            return tape.gradient(targets, sources, output_gradients=seeds)
+        except Exception as error:
+            if self._traces_each or tf.executing_eagerly():
+                raise
+            # Of a function TensorFlow takes the gradient in every argument, also where an
+            # operation of the user's has none and nobody asks for it.
+            raise MustTraceEach from error
 
     def _scope(self) -> PassScope:
         return PassScope(self._writable, self._recompute != "never")
@@ -287,10 +300,14 @@ class Step:
         return self._recompute == "always" or (self._recompute == "except_last" and not is_last)
 
     def _variables_of(self, stage):
-        trained = {id(variable) for variable in self._model.trainable_variables}
+        """What is trained of a stage's layers, and what they read of others' (in a closure)."""
         # A variable may be trained in a layer that is not: of a frozen one Keras names none.
-        found = {id(v): v for layer in stage.layers for v in layer.variables}
-        return [variable for key, variable in found.items() if key in trained]
+        own, read = {id(v) for layer in stage.layers for v in layer.variables}, self._read
+        return [
+            variable
+            for variable in self._model.trainable_variables
+            if id(variable) in own or id(variable._value) in read[stage.index]
+        ]
 
     def _kinds_of_readings(self) -> dict[int, Any]:
         """By the weight's id; in a graph a gradient itself tells."""

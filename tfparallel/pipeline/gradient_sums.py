@@ -1,5 +1,6 @@
 """Σ_m g_m for each weight, added up on its device, micro-batch by micro-batch."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,10 +30,11 @@ class GradientSums:
     ):
         self._kinds = kinds
         self._dense: dict[int, tf.Tensor] = {}
-        self._sparse: dict[int, list[tf.IndexedSlices]] = {id(v): [] for v in variables}
+        # By weight, then by stage: of each micro-batch the same readings, in the same order.
+        self._sparse: dict[int, dict[int, list[tf.IndexedSlices]]] = {id(v): {} for v in variables}
 
-    def add(self, variable: keras.Variable, gradient: Any) -> list[Any]:
-        """Adds a gradient; returns what tells that it has been added."""
+    def add(self, variable: keras.Variable, gradient: Any, stage: int = 0) -> list[Any]:
+        """Adds a gradient, which a stage has found; returns what tells that it has been added."""
         key = id(variable)
         if gradient is None:
             return []
@@ -44,7 +46,7 @@ class GradientSums:
                     tf.identity(gradient.indices),
                     gradient.dense_shape,
                 )
-                self._sparse[key].append(kept)
+                self._sparse[key].setdefault(stage, []).append(kept)
                 return [kept.values]
             before = self._dense.get(key)
             self._dense[key] = gradient if before is None else before + gradient
@@ -59,6 +61,8 @@ class GradientSums:
         if not sparse:
             return dense
         with tf.device(variable._value.device):
-            readings = indexed_slices.joined(sparse, self._kinds().get(id(variable)))
-            joined = indexed_slices.together(readings, sparse[0].dense_shape)
+            kinds = self._kinds().get(id(variable))
+            of_all = [indexed_slices.joined(found, kinds) for found in sparse.values()]
+            (first, *_), *_ = sparse.values()
+            joined = indexed_slices.together([*itertools.chain(*of_all)], first.dense_shape)
             return joined if dense is None else dense + tf.convert_to_tensor(joined)

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tfparallel.layout.schedule import Instruction
 from tfparallel.layout.simulator import StageSeconds, Timeline
-from tfparallel.pipeline.traced_once import MustTraceEach
 
 __all__ = ["measured_timelines", "median_timeline", "stage_seconds", "timed_passes"]
 
@@ -75,11 +74,7 @@ def timed_passes(model: keras.Model, batch: tuple) -> tuple[list[Instruction], C
 
     # Not tf.function: it has the stateful operations of a trace wait for each other, and a time
     # stamp is one. The stages would run one after the other.
-    try:
-        return order, tf.compat.v1.wrap_function(passes, signature=[])
-    except MustTraceEach:
-        model.trace_each()
-        return order, tf.compat.v1.wrap_function(passes, signature=[])
+    return order, model.tracing_once(lambda: tf.compat.v1.wrap_function(passes, signature=[]))
 
 
 def median_timeline(timelines: Sequence[Timeline]) -> Timeline:

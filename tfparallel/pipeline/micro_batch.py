@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfparallel.data import shard as shards
 from tfparallel.extend import extend
+from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.random import IndexedDropout
 
 __all__ = ["Pass", "StepMemory", "computing", "current_pass", "extend_random_layers"]
@@ -104,10 +105,28 @@ class MicroBatchSeedGenerator:
 
     def _of_step(self, own: Pass, ordered):
         key = own.key(self)
+        if _is_in_control_flow():
+            raise PlacementError(
+                "A layer draws anew each time that a loop or a branch of its is run, and a "
+                "micro-batch draws what was drawn for the batch. A draw before the loop or the "
+                f"branch is required. Received: a draw of '{self.name}' inside of one, such as by "
+                "a Dropout in the cell of an `RNN`. Take a layer that draws once a call, as `LSTM`"
+                "(dropout=…) does, or `tfparallel.model_parallel`."
+            )
         if key not in own.memory.seeds:
             with own.memory.outside():
                 own.memory.seeds[key] = super().next(ordered)
         return own.memory.seeds[key]
+
+
+def _is_in_control_flow() -> bool:
+    """Whether a `tf.while_loop` or a `tf.cond` is being traced."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if getattr(graph, "is_control_flow_graph", False):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def extend_random_layers(model: keras.Model) -> None:

@@ -13,11 +13,12 @@ import tensorflow as tf
 from tfparallel.data import shard as shards
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.placement.stages import PlacementError
+from tfparallel.replication.checks import check_scales
 from tfparallel.seams.keras import GLOBAL_SEED_GENERATOR, get_global
 
-__all__ = ["PassScope", "check_state", "writable"]
+__all__ = ["STATEFUL_DRAWS", "PassScope", "check_state", "writable"]
 
-_STATEFUL_DRAWS = {
+STATEFUL_DRAWS = {
     "Multinomial",
     "ParameterizedTruncatedNormal",
     "RandomGamma",
@@ -80,7 +81,7 @@ class PassScope(keras.StatelessScope):
         before = len(graph.get_operations())
         yield
         for op in graph.get_operations()[before:]:
-            if op.type in _STATEFUL_DRAWS:
+            if op.type in STATEFUL_DRAWS:
                 self._refuse_recompute(f"{op.type} '{op.name}'")
 
     def _refuse_recompute(self, what: str) -> None:
@@ -127,6 +128,7 @@ def check_state(model: keras.Model, batch_normalization: str | None) -> None:
             "Batch renormalization corrects by averages that move in each call. Layers without "
             f"`renorm=True` are required of micro-batches. Received: {renorm}."
         )
+    check_scales(model)
     stateful = [
         layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)
     ]

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -27,7 +28,7 @@ _KERAS_BATCH_SIZE = 32  # Where `fit` is given arrays and no `batch_size`.
 
 
 class PipelinedModel(WhereRowsMeet, PlacedModel):
-    """Extends a functional or Sequential model of placed layers; `fit` alone takes micro-batches.
+    """Extends a functional or Sequential model of placed layers; training takes micro-batches.
 
     Attributes:
         batch_normalization: None, or "deferred".
@@ -35,6 +36,7 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
     """
 
     _traces_each = False  # Whether micro-batches are traced one by one.
+    _may_begin_anew = False  # Whether who called the step calls it again, where they must be.
 
     @property
     def schedule(self) -> Schedule:
@@ -62,12 +64,29 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         super()._maybe_symbolic_build(iterator, data_batch)
-        if self.check_rows:
-            global_seed_generator()  # Which a look at the rows reads, and would make in the step.
+        global_seed_generator()  # Which a layer may draw from, and would make in the step.
 
     def trace_each(self, is_needed: bool = True) -> None:
         """Has steps trace their micro-batches one by one, or only the first."""
         attach(self, _traces_each=is_needed)
+
+    def tracing_once(self, first: Callable, again: Callable | None = None):
+        """Calls what traces a step, whose micro-batches are traced once if they can be.
+
+        In a function of the user's own each is traced, since nobody would trace another step.
+
+        Args:
+            first: What is called.
+            again: What is called after it, where each must be traced; else the same.
+        """
+        attach(self, _may_begin_anew=True)
+        try:
+            return first()
+        except MustTraceEach:
+            self.trace_each()
+            return (again or first)()
+        finally:
+            attach(self, _may_begin_anew=False)
 
     def make_train_function(self, force=False):
         """Builds the step of `fit`; anew, if it turns out that each micro-batch must be traced."""
@@ -78,11 +97,16 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
 
         @functools.wraps(function)
         def retried(iterator):
-            try:
-                return function(iterator)
-            except MustTraceEach:
-                self.trace_each()
-                return self.make_train_function(force=True)(iterator)
+            # What `train_on_batch` gives is a generator, and read once.
+            batches = None if isinstance(iterator, tf.data.Iterator) else [*iterator]
+
+            def given():
+                return iterator if batches is None else iter(batches)
+
+            return self.tracing_once(
+                lambda: function(given()),
+                lambda: self.make_train_function(force=True)(given()),
+            )
 
         self.train_function = retried
         return retried
@@ -100,8 +124,7 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
     def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:
         """Makes what runs the passes of one step."""
         if self._compile_loss is not None and not self._compile_loss.built:
-            # Where the loss finds its targets; Keras does so before its first step, too.
-            self._symbolic_build(data_batch=(x, y, sample_weight))
+            self._build_loss(x, y, sample_weight)
         other = why_unaligned((x, y, sample_weight))
         if other is not None and self.schedule.name != "gpipe":
             raise PlacementError(
@@ -116,9 +139,20 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
             self.devices,
             recompute=self.layout.recompute,
             rows_stay=self._rows_stay((x, y, sample_weight), "fit"),
-            traces_each=self._traces_each,
+            traces_each=self._traces_each or not self._may_begin_anew,
             timed=timed,
         )
+
+    def _build_loss(self, x, y, sample_weight):
+        """Has the loss find its targets, as Keras does before its first step."""
+        try:
+            self._symbolic_build(data_batch=(x, y, sample_weight))
+        except (RuntimeError, ValueError):
+            # What cannot be called with dense tensors, or not outside of training.
+            functional = getattr(self, "_functional", None) or self
+            outputs = keras.tree.pack_sequence_as(functional._outputs_struct, self.outputs)
+            with tf.init_scope():
+                self._compile_loss.build(y, outputs)
 
     def _check_batch_size(self, x, batch_size):
         if isinstance(x, tf.data.Dataset):

@@ -99,10 +99,11 @@ class StageCall:
         """Raises unless a gradient comes for each target that it made.
 
         Args:
-            keys: Of those for which one comes.
+            keys: The tensors for which one has come back.
 
         Raises:
-            MustTraceEach: If there is none for another, which no loss depends on.
+            MustTraceEach: If there is none for another, which no loss depends on. Of a stage whose
+                micro-batches are traced one by one nothing is asked.
         """
         targets = {key for place, key in enumerate(self._made) if place in self._call.targets}
         if targets - {*keys}:

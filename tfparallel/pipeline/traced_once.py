@@ -5,7 +5,7 @@ with 10.8 M parameters and M = 8 that took half a minute and a gigabyte before a
 Here it is a function of its own, forward and, by TensorFlow, backward, that the step calls M times.
 
 What a micro-batch is told beside its tensors are arguments too: which rows it has, and its index.
-What is the same for all of a step (seeds, divisors) is made outside, and captured.
+What is the same for all of a step (Keras's seeds, divisors) is made outside, and captured.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,19 +16,19 @@ import tensorflow as tf
 from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.data import provenance
 from tfparallel.data.shard import Shard
+from tfparallel.pipeline.as_function import computes_the_same
+from tfparallel.placement.stages import PlacementError
+from tfparallel.seams.tensorflow import InaccessibleTensorError
 
 __all__ = ["MustTraceEach", "TracedOnce"]
-
-_READS = ("ReadVariableOp", "VariableShape", "AssignVariableOp", "AssignAddVariableOp")
-_HANDED_ON = ("Identity", "Cast", "ReadVariableOp")
 
 
 class MustTraceEach(Exception):
     """A step was traced whose micro-batches must be traced one by one."""
 
 
-class _ReadTwice(Exception):
-    """A weight has several sparse gradients, which a function would hand on as one."""
+class _NoFunction(Exception):
+    """What was traced computes something else in a function of its own."""
 
 
 class TracedOnce:
@@ -80,11 +80,12 @@ class TracedOnce:
 
         Raises:
             MustTraceEach: If their types are not those of the first micro-batch's.
+            ValueError: If it reads a tensor of another function.
         """
         if self._traced is None and not self._is_direct:
             try:
                 self._trace(tensors, shard)
-            except _ReadTwice:
+            except _NoFunction:
                 self._is_direct = True
         if self._is_direct:
             found, _ = self._function(list(tensors), shard)
@@ -92,7 +93,15 @@ class TracedOnce:
         given = [*_told(shard), *_with_masks(tensors)]
         if not all(t.is_compatible_with(each) for t, each in zip(self._types, given, strict=True)):
             raise MustTraceEach
-        found = list(self._traced(*given))
+        try:
+            found = list(self._traced(*given))
+        except InaccessibleTensorError as error:
+            raise PlacementError(
+                "A layer keeps a tensor, and another stage reads it, or the loss does. A tensor "
+                "must go to where it is read through the model's graph, which is cut into stages: "
+                "as an output of one layer and an input of the other. Received: "
+                f"{str(error).partition(' is out of scope')[0]}."
+            ) from error
         masks = found[len(found) - len(self._masked) :]
         found = found[: len(found) - len(self._masked)]
         for place, mask in zip(self._masked, masks, strict=True):
@@ -106,8 +115,10 @@ class TracedOnce:
             _stand_for(arguments, given)
             here = _without_masks(arguments[3:], tensors)
             found, targets = self._function(here, self._own_shard(shard, arguments[:3]))
-            if self._reads_twice(tf.compat.v1.get_default_graph()):
-                raise _ReadTwice
+            graph = tf.compat.v1.get_default_graph()
+            weights = [here for there, here in graph.captures if id(there) in self._handles]
+            if not computes_the_same(graph, weights):
+                raise _NoFunction
             masks = [getattr(each, "_keras_mask", None) for each in found]
             self._masked = [place for place, mask in enumerate(masks) if mask is not None]
             found = [_as_tensor(each) for each in found]
@@ -129,34 +140,14 @@ class TracedOnce:
         num_rows = num_rows if self._num_rows is None else self._num_rows
         return shard._replace(replica=index, start=start, num_rows=num_rows)
 
-    def _reads_twice(self, graph: tf.Graph) -> bool:
-        """Whether a weight is looked up in several places, or in one and in a function besides."""
-        captures = graph.captures
-        handles = {inside.name for outside, inside in captures if id(outside) in self._handles}
-        seen = set()
-        for operation in graph.get_operations():
-            if operation.type in _READS:
-                continue
-            if "Gather" in operation.type:
-                read = [_handed_on(operation.inputs[0])]
-            else:
-                read = operation.inputs
-            for name in {tensor.name for tensor in read} & handles:
-                if name in seen:
-                    return True
-                seen.add(name)
-        return False
-
-
-def _handed_on(tensor: tf.Tensor) -> tf.Tensor:
-    while tensor.op.type in _HANDED_ON:
-        tensor = tensor.op.inputs[0]
-    return tensor
-
 
 def _told(shard: Shard) -> list[tf.Tensor]:
     numbers = (shard.replica, shard.start, shard.num_rows)
-    return [tf.convert_to_tensor(number, tf.int32) for number in numbers]
+    tensors = [tf.convert_to_tensor(number, tf.int32) for number in numbers]
+    if tf.executing_eagerly():
+        return tensors
+    # Of a function that is called with constants TensorFlow makes another for each call.
+    return [tf.compat.v1.placeholder_with_default(each, each.shape) for each in tensors]
 
 
 def _with_masks(tensors) -> list:

@@ -26,6 +26,25 @@ def check_model(model: keras.Model, strategy) -> None:
         )
 
 
+def check_scales(model: keras.Model) -> None:
+    """Raises if a layer scales by what it has seen in its last calls.
+
+    Raises:
+        ValueError: For a layer of float8.
+    """
+    scaled = [
+        layer.name
+        for layer in model._flatten_layers()
+        if getattr(layer, "quantization_mode", None) == "float8"
+    ]
+    if scaled:
+        raise ValueError(
+            "A float8 layer scales by the largest values that it has seen in its last calls, and "
+            "a call sees some rows of the batch. Layers of another precision are required, such as "
+            f"int8 with LoRA, or float16. Received: {scaled}. Take `tfparallel.model_parallel`."
+        )
+
+
 def check_compile(model: keras.Model, strategy) -> None:
     """Raises on options of a compiled model that several replicas cannot honour.
 
@@ -54,8 +73,9 @@ def check_variables(model: keras.Model, strategy) -> None:
 
     Raises:
         ValueError: For a variable that was made outside the strategy's scope, by `enable_lora` or
-            by a layer that was added since.
+            by a layer that was added since; for a layer of float8.
     """
+    check_scales(model)
     outside = [
         variable.path
         for variable in model.trainable_variables

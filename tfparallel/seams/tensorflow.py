@@ -23,6 +23,7 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 from tensorflow.python.eager import context, record
+from tensorflow.python.framework.errors import InaccessibleTensorError
 from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2
 from tensorflow.python.util import nest
 
@@ -31,6 +32,7 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "DistributedValues",
     "DistributedVariable",
+    "InaccessibleTensorError",
     "Mirrored",
     "MirroredExtended",
     "MirroredVariable",

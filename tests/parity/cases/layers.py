@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import tensorflow as tf
 from keras import layers, ops
 
 from .. import data, refusals
@@ -311,5 +312,82 @@ CASES += [
         "layer that counts its calls",
         build=stack((64,), dense, Counter),
         refused=refusals.STATE_OF_A_CALL,
+    ),
+]
+
+
+class Python(layers.Layer):
+    """Python computes it, and its gradient."""
+
+    def call(self, x):
+        found = tf.py_function(tf.sin, [x], x.dtype)
+        found.set_shape(x.shape)
+        return found
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class DroppingCell(layers.Layer):
+    """Draws anew at each time step, in a loop of TensorFlow's."""
+
+    def __init__(self, units=6, **kwargs):
+        super().__init__(**kwargs)
+        self.state_size = self.output_size = units
+        self.inner = layers.Dense(units, activation="tanh")
+        self.drop = layers.Dropout(0.4, seed=3)
+
+    def build(self, shape):
+        self.inner.build((None, shape[-1] + self.state_size))
+
+    def call(self, x, states, training=False):
+        found = self.inner(ops.concatenate([x, states[0]], -1))
+        return self.drop(found, training=training), [found]
+
+
+def read_in_a_closure():
+    """A decoder with the weights of its encoder, as a `Lambda` gets at them."""
+    encoder = layers.Dense(12, activation="tanh")
+    inputs = keras.Input((64,))
+    x = layers.Dense(12, activation="tanh")(encoder(inputs))
+    x = layers.Lambda(lambda h: ops.matmul(h, ops.transpose(encoder.kernel)))(x)
+    return keras.Model(inputs, layers.Dense(10)(x))
+
+
+def scaled():
+    """Scales by the largest values of the last calls."""
+    model = stack((64,), dense, dense)()
+    model.quantize("float8")
+    return model
+
+
+CASES += [
+    case(
+        GROUP,
+        "a weight that a `Lambda` reads in its closure",
+        "weight read in a closure",
+        build=read_in_a_closure,
+    ),
+    case(
+        GROUP,
+        "a user's layer that Python computes (`tf.py_function`)",
+        "layer that Python computes",
+        build=stack((64,), dense, Python),
+    ),
+    case(
+        GROUP,
+        "a user's `RNN` cell with `Dropout`",
+        "cell with dropout",
+        build=stack((8, 8), lambda: layers.RNN(DroppingCell())),
+        data=row_digits,
+        refused={"pipeline_parallel": "A layer draws anew each time that a loop or a branch"},
+    ),
+    case(
+        GROUP,
+        "`quantize(\"float8\")`",
+        "float8",
+        build=scaled,
+        dtype="float32",
+        refused=refusals.SCALES_BY_CALLS,
     ),
 ]

@@ -1,0 +1,83 @@
+"""Whether layers compute the same in a function of their own, which is called M times.
+
+Not if
+
+* Python computes a part (`tf.py_function`), which keeps one call's tape;
+* numbers are drawn without a seed of Keras's: each call may draw those of the first;
+* a weight has several gradients, one of which is sparse. A function hands them on as one, and of
+  which kind each of them is matters (`collectives/indexed_slices.py`).
+"""
+
+import itertools
+from collections.abc import Collection, Iterator
+
+import tensorflow as tf
+
+from tfparallel.pipeline.pass_scope import STATEFUL_DRAWS
+
+__all__ = ["computes_the_same"]
+
+# What hands a sparse gradient on as it is.
+_HANDED_ON = ("Cast", "ConcatV2", "Identity", "IdentityN", "ReadVariableOp")
+# Readers of a weight whose gradients are dense, each by itself.
+_DENSE = {
+    "Add", "AddV2", "BatchMatMulV2", "BiasAdd", "Conv2D", "DepthwiseConv2dNative", "Einsum",
+    "FusedBatchNormV3", "MatMul", "Maximum", "Mul", "RealDiv", "Reshape", "Rsqrt", "Shape",
+    "Square", "Sub", "Sum", "Transpose", "VariableShape",
+}  # fmt: skip
+# Of an operation's type: its attributes that are functions, and whether they are lists of them.
+_KINDS: dict[str, dict[str, str]] = {}
+
+
+def computes_the_same(graph: tf.Graph, weights: Collection[tf.Tensor]) -> bool:
+    """Whether what was traced may be called as a function.
+
+    Args:
+        graph: What was traced.
+        weights: The handles of the weights that are trained, as they are in it.
+    """
+    for operation in _with_inner(graph):
+        if operation.type == "EagerPyFunc" or operation.type in STATEFUL_DRAWS:
+            return False
+    return not any(_may_be_sparse_twice(weight) for weight in weights)
+
+
+def _with_inner(graph: tf.Graph) -> Iterator[tf.Operation]:
+    """The operations of a graph, and of the functions that they call."""
+    for operation in graph.get_operations():
+        yield operation
+        for inner in _called_by(operation):
+            yield from _with_inner(inner)
+
+
+def _called_by(operation: tf.Operation) -> Iterator[tf.Graph]:
+    """The graphs of the functions that an operation calls."""
+    kinds = _KINDS.get(operation.type)
+    if kinds is None:
+        found = {each.name: each.type for each in operation.op_def.attr}
+        kinds = {name: kind for name, kind in found.items() if kind in ("func", "list(func)")}
+        _KINDS[operation.type] = kinds
+    for name, kind in kinds.items():
+        value = operation.get_attr(name)
+        for called in value if kind == "list(func)" else [value]:
+            inner = getattr(operation.graph._get_function(called.name), "graph", None)
+            if inner is not None:
+                yield inner
+
+
+def _may_be_sparse_twice(weight: tf.Tensor) -> bool:
+    readers = list(_readers(weight))
+    for graph in itertools.chain(*map(_called_by, readers)):
+        if any("Gather" in operation.type for operation in _with_inner(graph)):
+            return True  # How often it looks the weight up, the function alone knows.
+    return len(readers) > 1 and not {reader.type for reader in readers} <= _DENSE
+
+
+def _readers(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """What computes with a weight's value, as often as it does."""
+    for operation in tensor.consumers():
+        if operation.type in _HANDED_ON:
+            for output in operation.outputs:
+                yield from _readers(output)
+        else:
+            yield operation
