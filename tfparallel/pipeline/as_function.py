@@ -21,9 +21,10 @@ __all__ = ["computes_the_same"]
 _HANDED_ON = ("Cast", "ConcatV2", "Identity", "IdentityN", "ReadVariableOp")
 # Readers of a weight whose gradients are dense, each by itself.
 _DENSE = {
-    "Add", "AddV2", "BatchMatMulV2", "BiasAdd", "Conv2D", "DepthwiseConv2dNative", "Einsum",
-    "FusedBatchNormV3", "MatMul", "Maximum", "Mul", "RealDiv", "Reshape", "Rsqrt", "Shape",
-    "Square", "Sub", "Sum", "Transpose", "VariableShape",
+    "Add", "AddV2", "BatchMatMulV2", "BiasAdd", "Conv2D", "Conv2DBackpropInput", "Conv3D",
+    "DepthwiseConv2dNative", "Einsum", "ExpandDims", "FusedBatchNormV3", "MatMul", "Maximum", "Mul",
+    "RealDiv", "Reshape", "Rsqrt", "Shape", "Square", "Squeeze", "StridedSlice", "Sub", "Sum",
+    "Transpose", "VariableShape",
 }  # fmt: skip
 # Of an operation's type: its attributes that are functions, and whether they are lists of them.
 _KINDS: dict[str, dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""The step of training, in every form. (`data_parallel` with joined outputs takes Keras's own.)
+"""The step of training, in every form (`data_parallel` with joined outputs takes Keras's own).
 
 | | |
 | --- | --- |
