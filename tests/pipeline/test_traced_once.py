@@ -135,6 +135,26 @@ def test_tensorflow_takes_zeros_for_the_gradient_of_what_nobody_uses():
     assert found[0] is not None
 
 
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_tensorflow_makes_another_function_for_each_call_with_constants(is_constant):
+    """Why the index of a micro-batch is none: three calls draw the same numbers, and cost three."""
+    draw = tf.function(
+        lambda index: tf.random.uniform([4]) + tf.cast(index, tf.float32) * 0.0,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+
+    @tf.function(autograph=False)
+    def step():
+        indices = [tf.constant(index) for index in range(3)]
+        if not is_constant:
+            indices = [tf.compat.v1.placeholder_with_default(index, []) for index in indices]
+        return [draw(index) for index in indices]
+
+    first, *others = step()
+    assert [bool(tf.reduce_all(first == other)) for other in others] == [is_constant] * 2
+
+
 @tf.function(autograph=False)
 def looked_up_twice(table, tokens):
     return tf.gather(table, tokens) + tf.gather(table, tf.range(2))
@@ -408,6 +428,40 @@ def test_a_pipeline_trains_to_the_weights_of_one_device(layers_of, schedule, bat
         told = model.fit(x, targets, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
         found.append((told.history, state_of(model)))
     assert_equal(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+class Padded(layers.Layer):
+    """Takes ragged rows, which no symbolic call of Keras's has."""
+
+    def call(self, rows):
+        return tf.reduce_sum(rows.to_tensor(), 1, keepdims=True)
+
+    def compute_output_spec(self, rows):
+        return keras.KerasTensor((None, 1), rows.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_float64")
+def test_a_layer_that_keras_cannot_call_ahead_of_a_step():
+    rows = tf.ragged.constant([[1.0, 2.0], [3.0], [4.0, 5.0, 6.0], [7.0], [8.0, 9.0]], tf.float64)
+
+    def build():
+        inputs = keras.Input((None,), ragged=True, dtype="float64")
+        x = layers.Dense(2)(Padded()(inputs))
+        return keras.Model(inputs, layers.Dense(1, name="second")(x))
+
+    batches = tf.data.Dataset.from_tensors((rows, tf.ones((5, 1), tf.float64)))
+    found = []
+    for model in (
+        seeded(build),
+        tfparallel.pipeline_parallel(
+            lambda: seeded(build), ["CPU:0", "CPU:1"], 2, layers_per_stage=[2, 1]
+        ),
+    ):
+        model.compile("adam", "mse")
+        told = model.fit(batches, epochs=2, verbose=0)
+        found.append((told.history, state_of(model)))
+    assert_equal(found[1], found[0])
 
 
 class Places(layers.Layer):

@@ -1,0 +1,53 @@
+"""Of which kind the readings of a sparse gradient are, as its graph tells."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfparallel.collectives.indexed_slices import ONCE, ROWS, readings
+
+NUM_PLACES = 3
+
+
+def by_tokens(table, tokens):
+    return tf.gather(table, tokens)
+
+
+def by_places(table, tokens):
+    return tf.gather(table, tf.range(NUM_PLACES)) + 0.0 * tf.cast(tokens, tf.float32)[..., None]
+
+
+def in_both_ways(table, tokens):
+    return by_tokens(table, tokens) + by_places(table, tokens)
+
+
+def kinds_of(look_up):
+    table, found = tf.Variable(np.ones((5, 2), "float32")), []
+
+    @tf.function(autograph=False)
+    def step(tokens):
+        with tf.GradientTape() as tape:
+            looked_up = look_up(table, tokens)
+        found.extend(reading.kind for reading in readings(tape.gradient(looked_up, table)))
+
+    step.get_concrete_function(tf.TensorSpec([None, NUM_PLACES], tf.int32))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("look_up", "kinds"),
+    [(by_tokens, [ROWS]), (by_places, [ONCE]), (in_both_ways, [ROWS, ONCE])],
+)
+def test_the_operations_behind_the_indices_tell(look_up, kinds):
+    assert sorted(kinds_of(look_up)) == sorted(kinds)
+
+
+@pytest.mark.parametrize(("look_up", "kind"), [(by_tokens, ROWS), (by_places, ONCE)])
+def test_a_function_of_the_layers_own_is_looked_into(look_up, kind):
+    assert kinds_of(tf.function(look_up, autograph=False)) == [kind]
+
+
+def test_two_kinds_within_a_function_are_refused():
+    """It hands them on as one gradient, of which no part can be told from another."""
+    with pytest.raises(ValueError, match="read in both ways"):
+        kinds_of(tf.function(in_both_ways, autograph=False))
