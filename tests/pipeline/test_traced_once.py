@@ -565,6 +565,47 @@ def test_a_tensor_that_another_stage_keeps_is_refused():
         model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda build: tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"]),
+        lambda build: tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 2),
+    ],
+    ids=["data_parallel", "pipeline_parallel"],
+)
+def test_float8_is_refused(place):
+    def build():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(2), layers.Dense(1)])
+        model.quantize("float8")
+        return model
+
+    with pytest.raises(ValueError, match="float8 layer scales by the largest values"):
+        model = place(build)
+        model.compile("sgd", "mse")
+        model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+
+
+class Noise(layers.Layer):
+    """Draws from Keras's global seed generator."""
+
+    def call(self, inputs):
+        return inputs + keras.random.uniform(keras.ops.shape(inputs))
+
+
+def test_a_layer_may_draw_from_the_global_seed_where_rows_are_not_looked_at():
+    def build():
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, layers.Dense(1)(Noise()(layers.Dense(4)(inputs))))
+
+    keras.backend.clear_session()  # Of the generator, too.
+    model = tfparallel.pipeline_parallel(
+        build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[2, 1], check_rows=False
+    )
+    model.compile("sgd", "mse")
+    found = model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+    assert np.isfinite(found.history["loss"]).all()
+
+
 class DroppingCell(layers.Layer):
     """Draws anew at each time step."""
 
