@@ -141,3 +141,22 @@ def test_the_loss_or_the_metric_at_fault_is_named():
     data = rows_of(((), (), None))
     with pytest.raises(NotByPieces):
         terms(compiled("mse", None, *data[:2])._compile_loss, *data, ROWS)
+
+
+def test_rows_of_many_words_are_tried_without_an_array_of_their_size():
+    words = 10**12
+    types = (tf.TensorSpec([None, 64]), tf.TensorSpec([None, 64, words]), None)
+    model = compiled(
+        losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics.SparseCategoricalAccuracy(),
+        *rows_of(((64,), (64, 3), None))[:2],
+    )
+    assert why_not_apart(model, *types) is None
+
+
+@pytest.mark.parametrize("weight, joined", [(None, False), ((40,), True)])
+def test_a_metric_with_a_state_for_each_of_many_labels(weight, joined):
+    data = rows_of(((40,), (40,), weight))
+    metric = metrics.AUC(multi_label=True, num_labels=40)
+    model = compiled("binary_crossentropy", metric, *data[:2])
+    assert (why_not_apart(model, *types_of(data)) is not None) == joined

@@ -20,6 +20,7 @@ _PIECES = (slice(0, 5), slice(5, 11))  # The second begins with the other label.
 _NUM_ROWS = 11
 _SEEDS = range(3)  # A metric that counts hits may be the same by accident, of one set of rows.
 _LENGTH = 4  # Of axes of no known size.
+_LONG = 32  # Axes at least so long are tried with fewer places.
 _TOLERANCE = 1e-3  # Metrics are float32, or coarser; what meets other rows differs more.
 
 
@@ -35,19 +36,26 @@ def why_not_apart(model: keras.Model, y, outputs, sample_weight, masks=()) -> st
     """
     if any(output.shape.rank == 1 for output in keras.tree.flatten(outputs) if output is not None):
         return "of an output of shape (batch,) the last axis is that of the examples"
+    types = (y, outputs, sample_weight, list(masks))
     with tf.init_scope():
-        types = (y, outputs, sample_weight, list(masks))
-        tried = (_tried(model, types, seed) for seed in _SEEDS)
-        return next(filter(None, tried), None)
+        try:
+            return _tried(model, _shortened(types))
+        except Exception:  # Of a metric, say, that has a state for each of 1000 classes.
+            pass
+        try:
+            return _tried(model, types)
+        except Exception as error:  # Keras's own error follows, if it is one of the program.
+            return f"rows apart from each other have no loss or metrics: {str(error)[:200]}"
 
 
-def _tried(model, types, seed) -> str | None:
+def _tried(model, types) -> str | None:
+    return next(filter(None, (_of_seed(model, types, seed) for seed in _SEEDS)), None)
+
+
+def _of_seed(model, types, seed) -> str | None:
     made = _made_up(types, seed)
-    try:
-        whole = list(_of(model, *_rows(made, slice(None))))
-        parts = [list(_of(model, *_rows(made, rows))) for rows in _PIECES]
-    except Exception as error:  # Keras's own error follows, if it is one of the program.
-        return f"rows apart from each other have no loss or metrics: {str(error)[:200]}"
+    whole = list(_of(model, *_rows(made, slice(None))))
+    parts = [list(_of(model, *_rows(made, rows))) for rows in _PIECES]
     for (name, value), *own in zip(whole, *parts, strict=True):
         total = sum(np.asarray(part, "float64") for _, part in own)
         if not np.allclose(total, np.asarray(value, "float64"), _TOLERANCE, 1e-6, equal_nan=True):
@@ -78,6 +86,27 @@ def _rows(structure, rows):
         if mask is not None:
             output._keras_mask = mask
     return y, outputs, sample_weight
+
+
+def _shortened(types):
+    """These types with short axes for long ones; what is equal stays so, and in the same order.
+
+    What shapes do depends on which of them are equal and which are 1. Of 32,768 words, the rows
+    that are made up would be the largest arrays of the program.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(types) if leaf is not None]
+    sizes = {size for leaf in leaves for size in leaf.shape[1:] if size is not None}
+    first = 1 + max({_NUM_ROWS} | {size for size in sizes if size < _LONG})
+    long = sorted(size for size in sizes if size >= _LONG)
+    short = {size: first + index for index, size in enumerate(long)}
+
+    def shorten(leaf):
+        if leaf is None:
+            return None
+        rows, *sizes = leaf.shape
+        return tf.TensorSpec([rows, *(short.get(size, size) for size in sizes)], leaf.dtype)
+
+    return keras.tree.map_structure(shorten, types)
 
 
 def _made_up(types, seed):
