@@ -17,8 +17,11 @@ NUM_WORKERS, ROWS, CLASSES, WORDS, WIDTH = 2, 6, 500, 40, 4
 PROGRAM = f"""
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfparallel
+
+COLLECTIVES = ("CollectiveReduceV2", "CollectiveGatherV2", "PyFunc")
 
 
 class OfTheBatch(keras.losses.Loss):
@@ -46,7 +49,31 @@ def main():
         sent = tfparallel.callbacks.SentBytes()
         model.fit(x, y, batch_size={ROWS}, verbose=0, callbacks=[sent])
         found[name] = [sent.in_a_step, bool(model.why_joined)]
+    x, y = np.ones(({ROWS}, 3), "float32"), np.ones(({ROWS}, 2), "float32")
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
+        found[reduction] = in_a_step(strategy, reduction, x, y, np.arange(1.0, 1.0 + {ROWS}))
     return found
+
+
+def in_a_step(strategy, reduction, *data):
+    model = tfparallel.data_parallel(
+        lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]), strategy
+    )
+    model.compile(
+        keras.optimizers.SGD(global_clipnorm=1.0),
+        keras.losses.MeanSquaredError(reduction=reduction),
+        metrics=["mae", keras.metrics.AUC()],
+    )
+    model.fit(*data[:2], sample_weight=data[2], verbose=0)
+
+    @tf.function(autograph=False)
+    def step(*data):
+        with strategy.program():
+            return model.train_step(data)
+
+    # Fingerprints of the first batches are compared in a branch, a graph of its own.
+    operations = step.get_concrete_function(*data).graph.get_operations()
+    return [operation.type in COLLECTIVES for operation in operations].count(True)
 """
 
 
@@ -62,6 +89,8 @@ def test_predictions_cross_only_where_they_must(transport):
         assert not joined and sent["rows"] == 0
         assert dense <= sent["sums"] <= dense + 1024
         assert own_slices <= sent["slices"] <= 1.3 * own_slices
+        # Losses and metrics go with the gradients; what weights divide by goes ahead of them.
+        assert (seen["sum_over_batch_size"], seen["mean_with_sample_weight"]) == (1, 2)
         sent, joined = seen["own"]
         assert joined and predictions <= sent["rows"] <= 1.25 * predictions
 

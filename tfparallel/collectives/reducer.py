@@ -2,6 +2,7 @@
 
     dense     by the algorithm that was asked for, or on the first device; then over the workers,
               in buckets if that was asked for (`buckets.py`)
+    beside    what else is summed, and nobody waits for: losses, metrics; with the dense ones
     sparse    reading by reading, laid end to end or added place by place, by what their indices
               were made of (`indexed_slices.py`)
 
@@ -36,36 +37,46 @@ class Reducer:
         self._workers = workers
 
     def totals(
-        self, by_variable: Sequence[Terms], kinds_of_readings: Callable[[], Sequence]
-    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        self,
+        by_variable: Sequence[Terms],
+        kinds_of_readings: Callable[[], Sequence],
+        beside: Sequence[tf.Tensor] = (),
+    ) -> tuple[list[tf.Tensor | tf.IndexedSlices | None], list[tf.Tensor]]:
         """Sums the gradients of all variables.
 
         Args:
             by_variable: Their terms, in the order of the layers.
             kinds_of_readings: Called if there are sparse ones: by variable how each of its readings
                 is joined; None where the gradient itself tells (`traced_readings.py`).
+            beside: Sums of this worker, to be summed over the workers in the same collective.
 
         Returns:
-            For each variable, equal on all workers; None where nothing reaches it.
+            For each variable, equal on all workers; None where nothing reaches it. And what was
+            summed beside.
         """
         results: list = [None] * len(by_variable)
         sparse = [i for i, terms in enumerate(by_variable) if _are_all(tf.IndexedSlices, terms)]
         dense = [i for i, terms in enumerate(by_variable) if terms[0] is not None]
         dense = [i for i in dense if i not in sparse]
-        for i, total in zip(dense, self._dense([by_variable[i] for i in dense]), strict=True):
+        totals = self._dense([by_variable[i] for i in dense])
+        if self._workers is not None:
+            # The last are sent first: what is beside is there before any gradient.
+            totals = self._workers.all_reduce_gradients([*totals, *beside])
+            beside = totals[len(dense) :]
+        for i, total in zip(dense, totals[: len(dense)], strict=True):
             results[i] = total
         kinds = kinds_of_readings() if sparse else ()
         for i in sparse:
             results[i] = self._sparse(by_variable[i], kinds[i])
-        return results
+        return results, list(beside)
 
     def _dense(self, by_variable):
+        """Summed over the replicas of this worker."""
         listed = list(enumerate(by_variable))
         mirrored = [i for i, own in listed if self._ops is not None and _are_all(tf.Tensor, own)]
         found = replica_sums.sums(self._ops, [by_variable[i] for i in mirrored])
         by_index = dict(zip(mirrored, found, strict=True))
-        totals = [by_index[i] if i in by_index else _on_the_first(own) for i, own in listed]
-        return totals if self._workers is None else self._workers.all_reduce_gradients(totals)
+        return [by_index[i] if i in by_index else _on_the_first(own) for i, own in listed]
 
     def _sparse(self, terms, kinds) -> tf.IndexedSlices:
         by_reading = indexed_slices.joined(terms, kinds)

@@ -9,17 +9,19 @@ metrics that begin at zero. Summed over the replicas are
                 goes back to each replica
     s_p         what the state of each metric grows by
 
-and, behind the backward pass, the gradients. No prediction leaves its device.
+and, behind the backward pass, the gradients. Between workers all of it goes with the gradients, in
+one collective, unless data decide a divisor. No prediction leaves its device.
 """
 
 import itertools
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfparallel.data.shard import Shard, count_rows, current
 from tfparallel.extend import original_class
-from tfparallel.replication.replicated_call import Sums, checked_output
+from tfparallel.replication.replicated_call import Summed, Sums, checked_output
 from tfparallel.seams.keras import Functional, compute_output_spec
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.terms import grow, growth, terms, whole_loss
@@ -60,19 +62,26 @@ class OwnRows(WhereRowsMeet, OneStep):
             worker_rows: In the second case how many rows each worker has.
         """
         with tf.GradientTape() as tape:
-            loss, num_rows, grown = self._loss_of_own_rows(data, worker_rows, training=True)
+            rows = self._terms_of_own_rows(data, worker_rows, training=True)
+            added = self.losses
+            loss = rows.loss(rows.sums.tensors, added, tells_trackers=not rows.sums.waits)
             scaled = self.optimizer.scale_loss(loss)
         trained = self.trainable_weights
         gradients = tape.gradient(scaled, trained) if trained else []
+        totals = rows.sums.totals()
+        if rows.sums.waits:
+            loss = rows.loss(totals, added)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        found = Found(loss, num_rows, trained, gradients, growth=grown)
+        found = Found(loss, rows.num_rows, trained, gradients, growth=rows.growth(totals))
         return self._trained_on(found, x, y, sample_weight)
 
     def _test_on_own_rows(self, data, worker_rows=None):
         """One step of evaluation, as `keras.Model.test_step` does it."""
-        loss, num_rows, grown = self._loss_of_own_rows(data, worker_rows, training=False)
-        self._loss_tracker.update_state(loss, sample_weight=num_rows)
-        grow(self._compile_metrics, grown)
+        rows = self._terms_of_own_rows(data, worker_rows, training=False)
+        totals = rows.sums.totals()
+        loss = rows.loss(totals, self.losses)
+        self._loss_tracker.update_state(loss, sample_weight=rows.num_rows)
+        grow(self._compile_metrics, rows.growth(totals))
         return self.get_metrics_result()
 
     def _predict_on_own_rows(self, data, worker_rows=None, *, gathers=True):
@@ -89,8 +98,8 @@ class OwnRows(WhereRowsMeet, OneStep):
         self._look_at_rows(call, (x,), mode)
         return self._call_on_replicas(call, (x,), mode, worker_rows=worker_rows, gathers=gathers)
 
-    def _loss_of_own_rows(self, data, worker_rows, training):
-        """The loss of the whole batch, its rows' number, and what the metrics grow by."""
+    def _terms_of_own_rows(self, data, worker_rows, training) -> "_Terms":
+        """What the replicas find in their rows, summed."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         mode = {"training": training} if self._call_has_training_arg else {}
         call = self._call_of_layer
@@ -109,19 +118,56 @@ class OwnRows(WhereRowsMeet, OneStep):
                 own = terms(compiled, y, outputs, sample_weight, shard.num_global_rows)
                 grown = growth(metrics, y, outputs, sample_weight)
             made.append((outputs, own))
-            return Sums([*itertools.chain(*own), *grown])
+            by_sizes = all(len(of_loss) == 1 for of_loss in own)
+            return Sums([*itertools.chain(*own), *grown], may_wait=by_sizes)
 
         arguments = (x, y, sample_weight)
-        found = self._call_on_replicas(on_replica, arguments, {}, worker_rows=worker_rows)
-        sums = iter(found.tensors)
+        sums = self._call_on_replicas(on_replica, arguments, {}, worker_rows=worker_rows)
         outputs, like = made[0]
-        of_losses = [[next(sums) for _ in term] for term in like]
-        grown_by = list(sums)
         num_rows = count_rows(first) if worker_rows is None else tf.add_n(worker_rows)
         flat = of_the_batch(keras.tree.flatten(outputs), num_rows)
         outputs = keras.tree.pack_sequence_as(outputs, flat)
-        loss = whole_loss(self, of_losses, y, outputs, sample_weight, self.losses)
-        return loss, num_rows, grown_by
+        return _Terms(self, sums, list(map(len, like)), num_rows, y, outputs, sample_weight)
+
+
+class _Terms(NamedTuple):
+    """Of the batch of a step: the terms of its losses, and what its metrics grow by.
+
+    Attributes:
+        model: Whose losses they are.
+        sums: The terms, loss by loss, and then the growth.
+        lengths: How many terms each loss has.
+        num_rows: B.
+        y: Targets.
+        outputs: Types, in the structure of the outputs.
+        sample_weight: Weights, or None.
+    """
+
+    model: keras.Model
+    sums: Summed
+    lengths: list[int]
+    num_rows: Any
+    y: Any
+    outputs: Any
+    sample_weight: Any
+
+    def loss(self, sums, added, *, tells_trackers=True) -> tf.Tensor:
+        """The loss that such sums make, with what layers add."""
+        remaining = iter(sums)
+        of_losses = [list(itertools.islice(remaining, length)) for length in self.lengths]
+        return whole_loss(
+            self.model,
+            of_losses,
+            self.y,
+            self.outputs,
+            self.sample_weight,
+            added,
+            tells_trackers=tells_trackers,
+        )
+
+    def growth(self, sums) -> list[tf.Tensor]:
+        """What the states of the metrics grow by."""
+        return sums[sum(self.lengths) :]
 
 
 def _first(x):

@@ -17,7 +17,9 @@
 ∂J/∂y comes from the loss of the whole batch and so holds the loss's own divisor, whatever that is:
 examples, tokens under a mask, a sum of weights. The sum over k is therefore exact for shards of
 any size and for any loss, those that compare examples included. A call that takes losses over its
-own rows returns `Sums` in place of outputs (`own_rows.py`); what comes back to it is 1/D.
+own rows returns `Sums` in place of outputs (`own_rows.py`); what comes back to it is 1/D. If that
+follows from sizes, no worker waits for the others before its backward pass is done: the sums
+travel with the gradients.
 """
 
 import itertools
@@ -67,9 +69,27 @@ class Sums(NamedTuple):
 
     Attributes:
         tensors: Each of this replica's rows alone; of a replica without rows they do not count.
+        may_wait: Whether what comes back to the replicas is the same whatever the sums are. Then
+            they travel with the gradients.
     """
 
     tensors: list[tf.Tensor]
+    may_wait: bool = False
+
+
+class Summed(NamedTuple):
+    """What such a call gives its caller.
+
+    Attributes:
+        tensors: What can be differentiated: sums over all replicas, or over this worker's alone
+            if they may wait.
+        totals: Called behind the backward pass; returns the sums over all replicas.
+        waits: Whether the two differ.
+    """
+
+    tensors: list[tf.Tensor]
+    totals: Callable[[], list[tf.Tensor]]
+    waits: bool
 
 
 class ReplicatedCall:
@@ -104,6 +124,8 @@ class ReplicatedCall:
         self._worker_rows = worker_rows
         self._gathers = gathers
         self._trainable = [variable for variable in layer.variables if variable.trainable]
+        self._waiting: list[tf.Tensor] = []  # Sums of this worker that travel with the gradients.
+        self._totals: list[tf.Tensor] | None = None  # Of these, over the workers.
 
     def __call__(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
         """Runs the call.
@@ -114,8 +136,8 @@ class ReplicatedCall:
 
         Returns:
             The outputs, each of shape `(batch, …)`, of all workers' rows unless it was told not to
-            gather them, or the `Sums`; and the losses that layers added, each the replicas'
-            average weighted with their shares of the batch.
+            gather them, or `Summed` for `Sums`; and the losses that layers added, each the
+            replicas' average weighted with their shares of the batch.
 
         Raises:
             ValueError: If the inputs disagree on the batch size, or an output has no batch axis.
@@ -130,7 +152,9 @@ class ReplicatedCall:
             terms = _transposed(replicas, "losses") + _transposed(replicas, "sums")
             sums = [tf.add_n(own) for own in terms]
             joined = self._of_known_size(self._gathered(joined, inputs.num_rows), inputs.num_rows)
-            results = joined + self._summed(sums)
+            if self._may_wait(replicas[0]):
+                self._waiting = sums
+            results = joined + (self._waiting or self._summed(sums))
             return results, lambda *upstream: self._backward(
                 replicas, upstream, sources, needed, inputs
             )
@@ -147,7 +171,9 @@ class ReplicatedCall:
         num_joined = len(first.joined)
         losses = results[num_joined : num_joined + len(first.losses)]
         if isinstance(first.structure, Sums):
-            return Sums(results[len(results) - len(first.sums) :]), losses
+            sums = results[len(results) - len(first.sums) :]
+            waits = bool(self._waiting)
+            return Summed(sums, self._all_waited_for if waits else lambda: sums, waits), losses
         joined = keras.tree.pack_sequence_as(first.sources, results[:num_joined])
         outputs = list(map(output_of, joined, first.logits))
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
@@ -216,6 +242,17 @@ class ReplicatedCall:
             )
             for k, (start, size) in enumerate(ranges)
         ]
+
+    def _may_wait(self, replica: _Replica) -> bool:
+        # What layers add to the loss may be read by anyone.
+        sums = replica.structure if isinstance(replica.structure, Sums) else Sums([])
+        return self._strategy.workers is not None and sums.may_wait and not replica.losses
+
+    def _all_waited_for(self) -> list[tf.Tensor]:
+        """The sums over all workers; of themselves, if no gradient took them along."""
+        if self._totals is None:
+            self._totals = self._summed(self._waiting)
+        return self._totals
 
     def _local_index(self) -> int:
         """Which of this worker's replicas is running."""
@@ -310,7 +347,12 @@ class ReplicatedCall:
                 for variable in self._trainable
             ]
         reducer = Reducer(self._strategy.all_reduce_ops, self._strategy.workers)
-        return reducer.totals(by_variable, lambda: self._kinds_of_readings(inputs))
+        totals, beside = reducer.totals(
+            by_variable, lambda: self._kinds_of_readings(inputs), self._waiting
+        )
+        if self._waiting:
+            self._totals = beside
+        return totals
 
     def _kinds_of_readings(self, inputs) -> list:
         """By trainable variable, where no graph is traced; else a gradient itself tells."""
@@ -321,7 +363,8 @@ class ReplicatedCall:
 
             def call(arguments):
                 with state.ReplicaScope(0):
-                    return self._call(*arguments[0], **arguments[1])
+                    found = self._call(*arguments[0], **arguments[1])
+                return found.tensors if isinstance(found, Sums) else found
 
             weights = [variables.copies(variable)[0] for variable in self._trainable]
             kinds = traced_readings.kinds_of(call, inputs.structure, weights)

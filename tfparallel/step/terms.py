@@ -57,8 +57,10 @@ def whole_loss(
     outputs,
     sample_weight,
     added: Sequence[tf.Tensor],
+    *,
+    tells_trackers: bool = True,
 ) -> tf.Tensor:
-    """The loss of the terms' sums and of what is added; what tracks each output's loss is told.
+    """The loss of the terms' sums and of what is added.
 
     Args:
         model: A compiled model, its loss built.
@@ -67,6 +69,7 @@ def whole_loss(
         outputs: Tensors or their types, in the structure of the outputs; their values do not count.
         sample_weight: The weights of the whole batch, or None.
         added: What layers and regularizers add to the loss, of the whole batch.
+        tells_trackers: Whether what tracks each output's loss is told.
     """
     remaining = iter(sums)
 
@@ -74,7 +77,8 @@ def whole_loss(
         return lambda *_: _value(*next(remaining))
 
     compiled = model._compile_loss
-    losses = [call_with(instead, compiled, y, outputs, sample_weight, compiled.metrics)]
+    trackers = compiled.metrics if tells_trackers else ()
+    losses = [call_with(instead, compiled, y, outputs, sample_weight, trackers)]
     losses += [model._aggregate_additional_loss(loss) for loss in added]
     return losses[0] if len(losses) == 1 else keras.ops.sum(losses)
 
