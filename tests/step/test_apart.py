@@ -31,7 +31,8 @@ SHAPES = [
     ((), (1,), None), ((1,), (1,), None), ((1,), (), None), ((), (), None), ((), (3,), None),
     ((3,), (3,), None), ((1,), (3,), None), ((3,), (1,), None), ((3, 1), (3, 4), None),
     ((3,), (3, 4), None), ((3, 4), (3, 4), None), ((3,), (3,), ()), ((3,), (3,), (1,)),
-    ((3, 4), (3, 4), (3,)), ((3, 4), (3, 4), ()),
+    ((3, 4), (3, 4), (3,)), ((3, 4), (3, 4), ()), ((4,), (1, 4), None), ((1, 4), (4,), None),
+    ((1, 4), (1, 4), None), ((33,), (1, 33), None), ((34,), (1, 34), None),
 ]  # fmt: skip
 # The sizes behind axis 0 are also those of a batch, of which nothing then fails.
 SAME = [tuple(None if s is None else (ROWS,) * len(s) for s in shapes) for shapes in SHAPES]

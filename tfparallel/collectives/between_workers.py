@@ -322,8 +322,13 @@ def by_dtype(tensors: Sequence[tf.Tensor]) -> dict[tf.DType, list[int]]:
     return found
 
 
+def is_summable(tensor: tf.Tensor) -> bool:
+    """Whether every transport sums tensors of its type."""
+    return tensor.dtype.is_floating or tensor.dtype in (tf.int32, tf.int64)
+
+
 def _sendable(tensor: tf.Tensor) -> tf.Tensor:
-    if tensor.dtype.is_floating or tensor.dtype in (tf.int32, tf.int64):
+    if is_summable(tensor):
         return tensor
     if tensor.dtype.is_bool or tensor.dtype.is_integer:
         return tf.cast(tensor, tf.int64 if tensor.dtype.size > 4 else tf.int32)

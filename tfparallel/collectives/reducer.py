@@ -48,7 +48,8 @@ class Reducer:
             by_variable: Their terms, in the order of the layers.
             kinds_of_readings: Called if there are sparse ones: by variable how each of its readings
                 is joined; None where the gradient itself tells (`traced_readings.py`).
-            beside: Sums of this worker, to be summed over the workers in the same collective.
+            beside: Sums of this worker, of types that `is_summable` takes, to be summed over the
+                workers in the same collective, or in the first of several buckets.
 
         Returns:
             For each variable, equal on all workers; None where nothing reaches it. And what was
@@ -58,17 +59,16 @@ class Reducer:
         sparse = [i for i, terms in enumerate(by_variable) if _are_all(tf.IndexedSlices, terms)]
         dense = [i for i, terms in enumerate(by_variable) if terms[0] is not None]
         dense = [i for i in dense if i not in sparse]
-        totals = self._dense([by_variable[i] for i in dense])
+        own = self._dense([by_variable[i] for i in dense])
+        summed = [*own, *beside]  # Buckets are filled from the last to the first.
         if self._workers is not None:
-            # The last are sent first: what is beside is there before any gradient.
-            totals = self._workers.all_reduce_gradients([*totals, *beside])
-            beside = totals[len(dense) :]
-        for i, total in zip(dense, totals[: len(dense)], strict=True):
+            summed = self._workers.all_reduce_gradients(summed)
+        for i, total in zip(dense, summed[: len(dense)], strict=True):
             results[i] = total
         kinds = kinds_of_readings() if sparse else ()
         for i in sparse:
             results[i] = self._sparse(by_variable[i], kinds[i])
-        return results, list(beside)
+        return results, summed[len(dense) :]
 
     def _dense(self, by_variable):
         """Summed over the replicas of this worker."""

@@ -62,26 +62,29 @@ class OwnRows(WhereRowsMeet, OneStep):
             worker_rows: In the second case how many rows each worker has.
         """
         with tf.GradientTape() as tape:
-            rows = self._terms_of_own_rows(data, worker_rows, training=True)
-            added = self.losses
-            loss = rows.loss(rows.sums.tensors, added, tells_trackers=not rows.sums.waits)
+            found = self._terms_of_own_rows(data, worker_rows, training=True)
+            added, wait = self.losses, found.sums.wait
+            # Of this worker's rows alone if the others' are not known yet: the loss is linear in
+            # its terms, and its gradient is right.
+            loss = found.loss(found.sums.tensors, added, tells_trackers=not wait)
             scaled = self.optimizer.scale_loss(loss)
         trained = self.trainable_weights
         gradients = tape.gradient(scaled, trained) if trained else []
-        totals = rows.sums.totals()
-        if rows.sums.waits:
-            loss = rows.loss(totals, added)
+        sums = found.sums.of_all()
+        if wait:
+            loss = found.loss(sums, added)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        found = Found(loss, rows.num_rows, trained, gradients, growth=rows.growth(totals))
-        return self._trained_on(found, x, y, sample_weight)
+        grown = found.growth(sums)
+        left = Found(loss, found.num_rows, trained, gradients, growth=grown)
+        return self._trained_on(left, x, y, sample_weight)
 
     def _test_on_own_rows(self, data, worker_rows=None):
         """One step of evaluation, as `keras.Model.test_step` does it."""
-        rows = self._terms_of_own_rows(data, worker_rows, training=False)
-        totals = rows.sums.totals()
-        loss = rows.loss(totals, self.losses)
-        self._loss_tracker.update_state(loss, sample_weight=rows.num_rows)
-        grow(self._compile_metrics, rows.growth(totals))
+        found = self._terms_of_own_rows(data, worker_rows, training=False)
+        sums = found.sums.of_all()
+        loss = found.loss(sums, self.losses)
+        self._loss_tracker.update_state(loss, sample_weight=found.num_rows)
+        grow(self._compile_metrics, found.growth(sums))
         return self.get_metrics_result()
 
     def _predict_on_own_rows(self, data, worker_rows=None, *, gathers=True):

@@ -30,6 +30,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
+from tfparallel.collectives.between_workers import is_summable
 from tfparallel.collectives.gradient import call_with_gradient, is_differentiable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
@@ -81,15 +82,15 @@ class Summed(NamedTuple):
     """What such a call gives its caller.
 
     Attributes:
-        tensors: What can be differentiated: sums over all replicas, or over this worker's alone
-            if they may wait.
-        totals: Called behind the backward pass; returns the sums over all replicas.
-        waits: Whether the two differ.
+        tensors: What a loss is differentiated in: sums over all replicas, or over this worker's
+            alone if they wait.
+        of_all: Called behind the backward pass; returns the sums over all replicas.
+        wait: Whether the two differ.
     """
 
     tensors: list[tf.Tensor]
-    totals: Callable[[], list[tf.Tensor]]
-    waits: bool
+    of_all: Callable[[], list[tf.Tensor]]
+    wait: bool
 
 
 class ReplicatedCall:
@@ -124,8 +125,8 @@ class ReplicatedCall:
         self._worker_rows = worker_rows
         self._gathers = gathers
         self._trainable = [variable for variable in layer.variables if variable.trainable]
-        self._waiting: list[tf.Tensor] = []  # Sums of this worker that travel with the gradients.
-        self._totals: list[tf.Tensor] | None = None  # Of these, over the workers.
+        self._waiting: list[tf.Tensor] = []  # Sums of this worker that travel with the gradients,
+        self._arrived: list[tf.Tensor] | None = None  # and what the backward pass made of them.
 
     def __call__(self, args: tuple, kwargs: dict) -> tuple[Any, list[tf.Tensor]]:
         """Runs the call.
@@ -172,8 +173,8 @@ class ReplicatedCall:
         losses = results[num_joined : num_joined + len(first.losses)]
         if isinstance(first.structure, Sums):
             sums = results[len(results) - len(first.sums) :]
-            waits = bool(self._waiting)
-            return Summed(sums, self._all_waited_for if waits else lambda: sums, waits), losses
+            wait = bool(self._waiting)
+            return Summed(sums, self._waited_for if wait else lambda: sums, wait), losses
         joined = keras.tree.pack_sequence_as(first.sources, results[:num_joined])
         outputs = list(map(output_of, joined, first.logits))
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
@@ -244,15 +245,19 @@ class ReplicatedCall:
         ]
 
     def _may_wait(self, replica: _Replica) -> bool:
-        # What layers add to the loss may be read by anyone.
         sums = replica.structure if isinstance(replica.structure, Sums) else Sums([])
-        return self._strategy.workers is not None and sums.may_wait and not replica.losses
+        return (
+            self._strategy.workers is not None
+            and sums.may_wait
+            and not replica.losses  # What layers add to the loss may be read by anyone.
+            and all(map(is_summable, sums.tensors))
+        )
 
-    def _all_waited_for(self) -> list[tf.Tensor]:
-        """The sums over all workers; of themselves, if no gradient took them along."""
-        if self._totals is None:
-            self._totals = self._summed(self._waiting)
-        return self._totals
+    def _waited_for(self) -> list[tf.Tensor]:
+        """The sums over all workers; by a collective of their own, if no gradient took them."""
+        if self._arrived is None:
+            self._arrived = self._summed(self._waiting)
+        return self._arrived
 
     def _local_index(self) -> int:
         """Which of this worker's replicas is running."""
@@ -351,7 +356,7 @@ class ReplicatedCall:
             by_variable, lambda: self._kinds_of_readings(inputs), self._waiting
         )
         if self._waiting:
-            self._totals = beside
+            self._arrived = beside
         return totals
 
     def _kinds_of_readings(self, inputs) -> list:
