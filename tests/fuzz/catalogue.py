@@ -366,6 +366,14 @@ HEADS = [
             "metrics.LogCoshError()",
         ],
     ),
+    # Targets of an axis less than their outputs: Keras broadcasts them to every row's.
+    (
+        ["layers.Dense(4)", "layers.Reshape((-1, 4))"],
+        "real",
+        (4,),
+        REAL,
+        ["'mse'", "'mae'", "metrics.LogCoshError()"],
+    ),
     (
         ["layers.Dense(1, activation='sigmoid')"],
         "binary",

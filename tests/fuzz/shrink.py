@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from hypothesis import HealthCheck, Phase, given, reject, settings
@@ -68,12 +69,14 @@ def shrink(
         pass
 
     search._hypothesis_internal_database_key = key
-    try:
-        search()
-    except Shown:
-        pass
-    shown = [p for p, seen in tried.items() if seen is not None and seen.family == outcome.family]
-    if not shown:
-        raise RuntimeError("The finding does not show a second time.")
-    smallest = min(shown, key=lambda program: len(source(program)))
+    sizes = []
+    # It tries at random, and may stop too early; what it has found is where it begins again.
+    while len(sizes) < 2 or sizes[-1] < sizes[-2]:
+        with contextlib.suppress(Shown):
+            search()
+        alike = [p for p, seen in tried.items() if seen and seen.family == outcome.family]
+        if not alike:
+            raise RuntimeError("The finding does not show a second time.")
+        smallest = min(alike, key=lambda program: len(source(program)))
+        sizes.append(len(source(smallest)))
     return smallest, tried[smallest]
