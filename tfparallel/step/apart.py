@@ -40,7 +40,7 @@ def why_not_apart(model: keras.Model, y, outputs, sample_weight, masks=()) -> st
     with tf.init_scope():
         try:
             return _tried(model, _shortened(types))
-        except Exception:  # Of a metric, say, that has a state for each of 1000 classes.
+        except Exception:  # A metric, say, has a state for each of 1000 classes.
             pass
         try:
             return _tried(model, types)
@@ -126,7 +126,7 @@ def _made_up(types, seed):
         return (drawn if dtype.is_floating else drawn > 0.5).astype(dtype.as_numpy_dtype)
 
     def labels(shape):
-        """Of two classes, as of one alone a metric of classes cannot be wrong; no row like all."""
+        """Both classes, since with one alone no metric of classes is wrong; rows that differ."""
         drawn = random.integers(0, 2, shape).astype("float64")
         drawn[_FIRST_OF_SECOND] = 1.0 - drawn[0]
         return drawn
