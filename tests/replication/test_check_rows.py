@@ -41,6 +41,24 @@ class HiddenByZeros(layers.Layer):
         return x + self.scale * ops.mean(x, axis=0)
 
 
+class RunningMax(layers.Layer):
+    """Divides by the largest value it has met; by one, until there was a larger one."""
+
+    def build(self, shape):
+        self.largest = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x):
+        self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(x))))
+        return x / self.largest
+
+
+class LessRowMean(layers.Layer):
+    """Makes small numbers smaller."""
+
+    def call(self, x):
+        return (x - ops.mean(x, axis=-1, keepdims=True)) / 4
+
+
 class TimeMajor(layers.Layer):
     def call(self, x):
         return ops.transpose(x, (1, 0))
@@ -81,10 +99,11 @@ def trained(build, **options):
         (net(Doubled, tail=False), "class Doubled"),
         (net(Constant, tail=False), "class Constant"),
         (net(TimeMajor, tail=False), "class TimeMajor"),
+        (net(LessRowMean, RunningMax), "class RunningMax"),
     ],
     ids=[
         *("mean", "nested", "zeros", "loss", "state", "softmax", "axis -2", "activation"),
-        *("double", "constant", "time"),
+        *("double", "constant", "time", "largest"),
     ],
 )
 def test_a_layer_that_mixes_examples_is_named(build, message):

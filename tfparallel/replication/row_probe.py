@@ -5,9 +5,10 @@
 
 A layer that subtracts the mean of the batch, keeps its maximum, or adds a sum of its rows as a
 loss gives something else in pieces, and would train to other weights without a word. The rows are
-made up, of the types of the call's arguments: uniform numbers, ids of 0 and 1. Nothing is read from
-the data, and nothing of the model changes: what the pieces write is restored. Weights near
-zero are made up, too.
+made up, of the types of the call's arguments: uniform numbers, small and positive or large and of
+both signs, since a layer may show nothing below a threshold; ids of 0 and 1. Nothing is read from
+the data, and nothing of the model changes: what the pieces write is restored. Weights near zero are
+made up, too.
 
 Random layers other than dropout are switched off, and batch normalization takes its moving
 averages: what these do across rows is this package's own. Where a layer draws whatever `training`
@@ -32,6 +33,7 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
 _COARSE = 5e-2
 _LARGEST_MADE_UP, _SMALL = 1 << 20, 1e-2  # Elements of a weight, and their values.
 _LENGTH, _SIZE = 8, 32  # For axes of no known size: of sequences, of pictures.
+_LARGE = 100.0  # Numbers of every other batch, in both directions.
 
 
 class Difference(NamedTuple):
@@ -97,14 +99,14 @@ class QuietInProbe:
 
 
 def made_up(
-    spec: tf.TensorSpec, num_rows: int, seed: Any, words: Sequence[str] = ()
+    spec: tf.TensorSpec, num_rows: int, seed: tuple[int, int], words: Sequence[str] = ()
 ) -> np.ndarray | None:
     """Returns rows of a type, or None where the type is not supported.
 
     Args:
         spec: The type.
         num_rows: How many.
-        seed: Of NumPy's generator.
+        seed: Of NumPy's generator: which argument, and which batch.
         words: What the model knows among strings.
     """
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
@@ -113,6 +115,8 @@ def made_up(
     shape = [num_rows if axis == 0 else size or unknown for axis, size in enumerate(spec.shape)]
     random = np.random.default_rng(seed)
     drawn = random.uniform(0, 2, shape)
+    if spec.dtype.is_floating and seed[1] % 2:
+        drawn = _LARGE * (drawn - 1)
     if drawn.ndim > 1:
         drawn[1::2, drawn.shape[1] // 2 :] = 0  # As padded rows end.
     if spec.dtype == tf.string:
