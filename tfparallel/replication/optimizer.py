@@ -167,7 +167,8 @@ def hold_in_first_copy(optimizer: keras.Optimizer) -> None:
 
 
 def _is_first_worker(strategy) -> bool:
-    return strategy.workers is None or strategy.workers.worker_index == 0
+    workers = getattr(strategy, "workers", None)  # One device has TensorFlow's own strategy.
+    return workers is None or workers.worker_index == 0
 
 
 class ScaledProgramOptimizer(ProgramOptimizer):
