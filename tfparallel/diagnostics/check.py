@@ -162,13 +162,18 @@ class _Runs:
         return not self._compare(self.parallel, again).failed
 
     def _compare(self, expected: Outcome, received: Outcome) -> Comparison:
-        """Compares; where the first floor does not explain it, with a floor of larger moves."""
-        found = deviation(expected, received)
+        """Compares; where the first floor does not explain it, with others after it."""
+        found, floors = deviation(expected, received), {}
         for num_units in rounding.MULTIPLES:
+            is_finer = num_units == rounding.FINER
+            if is_finer and self.dtype not in ("float16", "bfloat16"):
+                break
             if num_units not in self._floors:
-                moved = self._trial.run(plain, draws=self._draws, moved_by=num_units)
-                self._floors[num_units] = deviation(self.single, moved)
-            floors = {n: self._floors[n] for n in rounding.MULTIPLES if n <= num_units}
+                other = self._trial.run(
+                    plain, draws=self._draws, moved_by=num_units, in_float32=is_finer
+                )
+                self._floors[num_units] = deviation(self.single, other)
+            floors[num_units] = self._floors[num_units]
             comparison = rounding.compare(expected, found, floors, self.tolerance)
             if not comparison.failed:
                 break

@@ -26,6 +26,12 @@ none in 30 steps, and six ended a thousand times as far away). So where a variab
 times the floor, the first weights are moved by 32 units in another training, in which jumps are as
 large and about 32 times as likely: 3 times that floor are allowed.
 
+In half precision sums may be wrong by far more than a unit, and by as much whatever the weights
+are: TensorFlow adds up the gradient of a bias in bfloat16 on CPUs, so that of 2048 terms with a sum
+of 187 a tenth is lost, and of each half of them a fifth of that. So where a variable is beyond both
+floors, one device trains once more in float32. What half precision makes of one device, which is
+the distance to that, is allowed to a form 3 times.
+
 At the first steps the floor of a float64 training lies far below what any fault makes (1e-13
 against 1e-2); that of float32 lies below the tolerance in most variables. What happens there
 decides. At later steps, where the floor has grown, only what is far beyond rounding is a
@@ -42,6 +48,7 @@ from tfparallel.diagnostics.compare import difference, is_float
 from tfparallel.diagnostics.trial import Outcome, State
 
 __all__ = [
+    "FINER",
     "MULTIPLES",
     "Comparison",
     "Deviation",
@@ -56,8 +63,10 @@ __all__ = [
 
 Key = tuple[int | None, str] | str
 
-# By how many units the first weights are moved -> how many times that floor is allowed.
-MULTIPLES = {1: 10.0, 32: 3.0}
+# By how many units the first weights are moved -> how many times that floor is allowed; `FINER`
+# stands for the training in a finer type, of the weights as they are.
+FINER = 0
+MULTIPLES = {1: 10.0, 32: 3.0, FINER: 3.0}
 
 # A variable that rounding alone changes by a tenth of itself at the first step is made of rounding.
 _NOISE = 0.1
@@ -194,7 +203,8 @@ def compare(
     Args:
         single: The training on one device.
         parallel: How far the form's is from it.
-        floors: How far those with moved weights are, by the number of units, 1 among them.
+        floors: How far those with moved weights are, by the number of units, 1 among them; and
+            that in a finer type, by `FINER`.
         tolerance: The relative difference that counts as rounding in any model.
     """
     noise = _made_of_rounding(single, floors[1])

@@ -1,7 +1,8 @@
 """One training of a parity check, and everything that it leaves behind."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -117,6 +118,7 @@ class Trial:
         draws: bool = True,
         moved_by: int = 0,
         num_steps: int | None = None,
+        in_float32: bool = False,
     ) -> Outcome:
         """Trains once.
 
@@ -126,6 +128,8 @@ class Trial:
             moved_by: Units in the last place by which the first weights are
                 moved, up or down as the seed says.
             num_steps: How many of the batches; all by default.
+            in_float32: Whether layers that mixed precision has compute in half of it compute in
+                whole.
 
         Returns:
             The weights and everything else that came of it.
@@ -135,7 +139,8 @@ class Trial:
         """
         batches = self._batches[:num_steps]
         keras.utils.set_random_seed(self._seed)
-        model = make_model(lambda: self.build(draws=draws))
+        with _computing_in_float32() if in_float32 else contextlib.nullcontext():
+            model = make_model(lambda: self.build(draws=draws))
         if not model.built:
             model(batches[0][0])
         self._set_initial_weights(model)
@@ -168,6 +173,17 @@ class Trial:
                 f"Received: shapes {received}; on one device they are {shapes}."
             )
         model.set_weights(self._initial)
+
+
+@contextlib.contextmanager
+def _computing_in_float32() -> Iterator[None]:
+    """Has layers that are made in it, and name no type, compute in float32."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("float32")
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def moved_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndarray]:
