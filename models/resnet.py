@@ -4,7 +4,7 @@ Three groups of two residual blocks, of 16, 32 and 64 filters of 3x3 with batch 
 al., 2015, "Deep Residual Learning for Image Recognition", with the order of 2016: normalize, ReLU,
 convolve). It reads the digits that `digits_cnn.py` reads.
 
-    tfparallel check models/resnet.py --parallel=model --num_devices=2 --dtype=float64
+    tfparallel check models/resnet.py --parallel=model --num_devices=2 --precision=float64
     tfparallel train models/resnet.py --parallel=model --num_devices=4 --epochs=3
 """
 

@@ -16,7 +16,7 @@ FORM = ("--parallel=data", "--num_devices=3", "--device_type=cpu", "--global_bat
 def test_an_exact_form_passes_in_float64(tmp_path):
     path = tmp_path / "report.json"
     code, shown, errors = tfparallel(
-        "check", TASKS / "blobs.py", *FORM, "--dtype=float64", f"--report={path}"
+        "check", TASKS / "blobs.py", *FORM, "--precision=float64", f"--report={path}"
     )
     assert code == 0, shown + errors
     assert "OK: exact" in shown and "computed in float64, tolerance 1e-09" in shown
@@ -27,10 +27,29 @@ def test_an_exact_form_passes_in_float64(tmp_path):
     assert report["devices"] == ["CPU:0", "CPU:1", "CPU:2"]
 
 
+def test_what_xla_compiles_is_exact():
+    code, shown, errors = tfparallel(
+        *("check", TASKS / "blobs.py", *FORM, "--steps=3", "--precision=float64"),
+        "--jit_compile=true",
+    )
+    assert code == 0, shown + errors
+    assert "OK: exact" in shown
+
+
+def test_half_precision_may_be_wrong_by_what_it_is_wrong_by_on_one_device():
+    """TensorFlow adds up the gradient of a bias in bfloat16: as one piece it loses a tenth."""
+    code, shown, errors = tfparallel(
+        *("check", TASKS.parents[1] / "models/transformer.py", "--parallel=data"),
+        *("--num_devices=2", "--device_type=cpu", "--precision=mixed_bfloat16", "--steps=4"),
+    )
+    assert code == 0, shown + errors
+    assert "computed in bfloat16" in shown
+
+
 def test_layers_on_devices_are_exact_in_float64():
     code, shown, errors = tfparallel(
         *("check", TASKS.parents[1] / "models/mlp.py", "--parallel=model", "--num_devices=2"),
-        *("--device_type=cpu", "--dtype=float64", "--steps=5"),
+        *("--device_type=cpu", "--precision=float64", "--steps=5"),
     )
     assert code == 0, shown + errors
     assert "layers on 2 devices (CPU:0, CPU:1)" in shown and "OK: exact" in shown

@@ -123,7 +123,7 @@ def test_mistakes_of_train(capsys, arguments, message):
     [
         (["--steps=0"], "Received: --steps=0"),
         (["--parallel=none"], "A form to check is required"),
-        (["--dtype=int8"], "dtype"),
+        (["--precision=int8"], "precision"),
     ],
 )
 def test_mistakes_of_check(capsys, arguments, message):

@@ -76,7 +76,7 @@ def newest_step(directory):
 def test_a_type_is_chosen(tmp_path):
     path = tmp_path / "model.keras"
     code, _, errors = tfparallel(
-        "train", BLOBS, "--parallel=none", "--dtype=float64", f"--save={path}"
+        "train", BLOBS, "--parallel=none", "--precision=float64", f"--save={path}"
     )
     assert code == 0, errors
     assert {value.dtype.name for value in weights(path)} == {"float64"}

@@ -466,14 +466,12 @@ def test_what_cannot_be_split(model, options, message):
         tfparallel.tensor_parallel(model, **({"devices": DEVICES} | options))
 
 
-def test_a_strategy_and_a_compiled_step_are_refused():
+def test_a_strategy_is_refused():
     with (
         tfparallel.MirroredStrategy(DEVICES[:2]).scope(),
         pytest.raises(ValueError, match="outside a strategy's scope"),
     ):
         tfparallel.tensor_parallel(two_layers, DEVICES)
     model = tfparallel.tensor_parallel(two_layers, DEVICES)
-    with pytest.raises(ValueError, match="jit_compile=True"):
-        model.compile("sgd", "mse", jit_compile=True)
     with pytest.raises(ValueError, match="model_parallel` returned is required"):
         tfparallel.placement_report(model)

@@ -24,9 +24,6 @@ NO_SUM_OF_PARTS = {"pipeline_parallel": "with a reduction of 'sum' or a mean, is
 
 LOOKS_AT_WHOLE_WEIGHTS = {"tensor_parallel": "must treat each element by itself"}
 TWICE_DIFFERENTIATED = dict.fromkeys(REPLICATED, "Cannot differentiate twice through")
-COMPILED_FOR_ONE_DEVICE = dict.fromkeys(
-    REPLICATED + PLACED, r"`jit_compile=True` compiles (the|a) step for one device"
-)
 STATE_OF_A_ROW = dict.fromkeys(
     (*REPLICATED, "pipeline_parallel"), "Stateful recurrent layers keep a state for each row"
 )

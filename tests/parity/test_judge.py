@@ -74,16 +74,16 @@ class Alone:
 
 
 def test_workers_judge_likewise():
-    said = "`jit_compile=True` compiles the step for one device."
+    said = "Cannot differentiate twice through the replicated call of 'net'."
 
     def seen(refused, form):
         form.name = table.WORKERS
         one = case("Tests", "a row", "a case of this test", fit={"epochs": 1}, refused=refused)
         return workers._judge(one, form, Alone(), compare)
 
-    expected = refusals.COMPILED_FOR_ONE_DEVICE
+    expected = refusals.TWICE_DIFFERENTIATED
     assert seen(expected, refusing(said)) == (REFUSED, said, "")
-    for refused in ({}, {"workers": "other words"}, {"data_parallel": "jit_compile"}):
+    for refused in ({}, {"workers": "other words"}, {"data_parallel": "twice"}):
         verdict, _, failure = seen(refused, refusing(said))
         assert not verdict and said in failure
     assert seen({}, Plain())[0] == EXACT

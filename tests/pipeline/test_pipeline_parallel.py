@@ -327,8 +327,6 @@ def test_what_micro_batches_would_change_is_refused():
         model = pipelined(stack, DEVICES[:2])
         model.compile("sgd", "mse")
         model.fit(np.zeros((9, 4)), np.zeros((9, 3)), batch_size=3, verbose=0)
-    with pytest.raises(ValueError, match="jit_compile=True"):
-        fit_stack(pipelined(stack, DEVICES[:2]), jit_compile=True)
     with pytest.raises(ValueError, match="puts out one number"):
         fit_stack(pipelined(stack, DEVICES[:2]), keras.losses.Dice())
 

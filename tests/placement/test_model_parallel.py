@@ -258,15 +258,12 @@ def test_a_step_of_the_users_own_is_refused():
         tfparallel.model_parallel(build, DEVICES[:2])
 
 
-def test_a_strategy_is_refused_and_so_is_a_compiled_step():
+def test_a_strategy_is_refused():
     with (
         tfparallel.MirroredStrategy(DEVICES[:2]).scope(),
         pytest.raises(ValueError, match="outside a strategy's scope"),
     ):
         tfparallel.model_parallel(sequential, DEVICES)
-    model = tfparallel.model_parallel(sequential, DEVICES)
-    with pytest.raises(ValueError, match="jit_compile=True"):
-        model.compile("sgd", "mse", jit_compile=True)
 
 
 def test_a_report_needs_a_placed_model():

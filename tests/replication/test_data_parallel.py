@@ -407,33 +407,19 @@ def test_a_model_that_is_not_compiled():
         model.fit(*data(), verbose=0)
 
 
-def test_jit_compile_on_several_replicas():
-    model = tfparallel.data_parallel(mlp, devices=TWO)
-    with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
-        model.compile("sgd", "mse", jit_compile=True)
-    model.compile("sgd", "mse", jit_compile=False)
-
-
-def test_jit_compile_by_position_on_several_replicas():
-    model = tfparallel.data_parallel(mlp, devices=TWO)
-    with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
+def test_jit_compile_by_position():
+    for devices in (TWO, TWO[:1]):
+        model = tfparallel.data_parallel(mlp, devices=devices)
         model.compile("sgd", "mse", None, None, None, False, 1, True)
-
-
-def test_jit_compile_on_one_replica_passes_through():
-    model = tfparallel.data_parallel(mlp, devices=TWO[:1])
-    model.compile("sgd", "mse", jit_compile=True)
-    assert model.jit_compile is True
+        assert model.jit_compile is True
 
 
 def test_jit_compile_under_the_drop_in_strategy():
     with tfparallel.MirroredStrategy(TWO).scope():
         model = mlp()
-        with pytest.raises(ValueError, match="2 replicas require `jit_compile=False` or 'auto'"):
-            model.compile("sgd", "mse", jit_compile=True)
-            model.fit(*data(), verbose=0)
-        model.compile("sgd", "mse", jit_compile=False)
+        model.compile("sgd", "mse", jit_compile=True)
     model.fit(*data(), verbose=0)
+    assert model.jit_compile is True
 
 
 def stateful():

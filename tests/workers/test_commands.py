@@ -77,7 +77,7 @@ def test_workers_train_to_the_weights_of_one_device(
 
 def test_check_starts_its_own_workers(tmp_path):
     code, output = run(
-        *("check", TASK, "--num_workers=2", "--num_devices=2", "--steps=6", "--dtype=float64"),
+        *("check", TASK, "--num_workers=2", "--num_devices=2", "--steps=6", "--precision=float64"),
         *("--report=c.json",),
         cwd=tmp_path,
     )

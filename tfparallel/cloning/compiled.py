@@ -12,8 +12,7 @@ def compile_alike(model: keras.Model, copy: keras.Model) -> None:
     """Compiles `copy` if `model` is compiled: optimizer, loss, metrics, how steps are run.
 
     The loss is shared, and so are functions; what has a state is made anew, and the optimizer is
-    given its own's. `jit_compile=True` becomes "auto": Keras keeps what "auto" was resolved to on
-    one device, where several may not be able to.
+    given its own's.
 
     Args:
         model: A built model.
@@ -36,8 +35,6 @@ def compile_alike(model: keras.Model, copy: keras.Model) -> None:
     arguments["optimizer"] = _optimizer_like(model, copy)
     for name in ("metrics", "weighted_metrics"):
         arguments[name] = keras.tree.map_structure(_metric_like, arguments[name])
-    if arguments["jit_compile"]:
-        arguments["jit_compile"] = "auto"
     trained = {
         id(getattr(variable, "_whole", variable))
         for variable in getattr(model.optimizer, "_trainable_variables", ())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.commands.flags import Command, path_problems
-from tfparallel.commands.form_flags import common_flags, common_problems, dtype_flag
+from tfparallel.commands.form_flags import common_flags, common_problems, numbers_flags
 from tfparallel.commands.on_task import run_on_task
 
 __all__ = ["main"]
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
 def _flags() -> flags.FlagValues:
     values = common_flags()
     flags.DEFINE_integer("steps", 20, "How many steps are trained.", flag_values=values)
-    dtype_flag(values)
+    numbers_flags(values)
     flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
     flags.DEFINE_string(
         "plot",

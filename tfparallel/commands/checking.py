@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl import flags
 
 from tfparallel.commands.flags import resolved
-from tfparallel.commands.forms import start_form, use_dtype
+from tfparallel.commands.forms import compiling, start_form, use_precision
 from tfparallel.data.batches import first_batches
 from tfparallel.diagnostics.check import check_parity, uneven_first
 from tfparallel.diagnostics.check_plot import draw
@@ -34,9 +34,10 @@ def check(path: str, values: flags.FlagValues) -> int:
     # runtime, and make layers, which take their type when they are made.
     form = start_form(values, {"command": "check"})
     on_gpu = any(device.startswith("GPU") for device in form.devices)
+    by_xla = values.jit_compile == "true"
     if on_gpu:
-        make_deterministic()
-    use_dtype(values.dtype)
+        make_deterministic(operations=not by_xla)
+    use_precision(values.precision)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
     data, _ = task.load_data()
@@ -54,7 +55,8 @@ def check(path: str, values: flags.FlagValues) -> int:
         f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     )
     if on_gpu:
-        form.say("on a GPU: deterministic operations are on, TF32 is off")
+        operations = "" if by_xla else "deterministic operations are on, "
+        form.say(f"on a GPU: {operations}TF32 is off")
     built, build_single, unwrapped = [], task.build_model, lambda build: build
     if values.batch_normalization is not None:
         form.say("on one device each micro-batch is normalized by its own moments, too")
@@ -67,7 +69,7 @@ def check(path: str, values: flags.FlagValues) -> int:
 
     report = check_parity(
         build_single,
-        task.compile_model,
+        compiling(task.compile_model, values.jit_compile),
         batches,
         make_parallel_model=build,
         seed=values.seed,

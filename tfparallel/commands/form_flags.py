@@ -12,7 +12,7 @@ __all__ = [
     "common_problems",
     "device_memory",
     "device_memory_problems",
-    "dtype_flag",
+    "numbers_flags",
 ]
 
 _FORMS = ("none", "data", "model", "tensor", "pipeline")
@@ -101,13 +101,21 @@ def common_flags() -> flags.FlagValues:
     return values
 
 
-def dtype_flag(values: flags.FlagValues) -> None:
-    """Adds the flag that says in which type a model computes."""
+def numbers_flags(values: flags.FlagValues) -> None:
+    """Adds the flags that say in which type a model computes, and what compiles it."""
     flags.DEFINE_enum(
-        "dtype",
+        "precision",
         None,
         ("float32", "float64", "mixed_float16", "mixed_bfloat16"),
         "Compute in this type; Keras's own if absent. float64 makes `check` sharpest.",
+        values,
+    )
+    flags.DEFINE_enum(
+        "jit_compile",
+        None,
+        ("true", "false"),
+        "Whether XLA compiles what each device computes; as the task compiles the model if absent: "
+        "on GPUs, as a rule, it does.",
         values,
     )
 

@@ -24,7 +24,7 @@ from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = ["Form", "start_form", "use_dtype"]
+__all__ = ["Form", "compiling", "start_form", "use_precision"]
 
 _BUILDERS = {"model": model_parallel, "tensor": tensor_parallel}
 
@@ -197,17 +197,35 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     return Form(values.parallel, devices, strategy)
 
 
-def use_dtype(dtype: str | None) -> None:
+def use_precision(precision: str | None) -> None:
     """Makes all layers that are made from now on compute in a type.
 
     Call it before the task file is imported, which may make layers.
 
     Args:
-        dtype: What `--dtype` says; None leaves Keras's own.
+        precision: What `--precision` says; None leaves Keras's own.
     """
-    if dtype is not None:
-        keras.config.set_floatx("float64" if dtype == "float64" else "float32")
-        keras.config.set_dtype_policy(dtype)
+    if precision is not None:
+        keras.config.set_floatx("float64" if precision == "float64" else "float32")
+        keras.config.set_dtype_policy(precision)
+
+
+def compiling(
+    compile_model: Callable[[keras.Model], None], jit_compile: str | None
+) -> Callable[[keras.Model], None]:
+    """What compiles a task's model as the task does, and for XLA as the flag says.
+
+    Args:
+        compile_model: The task's own.
+        jit_compile: What `--jit_compile` says; None leaves the task's choice.
+    """
+
+    def compile_as_asked(model: keras.Model) -> None:
+        compile_model(model)
+        if jit_compile is not None:
+            model.jit_compile = jit_compile == "true"
+
+    return compile_as_asked
 
 
 def _all_reduce(values, devices) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from tfparallel.commands.flags import Command, path_problems, resolved
-from tfparallel.commands.form_flags import common_flags, common_problems, dtype_flag
+from tfparallel.commands.form_flags import common_flags, common_problems, numbers_flags
 from tfparallel.commands.on_task import run_on_task
 from tfparallel.diagnostics.faults import parse_fault
 
@@ -35,7 +35,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_integer(
         "steps_per_epoch", None, "Batches in an epoch; one pass if absent.", flag_values=values
     )
-    dtype_flag(values)
+    numbers_flags(values)
     flags.DEFINE_string("save", None, "Write the model here (.keras).", flag_values=values)
     flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
     flags.DEFINE_string(

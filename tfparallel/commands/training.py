@@ -17,7 +17,7 @@ from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.between_workers import WorkerLostError
 from tfparallel.commands.flags import LostError, UsageError
-from tfparallel.commands.forms import start_form, use_dtype
+from tfparallel.commands.forms import compiling, start_form, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica
 from tfparallel.diagnostics.inject import Inject
@@ -53,7 +53,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     # Before the task file is imported: its imports may start TensorFlow's
     # runtime, and the CPU cannot be split after that.
     form = start_form(values, _facts(path, values))
-    use_dtype(values.dtype)
+    use_precision(values.precision)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
     train_data, validation_data = task.load_data()
@@ -77,7 +77,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     # Again, so that the weights do not depend on what load_data drew.
     keras.utils.set_random_seed(values.seed)
     model = form.build(task.build_model)
-    task.compile_model(model)
+    compiling(task.compile_model, values.jit_compile)(model)
     form.say(
         f"{task.name} ({model.name}): {form}, "
         f"global batch {values.global_batch_size}, seed {values.seed}, "

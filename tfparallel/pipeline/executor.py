@@ -47,6 +47,7 @@ from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import aligned
+from tfparallel.step.xla import compiled_if
 
 __all__ = ["Step"]
 
@@ -73,6 +74,7 @@ class Step:
         recompute: "never", "always" or "except_last".
         rows_stay: Whether loss and metrics are those of the micro-batches, added up.
         traces_each: Whether each micro-batch is traced, or only the first.
+        compiles: Whether XLA compiles what a stage computes.
         timed: Whether to note when each instruction begins and ends.
 
     Attributes:
@@ -90,6 +92,7 @@ class Step:
         recompute: str = "never",
         rows_stay: bool = False,
         traces_each: bool = False,
+        compiles: bool = False,
         timed: bool = False,
     ):
         self._model = model
@@ -106,6 +109,7 @@ class Step:
         self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
         self._rows_stay = rows_stay
         self._traces_each = traces_each
+        self._compiles = compiles
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
         self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, likewise.
         self._kinds: dict[int, Any] = {}
@@ -124,13 +128,14 @@ class Step:
         if self._rows_stay:
             y, sample_weight = aligned(x, y, sample_weight)
         self._batch = Batch(self._model, x, y, sample_weight, number)
-        batch, memory, each = self._batch, self._memory, self._traces_each
+        batch, memory = self._batch, self._memory
+        traced = {"each": self._traces_each, "compiles": self._compiles}
         trained = self._model.trainable_variables
         self._calls = [
-            StageCall(stage, batch, memory, self._scope, trained, each=each)
+            StageCall(stage, batch, memory, self._scope, trained, **traced)
             for stage in self._stages
         ]
-        self._loss = LossCall(self._model, batch, with_metrics=self._rows_stay, each=each)
+        self._loss = LossCall(self._model, batch, with_metrics=self._rows_stay, **traced)
         # By micro-batch: what stages made for others, and the losses that layers added.
         self._values = [self._batch.inputs_of(shard) for shard in self._batch.shards]
         self._added: list[list[tf.Tensor]] = [[] for _ in range(number)]
@@ -258,7 +263,8 @@ class Step:
 
     def _gradients(self, tape, targets, sources, seeds):
         try:
-            return tape.gradient(targets, sources, output_gradients=seeds)
+            with compiled_if(self._compiles):
+                return tape.gradient(targets, sources, output_gradients=seeds)
         except Exception as error:
             if self._traces_each or tf.executing_eagerly():
                 raise

@@ -140,6 +140,7 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
             recompute=self.layout.recompute,
             rows_stay=self._rows_stay((x, y, sample_weight), "fit"),
             traces_each=self._traces_each or not self._may_begin_anew,
+            compiles=self._compiles,
             timed=timed,
         )
 

@@ -46,6 +46,7 @@ class StageCall:
         scope: Returns what looks at the layers' writes.
         weights: The stage's, that are trained.
         each: Whether each micro-batch is traced.
+        compiles: Whether XLA compiles it.
     """
 
     def __init__(
@@ -57,13 +58,16 @@ class StageCall:
         weights: Iterable[keras.Variable],
         *,
         each: bool,
+        compiles: bool,
     ):
         self._stage = stage
         self._batch = batch
         self._memory = memory
         self._scope = scope
         values = [weight._value for weight in weights]
-        self._call = TracedOnce(self._run, batch.shards, values, each=each)
+        self._call = TracedOnce(
+            self._run, batch.shards, values, each=each, compiles=compiles
+        )
         self._given: list[Key] = []
         # What `_run` returns: values by these keys, losses, and three moments for each of these.
         self._made: list[Key] = []
@@ -118,13 +122,22 @@ class LossCall:
         batch: The whole batch.
         with_metrics: Whether what the metrics grow by is wanted.
         each: Whether each micro-batch is traced.
+        compiles: Whether XLA compiles it.
     """
 
-    def __init__(self, model: keras.Model, batch: Batch, *, with_metrics: bool, each: bool):
+    def __init__(
+        self,
+        model: keras.Model,
+        batch: Batch,
+        *,
+        with_metrics: bool,
+        each: bool,
+        compiles: bool,
+    ):
         self._model = model
         self._batch = batch
         self._with_metrics = with_metrics
-        self._call = TracedOnce(self._run, batch.shards, each=each)
+        self._call = TracedOnce(self._run, batch.shards, each=each, compiles=compiles)
         self._loss: MicroBatchLoss | None = None
         self._given: list[Key] = []
         self._num_shares: int | None = None

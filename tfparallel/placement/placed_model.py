@@ -16,6 +16,7 @@ from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
 from tfparallel.step.ahead import build_ahead
 from tfparallel.step.one_step import Found, OneStep
+from tfparallel.step.xla import compiled_if
 from tfparallel.strategies.writes import after_writes
 
 __all__ = ["PlacedModel"]
@@ -24,14 +25,9 @@ __all__ = ["PlacedModel"]
 class PlacedModel(OneStep):
     """Extends a functional or Sequential model of placed layers."""
 
-    def compile(self, *args, jit_compile="auto", **kwargs):
+    def compile(self, *args, **kwargs):
         """Compiles the model, as `keras.Model.compile`; the slots are made beside their weights."""
-        if jit_compile is True:
-            raise PlacementError(
-                "`jit_compile=True` compiles a step for one device. `jit_compile=False` or 'auto' "
-                f"is required of layers on several. Received: jit_compile=True on {self.devices}."
-            )
-        super().compile(*args, jit_compile=False, **kwargs)
+        super().compile(*args, **kwargs)
         if self.optimizer is not None:
             self._place_updates()
             is_whole = all(map(_has_its_variables, self._flatten_layers()))
@@ -133,11 +129,22 @@ class PlacedModel(OneStep):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         return self._trained_on(self._passes(x, y, sample_weight), x, y, sample_weight)
 
+    def test_step(self, data):
+        """One step of evaluation, as Keras's own."""
+        with compiled_if(self._compiles):
+            return super().test_step(data)
+
+    def predict_step(self, data):
+        """One step of prediction, as Keras's own."""
+        with compiled_if(self._compiles):
+            return super().predict_step(data)
+
     def _passes(self, x, y, sample_weight) -> Found:
         """All rows forward and backward."""
         # `run_eagerly`: a tape alone can differentiate, and takes no care of devices.
         tape = tf.GradientTape() if tf.executing_eagerly() else None
-        with self._beside_the_loss(), tape or contextlib.nullcontext():
+        compiled = compiled_if(self._compiles)
+        with compiled, self._beside_the_loss(), tape or contextlib.nullcontext():
             y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
             loss = self._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True

@@ -49,8 +49,8 @@ def check_compile(model: keras.Model, strategy) -> None:
     """Raises on options of a compiled model that several replicas cannot honour.
 
     Raises:
-        ValueError: For `jit_compile=True`, and for `steps_per_execution` above 1 where the replicas
-            are summed by an algorithm that cannot run in a loop.
+        ValueError: For `steps_per_execution` above 1 where the replicas are summed by an algorithm
+            that cannot run in a loop.
     """
     name = getattr(strategy, "all_reduce_name", None)
     if model.compiled and model.steps_per_execution > 1 and name in cross_device.NOT_IN_LOOPS:
@@ -59,12 +59,6 @@ def check_compile(model: keras.Model, strategy) -> None:
             "collectives cannot run (keras#19246). Another algorithm, or 1, is required. Received: "
             f"steps_per_execution={model.steps_per_execution}, all_reduce={name!r}. Take "
             "all_reduce='ring', or leave it out."
-        )
-    if model.compiled and model.jit_compile:
-        raise ValueError(
-            f"`jit_compile=True` compiles the step for one device. {strategy.num_replicas} "
-            "replicas require `jit_compile=False` or 'auto'. Received: jit_compile=True on "
-            f"{list(strategy.devices)}. Leave the argument out, or train on one device."
         )
 
 

@@ -52,6 +52,10 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         return getattr(self, "_strategy", None)
 
     @property
+    def _has_several_devices(self) -> bool:
+        return self.strategy is not None
+
+    @property
     def layout(self) -> Layout:
         """What is where; what sums the gradients may be chosen when training begins."""
         if self.strategy is not None:
@@ -389,7 +393,13 @@ def extend_parts(model: keras.Model) -> None:
     if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):
         # A step of the user's own calls the model's parts, which are then what is spread.
         for layer in model.layers:
-            extend(layer, ReplicatedLayer, _strategy=strategy, _check_rows=model._check_rows)
+            extend(
+                layer,
+                ReplicatedLayer,
+                _strategy=strategy,
+                _check_rows=model._check_rows,
+                _compiles=model.compiled and model._compiles,
+            )
     for found in _optimizers(model):
         optimizer.prepare(found, strategy, model._pending_terms)
 

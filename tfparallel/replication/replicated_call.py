@@ -42,6 +42,7 @@ from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.seams.tensorflow import is_recording, needs_gradient
 from tfparallel.step.known_rows import is_known_by_rows
+from tfparallel.step.xla import compiled_if
 from tfparallel.strategies import variables
 
 
@@ -107,6 +108,7 @@ class ReplicatedCall:
         worker_rows: How many rows each worker has, if the arguments hold this worker's alone: a
             scalar tensor a worker, equal on all.
         gathers: Whether the outputs are joined with those of the other workers.
+        compiles: Whether XLA compiles what each replica computes.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class ReplicatedCall:
         partial_gradients: dict | None = None,
         worker_rows: Sequence[tf.Tensor] | None = None,
         gathers: bool = True,
+        compiles: bool = False,
     ):
         self._layer = layer
         self._call = call
@@ -124,6 +127,7 @@ class ReplicatedCall:
         self._partial_gradients = partial_gradients
         self._worker_rows = worker_rows
         self._gathers = gathers
+        self._compiles = compiles
         self._trainable = [variable for variable in layer.variables if variable.trainable]
         self._waiting: list[tf.Tensor] = []  # Sums of this worker that travel with the gradients,
         self._arrived: list[tf.Tensor] | None = None  # and what the backward pass made of them.
@@ -214,7 +218,8 @@ class ReplicatedCall:
                 shard, tape, own, logits, sources, losses, sums, masks, scope, structure
             )
 
-        self._strategy.run(on_replica)
+        with compiled_if(self._compiles):
+            self._strategy.run(on_replica)
         return [replicas[k] for k in range(len(own_shards))]
 
     def _own_shards(self, num_rows) -> list[shards.Shard]:
@@ -320,7 +325,8 @@ class ReplicatedCall:
                     [dy for _, dy in targets],
                 )
 
-        self._strategy.run(on_replica)
+        with compiled_if(self._compiles):
+            self._strategy.run(on_replica)
         by_source = list(zip(*[gradients[k] for k in range(len(replicas))], strict=True))
         num_inputs = len(replicas[0].inputs)
         own_shards = [replica.shard for replica in replicas]

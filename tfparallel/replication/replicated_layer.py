@@ -13,6 +13,8 @@ __all__ = ["ReplicatedLayer"]
 class ReplicatedLayer:
     """Extends a layer or a model: a call in a program is spread over the replicas."""
 
+    _compiles = False  # Whether XLA compiles what each replica computes.
+
     def __call__(self, *args, **kwargs):
         """Calls the layer, on the replicas if it is a program that calls it."""
         if not self._is_called_by_program(args, kwargs):
@@ -38,6 +40,7 @@ class ReplicatedLayer:
     def _call_on_replicas(self, call, args, kwargs, **options):
         """Calls a function of this layer's on each replica; keeps the losses that it adds."""
         partial = self._partial_gradients()
+        options["compiles"] = self._compiles
         replicated = ReplicatedCall(self, call, self._strategy, partial, **options)
         outputs, losses = replicated(args, kwargs)
         self._clear_losses()

@@ -22,6 +22,7 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.trainers.data_adapters.tf_dataset_adapter import (
     make_class_weight_map_fn as class_weighting,
 )
+from keras.src.trainers.trainer import model_supports_jit
 
 __all__ = [
     "BATCH_NORMALIZATION_MODULE",
@@ -48,6 +49,7 @@ __all__ = [
     "losses",
     "make_global_seed_generator",
     "metrics",
+    "model_supports_jit",
     "operation_fn",
     "reduce_weighted_values",
     "set_global",

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import (
     cross_device_ops,
     cross_device_utils,
@@ -41,6 +42,7 @@ __all__ = [
     "all_gather_v2",
     "all_reduce_v2",
     "collective_keys",
+    "compile_at_first_run",
     "coordination_service",
     "create_mirrored_variable",
     "devices_match",
@@ -125,6 +127,18 @@ def record_operation(
 def leaves_with_paths(structure: Any) -> Iterator[tuple[str, Any]]:
     """The leaves of a nested structure, each with its path, "a/0/b"."""
     return nest.flatten_with_joined_string_paths(structure)
+
+
+def compile_at_first_run(is_wanted: bool = True) -> bool:
+    """Has TensorFlow compile what is marked for XLA before it first runs, in this process.
+
+    By default, a program runs uncompiled until its shapes have come several times; and its draws
+    are others then.
+
+    Returns:
+        Whether it did so before.
+    """
+    return not pywrap_tf_session.TF_SetXlaEnableLazyCompilation(not is_wanted)
 
 
 def runtime_has_started() -> bool:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfparallel.layout.layout import Layout
 from tfparallel.step.terms import grow
+from tfparallel.step.xla import CompiledByDevice, compiled_if
 
 __all__ = ["Found", "OneStep"]
 
@@ -44,7 +45,7 @@ class Found(NamedTuple):
     checked: Sequence[tf.Operation] = ()
 
 
-class OneStep:
+class OneStep(CompiledByDevice):
     """Extends a compiled Keras model, whatever its layout.
 
     Attributes:
@@ -73,7 +74,8 @@ class OneStep:
                 gradients = found.gradients
                 if found.checked:
                     gradients = [_where_it_is(gradient) for gradient in gradients]
-            self.optimizer.apply_gradients(zip(gradients, found.variables, strict=True))
+            with compiled_if(self._compiles):
+                self.optimizer.apply_gradients(zip(gradients, found.variables, strict=True))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         with self._beside_the_loss():

@@ -13,6 +13,7 @@ from . import (
     structures,
     training_steps,
     workflows,
+    xla,
 )
 
 ALL = [
@@ -28,4 +29,5 @@ ALL = [
     *training_steps.CASES,
     *workflows.CASES,
     *clones.CASES,
+    *xla.CASES,
 ]

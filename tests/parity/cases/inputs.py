@@ -269,15 +269,6 @@ CASES += [
         ("4 of tf.data of unknown size", 4, lambda: {"x": unknown_size()}),
     ]
 ]
-CASES += [
-    case(
-        GROUP,
-        "`jit_compile=True` on several replicas",
-        "jit_compile",
-        compile=compiled(jit_compile=True),
-        refused=refusals.COMPILED_FOR_ONE_DEVICE,
-    )
-]
 
 
 def sparse_net():

@@ -1,0 +1,189 @@
+"""What each device does is compiled: nothing more, and nothing less."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+from tfparallel.seams.tensorflow import compile_at_first_run
+from tfparallel.step.xla import CompiledByDevice, compiled_if
+
+DEVICES = ["CPU:0", "CPU:1"]
+FORMS = {
+    "one device": lambda model: tfparallel.data_parallel(model, devices=DEVICES[:1]),
+    "data": lambda model: tfparallel.data_parallel(model, devices=DEVICES),
+    "model": lambda model: tfparallel.model_parallel(model, DEVICES),
+    "tensor": lambda model: tfparallel.tensor_parallel(model, DEVICES),
+    "pipeline": lambda model: tfparallel.pipeline_parallel(model, DEVICES, 2),
+}
+X = np.random.default_rng(0).normal(size=(10, 6)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(10, 2)).astype("float32")
+
+
+def build():
+    keras.utils.set_random_seed(5)
+    return keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(2)])
+
+
+def compiled(model, **options):
+    model.compile("sgd", "mse", **options)
+    return model
+
+
+def marked(function) -> list[str]:
+    """The types of operations that TensorFlow was told to compile, in a function of tensors."""
+    graph = function.get_concrete_function().graph
+    return [op.type for op in graph.get_operations() if _is_marked(op)]
+
+
+def _is_marked(operation) -> bool:
+    try:
+        return operation.get_attr("_XlaCompile")
+    except ValueError:
+        return False
+
+
+def loss_after_two_epochs(model):
+    return model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+
+# Beside a GPU, Keras takes "auto" for True, and keeps that with the model and in its file. Every
+# form takes such a model, and one that nobody compiled predicts.
+
+
+@pytest.fixture
+def beside_a_gpu(monkeypatch):
+    """Has "auto" mean what it means where a GPU is visible."""
+    for owner in (keras.Model, CompiledByDevice):
+        monkeypatch.setattr(owner, "_resolve_auto_jit_compile", lambda self: True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_was_compiled_beside_a_gpu_trains(form, beside_a_gpu):
+    expected = loss_after_two_epochs(compiled(build(), jit_compile=False))
+    plain = compiled(build())
+    assert plain.jit_compile
+    model = FORMS[form](plain)
+    assert model.jit_compile
+    np.testing.assert_allclose(loss_after_two_epochs(model), expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_was_loaded_beside_a_gpu_trains(form, beside_a_gpu, tmp_path):
+    expected = loss_after_two_epochs(compiled(build(), jit_compile=False))
+    compiled(build()).save(tmp_path / "model.keras")
+    model = FORMS[form](keras.saving.load_model(tmp_path / "model.keras"))
+    np.testing.assert_allclose(loss_after_two_epochs(model), expected, rtol=1e-5)
+    model.save(tmp_path / "again.keras")
+    assert keras.saving.load_model(tmp_path / "again.keras").jit_compile
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_nobody_compiled_predicts_beside_a_gpu(form, beside_a_gpu):
+    expected = build()(X).numpy()
+    found = FORMS[form](build()).predict(X, batch_size=4, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_auto_asks_for_the_devices_of_the_model():
+    for form in FORMS:
+        assert not compiled(FORMS[form](build())).jit_compile, form
+
+
+def test_a_layer_that_xla_cannot_compile_is_said():
+    class Unsupported(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.supports_jit = False
+
+        def call(self, x):
+            return x
+
+    def with_one():
+        return keras.Sequential([keras.Input((6,)), layers.Dense(4), Unsupported()])
+
+    model = tfparallel.data_parallel(with_one, devices=DEVICES)
+    with pytest.warns(UserWarning, match="support `jit_compile=True`"):
+        compiled(model, jit_compile=True)
+    assert not model.jit_compile
+
+
+# What is compiled, and what is not.
+
+
+def test_checks_and_sums_are_not_compiled():
+    @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
+    def function(x):
+        with compiled_if(True):
+            tf.raw_ops.Assert(condition=x > 0, data=[x])
+            x = tf.raw_ops.CollectiveReduceV2(
+                input=x,
+                group_size=1,
+                group_key=1,
+                instance_key=1,
+                ordering_token=[],
+                merge_op="Add",
+                final_op="Id",
+            )
+            return x * 2
+
+    kinds = marked(function)
+    assert "Mul" in kinds
+    assert not {"Assert", "CollectiveReduceV2"} & {*kinds}
+
+
+def test_a_check_in_what_is_compiled_raises():
+    @tf.function
+    def function(x):
+        with compiled_if(True):
+            with tf.control_dependencies([tf.debugging.assert_positive(x, "not positive")]):
+                y = tf.sqrt(x) + 1
+            return y
+
+    assert float(function(tf.constant(4.0))) == 3
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not positive"):
+        function(tf.constant(-4.0))
+
+
+def test_nothing_is_marked_unless_it_is_wanted():
+    @tf.function(input_signature=[tf.TensorSpec([3], tf.float32)])
+    def function(x):
+        with compiled_if(False):
+            return x * 2
+
+    assert not marked(function)
+    with compiled_if(True):  # Eagerly there is nothing to mark.
+        assert float(tf.constant(2.0) * 2) == 4
+
+
+def test_tensorflow_draws_other_numbers_before_it_compiles():
+    """The canary of `compile_at_first_run`: shapes that come for the first time run uncompiled."""
+
+    def drawn(sizes):
+        @tf.function(reduce_retracing=True, input_signature=[tf.TensorSpec([None], tf.float32)])
+        def function(x):
+            with tf.xla.experimental.jit_scope():
+                return x + tf.random.stateless_uniform(tf.shape(x), [1, 2])
+
+        return [function(tf.zeros(size)).numpy() for size in sizes]
+
+    @tf.function(jit_compile=True)
+    def by_xla(x):
+        return x + tf.random.stateless_uniform(tf.shape(x), [1, 2])
+
+    sizes = [5, 6]
+    expected = [by_xla(tf.zeros(size)).numpy() for size in sizes]
+    before = compile_at_first_run(False)
+    try:
+        late = drawn(sizes)
+        compile_at_first_run()
+        at_once = drawn(sizes)
+    finally:
+        compile_at_first_run(before)
+    np.testing.assert_array_equal(at_once[0], expected[0])
+    np.testing.assert_array_equal(at_once[1], expected[1])
+    assert not np.array_equal(late[1], expected[1])
