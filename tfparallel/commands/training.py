@@ -152,7 +152,7 @@ def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
     """What the workers of one job must agree on."""
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()[:16]
-    names = ("seed", "global_batch_size", "epochs", "steps_per_epoch", "dtype")
+    names = ("seed", "global_batch_size", "epochs", "steps_per_epoch", "precision", "jit_compile")
     return {"task file": digest, **{f"--{name}": getattr(values, name) for name in names}}
 
 
