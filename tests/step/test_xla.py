@@ -1,5 +1,7 @@
 """What each device does is compiled: nothing more, and nothing less."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -89,6 +91,32 @@ def test_a_model_that_nobody_compiled_predicts_beside_a_gpu(form, beside_a_gpu):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_model_with_a_step_of_its_own_holds_one_that_is_compiled(jit_compile):
+    class Student(keras.Model):
+        def __init__(self, teacher):
+            super().__init__()
+            self.teacher, self.head = teacher, layers.Dense(2)
+
+        def call(self, x):
+            return self.head(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return tf.reduce_mean(tf.square(self.teacher(x) - y_pred))
+
+    def losses(scope):
+        keras.utils.set_random_seed(5)
+        with scope:
+            teacher = compiled(build(), jit_compile=jit_compile)
+            student = compiled(Student(teacher), jit_compile=jit_compile)
+        return loss_after_two_epochs(teacher) + loss_after_two_epochs(student)
+
+    expected = losses(contextlib.nullcontext())
+    np.testing.assert_allclose(
+        losses(tfparallel.MirroredStrategy(DEVICES).scope()), expected, rtol=1e-5
+    )
+
+
 def test_auto_asks_for_the_devices_of_the_model():
     for form in FORMS:
         assert not compiled(FORMS[form](build())).jit_compile, form
@@ -147,6 +175,29 @@ def test_a_check_in_what_is_compiled_raises():
     assert float(function(tf.constant(4.0))) == 3
     with pytest.raises(tf.errors.InvalidArgumentError, match="not positive"):
         function(tf.constant(-4.0))
+
+
+class DrawsInABranch(layers.Layer):
+    def build(self, shape):
+        self.seed = self.add_weight(shape=(2,), dtype="int32", initializer="ones", trainable=False)
+
+    def call(self, x):
+        def drawn():
+            return x + tf.random.stateless_uniform(tf.shape(x), self.seed)
+
+        return tf.cond(tf.reduce_sum(x) > 1e9, lambda: x, drawn)
+
+
+@pytest.mark.parametrize("form", ["model", "tensor"])
+def test_a_draw_that_xla_would_not_make_is_refused(form):
+    def with_one():
+        return keras.Sequential(
+            [keras.Input((6,)), layers.Dense(4), DrawsInABranch(), layers.Dense(2)]
+        )
+
+    model = FORMS[form](with_one())
+    with pytest.raises(ValueError, match="draws random numbers in a loop, a branch or a function"):
+        loss_after_two_epochs(compiled(model, jit_compile=True))
 
 
 def test_nothing_is_marked_unless_it_is_wanted():

@@ -224,6 +224,8 @@ def compiling(
         compile_model(model)
         if jit_compile is not None:
             model.jit_compile = jit_compile == "true"
+            if model._compile_config is not None:  # What is saved with the model.
+                model._compile_config.config["jit_compile"] = model.jit_compile
 
     return compile_as_asked
 

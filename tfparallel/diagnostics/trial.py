@@ -128,8 +128,8 @@ class Trial:
             moved_by: Units in the last place by which the first weights are
                 moved, up or down as the seed says.
             num_steps: How many of the batches; all by default.
-            in_float32: Whether layers that mixed precision has compute in half of it compute in
-                whole.
+            in_float32: Whether layers that mixed precision would run in half precision run in
+                float32.
 
         Returns:
             The weights and everything else that came of it.

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 import tensorflow as tf
 
 from tfparallel.pipeline.pass_scope import STATEFUL_DRAWS
+from tfparallel.step.graphs import called_by, with_inner
 
 __all__ = ["computes_the_same"]
 
@@ -26,8 +27,6 @@ _DENSE = {
     "RealDiv", "Reshape", "Rsqrt", "Shape", "Square", "Squeeze", "StridedSlice", "Sub", "Sum",
     "Transpose", "VariableShape",
 }  # fmt: skip
-# Of an operation's type: its attributes that are functions, and whether they are lists of them.
-_KINDS: dict[str, dict[str, str]] = {}
 
 
 def computes_the_same(graph: tf.Graph, weights: Collection[tf.Tensor]) -> bool:
@@ -37,39 +36,16 @@ def computes_the_same(graph: tf.Graph, weights: Collection[tf.Tensor]) -> bool:
         graph: What was traced.
         weights: The handles of the weights that are trained, as they are in it.
     """
-    for operation in _with_inner(graph):
+    for operation in with_inner(graph.get_operations()):
         if operation.type == "EagerPyFunc" or operation.type in STATEFUL_DRAWS:
             return False
     return not any(_may_be_sparse_twice(weight) for weight in weights)
 
 
-def _with_inner(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """The operations of a graph, and of the functions that they call."""
-    for operation in graph.get_operations():
-        yield operation
-        for inner in _called_by(operation):
-            yield from _with_inner(inner)
-
-
-def _called_by(operation: tf.Operation) -> Iterator[tf.Graph]:
-    """The graphs of the functions that an operation calls."""
-    kinds = _KINDS.get(operation.type)
-    if kinds is None:
-        found = {each.name: each.type for each in operation.op_def.attr}
-        kinds = {name: kind for name, kind in found.items() if kind in ("func", "list(func)")}
-        _KINDS[operation.type] = kinds
-    for name, kind in kinds.items():
-        value = operation.get_attr(name)
-        for called in value if kind == "list(func)" else [value]:
-            inner = getattr(operation.graph._get_function(called.name), "graph", None)
-            if inner is not None:
-                yield inner
-
-
 def _may_be_sparse_twice(weight: tf.Tensor) -> bool:
     readers = list(_readers(weight))
-    for graph in itertools.chain(*map(_called_by, readers)):
-        if any("Gather" in operation.type for operation in _with_inner(graph)):
+    for graph in itertools.chain(*map(called_by, readers)):
+        if any("Gather" in operation.type for operation in with_inner(graph.get_operations())):
             return True  # How often it looks the weight up, the function alone knows.
     return len(readers) > 1 and not {reader.type for reader in readers} <= _DENSE
 

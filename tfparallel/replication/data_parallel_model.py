@@ -398,7 +398,7 @@ def extend_parts(model: keras.Model) -> None:
                 ReplicatedLayer,
                 _strategy=strategy,
                 _check_rows=model._check_rows,
-                _compiles=model.compiled and model._compiles,
+                _owner_compiles=model.compiled and model._compiles,
             )
     for found in _optimizers(model):
         optimizer.prepare(found, strategy, model._pending_terms)

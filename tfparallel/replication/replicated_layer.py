@@ -13,7 +13,12 @@ __all__ = ["ReplicatedLayer"]
 class ReplicatedLayer:
     """Extends a layer or a model: a call in a program is spread over the replicas."""
 
-    _compiles = False  # Whether XLA compiles what each replica computes.
+    _owner_compiles = False  # Whether XLA compiles the model whose step calls the layer.
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether XLA compiles what each replica computes."""
+        return self._owner_compiles
 
     def __call__(self, *args, **kwargs):
         """Calls the layer, on the replicas if it is a program that calls it."""

@@ -2,39 +2,72 @@
 
 Keras compiles a step (`jit_compile=True`) as one program, which holds the variables of one device
 alone. Here a step is traced as always, with its passes and its update marked
-(`tf.xla.experimental.jit_scope`), and TensorFlow makes a program of neighbours on one device. What
-it cannot compile stays outside: strings, Python's functions. So do sums between devices and
-workers, and checks, which XLA would leave out.
+(`tf.xla.experimental.jit_scope`), and TensorFlow makes programs of neighbouring operations on one
+device. What it cannot compile stays outside: strings, Python's functions. So do sums between
+devices and workers, and checks, which XLA would leave out; and loops, branches and functions of the
+model's own, since a mark ends where another graph begins.
 
 XLA draws other random numbers than TensorFlow's kernels do. What is marked is compiled before it
-first runs, so that all draws of a run are XLA's, as they are where Keras compiles.
+first runs, so that its draws are XLA's from the first step on, as they are where Keras compiles. A
+draw in a loop would not be, and is refused.
 """
 
 import contextlib
-from contextlib import AbstractContextManager
-from typing import Any
+import itertools
+from collections.abc import Iterator
 
 import tensorflow as tf
 
 from tfparallel.seams.keras import model_supports_jit
 from tfparallel.seams.tensorflow import compile_at_first_run
+from tfparallel.step.graphs import called_by, with_inner
 
 __all__ = ["CompiledByDevice", "compiled_if"]
 
 
-def compiled_if(is_wanted: bool) -> AbstractContextManager[Any]:
-    """Has XLA compile the operations that are traced in it, each device's by themselves."""
+@contextlib.contextmanager
+def compiled_if(is_wanted: bool) -> Iterator[None]:
+    """Has XLA compile the operations that are traced in it, each device's by themselves.
+
+    Raises:
+        ValueError: If a loop, a branch or a function in it draws random numbers.
+    """
     if not is_wanted or tf.executing_eagerly():
-        return contextlib.nullcontext()
+        yield
+        return
     compile_at_first_run()
-    return tf.xla.experimental.jit_scope(compile_ops=_may_be_compiled)
+    graph = tf.compat.v1.get_default_graph()
+    num_before = len(graph.get_operations())
+    with tf.xla.experimental.jit_scope(compile_ops=_may_be_compiled):
+        yield
+    _refuse_inner_draws(graph.get_operations()[num_before:])
 
 
 def _may_be_compiled(node) -> bool:
-    # XLA drops what only raises an error, and has sums between devices of its own. What a function
-    # computes has been marked where it was traced, and checks in it were not.
+    # XLA drops what only raises an error, and has sums between devices of its own. A function is
+    # not compiled as a whole, with the checks in it: that of a stage marks what it computes itself.
     checks, calls = ("Assert", "CheckNumerics"), ("PartitionedCall", "StatefulPartitionedCall")
     return node.op not in (*checks, *calls) and not node.op.startswith("Collective")
+
+
+def _refuse_inner_draws(operations) -> None:
+    inner = itertools.chain.from_iterable(map(called_by, operations))
+    for operation in with_inner(itertools.chain.from_iterable(g.get_operations() for g in inner)):
+        if "Random" in operation.type and not _is_marked(operation):
+            raise ValueError(
+                "A layer draws random numbers in a loop, a branch or a function of its own, which "
+                "XLA does not compile on several devices; on one it would draw others. A draw "
+                "outside of it, or `jit_compile=False`, is required. Received: "
+                f"jit_compile=True, and '{operation.name}' in it. Draw before the loop, as "
+                "`LSTM(dropout=…)` does, or leave `jit_compile` out."
+            )
+
+
+def _is_marked(operation) -> bool:
+    try:
+        return operation.get_attr("_XlaCompile")
+    except ValueError:
+        return False
 
 
 class CompiledByDevice:
