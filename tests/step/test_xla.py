@@ -188,16 +188,27 @@ class DrawsInABranch(layers.Layer):
         return tf.cond(tf.reduce_sum(x) > 1e9, lambda: x, drawn)
 
 
+class DrawsFromAConstant(layers.Layer):
+    def call(self, x):
+        return x + tf.random.stateless_uniform(tf.shape(x), [1, 2])
+
+
 @pytest.mark.parametrize("form", ["model", "tensor"])
-def test_a_draw_that_xla_would_not_make_is_refused(form):
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (DrawsInABranch, "draws random numbers in a loop, a branch or a function"),
+        (DrawsFromAConstant, "draws random numbers from a seed that never changes"),
+    ],
+)
+def test_a_draw_that_xla_would_not_make_is_refused(form, layer, message):
     def with_one():
-        return keras.Sequential(
-            [keras.Input((6,)), layers.Dense(4), DrawsInABranch(), layers.Dense(2)]
-        )
+        return keras.Sequential([keras.Input((6,)), layers.Dense(4), layer(), layers.Dense(2)])
 
     model = FORMS[form](with_one())
-    with pytest.raises(ValueError, match="draws random numbers in a loop, a branch or a function"):
+    with pytest.raises(ValueError, match=f"(?s){message}.*compile with `jit_compile=False`"):
         loss_after_two_epochs(compiled(model, jit_compile=True))
+    loss_after_two_epochs(compiled(model, jit_compile=False))
 
 
 def test_nothing_is_marked_unless_it_is_wanted():

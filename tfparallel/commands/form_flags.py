@@ -114,8 +114,7 @@ def numbers_flags(values: flags.FlagValues) -> None:
         "jit_compile",
         None,
         ("true", "false"),
-        "Whether XLA compiles what each device computes; as the task compiles the model if absent: "
-        "on GPUs, as a rule, it does.",
+        "Whether XLA compiles what each device computes; as the task compiles the model if absent.",
         values,
     )
 

@@ -9,7 +9,7 @@ model's own, since a mark ends where another graph begins.
 
 XLA draws other random numbers than TensorFlow's kernels do. What is marked is compiled before it
 first runs, so that its draws are XLA's from the first step on, as they are where Keras compiles. A
-draw in a loop would not be, and is refused.
+draw in a loop, or from a constant seed, would not be, and is refused.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ def compiled_if(is_wanted: bool) -> Iterator[None]:
     """Has XLA compile the operations that are traced in it, each device's by themselves.
 
     Raises:
-        ValueError: If a loop, a branch or a function in it draws random numbers.
+        ValueError: If a loop, a branch or a function in it draws random numbers, or something
+            draws them from a constant seed.
     """
     if not is_wanted or tf.executing_eagerly():
         yield
@@ -40,7 +41,7 @@ def compiled_if(is_wanted: bool) -> Iterator[None]:
     num_before = len(graph.get_operations())
     with tf.xla.experimental.jit_scope(compile_ops=_may_be_compiled):
         yield
-    _refuse_inner_draws(graph.get_operations()[num_before:])
+    _refuse_draws_not_by_xla(graph.get_operations()[num_before:])
 
 
 def _may_be_compiled(node) -> bool:
@@ -50,17 +51,27 @@ def _may_be_compiled(node) -> bool:
     return node.op not in (*checks, *calls) and not node.op.startswith("Collective")
 
 
-def _refuse_inner_draws(operations) -> None:
+def _refuse_draws_not_by_xla(operations) -> None:
     inner = itertools.chain.from_iterable(map(called_by, operations))
-    for operation in with_inner(itertools.chain.from_iterable(g.get_operations() for g in inner)):
+    within = itertools.chain.from_iterable(graph.get_operations() for graph in inner)
+    for operation in with_inner(within):
         if "Random" in operation.type and not _is_marked(operation):
-            raise ValueError(
-                "A layer draws random numbers in a loop, a branch or a function of its own, which "
-                "XLA does not compile on several devices; on one it would draw others. A draw "
-                "outside of it, or `jit_compile=False`, is required. Received: "
-                f"jit_compile=True, and '{operation.name}' in it. Draw before the loop, as "
-                "`LSTM(dropout=…)` does, or leave `jit_compile` out."
-            )
+            raise ValueError(_refusal(operation, "in a loop, a branch or a function of its own"))
+    for operation in operations:
+        # TensorFlow computes beforehand what is the same in each step.
+        is_seeded = operation.type == "StatelessRandomGetKeyCounter"
+        if is_seeded and tf.get_static_value(operation.inputs[0]) is not None:
+            raise ValueError(_refusal(operation, "from a seed that never changes"))
+
+
+def _refusal(operation, where: str) -> str:
+    return (
+        f"A layer draws random numbers {where}, which XLA does not compile on several devices; on "
+        "one it does, and draws others. A draw in the layer's `call`, by a "
+        "`keras.random.SeedGenerator`, or a model that XLA does not compile, is required. "
+        f"Received: '{operation.name}', and `jit_compile=True` (on GPUs \"auto\" means it). Draw "
+        "before the loop, as `LSTM(dropout=…)` does, or compile with `jit_compile=False`."
+    )
 
 
 def _is_marked(operation) -> bool:
