@@ -105,6 +105,22 @@ def test_rounding_is_exact_and_a_rate_that_is_a_millionth_larger_is_not():
     assert seen.verdict == SILENT and seen.is_finding and 1e-9 < seen.relative < 1e-5
 
 
+def test_a_maximum_of_equal_windows_is_rounding():
+    """Which of two equal tokens has the gradient: Adam squares them one by one."""
+    convolution = Block("layers.Conv1D(3, 2, padding='causal', dilation_rate=2)")
+    maximum = Block("layers.MaxPooling1D(2, padding='same', strides=1)")
+    program = Program(
+        inputs=(Input("ids", (6,), (Block("layers.Embedding(9, 4)"),)),),
+        blocks=(convolution, maximum),
+        heads=(Head((Block("layers.Dense(3)"),), "real", (6, 3), "'mape'"),),
+        optimizer="optimizers.Adam(0.01)",
+        num_examples=17,
+        batch_size=3,
+        replicas=4,
+    )
+    assert judge("data_parallel", OneDevice.train(program)).verdict == EXACT
+
+
 def raising(error):
     def fault(model):
         raise error
