@@ -244,7 +244,7 @@ def two_gpus(monkeypatch):
     """Two GPUs of 10,000 MiB; the real ones have tests marked `gpu`."""
     config = PretendGPUs()
     monkeypatch.setattr(devices, "tf", type("tf", (), {"config": config}))
-    monkeypatch.setattr(devices, "_gpu_memory_mib", lambda index: 10_000)
+    monkeypatch.setattr(devices.cuda_driver, "memory_mib", lambda index: 10_000)
     return config
 
 

@@ -13,14 +13,13 @@ tfparallel.devices.check_devices(["/device:CPU:1"])  # ['CPU:1']
 ```
 """
 
-import ctypes
 import numbers
 import os
 import re
 import warnings
 from collections.abc import Sequence
 
-from tfparallel import startup
+from tfparallel import cuda_driver, startup
 from tfparallel.device_names import canonical, to_tensorflow_name
 
 tf = startup.import_tensorflow()
@@ -45,6 +44,7 @@ __all__ = [
     "split_cpu",
     "split_gpu",
     "to_tensorflow_name",
+    "whole_gpu",
 ]
 
 _DEVICE_TYPES = ("auto", "cpu", "gpu")
@@ -219,7 +219,9 @@ def split_gpu(
         )
     index = names.index(canonical(gpu))
     if memory_limit_mib is None:
-        total_mib = _gpu_memory_mib(index)
+        total_mib = cuda_driver.memory_mib(index)
+        if total_mib is None:
+            raise RuntimeError(_memory_unknown(index))
         memory_limit_mib = int(total_mib * _USABLE_GPU_MEMORY) // num_devices
     call = f"split_gpu({num_devices}, memory_limit_mib={memory_limit_mib}, gpu={gpu!r})"
     _split(gpus[index], num_devices, memory_limit_mib, call)
@@ -244,6 +246,29 @@ def hide_other_gpus(names: Sequence[str]) -> None:
         raise RuntimeError(
             _too_late("hide GPUs", f"hide_other_gpus({list(names)})")
         ) from error
+
+
+def whole_gpu(name: str) -> int | None:
+    """Returns which GPU, as CUDA counts them, a device is the whole of.
+
+    Args:
+        name: A device of this process.
+
+    Returns:
+        The number; None for a part of a GPU, and for what is none.
+    """
+    kind, _, index = canonical(name).rpartition("/device:")[2].partition(":")
+    if kind != "GPU":
+        return None
+    logical = [
+        (physical.name.rpartition(":")[2], _num_logical(physical) == 1)
+        for physical in _physical_devices("GPU")
+        for _ in range(_num_logical(physical))
+    ]
+    if int(index) >= len(logical):
+        return None
+    number, is_whole = logical[int(index)]
+    return int(number) if is_whole else None
 
 
 def set_memory_growth(enabled: bool = True) -> list[str]:
@@ -454,24 +479,6 @@ def _why_no_gpu():
         "This machine has an NVIDIA GPU that TensorFlow cannot use, most often for want of the "
         "CUDA libraries: `pip install 'tensorflow[and-cuda]'`."
     )
-
-
-def _gpu_memory_mib(index):
-    """Asks the CUDA driver, because TensorFlow tells only after it has started."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise RuntimeError(_memory_unknown(index)) from error
-    device = ctypes.c_int()
-    size_bytes = ctypes.c_size_t()
-    failed = (
-        driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(device), index)
-        or driver.cuDeviceTotalMem_v2(ctypes.byref(size_bytes), device)
-    )
-    if failed:
-        raise RuntimeError(_memory_unknown(index))
-    return size_bytes.value // 2**20
 
 
 def _memory_unknown(index):

@@ -102,7 +102,7 @@ def test_a_loop_takes_the_same_key_at_each_turn(workers):
 def test_what_users_call_has_keys_of_its_own(workers):
     def keys(group, _):
         own = group.for_users
-        return own._group_key != group._group_key, own._ordering_token is group._ordering_token
+        return own._group_key != group._group_key, own._ordering_tokens is group._ordering_tokens
 
     assert workers(keys, [None, None]) == [(True, True)] * 2
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfparallel import devices as device_lib
 from tfparallel.bench.collectives import input_count
 from tfparallel.bench.step import PreparedStep
 from tfparallel.bench.through_mpi import mpi_contenders
@@ -49,12 +48,12 @@ class Workers:
         return rows.numpy().tolist()
 
 
-class TensorFlowRing:
-    """TensorFlow's own ring between workers, over gRPC, as a training step uses it.
+class TensorFlowCollectives:
+    """TensorFlow's own collectives between workers, as a training step uses them.
 
     Args:
         group: The workers, joined by TensorFlow.
-        name: "ring", with TensorFlow's settings; or "ring_tuned".
+        name: "ring", over gRPC with TensorFlow's settings; "ring_tuned"; or "nccl".
     """
 
     def __init__(self, group: WorkerGroup, name: str):
@@ -62,15 +61,16 @@ class TensorFlowRing:
         self._group = group.with_transport(name)
         self.implementation = self._group.implementation
         self.collectives = ("all_reduce",)
-        if name == "ring":
+        if name in ("ring", "nccl"):
             self.collectives += ("all_gather", "broadcast")
 
     def prepare(self, collective: str, count: int, dtype: str) -> PreparedStep:
         """Traces a collective."""
+        by = "NCCL" if self.name == "nccl" else "RING"
         if collective == "all_gather":
-            self.implementation = "TensorFlow CollectiveGatherV2 (RING)"
+            self.implementation = f"TensorFlow CollectiveGatherV2 ({by})"
         if collective == "broadcast":
-            self.implementation = "TensorFlow CollectiveReduceV2 (RING), zeros but on worker 0"
+            self.implementation = f"TensorFlow CollectiveReduceV2 ({by}), zeros but on worker 0"
         num_workers = self._group.num_workers
         own = input_count(collective, count, num_workers)
         steps = {
@@ -104,10 +104,12 @@ def _by_mpi(group):
 @functools.lru_cache(maxsize=1)
 def _all_of(group):
     tensorflow = group.by_tensorflow
-    found: list = [TensorFlowRing(tensorflow, name) for name in ("ring", "ring_tuned")]
-    refused = {}
-    if not device_lib.list_devices("GPU"):
-        refused["nccl"] = "NCCL joins GPUs, and TensorFlow lists none"
+    names, refused = ["ring", "ring_tuned"], {}
+    if reason := transport.nccl_refusal(tensorflow):
+        refused["nccl"] = reason
+    else:
+        names.append("nccl")
+    found: list = [TensorFlowCollectives(tensorflow, name) for name in names]
     by_mpi, problem = _by_mpi(group)
     if by_mpi is None:
         return found, refused | dict.fromkeys(ALGORITHMS, problem)

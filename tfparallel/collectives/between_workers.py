@@ -10,6 +10,9 @@ of the program, and so a key is free again when it comes back.
 A number of rows that is known only when the step runs is rounded up to one of four sizes an
 octave: few keys, and at most a quarter of the bytes is padding.
 
+Of a worker on a GPU, floating-point tensors go from GPU to GPU. Whole numbers (counts, texts, what
+workers agree on) are the host's: its CPUs send them, over gRPC, and no GPU waits for them.
+
 Rests on collectives of TensorFlow's that have no public name outside a replica.
 """
 
@@ -37,6 +40,8 @@ _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in
 _PIECE_BYTES = 2**21
 _MAX_PIECES = 16
 _STOCK_PIECES = -1
+_MAX_ELEMENTS = 2**31  # Of a vector: TensorFlow joins and splits by numbers of 32 bits.
+_WIDENED = (tf.bfloat16,)  # Types of which not every NCCL has sums.
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
 
@@ -95,19 +100,26 @@ class WorkerGroup:
         self._device = device
         self.timeout_seconds = timeout_seconds
         self.first_host = first_host
-        # What TensorFlow takes by itself.
-        self.transport = "nccl" if "GPU" in device else "ring_tuned"
-        self._hint = "auto"
+        self._host = _host_of(device)
+        self.transport = "ring_tuned"
         self.bucket_bytes: int | None = None
         self.traffic = Traffic()
         self._take_keys()
-        with tf.init_scope(), tf.device(device):
-            self._ordering_token = tf.Variable(0.0, trainable=False)
+        self._ordering_tokens = {}
+        for place in {device, self._host}:
+            with tf.init_scope(), tf.device(place):
+                self._ordering_tokens[place] = tf.Variable(0.0, trainable=False)
 
     def _take_keys(self):
-        self._group_key = _FIRST_GROUP_KEY + WorkerGroup._num_groups
+        # The next one is that of what the hosts send.
+        self._group_key = _FIRST_GROUP_KEY + 2 * WorkerGroup._num_groups
         WorkerGroup._num_groups += 1
         self._signatures: dict[tuple, int] = {}
+
+    @property
+    def device(self) -> str:
+        """Full name of the device of this worker that takes part."""
+        return self._device
 
     @property
     def implementation(self) -> str:
@@ -127,7 +139,6 @@ class WorkerGroup:
         group = copy.copy(self)
         vars(group).pop("for_users", None)
         group.transport = name
-        group._hint = "nccl" if name == "nccl" else "ring"
         group._take_keys()
         return group
 
@@ -155,11 +166,15 @@ class WorkerGroup:
             The results, in the same order, equal to the last bit on all workers.
         """
         results: list = [None] * len(tensors)
-        for indices in by_dtype(tensors).values():
-            flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in indices], 0)
-            total = self._collective(op, flat)
-            sizes = [tf.size(tensors[i]) for i in indices]
-            for i, part in zip(indices, tf.split(total, sizes, num=len(sizes)), strict=True):
+        for indices in _in_collectives(tensors):
+            flats = [tf.reshape(tensors[i], [-1]) for i in indices]
+            if len(flats) == 1:
+                parts = [self._collective(op, flats[0])]
+            else:
+                total = self._collective(op, tf.concat(flats, 0))
+                sizes = [tf.size(flat) for flat in flats]
+                parts = tf.split(total, sizes, num=len(sizes))
+            for i, part in zip(indices, parts, strict=True):
                 results[i] = tf.ensure_shape(
                     tf.reshape(part, tf.shape(tensors[i])), tensors[i].shape
                 )
@@ -275,15 +290,21 @@ class WorkerGroup:
         return result if name == "all_gather" else result[:size]
 
     def _run(self, name, flat, key):
+        is_hosts = not flat.dtype.is_floating
+        place = self._host if is_hosts else self._device
+        by_nccl = self.transport == "nccl" and not is_hosts
         arguments = {
             "group_size": self.num_workers,
-            "group_key": self._group_key,
+            "group_key": self._group_key + is_hosts,
             "instance_key": key,
             "timeout": self.timeout_seconds,
-            "ordering_token": self._ordering_token.handle,
-            "communication_hint": self._hint,
+            "ordering_token": self._ordering_tokens[place].handle,
+            # Without a hint TensorFlow takes its ring, between GPUs too (tensorflow#50178).
+            "communication_hint": "nccl" if by_nccl else "ring",
         }
-        with tf.device(self._device):
+        if by_nccl and flat.dtype in _WIDENED:
+            return tf.cast(self._run(name, tf.cast(flat, tf.float32), key), flat.dtype)
+        with tf.device(place):
             if name == "all_gather":
                 return all_gather_v2(flat, **arguments)
             return all_reduce_v2(
@@ -298,6 +319,11 @@ class WorkerGroup:
             return _STOCK_PIECES
         wanted = flat.shape[0] * flat.dtype.size // (self.num_workers * _PIECE_BYTES)
         return min(wanted, _MAX_PIECES) if wanted > 1 else _STOCK_PIECES
+
+
+def _host_of(device: str) -> str:
+    """The device of the same task that control traffic goes through: a GPU's host, a CPU itself."""
+    return re.sub(r"GPU:\d+$", "CPU:0", device)
 
 
 def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -320,6 +346,20 @@ def by_dtype(tensors: Sequence[tf.Tensor]) -> dict[tf.DType, list[int]]:
     for index, tensor in enumerate(tensors):
         found.setdefault(tensor.dtype, []).append(index)
     return found
+
+
+def _in_collectives(tensors: Sequence[tf.Tensor]) -> Iterator[list[int]]:
+    """The tensors of each type, by their indices; so many together as 31 bits can count."""
+    for indices in by_dtype(tensors).values():
+        together, count = [], 0
+        for index in indices:
+            size = tensors[index].shape.num_elements() or 0
+            if together and count + size >= _MAX_ELEMENTS:
+                yield together
+                together, count = [], 0
+            together.append(index)
+            count += size
+        yield together
 
 
 def is_summable(tensor: tf.Tensor) -> bool:

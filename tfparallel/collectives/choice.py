@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.collectives import cross_device, profile
+from tfparallel.collectives import cross_device, nccl, profile
 
 DEFAULT = "tf_reduce_to_one"
 BUDGET_SECONDS = 1.5
@@ -117,6 +117,8 @@ def choice_of(strategy) -> Choice | None:
     if ops is None:
         return None
     if not isinstance(ops, ChosenAllReduce):
+        if strategy.all_reduce_is_default:
+            return Choice(strategy.all_reduce_name, "default", "each replica has a GPU")
         return Choice(strategy.all_reduce_name, "argument", "it was asked for")
     return ops.choice
 
@@ -147,11 +149,11 @@ def choose(
             for name, row in measured.items()
             if name in runnable and name not in cross_device.NOT_IN_LOOPS
         }
-        return fastest(seconds, DEFAULT, "profile", size)
+        return fastest(seconds, default(devices), "profile", size)
     if calibrate and size_bytes:
-        return fastest(_calibrated(devices, specs), DEFAULT, "calibration", size)
+        return fastest(_calibrated(devices, specs), default(devices), "calibration", size)
     why = f"{size}: no profile, and nothing was measured"
-    return Choice(_default(devices), "default", why)
+    return Choice(default(devices), "default", why)
 
 
 def fastest(seconds: dict[str, float], default: str, source: str, size: str) -> Choice:
@@ -173,8 +175,9 @@ def fastest(seconds: dict[str, float], default: str, source: str, size: str) -> 
     return Choice(best, source, f"{size}: {gain:.0%} less time than {default}", seconds)
 
 
-def _default(devices):
-    return "nccl" if "nccl" in cross_device.runnable(devices) else DEFAULT
+def default(devices: Sequence[str]) -> str:
+    """Returns what sums where nobody asks: NCCL between GPUs, else the first device."""
+    return "nccl" if len(devices) > 1 and not nccl.refusal(devices) else DEFAULT
 
 
 def _calibrated(devices, specs) -> dict[str, float]:
@@ -188,7 +191,7 @@ def _calibrated(devices, specs) -> dict[str, float]:
         for name in _CANDIDATES:
             if name not in runnable or (steps and time.perf_counter() > deadline - 0.7):
                 continue
-            steps[name] = _step(cross_device.make(name, devices), inputs)
+            steps[name] = _step(cross_device.make(name, devices), devices, inputs)
             steps[name]()
             times[name] = []
         for number in range(_MAX_ROUNDS):
@@ -220,15 +223,26 @@ def _inputs(devices, specs):
     return inputs
 
 
-def _step(ops, inputs):
+def _step(ops, devices, inputs):
     def reduce():
-        terms = [[variable.read_value() for variable in of_all] for of_all in inputs]
+        terms = [list(map(_read, devices, of_all)) for of_all in inputs]
         results = cross_device.all_reduce(ops, terms)
         # An element of each result, so that all is done and little is copied.
-        return [[result[:1] for result in of_all] for of_all in results]
+        return [list(map(_first_element, devices, of_all)) for of_all in results]
 
     traced = tf.function(reduce, autograph=False).get_concrete_function()
     return lambda: [last.numpy() for last in tf.nest.flatten(traced())]
+
+
+def _read(device, variable):
+    # An algorithm takes the devices from the tensors, and a read has none of its own.
+    with tf.device(device):
+        return tf.identity(variable.read_value())
+
+
+def _first_element(device, tensor):
+    with tf.device(device):
+        return tensor[:1]
 
 
 def _spec(value):

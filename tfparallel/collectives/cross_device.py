@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfparallel import devices as device_lib
+from tfparallel.collectives import nccl
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS
 from tfparallel.collectives.scheduled import execute
 from tfparallel.seams.tensorflow import (
@@ -45,11 +45,39 @@ _TENSORFLOW = {
         "tf.distribute.HierarchicalCopyAllReduce",
     ),
     "tf_ring": (_tf_ring, "TensorFlow CollectiveReduceV2 (RING)"),
-    "nccl": (lambda devices: tf.distribute.NcclAllReduce(), "tf.distribute.NcclAllReduce"),
+    "nccl": (lambda devices: NcclAllReduce(), "tf.distribute.NcclAllReduce"),
 }
 NAMES = (*ALGORITHMS, *_TENSORFLOW)
 # TensorFlow feeds these a new key for each call, from Python: a `tf.while_loop` has none to give.
 NOT_IN_LOOPS = ("tf_ring",)
+
+
+class NcclAllReduce(tf.distribute.NcclAllReduce):
+    """TensorFlow's, for bfloat16 too: it has no kernel for that, and float32 travels instead."""
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        """Reduces several values; called by `batch_reduce`."""
+        pairs = [
+            (_cast(value, tf.float32, PerReplica) if _is_bfloat16(value) else value, destinations)
+            for value, destinations in value_destination_pairs
+        ]
+        results = super().batch_reduce_implementation(reduce_op, pairs, options)
+        return [
+            _cast(result, tf.bfloat16, Mirrored) if _is_bfloat16(value) else result
+            for (value, _), result in zip(value_destination_pairs, results, strict=True)
+        ]
+
+
+def _is_bfloat16(value):
+    return value.values[0].dtype == tf.bfloat16
+
+
+def _cast(value, dtype, kind):
+    copies = []
+    for tensor in value.values:
+        with tf.device(tensor.device):
+            copies.append(tf.cast(tensor, dtype))
+    return regroup(copies, kind)
 
 
 class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
@@ -133,9 +161,8 @@ def _is_dense(value):
 def refusals(devices: Sequence[str]) -> dict[str, str]:
     """Returns the algorithms that cannot run on these devices, and why."""
     refused = {}
-    if not all(device_lib.canonical(device).startswith("GPU") for device in devices):
-        found = len(device_lib.list_devices("GPU"))
-        refused["nccl"] = f"NCCL joins GPUs, and TensorFlow lists {found or 'none'} here"
+    if reason := nccl.refusal(devices):
+        refused["nccl"] = reason
     if len(devices) % 2:
         refused["tf_hierarchical_copy"] = (
             f"TensorFlow's leaves out one device of an odd number ({len(devices)})"

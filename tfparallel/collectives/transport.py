@@ -5,12 +5,15 @@
 | `ring` | TensorFlow's ring over gRPC, with its own settings |
 | `ring_tuned` | the same, large sums in pieces that travel while others are summed |
 | `nccl` | NVIDIA's NCCL, between GPUs; NCCL_ALGO and NCCL_PROTO are read at its first use |
-| `tensorflow` | what TensorFlow takes: NCCL between GPUs, `ring_tuned` between CPUs |
+| `tensorflow` | of TensorFlow's own the fastest: NCCL between GPUs, `ring_tuned` between CPUs |
 | `mpi`, `mpi_…` | MPI, through host memory: `tfparallel.collectives.mpi` |
 | `auto` | the fastest, measured: `tfparallel.collectives.worker_choice` |
 | None | NCCL between GPUs; on one host `mpi` if all have it; else `ring_tuned` |
 
-What the environment's TFPARALLEL_ALL_REDUCE says stands before `auto` and None.
+What the environment's TFPARALLEL_ALL_REDUCE says stands before `auto` and None. NCCL needs a whole
+GPU for each worker (`nccl.py`). What TensorFlow's strategy sums by itself, in custom loops, goes
+over its ring unless the user's `communication_options` name NCCL: NCCL asks for one order of all
+that runs on a GPU, and TensorFlow's calls and these have no order between them.
 """
 
 import os
@@ -18,6 +21,7 @@ import os
 import tensorflow as tf
 
 from tfparallel.cluster.environment import ALL_REDUCE
+from tfparallel.collectives import nccl
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.mpi import communicator, start
 from tfparallel.collectives.mpi.workers import MpiWorkerGroup
@@ -55,33 +59,46 @@ def options(
     """Returns TensorFlow's options for a transport, with what the user has set in them."""
     own = tf.distribute.experimental.CommunicationOptions
     given = given or own()
-    if name in (None, "auto", _TENSORFLOWS) or name.startswith("mpi"):
+    if name is None or not name.startswith("ring"):
         return given
-    kind = "NCCL" if name == "nccl" else "RING"
     return own(
         bytes_per_pack=given.bytes_per_pack,
         timeout_seconds=given.timeout_seconds,
-        implementation=tf.distribute.experimental.CommunicationImplementation[kind],
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING,
     )
 
 
 def joined(group: WorkerGroup, name: str | None) -> WorkerGroup:
-    """Returns the workers, joined by a transport.
+    """Returns the workers, joined by a transport. Called by all workers at the same place.
 
     Args:
         group: The workers, joined by TensorFlow.
-        name: The transport, of `NAMES`; None and "auto" for TensorFlow's, as it is.
+        name: The transport, of `NAMES`; None and "auto" for TensorFlow's ring, as it is.
 
     Raises:
         RuntimeError: If a worker lacks MPI.
         ValueError: If the algorithm cannot run here.
     """
     group = group.by_tensorflow
-    if name in (None, "auto", _TENSORFLOWS):
+    if name in (None, "auto"):
         return group
+    if name in (_TENSORFLOWS, "nccl"):
+        reason = nccl_refusal(group)
+        if name == _TENSORFLOWS:
+            return group if reason else group.with_transport("nccl")
+        if reason:
+            raise ValueError(
+                "NCCL joins GPUs, of which each worker needs one, whole and its own. Received: "
+                f"all_reduce='nccl', and {reason}. Take all_reduce='auto'."
+            )
     if not name.startswith("mpi"):
         return group.with_transport(name)
     ranks = start.join(
         group.exchange, group.worker_index, group.first_host, name, group.timeout_seconds
     )
     return MpiWorkerGroup(group, ranks)
+
+
+def nccl_refusal(group: WorkerGroup) -> str:
+    """Returns why NCCL cannot join the workers; nothing if it can. Called by all of them."""
+    return nccl.refusal_between(group.exchange(nccl.offer(group.device)))

@@ -21,7 +21,6 @@ from tfparallel.collectives import choice, profile, transport
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.choice import Choice
 from tfparallel.collectives.mpi import library, start
-from tfparallel.startup import has_nvidia_gpu
 
 __all__ = ["WorkerChoice", "by_default", "names_of"]
 
@@ -57,8 +56,8 @@ def by_default(group: WorkerGroup) -> Outcome:
 
 def _default(group) -> tuple[str, str]:
     """The name of a transport, and why it is that one."""
-    if group.transport == "nccl":
-        return "nccl", "the workers have GPUs"
+    if not transport.nccl_refusal(group):
+        return "nccl", "each worker has a GPU"
     offers = start.offers(group.exchange)
     if len({offer["memory"] for offer in offers}) > 1:
         return group.transport, "the workers are on several hosts"
@@ -98,6 +97,7 @@ class WorkerChoice:
         """Chooses a transport for gradients of that many bytes in all."""
         group, names = self._group, _candidates(self._group)
         size = f"{size_bytes / 2**20:.3g} MiB on {group.num_workers} workers"
+        default = "nccl" if "nccl" in names else group.transport
         groups: dict[str, WorkerGroup] = {}
         if self._profile:
             seconds = {
@@ -105,15 +105,16 @@ class WorkerChoice:
                 for name, row in self._profile.items()
                 if name in names
             }
-            found = choice.fastest(seconds, group.transport, "profile", size)
+            found = choice.fastest(seconds, default, "profile", size)
             groups = _joined(group, [found.algorithm])
         elif self._calibrate:
             groups = _joined(group, [name for name in _LIKELY if name in names])
             seconds = _measured(groups, min(size_bytes, _MAX_BYTES))
-            found = choice.fastest(seconds, group.transport, "calibration", size)
+            found = choice.fastest(seconds, default, "calibration", size)
         else:
             why = f"{size}: no profile, and nothing was measured"
-            found = Choice(group.transport, "default", why)
+            found = Choice(default, "default", why)
+            groups = _joined(group, [default])
         if found.algorithm not in groups:
             # MPI is installed, and cannot start.
             groups = _joined(group, [group.transport])
@@ -143,11 +144,10 @@ def _profile_of_first(group) -> profile.Times | None:
 
 def _candidates(group) -> list[str]:
     """The transports that all workers have."""
-    offers = group.exchange({"mpi": library.is_installed(), "gpu": has_nvidia_gpu()})
     found = ["ring", "ring_tuned"]
-    if all(offer["gpu"] for offer in offers):
+    if not transport.nccl_refusal(group):
         found.append("nccl")
-    if all(offer["mpi"] for offer in offers):
+    if all(group.exchange(library.is_installed())):
         found += [name for name in transport.NAMES if name.startswith("mpi")]
     return found
 

@@ -107,7 +107,16 @@ def count_rows(tensor):
         return tf.cast(tensor.nrows(), tf.int32)
     if isinstance(tensor, tf.SparseTensor):
         return tf.cast(tensor.dense_shape[0], tf.int32)
-    return tf.shape(tensor)[0]
+    with where_it_is(tensor):
+        return tf.shape(tensor)[0]
+
+
+def where_it_is(tensor):
+    """Within it, operations are where a tensor is: the host, for what an iterator yields.
+
+    What asks for a number of rows, or cuts out some, then moves no others.
+    """
+    return tf.device(getattr(tensor, "device", None) or "/device:CPU:0")
 
 
 _current = threading.local()  # A replica of `MirroredStrategy.run` is a thread of its own.

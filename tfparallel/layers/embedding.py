@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from tfparallel.data.shard import where_it_is
 from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 
@@ -57,16 +58,16 @@ class VocabParallelEmbedding(WrittenByHand, SplitLayer):
         ids = tf.convert_to_tensor(inputs)
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int32)
-        flat = tf.reshape(ids, [-1])
-        flat = tf.where(flat < 0, flat + self.input_dim, flat)
-        starts = tf.constant(self._starts, flat.dtype)
-        # An id past the table is its last part's, which says so as the whole table would.
-        owners = tf.searchsorted(starts, flat, side="right") - 1
-        owners = tf.maximum(owners, 0)
-        local_ids = tf.dynamic_partition(
-            flat - tf.gather(starts, owners), owners, len(self._devices)
-        )
-        places = tf.dynamic_partition(tf.range(tf.size(flat)), owners, len(self._devices))
+        with where_it_is(ids):  # As a rule the host, which a device would wait for.
+            flat = tf.reshape(ids, [-1])
+            flat = tf.where(flat < 0, flat + self.input_dim, flat)
+            starts = tf.constant(self._starts, flat.dtype)
+            # An id past the table is its last part's, which says so as the whole table would.
+            owners = tf.searchsorted(starts, flat, side="right") - 1
+            owners = tf.maximum(owners, 0)
+            number = len(self._devices)
+            local_ids = tf.dynamic_partition(flat - tf.gather(starts, owners), owners, number)
+            places = tf.dynamic_partition(tf.range(tf.size(flat)), owners, number)
         rows = self._on_devices(local_ids)
         shape = tf.concat([tf.shape(ids), [self.output_dim]], 0)
         outputs = tf.reshape(tf.dynamic_stitch(places, rows), shape)

@@ -64,7 +64,7 @@ class BatchInputs:
         parts = [[] for _ in all_shards]
         for index in self._batched:
             leaf = self._leaves[index]
-            with tf.device(getattr(leaf, "device", None) or "/device:CPU:0"):
+            with shards.where_it_is(leaf):
                 for part, shard in zip(parts, all_shards, strict=True):
                     part.append(shard.rows_used(leaf))
         return parts

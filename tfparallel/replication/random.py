@@ -8,6 +8,8 @@ Keras counts its draws in a variable that every replica holds a copy of, so unde
 * every other layer draws with the replica's index folded into its seed: reproducible.
 """
 
+import math
+
 import keras
 import tensorflow as tf
 
@@ -134,19 +136,44 @@ def uniform_of_rows(shape, dtype, seed, shard: shards.Shard) -> tf.Tensor:
         Tensor of `shape` with values in [0, 1).
     """
     width = _PHILOX_WORDS // 2 if dtype == tf.float64 else _PHILOX_WORDS
-    num_elements = tf.reduce_prod(tf.cast(tf.stack(shape), tf.int64))
-    row_elements = num_elements // tf.cast(shard.num_rows_used, tf.int64)
-    first = tf.cast(shard.start, tf.int64) * row_elements
+    # Numbers of rows stay in 32 bits, which are the host's: a GPU would wait for longer ones.
+    before = shard.start * (shape[0] // shard.num_rows_used)
+    row_size = math.prod(shape[1:]) if all(isinstance(size, int) for size in shape[1:]) else None
+    if not row_size:
+        return _uniform_of_any_size(shape, dtype, seed, before, width)
+    step = _long(before // width) * row_size + _long(before % width * row_size // width)
+    if row_size % width == 0:
+        return _drawn(shape, dtype, seed, step)
+    skipped = before % width * (row_size % width) % width
+    num_more = -(-width // row_size)  # Rows, enough to skip a part of a step.
+    flat = tf.reshape(_drawn([shape[0] + num_more, row_size], dtype, seed, step), [-1])
+    return tf.reshape(flat[skipped : skipped - num_more * row_size], shape)
+
+
+def _uniform_of_any_size(shape, dtype, seed, before, width):
+    """The same, where the size of a row is known only when the step runs."""
+    row_size = tf.reduce_prod(_long(tf.stack(shape[1:])))
+    first = _long(before) * row_size
     skipped = first % width
+    num_elements = _long(shape[0]) * row_size
+    flat = _drawn([num_elements + skipped], dtype, seed, first // width)
+    return tf.reshape(flat[skipped:], shape)
+
+
+def _drawn(shape, dtype, seed, step):
+    """Draws a tensor that begins at a step of the counter."""
     # Keras narrows its seeds so before a draw.
     seed = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-    counter = counter + tf.cast(tf.stack([first // width, tf.zeros_like(first)]), counter.dtype)
-    flat = tf.raw_ops.StatelessRandomUniformV2(
-        shape=(num_elements + skipped)[None],
+    counter = counter + tf.cast(tf.stack([step, tf.zeros_like(step)]), counter.dtype)
+    return tf.raw_ops.StatelessRandomUniformV2(
+        shape=tf.stack(shape),
         key=key,
         counter=counter,
         alg=tf.random.Algorithm.PHILOX.value,
         dtype=dtype,
     )
-    return tf.reshape(flat[skipped:], shape)
+
+
+def _long(number):
+    return tf.cast(number, tf.int64)

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfparallel.data.shard import count_rows
+from tfparallel.data.shard import count_rows, where_it_is
 from tfparallel.extend import attach
 from tfparallel.step.apart import why_not_apart
 from tfparallel.step.by_rows import why_not_by_rows
@@ -201,10 +201,14 @@ def aligned(x, y, sample_weight):
         f"{ALIGNED} Received tensors of other sizes of axis 0. Give batches of a fixed size "
         "(`drop_remainder=True`), and the outputs of all rows are joined.",
     )
-    with tf.control_dependencies(checks):
-        return keras.tree.map_structure(
-            lambda t: None if t is None else tf.identity(t), (y, sample_weight)
-        )
+
+    def behind_them(tensor):
+        if tensor is None:
+            return None
+        with tf.control_dependencies(checks), where_it_is(tensor):
+            return tf.identity(tensor)
+
+    return keras.tree.map_structure(behind_them, (y, sample_weight))
 
 
 def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list[tf.Operation]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.collectives import cross_device, replica_sums
+from tfparallel.collectives import choice, cross_device, replica_sums
 from tfparallel.collectives.choice import ChosenAllReduce
 from tfparallel.seams.tensorflow import MirroredExtended
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
@@ -42,13 +42,14 @@ class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
         devices: Names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`. Default:
             all GPUs, or all logical CPUs where there is no GPU.
         cross_device_ops: A `tf.distribute.CrossDeviceOps` for the collectives between replicas.
-            Default: `tf.distribute.ReductionToOneDevice()`, the fastest in one process on CPUs
-            and the one that runs inside `tf.while_loop`.
+            Default: `tf.distribute.NcclAllReduce()` where each replica has a GPU, else
+            `tf.distribute.ReductionToOneDevice()`, the fastest in one process on CPUs.
         all_reduce: Instead, the name of the algorithm that sums the replicas' gradients, one of
             `tfparallel.collectives.cross_device.NAMES`, such as `"ring"`; or `"auto"` for the
             fastest on these devices, from a profile (`tfparallel bench all_reduce
             --save_profile`) or, without one, measured at the first step, in less than 2 s.
-            Default: each sum on the first device, from where the others read it.
+            Default: `"nccl"` where each replica has a GPU, else each sum on the first device,
+            from where the others read it.
         calibrate: Whether `"auto"` may measure. If not, and without a profile, it takes the
             default.
 
@@ -79,6 +80,9 @@ class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
                 f"the two. Received: all_reduce={all_reduce!r}, "
                 f"cross_device_ops={cross_device_ops!r}."
             )
+        self.all_reduce_is_default = all_reduce is None and cross_device_ops is None
+        if self.all_reduce_is_default and choice.default(names) != choice.DEFAULT:
+            all_reduce = choice.default(names)
         if all_reduce == "auto":
             self.all_reduce_ops = ChosenAllReduce(names, calibrate=calibrate)
         elif all_reduce is not None:

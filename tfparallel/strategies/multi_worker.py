@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.address import split_address
@@ -176,6 +177,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 first_host=_first_host(cluster_resolver),
             )
             keep_freed_memory()
+            _recommend_a_process_for_each_gpu(self.devices, self.workers.worker_index)
             self.workers.bucket_bytes = bucket_bytes
             if all_reduce is None and not _says_how(communication_options):
                 self.workers, self.all_reduce_choice = worker_choice.by_default(self.workers)
@@ -243,6 +245,15 @@ def _meet(resolver, facts, start_timeout) -> None:
         return
     index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
     meet_peers(workers, index, facts, start_timeout)
+
+
+def _recommend_a_process_for_each_gpu(devices, worker_index) -> None:
+    if worker_index == 0 and len(devices) > 1 and "GPU" in devices[0]:
+        logging.warning(
+            "Each worker has %d GPUs, the first of which alone sums over the workers. A process "
+            "for each GPU uses all their wires: `tfparallel launch --nproc_per_node=%d`.",
+            *(len(devices), len(devices)),
+        )
 
 
 def _says_how(communication_options) -> bool:

@@ -100,9 +100,10 @@ class MpiWorkerGroup(WorkerGroup):
                         raise
                     raise WorkerGroup.failure from error
             # A read is ordered behind the last write, and a write behind the last read.
-            before = self._ordering_token.read_value()
+            ordering_token = self._ordering_tokens[self._host]
+            before = ordering_token.read_value()
             with tf.control_dependencies([before]):
                 results = tf.nest.flatten(tf.numpy_function(call, tensors, dtypes))
             with tf.control_dependencies(results):
-                self._ordering_token.assign(before)
+                ordering_token.assign(before)
         return results

@@ -1,0 +1,50 @@
+"""Whether NCCL can join GPUs: each needs to be whole, and no other rank's.
+
+Two ranks on one GPU NCCL refuses, when the first collective runs; here it is known before. What
+shares a GPU, its halves (`split_gpu`) or two processes, is joined by TensorFlow's ring.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tfparallel import cuda_driver
+from tfparallel import devices as device_lib
+
+__all__ = ["offer", "refusal", "refusal_between"]
+
+
+def refusal(devices: Sequence[str]) -> str:
+    """Returns why NCCL cannot join devices of this process; nothing if it can."""
+    for name in devices:
+        if reason := _reason(name):
+            return reason
+    return ""
+
+
+def offer(device: str) -> dict[str, str]:
+    """Returns what a worker tells the others of its device, as JSON holds it."""
+    if reason := _reason(device):
+        return {"device": device_lib.canonical(device), "reason": reason}
+    index = device_lib.whole_gpu(device)
+    return {"device": device_lib.canonical(device), "gpu": cuda_driver.uuid(index) or ""}
+
+
+def refusal_between(offers: Sequence[Mapping[str, str]]) -> str:
+    """Returns why NCCL cannot join workers, by their offers; nothing if it can."""
+    users: dict[str, int] = {}
+    for worker, theirs in enumerate(offers):
+        if theirs.get("reason"):
+            return f"worker {worker}: {theirs['reason']}"
+        gpu = theirs["gpu"]
+        if gpu and gpu in users:
+            return f"workers {users[gpu]} and {worker} share a GPU"
+        users[gpu] = worker
+    return ""
+
+
+def _reason(name: str) -> str:
+    name = device_lib.canonical(name)
+    if not name.rpartition("/device:")[2].startswith("GPU"):
+        return f"NCCL joins GPUs, and {name} is none"
+    if device_lib.whole_gpu(name) is None:
+        return f"NCCL needs a GPU for each rank, and {name} is a part of one"
+    return ""

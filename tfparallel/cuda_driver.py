@@ -1,0 +1,36 @@
+"""What the CUDA driver alone tells of a GPU: TensorFlow does not, or only once it has started.
+
+GPUs are numbered as TensorFlow's physical devices are: in the order of CUDA_VISIBLE_DEVICES.
+"""
+
+import ctypes
+
+__all__ = ["memory_mib", "uuid"]
+
+
+def memory_mib(index: int) -> int | None:
+    """Returns the memory of a GPU in MiB, or None where the driver does not tell."""
+    driver, device = _device(index)
+    size_bytes = ctypes.c_size_t()
+    if device is None or driver.cuDeviceTotalMem_v2(ctypes.byref(size_bytes), device):
+        return None
+    return size_bytes.value // 2**20
+
+
+def uuid(index: int) -> str | None:
+    """Returns what tells a GPU from all others, or None where the driver does not tell."""
+    driver, device = _device(index)
+    code = (ctypes.c_char * 16)()
+    if device is None or driver.cuDeviceGetUuid(ctypes.byref(code), device):
+        return None
+    return bytes(code).hex()
+
+
+def _device(index):
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None, None
+    device = ctypes.c_int()
+    failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index)
+    return driver, None if failed else device
