@@ -12,7 +12,7 @@ WITH_TORCH := $(if $(TORCH),--torch=$(TORCH))
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast parity networks fuzz lint bench
+.PHONY: setup demo test test-fast test-gpu parity networks fuzz lint bench
 
 setup: $(READY)
 
@@ -44,6 +44,10 @@ parity: $(READY)
 # two to three hours.
 networks: $(READY)
 	TFPARALLEL_NETWORKS=all $(BIN)/python -m pytest -n 2 tests/diagnostics/test_networks.py tests/parity/test_applications.py
+
+# On a machine with GPUs, in five minutes: every form, sums, speed; gpu_report.json and gpu_report.md.
+test-gpu: $(READY)
+	$(BIN)/tfparallel doctor --gpu --report=gpu_report.json
 
 # Random programs under every form; another seed, other programs. Ends with code 1 on a finding.
 FUZZ_MINUTES ?= 10

@@ -216,11 +216,19 @@ class PretendGPUs:
         self.started = started
         self.split = {}
         self.growth = {}
+        self.visible = None
 
     def get_visible_devices(self, kind):
+        hidden = kind == "GPU" and self.visible is not None
+        return self.visible if hidden else self.list_physical_devices(kind)
+
+    def list_physical_devices(self, kind):
         return self.physical if kind == "GPU" else []
 
-    list_physical_devices = get_visible_devices
+    def set_visible_devices(self, devices, kind):
+        if self.started:
+            raise RuntimeError("Visible devices cannot be modified after being initialized")
+        self.visible = devices
 
     def get_logical_device_configuration(self, physical):
         return self.split.get(physical)
@@ -264,6 +272,29 @@ def test_split_gpu_numbers_the_parts_through(two_gpus):
 def test_split_gpu_refuses_an_unknown_one(two_gpus):
     with pytest.raises(ValueError, match=r"GPU:2: TensorFlow sees 2 GPUs\..*one of GPU:0, GPU:1\."):
         devices.split_gpu(2, gpu="GPU:2")
+
+
+def test_which_gpu_a_device_is_the_whole_of(two_gpus):
+    assert [devices.whole_gpu(name) for name in ("GPU:0", "gpu:1", "GPU:2", "CPU:0")] == [
+        *(0, 1, None, None)
+    ]
+    devices.split_gpu(2, gpu="GPU:0")
+    assert [devices.whole_gpu(f"GPU:{index}") for index in range(3)] == [None, None, 1]
+
+
+def test_a_gpu_keeps_its_number_where_others_are_hidden(two_gpus):
+    devices.hide_other_gpus(["GPU:1"])
+    assert devices.list_devices() == ["GPU:0"] and devices.whole_gpu("GPU:0") == 1
+
+
+def test_gpus_are_hidden(two_gpus):
+    devices.hide_gpus()
+    assert devices.list_devices() == []
+    two_gpus.started = True
+    devices.hide_gpus()  # There is none any more.
+    two_gpus.visible = None
+    with pytest.raises(RuntimeError, match=r"Cannot hide GPUs.*hide_gpus\(\)"):
+        devices.hide_gpus()
 
 
 def test_memory_growth(two_gpus):

@@ -5,7 +5,7 @@ GPUs are numbered as TensorFlow's physical devices are: in the order of CUDA_VIS
 
 import ctypes
 
-__all__ = ["memory_mib", "uuid"]
+__all__ = ["can_access_peer", "memory_mib", "uuid"]
 
 
 def memory_mib(index: int) -> int | None:
@@ -24,6 +24,15 @@ def uuid(index: int) -> str | None:
     if device is None or driver.cuDeviceGetUuid(ctypes.byref(code), device):
         return None
     return bytes(code).hex()
+
+
+def can_access_peer(index: int, other: int) -> bool:
+    """Returns whether a GPU reads another's memory by itself, without the host."""
+    driver, device = _device(index)
+    peer, can = _device(other)[1], ctypes.c_int()
+    if device is None or peer is None:
+        return False
+    return not driver.cuDeviceCanAccessPeer(ctypes.byref(can), device, peer) and bool(can.value)
 
 
 def _device(index):

@@ -36,8 +36,10 @@ __all__ = [
     "check_devices",
     "choose_devices",
     "connect",
+    "hide_gpus",
     "hide_other_gpus",
     "list_devices",
+    "peak_bytes_of_gpus",
     "peak_tensor_bytes",
     "resolve",
     "set_memory_growth",
@@ -248,6 +250,19 @@ def hide_other_gpus(names: Sequence[str]) -> None:
         ) from error
 
 
+def hide_gpus() -> None:
+    """Leaves this process no GPU: what names no device runs on the CPU, too.
+
+    Raises:
+        RuntimeError: If TensorFlow's runtime has started with some.
+    """
+    if _physical_devices("GPU"):
+        try:
+            tf.config.set_visible_devices([], "GPU")
+        except RuntimeError as error:
+            raise RuntimeError(_too_late("hide GPUs", "hide_gpus()")) from error
+
+
 def whole_gpu(name: str) -> int | None:
     """Returns which GPU, as CUDA counts them, a device is the whole of.
 
@@ -323,6 +338,12 @@ def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
         return tf.config.experimental.get_memory_info(device)["peak"]
     except ValueError:
         return None
+
+
+def peak_bytes_of_gpus(devices: Sequence[str]) -> dict[str, int]:
+    """Returns the most that tensors have taken on each GPU among devices, by name."""
+    peaks = {name: peak_tensor_bytes(name) for name in devices if canonical(name)[:3] == "GPU"}
+    return {name: peak for name, peak in peaks.items() if peak is not None}
 
 
 def choose_devices(

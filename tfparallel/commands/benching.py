@@ -80,6 +80,8 @@ def _silent(*_, **__):
 def _start(values: flags.FlagValues) -> WorkerGroup | list[str]:
     """Joins the workers of the job, or makes this process's devices: before anything is built."""
     try:
+        if values.device_type == "cpu":
+            device_lib.hide_gpus()
         if Cluster.from_env().num_workers > 1:
             return _start_workers()
         devices = device_lib.choose_devices(

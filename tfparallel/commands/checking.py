@@ -9,6 +9,7 @@ from absl import flags
 from tfparallel.commands.flags import resolved
 from tfparallel.commands.forms import compiling, start_form, use_precision
 from tfparallel.data.batches import first_batches
+from tfparallel.devices import peak_bytes_of_gpus
 from tfparallel.diagnostics.check import check_parity, uneven_first
 from tfparallel.diagnostics.check_plot import draw
 from tfparallel.diagnostics.determinism import make_deterministic
@@ -80,6 +81,7 @@ def check(path: str, values: flags.FlagValues) -> int:
     if values.plot is not None and form.is_chief:
         draw(values.plot, report, title=f"{task.name}: one device against {form}")
         print(f"wrote {values.plot}")
+    peaks = peak_bytes_of_gpus(form.devices)
     if values.report is not None and form.is_chief:
         content = {
             "command": "check",
@@ -92,6 +94,7 @@ def check(path: str, values: flags.FlagValues) -> int:
             **({"all_reduce": ran} if ran is not None else {}),
             **({"joined_outputs": joined} if form.name in ("data", "pipeline") else {}),
             "peak_memory_bytes": peak_memory_bytes(),
+            **({"peak_gpu_bytes": peaks} if peaks else {}),
             "wall_time_seconds": time.perf_counter() - started,
         }
         write_report(values.report, content)

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import flags
 
@@ -15,6 +15,7 @@ from tfparallel.commands.flags import (
     resolved,
     run_command,
 )
+from tfparallel.diagnostics import gpu
 from tfparallel.diagnostics.doctor import examine
 from tfparallel.diagnostics.finding import VERDICTS, Finding, worst
 from tfparallel.diagnostics.report import versions, write_report
@@ -24,8 +25,8 @@ __all__ = ["main"]
 _COMMAND = Command(
     name="doctor",
     summary="Looks at versions, devices, the cluster that the environment names, ports, peers, "
-    "disk, memory and cores, and tries known faults of TensorFlow and Keras. Exit code 1 if "
-    "something is broken.",
+    "disk, memory and cores, and tries known faults of TensorFlow and Keras; with --gpu, tries "
+    "this host's GPUs instead. Exit code 1 if something is broken.",
     example="tfparallel doctor --checkpoint_dir=ckpt --report=doctor.json",
     arguments="[--flags]",
 )
@@ -57,6 +58,14 @@ def _flags() -> flags.FlagValues:
         "probe_timeout", 120.0, "Seconds that each trial may take.", flag_values=values
     )
     flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
+    flags.DEFINE_bool(
+        "gpu", False, "Try the GPUs, in every form, for five minutes; with --report, a page, too.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_list("trials", list(gpu.TRIALS), "Which of them, with --gpu.", flag_values=values)
+    flags.DEFINE_enum(
+        "device_type", "gpu", ("gpu", "cpu"), "With --gpu: cpu tries the trials themselves.", values
+    )
     return values
 
 
@@ -70,6 +79,17 @@ def _problems(values: flags.FlagValues) -> list[str]:
         problems.append(
             f"--min_free_mib must not be negative. Received: --min_free_mib={values.min_free_mib}."
         )
+    unknown = [name for name in values.trials if name not in gpu.TRIALS]
+    if unknown:
+        problems.append(
+            f"--trials must be of {', '.join(gpu.TRIALS)}. Received: --trials={','.join(unknown)}."
+        )
+    if not values.gpu:
+        problems += [
+            f"--{name} is for --gpu. Received: --{name}, without it."
+            for name in ("trials", "device_type")
+            if values[name].present
+        ]
     return problems
 
 
@@ -83,14 +103,11 @@ def _main(arguments: Sequence[str]) -> int:
         problems.insert(0, f"tfparallel doctor takes flags alone. Received: {positional}.")
     if problems:
         raise UsageError("\n".join(problems))
+    if values.gpu and gpu.gpu_is_missing(values.device_type):
+        print(gpu.MISSING)
+        return 0
     findings = []
-    for finding in examine(
-        folder=values.checkpoint_dir,
-        min_free_mib=values.min_free_mib,
-        peer_timeout_seconds=values.peer_timeout,
-        probe_timeout_seconds=values.probe_timeout,
-        quick=values.quick,
-    ):
+    for finding in _examined(values):
         findings.append(finding)
         print(_line(finding), flush=True)
     counts = {name: sum(finding.verdict == name for finding in findings) for name in VERDICTS}
@@ -105,7 +122,26 @@ def _main(arguments: Sequence[str]) -> int:
         }
         write_report(values.report, report)
         print(f"wrote {values.report}")
+        if values.gpu:
+            path = values.report.removesuffix(".json") + ".md"
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(gpu.page(report))
+            print(f"wrote {path}")
     return 1 if worst(findings) == "broken" else 0
+
+
+def _examined(values) -> Iterator[Finding]:
+    if values.gpu:
+        # The longest trial takes a minute on a GPU, and several where it is new to XLA.
+        timeout = max(values.probe_timeout, 300.0)
+        return gpu.examine_gpus(values.device_type, timeout, values.trials)
+    return examine(
+        folder=values.checkpoint_dir,
+        min_free_mib=values.min_free_mib,
+        peer_timeout_seconds=values.peer_timeout,
+        probe_timeout_seconds=values.probe_timeout,
+        quick=values.quick,
+    )
 
 
 def _line(finding: Finding) -> str:

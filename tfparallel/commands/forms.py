@@ -145,6 +145,8 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         StartError: If the other workers are missing or do not agree.
     """
     try:
+        if _is_on_cpus(values):
+            device_lib.hide_gpus()
         cluster = Cluster.from_env()
         is_worker = (
             cluster.num_workers > 1 and values.parallel == "data" and values.strategy != "mirrored"
@@ -195,6 +197,11 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except RuntimeError as error:
         raise StartError(str(error)) from error
     return Form(values.parallel, devices, strategy)
+
+
+def _is_on_cpus(values) -> bool:
+    named = values.devices or []
+    return values.device_type == "cpu" or (bool(named) and all("cpu" in n.lower() for n in named))
 
 
 def use_precision(precision: str | None) -> None:

@@ -51,6 +51,8 @@ def _set_up_devices(num_devices, device_type):
         # A function that needs no TensorFlow does not wait for it.
         return
     devices = importlib.import_module("tfparallel.devices")
+    if device_type == "cpu":
+        devices.hide_gpus()
     names = devices.choose_devices(num_devices=num_devices, device_type=device_type)
     if names[0].startswith("GPU"):
         devices.hide_other_gpus(names)

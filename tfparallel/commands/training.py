@@ -20,6 +20,7 @@ from tfparallel.commands.flags import LostError, UsageError
 from tfparallel.commands.forms import compiling, start_form, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica
+from tfparallel.devices import peak_bytes_of_gpus
 from tfparallel.diagnostics.inject import Inject
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.placement.report import held_by_device
@@ -130,6 +131,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
         },
         "step_time_seconds": step_time.summary(),
         "peak_memory_bytes": peak_memory_bytes(),
+        "peak_gpu_bytes": peak_bytes_of_gpus(form.devices),
     }
     if form.name != "none":
         report["layout"] = model.layout.to_json()

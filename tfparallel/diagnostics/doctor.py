@@ -11,7 +11,8 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -21,7 +22,7 @@ from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_mem
 from tfparallel.diagnostics.reach import examine_cluster
 from tfparallel.startup import has_nvidia_gpu
 
-__all__ = ["KNOWN_FAULTS", "examine"]
+__all__ = ["KNOWN_FAULTS", "examine", "run_probe"]
 
 # The probe of each known fault, and what it is that TensorFlow's own strategy does.
 KNOWN_FAULTS = {
@@ -170,11 +171,19 @@ def _describe(result) -> str | None:
     return None
 
 
-def _probe(name: str, timeout_seconds: float) -> tuple[dict | None, str]:
-    """Runs a probe; returns what it found, or None and why it found nothing."""
+def _probe(name: str, timeout_seconds: float) -> tuple[Any, str]:
+    return run_probe(_command(name), timeout_seconds)
+
+
+def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[Any, str]:
+    """Runs a process that prints a line of JSON.
+
+    Returns:
+        What it printed last, and nothing; or None, and why there is none.
+    """
     # A session of its own, so that its children go with it.
     process = subprocess.Popen(
-        _command(name),
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

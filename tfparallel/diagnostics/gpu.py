@@ -1,0 +1,78 @@
+"""Tries this host's GPUs: what `tfparallel doctor --gpu` says.
+
+Each trial (`gpu_trials.py`) is a process of its own with a deadline: one that crashes or hangs is
+a finding, and the next one runs.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tfparallel.diagnostics.doctor import run_probe
+from tfparallel.diagnostics.finding import Finding
+from tfparallel.startup import has_nvidia_gpu
+
+__all__ = ["MISSING", "TRIALS", "examine_gpus", "gpu_is_missing", "page"]
+
+TRIALS = (
+    "hardware",
+    "sums",
+    "parity",
+    "compiled",
+    "precision",
+    "workers",
+    "losses",
+    "speed_of_resnet50",
+    "speed_of_transformer",
+    "profile",
+)
+MISSING = (
+    "skipped: an NVIDIA GPU that TensorFlow sees is required, and this host shows none "
+    "(--device_type=cpu tries the trials themselves on the CPU)"
+)
+_VERDICTS = {"ok": "ok", "skipped": "ok", "broken": "broken"}
+
+
+def gpu_is_missing(device_type: str) -> bool:
+    """Returns whether there is nothing to try."""
+    return device_type != "cpu" and not has_nvidia_gpu()
+
+
+def examine_gpus(
+    device_type: str, timeout_seconds: float, names: Sequence[str] = TRIALS
+) -> Iterator[Finding]:
+    """Yields a finding for each row of each trial.
+
+    Args:
+        device_type: `"gpu"`; or `"cpu"`, which tries the trials themselves on logical CPUs.
+        timeout_seconds: How long each trial may take.
+        names: Which of `TRIALS`.
+    """
+    for name in names:
+        command = [sys.executable, "-m", "tfparallel.diagnostics.gpu_trials", name, device_type]
+        rows, error = run_probe(command, timeout_seconds)
+        if rows is None:
+            advice = f"see it by itself: {' '.join(command)}"
+            yield Finding(name, "broken", f"it could not be tried: {error}", advice)
+            continue
+        for what, verdict, text in rows:
+            meaning = f"skipped: {text}" if verdict == "skipped" else text
+            yield Finding(f"{name}: {what}", _VERDICTS[verdict], meaning)
+
+
+def page(report: dict[str, Any]) -> str:
+    """Returns a report as a page of Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [
+        "# tfparallel on these GPUs",
+        "",
+        f"`tfparallel doctor --gpu`: {report['verdict']}. {versions}.",
+        "",
+        "| trial | verdict | what came of it |",
+        "| --- | --- | --- |",
+    ]
+    for finding in report["findings"]:
+        text = json.dumps(finding["meaning"], ensure_ascii=False)[1:-1].replace("|", "\\|")
+        lines.append(f"| {finding['check']} | {finding['verdict']} | {text[:300]} |")
+    return "\n".join(lines) + "\n"
