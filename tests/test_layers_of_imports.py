@@ -17,7 +17,8 @@ LIBRARY = TOP / "tfparallel"
 # From the ground up. A package may import what stands in a row above its own,
 # and itself; a new package is given its row here.
 ROWS = [
-    ["startup", "cluster", "device_names", "layout", "seams"],
+    ["startup", "cluster", "cuda_driver", "device_names", "layout", "seams"],
+    ["device_memory"],
     ["devices", "data", "task", "extend", "logits", "peers"],
     ["collectives", "cloning", "step"],
     ["bench"],
@@ -177,7 +178,7 @@ def test_tensorflow_config_has_one_caller_for_devices():
         and ast.unparse(node.value) in ("tf", "tensorflow")
     }
     # Determinism is a setting of the arithmetic, not of a device.
-    assert callers <= {"devices", "diagnostics.determinism"}
+    assert callers <= {"devices", "device_memory", "diagnostics.determinism"}
 
 
 def test_the_library_asserts_nothing():

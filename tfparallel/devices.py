@@ -2,7 +2,7 @@
 
 A device is named `"CPU:0"` or `"GPU:1"`. TensorFlow places an operation on the
 CPU without a word when the device it was given does not exist; the functions
-here raise instead. This module is the only caller of `tf.config`.
+here raise instead. This module, and `device_memory.py`, are the only callers of `tf.config`.
 
 ```python
 import tfparallel
@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Sequence
 
 from tfparallel import cuda_driver, startup
+from tfparallel.device_memory import peak_tensor_bytes
 from tfparallel.device_names import canonical, to_tensorflow_name
 
 tf = startup.import_tensorflow()
@@ -39,7 +40,6 @@ __all__ = [
     "hide_gpus",
     "hide_other_gpus",
     "list_devices",
-    "peak_bytes_of_gpus",
     "peak_tensor_bytes",
     "resolve",
     "set_memory_growth",
@@ -319,31 +319,6 @@ def set_memory_growth(enabled: bool = True) -> list[str]:
         except RuntimeError as error:
             raise RuntimeError(_too_late(f"set memory growth on GPU:{index}", call)) from error
     return list_devices("GPU")
-
-
-def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
-    """Returns the most that tensors on a device of this process have taken so far.
-
-    TensorFlow's own allocator counts, and keeps what is freed: a process's resident size is more,
-    and tells less. On a CPU it is there where oneDNN is, for tensors of 256 KiB and more; the
-    logical devices of a CPU have one together.
-
-    Args:
-        device: Its name.
-
-    Returns:
-        Bytes, or None where nothing counts them.
-    """
-    try:
-        return tf.config.experimental.get_memory_info(device)["peak"]
-    except ValueError:
-        return None
-
-
-def peak_bytes_of_gpus(devices: Sequence[str]) -> dict[str, int]:
-    """Returns the most that tensors have taken on each GPU among devices, by name."""
-    peaks = {name: peak_tensor_bytes(name) for name in devices if canonical(name)[:3] == "GPU"}
-    return {name: peak for name, peak in peaks.items() if peak is not None}
 
 
 def choose_devices(

@@ -29,7 +29,7 @@ class Replicas:
         def reduce(strategy, *values):
             transport = getattr(getattr(strategy, "workers", None), "transport", "ring")
             is_program = getattr(strategy, "program_is_running", False)
-            if op == "sum" and not transport.startswith("mpi") and not is_program:
+            if op == "sum" and transport.startswith("ring") and not is_program:
                 # In a custom loop, TensorFlow's own collectives.
                 return strategy.extended.batch_reduce_to(
                     tf.distribute.ReduceOp.SUM, [(value, value) for value in values]

@@ -12,7 +12,7 @@ from absl import flags
 
 from tfparallel.commands.forms import start_form
 from tfparallel.data.batches import first_batches
-from tfparallel.devices import peak_tensor_bytes
+from tfparallel.device_memory import peak_tensor_bytes
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.layout.simulator import simulate, theoretical_bubble
 from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds

@@ -9,7 +9,7 @@ from absl import flags
 from tfparallel.commands.flags import resolved
 from tfparallel.commands.forms import compiling, start_form, use_precision
 from tfparallel.data.batches import first_batches
-from tfparallel.devices import peak_bytes_of_gpus
+from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.diagnostics.check import check_parity, uneven_first
 from tfparallel.diagnostics.check_plot import draw
 from tfparallel.diagnostics.determinism import make_deterministic

@@ -20,7 +20,7 @@ from tfparallel.commands.flags import LostError, UsageError
 from tfparallel.commands.forms import compiling, start_form, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica
-from tfparallel.devices import peak_bytes_of_gpus
+from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.diagnostics.inject import Inject
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.placement.report import held_by_device

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel import cuda_driver
+from tfparallel import cuda_driver, device_memory
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spawn import spawn
 from tfparallel.collectives import cross_device
@@ -62,8 +62,7 @@ def _devices(device_type: str) -> list[str]:
 def hardware(device_type: str) -> Iterator[Row]:
     """Devices, driver, CUDA, cuDNN, NCCL, topology and peer access."""
     names = device_lib.list_devices("GPU") if device_type == "gpu" else []
-    for index, physical in enumerate(tf.config.list_physical_devices("GPU")):
-        details = tf.config.experimental.get_device_details(physical)
+    for index, details in enumerate(device_memory.gpu_details()):
         memory = cuda_driver.memory_mib(index)
         capability = ".".join(map(str, details.get("compute_capability", ())))
         text = f"{details.get('device_name')}, {memory} MiB, compute capability {capability}"
@@ -355,9 +354,7 @@ def _speeds(make, device_type) -> Iterator[Row]:
 
 
 def _step_time(make, is_small, scope, num_devices, is_compiled, names) -> str:
-    for name in names:
-        if name.startswith("GPU"):
-            tf.config.experimental.reset_memory_stats(name)
+    device_memory.reset_peaks(names)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with scope():
         model, x, y = make(is_small)
@@ -368,7 +365,7 @@ def _step_time(make, is_small, scope, num_devices, is_compiled, names) -> str:
     num_steps = 4 if is_small else 25
     model.fit(data, steps_per_epoch=num_steps, verbose=0, callbacks=[steps])
     milliseconds = 1e3 * statistics.median(steps.seconds[num_steps // 4 :])
-    peaks = device_lib.peak_bytes_of_gpus(names)
+    peaks = device_memory.peak_bytes_of_gpus(names)
     memory = "".join(f", {name} {peak / 2**20:.0f} MiB" for name, peak in peaks.items())
     return f"{milliseconds:.1f} ms a step of {len(batch[0])} rows{memory}"
 

@@ -1,0 +1,54 @@
+"""What TensorFlow's allocators have counted on each device, and what a GPU is."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tfparallel import startup
+from tfparallel.device_names import canonical
+
+tf = startup.import_tensorflow()
+
+__all__ = ["gpu_details", "peak_bytes_of_gpus", "peak_tensor_bytes", "reset_peaks"]
+
+
+def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
+    """Returns the most that tensors on a device of this process have taken so far.
+
+    TensorFlow's own allocator counts, and keeps what is freed: a process's resident size is more,
+    and tells less. On a CPU it is there where oneDNN is, for tensors of 256 KiB and more; the
+    logical devices of a CPU have one together.
+
+    Args:
+        device: Its name.
+
+    Returns:
+        Bytes, or None where nothing counts them.
+    """
+    try:
+        return tf.config.experimental.get_memory_info(device)["peak"]
+    except ValueError:
+        return None
+
+
+def peak_bytes_of_gpus(devices: Sequence[str]) -> dict[str, int]:
+    """Returns the most that tensors have taken on each GPU among devices, by name."""
+    peaks = {name: peak_tensor_bytes(name) for name in _gpus(devices)}
+    return {name: peak for name, peak in peaks.items() if peak is not None}
+
+
+def reset_peaks(devices: Sequence[str]) -> None:
+    """Has the GPUs among devices count anew."""
+    for name in _gpus(devices):
+        tf.config.experimental.reset_memory_stats(name)
+
+
+def gpu_details() -> list[dict[str, Any]]:
+    """Returns what TensorFlow tells of each GPU of this host: its name, its compute capability."""
+    return [
+        tf.config.experimental.get_device_details(physical)
+        for physical in tf.config.list_physical_devices("GPU")
+    ]
+
+
+def _gpus(devices):
+    return [name for name in devices if canonical(name).startswith("GPU")]
