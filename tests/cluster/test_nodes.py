@@ -53,6 +53,21 @@ def test_all_learn_the_same(pool, endpoint, order):
     assert first.master == "127.0.0.1:99" and len(first.token) == 32
 
 
+def test_a_node_says_how_it_is_reached(pool, endpoint):
+    port = split_address(endpoint)[1]
+    # As behind a gateway, or with an address for each of several networks.
+    calls = [
+        start(pool, f"gateway.invalid:{port}", 0, local_address="127.0.0.1"),
+        start(pool, endpoint, 1, local_address="node-b.cluster"),
+    ]
+    assert calls[0].result(30) == calls[1].result(30)
+    assert calls[0].result().addresses == (
+        ("127.0.0.1:1000", "127.0.0.1:1001"),
+        ("node-b.cluster:2000", "node-b.cluster:2001"),
+    )
+    assert calls[0].result().master == "127.0.0.1:99"
+
+
 def test_ipv6(pool):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()

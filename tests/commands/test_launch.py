@@ -276,6 +276,16 @@ def test_two_nodes_make_one_job(endpoint):
         assert len({worker[name] for worker in shown.values()}) == 1
 
 
+def test_a_node_is_reached_where_it_says(endpoint):
+    first = start(nodes(endpoint, 0), TELL)
+    code, shown, errors = launch(nodes(endpoint, 1, "--local_addr=localhost"), TELL)
+    assert (code, errors) == (0, "")
+    (worker,) = told(shown).values()
+    hosts = [a.rpartition(":")[0] for a in json.loads(worker["TF_CONFIG"])["cluster"]["worker"]]
+    assert hosts == ["127.0.0.1", "localhost"]
+    assert first.wait(DEADLINE_SECONDS) == 0
+
+
 def test_two_nodes_restart(endpoint):
     """Each launcher restarts for its own worker's failure, and they meet again."""
     code = (

@@ -75,6 +75,18 @@ def test_workers_train_to_the_weights_of_one_device(
         np.testing.assert_allclose(ours, expected, atol=1e-4)
 
 
+def test_a_proxy_of_the_environment_captures_nothing(tmp_path):
+    """Left to itself, gRPC asks http_proxy for loopback addresses, too; here it is a port where nobody listens."""
+    code, output = run(
+        *("launch", "--nproc_per_node=2", "--transport=tensorflow", "--", *TFPARALLEL),
+        *("train", TASK, "--parallel=data", "--steps_per_epoch=2", "--epochs=1"),
+        cwd=tmp_path,
+        http_proxy=f"http://127.0.0.1:{free_ports(1)[0]}",
+        no_proxy="example.com",
+    )
+    assert code == 0 and "all-reduce: ring_tuned" in output, output
+
+
 def test_check_starts_its_own_workers(tmp_path):
     code, output = run(
         *("check", TASK, "--num_workers=2", "--num_devices=2", "--steps=6", "--precision=float64"),

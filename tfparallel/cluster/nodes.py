@@ -51,6 +51,7 @@ def meet(
     attempt: int,
     token: str,
     timeout_seconds: float,
+    local_address: str | None = None,
 ) -> NodeMeeting:
     """Waits for all nodes' launchers at the endpoint.
 
@@ -63,6 +64,8 @@ def meet(
         attempt: How often the job has been restarted; nodes of other attempts are refused.
         token: A secret that all nodes know beforehand, or "".
         timeout_seconds: The deadline.
+        local_address: This node's name or address, as the others reach it; by default the one
+            that it calls from. Node 0 listens on it, and not on the endpoint's.
 
     Returns:
         What all nodes know now.
@@ -79,6 +82,7 @@ def meet(
         "token": token,
         "ports": list(ports),
         "master_port": master_port,
+        "local_address": local_address,
     }
     if node_rank == 0:
         answer = _host(endpoint, hello, deadline, timeout_seconds)
@@ -98,6 +102,7 @@ def meet(
 def _host(endpoint, hello, deadline, timeout_seconds):
     """Node 0: collects the others, then answers them all."""
     host, port = split_address(endpoint)
+    host = hello["local_address"] or host
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         listener = stack.enter_context(_listener(host, port))
@@ -134,7 +139,7 @@ def _host(endpoint, hello, deadline, timeout_seconds):
                 if problem:
                     problems.append(problem)
                 else:
-                    address = key.fileobj.getpeername()[0]
+                    address = message["local_address"] or key.fileobj.getpeername()[0]
                     present[message["node_rank"]] = (key.fileobj, address, message)
                     continue
                 _send(key.fileobj, {"error": problem})
@@ -229,6 +234,7 @@ def _is_hello(message):
         isinstance(message, dict)
         and all(type(message.get(name)) is int for name in ("node_rank", "nnodes", "attempt"))
         and isinstance(message.get("token"), str)
+        and isinstance(message.get("local_address"), str | None)
         and isinstance(message.get("ports"), list)
         and all(is_port(port) for port in message["ports"])
         and is_port(message.get("master_port"))

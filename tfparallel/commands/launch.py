@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
 
-from tfparallel.cluster.address import split_address
+from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import ALL_REDUCE, available_cores, core_shares
 from tfparallel.cluster.host_share import host_programs, meet_alone
 from tfparallel.cluster.nodes import meet
@@ -53,6 +53,13 @@ def _flags() -> flags.FlagValues:
         "rdzv_endpoint",
         None,
         "host:port on node 0, the same on every host; with --nnodes.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "local_addr",
+        None,
+        "This host's address, as the other hosts reach it; with --nnodes. Default: the one that it "
+        "calls from. Node 0 listens on it.",
         flag_values=values,
     )
     flags.DEFINE_float(
@@ -169,6 +176,14 @@ def _node_problems(values):
     if values.rdzv_endpoint is not None:
         with _collecting(problems):
             split_address(values.rdzv_endpoint)
+    if values.local_addr is not None:
+        if values.nnodes <= 1:
+            problems.append(
+                "--local_addr is for a job on several hosts and needs --nnodes. Received: "
+                f"--local_addr={values.local_addr} alone."
+            )
+        with _collecting(problems):
+            split_address(join_address(values.local_addr, 1))
     return problems
 
 
@@ -254,6 +269,7 @@ def _meet(values, attempt):
         master_port=master_port,
         attempt=attempt,
         token=os.environ.get(_TOKEN, ""),
+        local_address=values.local_addr,
         timeout_seconds=values.start_timeout,
     )
 
