@@ -24,40 +24,42 @@ def build_contender(kind, num_replicas, build_model):
     Args:
         kind: `"plain"` for Keras without a strategy, `"stock"` for the same code under
             `tf.distribute.MirroredStrategy`, `"ours"` for `tfparallel.data_parallel`, `"placed"`
-            for `tfparallel.model_parallel`.
+            for `tfparallel.model_parallel`; "plain_xla" and "ours_xla" with `jit_compile=True`.
         num_replicas: Logical devices to split the CPU into, one replica or one stage each.
         build_model: Function that returns a Keras model.
     """
     import keras
 
+    kind, suffix, _ = kind.partition("_xla")
+    is_compiled = bool(suffix)
     if kind == "ours" and "TF_CONFIG" in os.environ:
         import tfparallel
 
         model = tfparallel.data_parallel(build_model)
-        compile_model(model)
+        compile_model(model, is_compiled)
     elif kind == "ours":
         import tfparallel
 
         names = tfparallel.devices.split_cpu(num_replicas)
         keras.utils.set_random_seed(SEED)
         model = tfparallel.data_parallel(build_model, devices=names)
-        compile_model(model)
+        compile_model(model, is_compiled)
     elif kind == "placed":
         import tfparallel
 
         names = tfparallel.devices.split_cpu(num_replicas)
         keras.utils.set_random_seed(SEED)
         model = tfparallel.model_parallel(build_model, devices=names)
-        compile_model(model)
+        compile_model(model, is_compiled)
     elif kind == "stock":
         with stock_strategy(num_replicas).scope():
             keras.utils.set_random_seed(SEED)
             model = build_model()
-            compile_model(model)
+            compile_model(model, is_compiled)
     else:
         keras.utils.set_random_seed(SEED)
         model = build_model()
-        compile_model(model)
+        compile_model(model, is_compiled)
     return model
 
 
@@ -71,7 +73,7 @@ def stock_strategy(num_replicas):
     return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(num_replicas)])
 
 
-def compile_model(model):
+def compile_model(model, for_xla=False):
     """Compiles as a user would: Adam, cross-entropy on logits, accuracy.
 
     The learning rate is low, so that the losses of thousands of steps can still be compared.
@@ -82,6 +84,7 @@ def compile_model(model):
         optimizer=keras.optimizers.Adam(1e-4),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
+        jit_compile=for_xla,
     )
 
 

@@ -21,6 +21,7 @@ from contender_process import ContenderProcess
 NUM_CORES = 2
 NUM_WARM_UP_ROUNDS = 2
 CONTENDERS = [("plain", 1), ("stock", 1), ("ours", 1), ("stock", 2), ("ours", 2)]
+CONTENDERS += [("plain_xla", 1), ("ours_xla", 2)]
 
 
 class Plan(NamedTuple):

@@ -13,7 +13,7 @@ import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 PROGRAM = BENCHMARKS / "data_parallel.py"
-CONTENDERS = ["plain_1", "stock_1", "ours_1", "stock_2", "ours_2"]
+CONTENDERS = ["plain_1", "stock_1", "ours_1", "stock_2", "ours_2", "plain_xla_1", "ours_xla_2"]
 DEADLINE_SECONDS = 600
 FIELDS = {
     *("median_ms", "p10_ms", "p90_ms", "cpu_ms", "num_steps", "round_median_ms"),
@@ -137,6 +137,7 @@ def test_the_program_measures_every_contender(tmp_path):
     assert [(r["of"], r["to"]) for r in workload["ratios"] if r["target"]] == [
         ("ours_1", "plain_1"),
         ("ours_2", "stock_2"),
+        ("ours_xla_2", "plain_xla_1"),
     ]
 
     page = page_path.read_text()

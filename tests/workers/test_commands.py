@@ -76,7 +76,7 @@ def test_workers_train_to_the_weights_of_one_device(
 
 
 def test_a_proxy_of_the_environment_captures_nothing(tmp_path):
-    """Left to itself, gRPC asks http_proxy for loopback addresses, too; here it is a port where nobody listens."""
+    """Left to itself, gRPC asks it for loopback addresses, too; here nobody listens."""
     code, output = run(
         *("launch", "--nproc_per_node=2", "--transport=tensorflow", "--", *TFPARALLEL),
         *("train", TASK, "--parallel=data", "--steps_per_epoch=2", "--epochs=1"),
