@@ -45,7 +45,7 @@ parity: $(READY)
 networks: $(READY)
 	TFPARALLEL_NETWORKS=all $(BIN)/python -m pytest -n 2 tests/diagnostics/test_networks.py tests/parity/test_applications.py
 
-# On a machine with GPUs, in five minutes: every form, sums, speed; gpu_report.json and gpu_report.md.
+# On a machine with GPUs, for minutes: every form, sums, speed; gpu_report.json and gpu_report.md.
 test-gpu: $(READY)
 	$(BIN)/tfparallel doctor --gpu --report=gpu_report.json
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfparallel.collectives import transport, worker_choice
 from tfparallel.collectives.between_workers import WorkerGroup, _size_step
 from tfparallel.collectives.traffic import ROWS
 
@@ -127,3 +128,29 @@ def test_a_text_cannot_be_sent(workers):
             group.all_gather([tf.constant(["a"])], [1, 1])
 
     workers(send, [None, None])
+
+
+def test_workers_agree_on_nccl_by_what_each_offers(workers, monkeypatch):
+    offers = {0: {"device": "GPU:0", "gpu": "aa"}, 1: {"device": "GPU:0", "gpu": "bb"}}
+    monkeypatch.setattr(transport.nccl, "offer", lambda device: offers[int(device[-1])])
+
+    def taken(group, _):
+        by_name, by_tensorflow = (transport.joined(group, name) for name in ("nccl", "tensorflow"))
+        outcome = worker_choice.by_default(group)
+        assert group.exchange(group.worker_index) == [0, 1]  # They are still in step.
+        return [by_name.transport, by_tensorflow.transport, outcome.choice.what_runs]
+
+    assert workers(taken, [None, None]) == [
+        ["nccl", "nccl", "TensorFlow CollectiveReduceV2 (NCCL)"]
+    ] * 2
+    offers[1] = offers[0]
+
+    def refused(group, _):
+        try:
+            transport.joined(group, "nccl")
+        except ValueError as error:
+            return [str(error), transport.joined(group, "tensorflow").transport]
+
+    found = workers(refused, [None, None])
+    assert found[0] == found[1] and found[0][1] == "ring_tuned"
+    assert "Received: all_reduce='nccl', and workers 0 and 1 share a GPU" in found[0][0]

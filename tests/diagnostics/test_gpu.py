@@ -12,10 +12,6 @@ from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.replication.data_parallel import data_parallel
 
 
-def test_the_names_are_those_of_the_trials():
-    assert list(gpu.TRIALS) == list(gpu_trials.TRIALS)
-
-
 def test_without_a_gpu_nothing_is_tried(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "has_nvidia_gpu", lambda: False)
     assert main(["doctor", "--gpu", f"--report={tmp_path / 'r.json'}"]) == 0
@@ -50,7 +46,7 @@ PAIR = ["CPU:0", "CPU:1"]
 @pytest.mark.slow
 def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trials = "hardware,sums,precision,workers,losses,profile"
+    trials = "hardware,sums,precision,workers,lost_workers,profile"
     command = ["doctor", "--gpu", "--device_type=cpu", f"--trials={trials}", "--report=r.json"]
     code = main(command)
     said = capsys.readouterr().out
@@ -61,7 +57,7 @@ def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
     assert by_check["sums: nccl"]["meaning"].startswith("skipped: NCCL joins GPUs")
     assert "1 to 2^20" in by_check["sums: auto"]["meaning"]
     assert by_check["workers: two workers"]["meaning"].startswith("the weights of one device")
-    assert "all have ended" in by_check["losses: hang"]["meaning"]
+    assert "all have ended" in by_check["lost_workers: hang"]["meaning"]
     assert "| sums: tree | ok |" in (tmp_path / "r.md").read_text()
     assert list((tmp_path / "gpu_profile").rglob("*.xplane.pb"))
 
@@ -70,3 +66,23 @@ def test_a_trial_that_crashes_is_a_finding(monkeypatch):
     monkeypatch.setattr(gpu.sys, "executable", "false")
     (finding,) = gpu.examine_gpus("cpu", 10.0, ["sums"])
     assert finding.verdict == "broken" and "exit code 1" in finding.meaning
+
+
+def test_of_a_trial_that_hangs_the_rows_before_are_kept(monkeypatch, tmp_path):
+    program = tmp_path / "trial"
+    program.write_text(
+        """#!/bin/sh
+echo '["first"]'; echo '["first", "ok", "well"]'; echo '["second"]'; sleep 60
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu.sys, "executable", str(program))
+    first, second = gpu.examine_gpus("cpu", 1.0, ["sums"])
+    assert (first.check, first.verdict, first.meaning) == ("sums: first", "ok", "well")
+    assert (second.check, second.verdict) == ("sums: second", "broken")
+    assert "no answer in 1 s" in second.meaning
+
+
+def test_what_does_not_train_is_no_lost_worker():
+    with pytest.raises(AssertionError, match="exit code 2"):
+        gpu_trials._lost("kill:worker=1,step=3", "gpu")

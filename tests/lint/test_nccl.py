@@ -13,6 +13,8 @@ from tfparallel.collectives import between_workers, choice, cross_device
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.nccl import refusal, refusal_between
 from tfparallel.collectives.reducer import Reducer
+from tfparallel.seams import tensorflow as seam
+from tfparallel.step.graphs import with_inner
 
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -86,10 +88,12 @@ def test_gpus_are_joined_by_nccl_in_one_order(group):
     assert len(operations) > 10 and faults(operations) == []
 
 
-def test_the_lint_sees_a_missing_hint():
-    assert any(
-        "by ring" in fault for fault in faults(collectives_of(program_of(WorkerGroup(2, 0, GPU))))
-    )
+def test_the_lint_sees_a_missing_hint(group, monkeypatch):
+    def without_hint(*args, communication_hint, **kwargs):
+        return seam.all_reduce_v2(*args, communication_hint="auto", **kwargs)
+
+    monkeypatch.setattr(between_workers, "all_reduce_v2", without_hint)
+    assert any("by auto" in fault for fault in faults(collectives_of(program_of(group))))
 
 
 def test_the_lint_sees_a_second_order(group):
@@ -111,32 +115,79 @@ def test_a_vector_has_no_more_elements_than_31_bits_count(monkeypatch, group):
     assert [op.inputs[0].shape[0] for op in found] == [9, 3, 20, 6]
 
 
-def traced_with(ops, dtype):
-    """The operations of a training step whose replicas are summed by NCCL."""
+def sums_of(ops, dtype="float32", regularizer=None, **options):
+    """The NCCL operations of a training step, and whether the step needs each."""
     strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
     strategy.all_reduce_ops, strategy.all_reduce_name = ops, "nccl"
+    policy = {"dtype": dtype, "kernel_regularizer": regularizer, "bias_regularizer": regularizer}
     plain = keras.Sequential(
-        [keras.Input((4,), dtype=dtype), layers.Dense(8, dtype=dtype), layers.Dense(2, dtype=dtype)]
+        [keras.Input((4,)), layers.Dense(8, **policy), layers.Dense(2, **policy)]
     )
     model = tfparallel.data_parallel(plain, strategy=strategy)
-    model.compile("adam", "mse")
+    optimizer = keras.optimizers.SGD(0.1, **options)
+    if dtype == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    model.compile(optimizer, "mse")
     data = tf.data.Dataset.from_tensor_slices((np.ones((6, 4)), np.ones((6, 2)))).batch(6)
-    model._maybe_symbolic_build(data_batch=next(iter(data)))
-    step = tf.function(lambda batch: model.train_step(batch), autograph=False)
-    graph = step.get_concrete_function(next(iter(data))).graph
-    return [op for op in graph.get_operations() if op.type == "NcclAllReduce"]
+    batch = next(iter(data))
+    model._maybe_symbolic_build(data_batch=batch)
+
+    def step(batch):
+        with model.strategy.program():
+            return model.train_step(batch)
+
+    graph = tf.function(step, autograph=False).get_concrete_function(batch).graph
+    return [
+        (op, any(op is end or is_behind(end, op) for end in ends_of(op.graph)))
+        for op in with_inner(graph.get_operations())
+        if op.type == "NcclAllReduce"
+    ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replicas_are_summed_by_nccl(dtype):
-    found = traced_with(cross_device.NcclAllReduce(), dtype)
-    by_device = {op.device[-5:]: op.get_attr("T") for op in found}
-    assert by_device == {"CPU:0": tf.float32, "CPU:1": tf.float32}
+def ends_of(graph):
+    return [*graph.control_outputs, *(tensor.op for tensor in graph.outputs)]
+
+
+STEPS = {
+    "SGD": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "mixed_float16": {"dtype": "mixed_float16"},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "clipping": {"global_clipnorm": 1.0},
+    "regularized": {"regularizer": "l2"},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_replicas_are_summed_by_nccl_on_every_device(name):
+    """A device that leaves its operation out has the others wait for ever."""
+    found = sums_of(cross_device.NcclAllReduce(), **STEPS[name])
+    assert {op.get_attr("T") for op, _ in found} == {tf.float32}
+    runs = [op.device[-5:] for op, is_needed in found if is_needed]
+    assert sorted(runs) == sorted(op.device[-5:] for op, _ in found)
+    assert set(runs) == {"CPU:0", "CPU:1"}
+
+
+def test_the_lint_sees_a_sum_that_nobody_reads():
+    found = sums_of(tf.distribute.NcclAllReduce(), **STEPS["mixed_float16"])
+    assert [op.device[-5:] for op, is_needed in found if not is_needed] == ["CPU:1"]
 
 
 def test_tensorflows_nccl_has_no_bfloat16():
     with pytest.raises(TypeError, match="bfloat16 not in list of allowed values"):
-        traced_with(tf.distribute.NcclAllReduce(), "bfloat16")
+        sums_of(tf.distribute.NcclAllReduce(), "bfloat16")
+
+
+def test_sums_of_several_types_in_a_custom_loop():
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"], all_reduce="ring")
+
+    def replica():
+        values = [tf.ones([2]), tf.constant([1, 2]), tf.ones([3], tf.float64), tf.constant(3)]
+        return tf.distribute.get_replica_context().all_reduce("SUM", values)
+
+    floats, ints, doubles, one = strategy.run(tf.function(replica))
+    sums = [strategy.experimental_local_results(each)[1] for each in (floats, ints, doubles, one)]
+    assert [each.numpy().tolist() for each in sums] == [[2.0, 2.0], [2, 4], [2.0] * 3, 6]
 
 
 def test_what_auto_measures_has_devices():

@@ -10,8 +10,8 @@ of the program, and so a key is free again when it comes back.
 A number of rows that is known only when the step runs is rounded up to one of four sizes an
 octave: few keys, and at most a quarter of the bytes is padding.
 
-Of a worker on a GPU, floating-point tensors go from GPU to GPU. Whole numbers (counts, texts, what
-workers agree on) are the host's: its CPUs send them, over gRPC, and no GPU waits for them.
+Where workers use GPUs, floating-point tensors travel between the GPUs. Integers (counts, texts,
+what workers agree on) travel between the hosts, over gRPC, and no GPU waits for them.
 
 Rests on collectives of TensorFlow's that have no public name outside a replica.
 """

@@ -53,31 +53,44 @@ NOT_IN_LOOPS = ("tf_ring",)
 
 
 class NcclAllReduce(tf.distribute.NcclAllReduce):
-    """TensorFlow's, for bfloat16 too: it has no kernel for that, and float32 travels instead."""
+    """TensorFlow's, whose operations all run or none, and which takes every type of gradient.
 
-    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
-        """Reduces several values; called by `batch_reduce`."""
-        pairs = [
-            (_cast(value, tf.float32, PerReplica) if _is_bfloat16(value) else value, destinations)
-            for value, destinations in value_destination_pairs
-        ]
-        results = super().batch_reduce_implementation(reduce_op, pairs, options)
-        return [
-            _cast(result, tf.bfloat16, Mirrored) if _is_bfloat16(value) else result
-            for (value, _), result in zip(value_destination_pairs, results, strict=True)
-        ]
+    A device's operation waits for those of the others, and TensorFlow leaves out one whose sum
+    nobody reads: a step that goes on with the first device's sums alone would wait for ever. So
+    each sum depends on all. bfloat16, of which there is no kernel, travels as float32.
+    """
+
+    def _batch_all_reduce(self, reduce_op, per_replica_values):
+        results = [None] * len(per_replica_values)
+        by_dtype: dict = {}
+        for index, value in enumerate(per_replica_values):
+            by_dtype.setdefault(value.values[0].dtype, []).append(index)
+        for dtype, indices in by_dtype.items():
+            terms = [per_replica_values[index] for index in indices]
+            if dtype == tf.bfloat16:
+                terms = [_mapped(lambda x: tf.cast(x, tf.float32), term) for term in terms]
+            totals = super()._batch_all_reduce(reduce_op, terms)
+            for index, total in zip(indices, totals, strict=True):
+                results[index] = total
+        sums = [result for result in results if _is_dense(result)]
+        all_done = tf.group(*(tensor for total in sums for tensor in total.values))
+        for index, value in enumerate(per_replica_values):
+            dtype = value.values[0].dtype
+            if _is_dense(results[index]):
+                with tf.control_dependencies([all_done]):
+                    results[index] = _mapped(
+                        lambda x, dtype=dtype: tf.cast(tf.identity(x), dtype), results[index]
+                    )
+        return results
 
 
-def _is_bfloat16(value):
-    return value.values[0].dtype == tf.bfloat16
-
-
-def _cast(value, dtype, kind):
+def _mapped(function, value):
+    """What a function makes of each device's copy, there."""
     copies = []
     for tensor in value.values:
         with tf.device(tensor.device):
-            copies.append(tf.cast(tensor, dtype))
-    return regroup(copies, kind)
+            copies.append(function(tensor))
+    return regroup(copies, type(value))
 
 
 class ScheduledAllReduce(tf.distribute.CrossDeviceOps):

@@ -1,7 +1,7 @@
 """Whether NCCL can join GPUs: each needs to be whole, and no other rank's.
 
-Two ranks on one GPU NCCL refuses, when the first collective runs; here it is known before. What
-shares a GPU, its halves (`split_gpu`) or two processes, is joined by TensorFlow's ring.
+NCCL refuses two ranks on one GPU, when the first collective runs; here it is known before. Halves
+of a GPU (`split_gpu`) and processes that share one are joined as CPUs are.
 """
 
 from collections.abc import Mapping, Sequence

@@ -68,6 +68,15 @@ def options(
     )
 
 
+def named_by(
+    given: tf.distribute.experimental.CommunicationOptions | None,
+) -> str | None:
+    """Returns the transport that TensorFlow's own options name; None for none."""
+    named = tf.distribute.experimental.CommunicationImplementation
+    names = {named.NCCL: "nccl", named.RING: "ring_tuned"}
+    return names.get(given.implementation) if given is not None else None
+
+
 def joined(group: WorkerGroup, name: str | None) -> WorkerGroup:
     """Returns the workers, joined by a transport. Called by all workers at the same place.
 

@@ -55,16 +55,23 @@ def _flags() -> flags.FlagValues:
         "peer_timeout", 3.0, "Seconds that another worker may take to answer.", flag_values=values
     )
     flags.DEFINE_float(
-        "probe_timeout", 120.0, "Seconds that each trial may take.", flag_values=values
+        "probe_timeout",
+        None,
+        "Seconds that each trial may take; by default 120, and 600 with --gpu.",
+        flag_values=values,
     )
     flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
     flags.DEFINE_bool(
-        "gpu", False, "Try the GPUs, in every form, for five minutes; with --report, a page, too.",
+        "gpu", False, "Try the GPUs, in every form, for minutes; with --report, a page, too.",
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_list("trials", list(gpu.TRIALS), "Which of them, with --gpu.", flag_values=values)
     flags.DEFINE_enum(
-        "device_type", "gpu", ("gpu", "cpu"), "With --gpu: cpu tries the trials themselves.", values
+        "device_type",
+        "gpu",
+        ("gpu", "cpu"),
+        "With --gpu: cpu runs the trials on logical CPUs.",
+        flag_values=values,
     )
     return values
 
@@ -73,7 +80,7 @@ def _problems(values: flags.FlagValues) -> list[str]:
     problems = path_problems("report", values.report, ".json")
     for name in ("peer_timeout", "probe_timeout"):
         value = values[name].value
-        if not 0 < value < float("inf"):
+        if value is not None and not 0 < value < float("inf"):
             problems.append(f"--{name} must be positive. Received: --{name}={value}.")
     if values.min_free_mib is not None and not 0 <= values.min_free_mib < float("inf"):
         problems.append(
@@ -132,14 +139,12 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _examined(values) -> Iterator[Finding]:
     if values.gpu:
-        # The longest trial takes a minute on a GPU, and several where it is new to XLA.
-        timeout = max(values.probe_timeout, 300.0)
-        return gpu.examine_gpus(values.device_type, timeout, values.trials)
+        return gpu.examine_gpus(values.device_type, values.probe_timeout or 600.0, values.trials)
     return examine(
         folder=values.checkpoint_dir,
         min_free_mib=values.min_free_mib,
         peer_timeout_seconds=values.peer_timeout,
-        probe_timeout_seconds=values.probe_timeout,
+        probe_timeout_seconds=values.probe_timeout or 120.0,
         quick=values.quick,
     )
 

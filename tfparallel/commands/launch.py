@@ -82,7 +82,8 @@ def _flags() -> flags.FlagValues:
         None,
         ("tensorflow", "mpi"),
         "What carries tensors between workers whose program does not say (--all_reduce): mpi needs "
-        "tfparallel[mpi], and no mpiexec. Default: mpi on one host that has it, else tensorflow.",
+        "tfparallel[mpi], and no mpiexec. Default: NCCL between GPUs, mpi on one host that has it, "
+        "else tensorflow.",
         flag_values=values,
     )
     flags.DEFINE_bool(

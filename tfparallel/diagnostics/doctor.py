@@ -171,15 +171,19 @@ def _describe(result) -> str | None:
     return None
 
 
-def _probe(name: str, timeout_seconds: float) -> tuple[Any, str]:
-    return run_probe(_command(name), timeout_seconds)
+def _probe(name: str, timeout_seconds: float) -> tuple[dict | None, str]:
+    """Runs a probe; returns what it found, or None and why it found nothing."""
+    lines, error = run_probe(_command(name), timeout_seconds)
+    if not error and lines:
+        return lines[-1], ""
+    return None, error or "it printed nothing"
 
 
-def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[Any, str]:
-    """Runs a process that prints a line of JSON.
+def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[list[Any], str]:
+    """Runs a process that prints lines of JSON.
 
     Returns:
-        What it printed last, and nothing; or None, and why there is none.
+        What it printed, as far as it came; and why it did not end well, or nothing.
     """
     # A session of its own, so that its children go with it.
     process = subprocess.Popen(
@@ -191,18 +195,21 @@ def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[Any, str]
         errors="replace",
         start_new_session=True,
     )
+    timed_out = False
     try:
         shown, errors = process.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
-        return None, f"no answer in {timeout_seconds:g} s"
+        timed_out = True
     finally:
         if process.poll() is None:
             # TensorFlow survives SIGTERM.
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    lines = shown.splitlines()
-    if process.returncode == 0 and lines:
-        return json.loads(lines[-1]), ""
+            shown, errors = process.communicate()
+    lines = [json.loads(line) for line in shown.splitlines() if line.startswith(("[", "{"))]
+    if timed_out:
+        return lines, f"no answer in {timeout_seconds:g} s"
+    if process.returncode == 0:
+        return lines, ""
     if process.returncode < 0:
         reason = f"killed by {signal.Signals(-process.returncode).name}"
         if process.returncode == -signal.SIGILL:
@@ -210,7 +217,7 @@ def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[Any, str]
     else:
         reason = f"exit code {process.returncode}"
     last = [line for line in errors.splitlines() if line.strip()][-1:]
-    return None, ": ".join([reason, *last])
+    return lines, ": ".join([reason, *last])
 
 
 def _command(name):

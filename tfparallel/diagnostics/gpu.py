@@ -22,14 +22,14 @@ TRIALS = (
     "compiled",
     "precision",
     "workers",
-    "losses",
+    "lost_workers",
     "speed_of_resnet50",
     "speed_of_transformer",
     "profile",
 )
 MISSING = (
     "skipped: an NVIDIA GPU that TensorFlow sees is required, and this host shows none "
-    "(--device_type=cpu tries the trials themselves on the CPU)"
+    "(--device_type=cpu runs the trials on logical CPUs)"
 )
 _VERDICTS = {"ok": "ok", "skipped": "ok", "broken": "broken"}
 
@@ -45,20 +45,27 @@ def examine_gpus(
     """Yields a finding for each row of each trial.
 
     Args:
-        device_type: `"gpu"`; or `"cpu"`, which tries the trials themselves on logical CPUs.
+        device_type: `"gpu"`; or `"cpu"`, to run the trials on logical CPUs.
         timeout_seconds: How long each trial may take.
         names: Which of `TRIALS`.
     """
     for name in names:
         command = [sys.executable, "-m", "tfparallel.diagnostics.gpu_trials", name, device_type]
-        rows, error = run_probe(command, timeout_seconds)
-        if rows is None:
-            advice = f"see it by itself: {' '.join(command)}"
-            yield Finding(name, "broken", f"it could not be tried: {error}", advice)
-            continue
-        for what, verdict, text in rows:
+        lines, error = run_probe(command, timeout_seconds)
+        begun, told = "", 0
+        for line in lines:
+            what, *came = line
+            if not came:
+                begun = what
+                continue
+            verdict, text = came
+            told += 1
             meaning = f"skipped: {text}" if verdict == "skipped" else text
             yield Finding(f"{name}: {what}", _VERDICTS[verdict], meaning)
+        if error or not told:
+            what = f"{name}: {begun}" if begun else name
+            advice = f"see it by itself: {' '.join(command)}"
+            yield Finding(what, "broken", f"it did not end: {error or 'no rows'}", advice)
 
 
 def page(report: dict[str, Any]) -> str:

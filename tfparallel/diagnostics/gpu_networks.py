@@ -89,7 +89,9 @@ def _of_sparse():
 
 
 @keras.saving.register_keras_serializable("tfparallel")
-class _MeanOfRows(layers.Layer):
+class MeanOfRows(layers.Layer):
+    """The mean over the steps of ragged rows, `(batch, None, width)` to `(batch, width)`."""
+
     def call(self, rows):
         return tf.reduce_mean(rows, 1)
 
@@ -99,7 +101,7 @@ class _MeanOfRows(layers.Layer):
 
 def _of_ragged():
     ids = keras.Input((None,), dtype="int32", ragged=True)
-    return keras.Model(ids, layers.Dense(2)(_MeanOfRows()(layers.Embedding(10, 4)(ids))))
+    return keras.Model(ids, layers.Dense(2)(MeanOfRows()(layers.Embedding(10, 4)(ids))))
 
 
 def _ids(draw, size):

@@ -141,7 +141,7 @@ def uniform_of_rows(shape, dtype, seed, shard: shards.Shard) -> tf.Tensor:
     row_size = math.prod(shape[1:]) if all(isinstance(size, int) for size in shape[1:]) else None
     if not row_size:
         return _uniform_of_any_size(shape, dtype, seed, before, width)
-    step = _long(before // width) * row_size + _long(before % width * row_size // width)
+    step = _long(before // width) * row_size + _long(before % width) * row_size // width
     if row_size % width == 0:
         return _drawn(shape, dtype, seed, step)
     skipped = before % width * (row_size % width) % width

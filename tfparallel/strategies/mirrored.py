@@ -10,6 +10,8 @@ from tfparallel.collectives.choice import ChosenAllReduce
 from tfparallel.seams.tensorflow import MirroredExtended
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
+_OF_THE_HOST = tf.distribute.ReductionToOneDevice()  # As TensorFlow: int32 is the host's.
+
 
 class _MirroredExtended(ProgramExtended, MirroredExtended):
     """The local devices, as a program sees them."""
@@ -18,8 +20,19 @@ class _MirroredExtended(ProgramExtended, MirroredExtended):
         # TensorFlow would take collectives instead wherever `merge_call` is not used.
         is_int32 = any(tensor.dtype == tf.int32 for tensor in tf.nest.flatten(_terms(value)))
         if is_int32 and self._cross_device_ops is self._container_strategy().all_reduce_ops:
-            return tf.distribute.ReductionToOneDevice()  # As TensorFlow: int32 is the host's.
+            return _OF_THE_HOST
         return self._cross_device_ops
+
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        # TensorFlow refuses pairs of which the host reduces some; here they go apart.
+        pairs, results, by_ops = list(value_destination_pairs), {}, {}
+        for index, (value, _) in enumerate(pairs):
+            by_ops.setdefault(self._get_cross_device_ops(value), []).append(index)
+        for indices in by_ops.values():
+            own = [pairs[index] for index in indices]
+            found = super()._batch_reduce_to(reduce_op, own, options)
+            results.update(zip(indices, found, strict=True))
+        return [results[index] for index in range(len(pairs))]
 
     def _update(self, var, fn, args, kwargs, group):
         args = tuple(replica_sums.on_each_device(arg) for arg in args)

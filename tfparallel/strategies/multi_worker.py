@@ -148,7 +148,8 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 "`bucket_bytes` must be a number of bytes of at least 1, or None for one bucket. "
                 f"Received: bucket_bytes={bucket_bytes!r}."
             )
-        given, all_reduce = all_reduce, transport.chosen(all_reduce)
+        given, named = all_reduce, transport.named_by(communication_options)
+        all_reduce = transport.chosen(all_reduce or named)
         _refuse_late_start()
         self.stall_timeout = stall_timeout
         if cluster_resolver is None:
@@ -179,11 +180,11 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             keep_freed_memory()
             _recommend_a_process_for_each_gpu(self.devices, self.workers.worker_index)
             self.workers.bucket_bytes = bucket_bytes
-            if all_reduce is None and not _says_how(communication_options):
+            if all_reduce is None:
                 self.workers, self.all_reduce_choice = worker_choice.by_default(self.workers)
             else:
                 self.workers = transport.joined(self.workers, all_reduce)
-                self.all_reduce_choice = _told(self.workers, given, all_reduce)
+                self.all_reduce_choice = _told(self.workers, given, named, all_reduce)
             WorkerGroup.of_process = self.workers
             _agree_on_seed(self.workers)
             if all_reduce == "auto":
@@ -256,19 +257,13 @@ def _recommend_a_process_for_each_gpu(devices, worker_index) -> None:
         )
 
 
-def _says_how(communication_options) -> bool:
-    """Whether TensorFlow's own options name what carries tensors."""
-    by_itself = tf.distribute.experimental.CommunicationImplementation.AUTO
-    return communication_options is not None and communication_options.implementation != by_itself
-
-
-def _told(workers, given, all_reduce) -> Choice:
+def _told(workers, given, named, all_reduce) -> Choice:
     if all_reduce == "auto":
         found = Choice(workers.transport, "default", "no `fit` yet, before which it is chosen")
-    elif all_reduce is None:
-        found = Choice(workers.transport, "argument", "`communication_options` name it")
     elif given == all_reduce:
         found = Choice(workers.transport, "argument", "it was asked for")
+    elif named == all_reduce:
+        found = Choice(workers.transport, "argument", "`communication_options` name it")
     else:
         found = Choice(workers.transport, "argument", f"{ALL_REDUCE}={all_reduce}")
     return found.of(workers.implementation)
