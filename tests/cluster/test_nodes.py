@@ -22,7 +22,13 @@ def start(pool, endpoint, node, **changes):
         "token": "",
         "timeout_seconds": 20,
     }
-    return pool.submit(meet, endpoint, **(arguments | changes))
+    return pool.submit(meet_and_leave, endpoint, **(arguments | changes))
+
+
+def meet_and_leave(*arguments, **keywords):
+    meeting = meet(*arguments, **keywords)
+    meeting.news.close()
+    return meeting
 
 
 @pytest.fixture

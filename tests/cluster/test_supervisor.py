@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
-from tfparallel.cluster.supervisor import Job, Program, StopRequest, WorkerExit, run
+from tfparallel.cluster.supervisor import Job, Program, StopRequest, run
+from tfparallel.cluster.worker_exit import WorkerExit
 
 
 def python(worker, code, *arguments, cores=()):

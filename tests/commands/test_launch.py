@@ -287,11 +287,11 @@ def test_a_node_is_reached_where_it_says(endpoint):
 
 
 def test_two_nodes_restart(endpoint):
-    """Each launcher restarts for its own worker's failure, and they meet again."""
+    """A worker of one host fails, all launchers restart, and they meet again."""
     code = (
         "import os, time\n"
         "if os.environ['TFPARALLEL_RESTART_COUNT'] == '0':\n"
-        "    time.sleep(0.3 * (os.environ['RANK'] == '0')); raise SystemExit(4)\n" + TELL
+        "    time.sleep(600 * (os.environ['RANK'] == '0')); raise SystemExit(4)\n" + TELL
     )
     processes = [start(nodes(endpoint, rank, "--max_restarts=1"), code) for rank in (0, 1)]
     shown = {}
@@ -302,6 +302,61 @@ def test_two_nodes_restart(endpoint):
     clusters = [json.loads(shown[rank]["TF_CONFIG"])["cluster"] for rank in (0, 1)]
     assert clusters[0] == clusters[1]
     assert [shown[rank]["TFPARALLEL_RESTART_COUNT"] for rank in (0, 1)] == ["1", "1"]
+
+
+def ends(processes):
+    """How launchers ended: their exit codes, and what they said."""
+    said = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in processes]
+    return [process.returncode for process in processes], said
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_failure_on_one_node_ends_all(endpoint, culprit):
+    """The others would wait for it: for ever under NCCL, and here as well."""
+    code = (
+        f"import os, signal, time\nif os.environ['RANK'] == '{culprit}':\n"
+        "    time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
+    )
+    processes = [start([*nodes(endpoint, rank), "--nnodes=3"], code) for rank in range(3)]
+    codes, said = ends(processes)
+    assert codes == [137, 137, 137]
+    for rank in range(3):
+        where = "" if rank == culprit else f" of node {culprit}"
+        assert f"launch: worker {culprit}{where} was killed by SIGKILL after 0." in said[rank]
+        assert (f"stopped worker {rank}\n" in said[rank]) == (rank != culprit)
+
+
+def test_a_job_has_succeeded_once_it_has_on_every_node(endpoint):
+    """A launcher whose workers are done waits: it is needed if the others must restart."""
+    code = (
+        "import os, time\n"
+        "time.sleep(os.environ['RANK'] == '1')\n"
+        "if os.environ['TFPARALLEL_RESTART_COUNT'] + os.environ['RANK'] == '01':\n"
+        "    raise SystemExit(4)\n"
+    )
+    processes = [start(nodes(endpoint, rank, "--max_restarts=1"), code) for rank in (0, 1)]
+    codes, said = ends(processes)
+    assert codes == [0, 0]
+    assert said[0].startswith("tfparallel launch: worker 1 of node 1 exited with code 4 after 1.")
+    assert said[0].endswith(
+        "; its output is on that host\ntfparallel launch: restarting all workers (1 of 1)\n"
+    )
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize(
+    "signum, code, how",
+    [(signal.SIGTERM, 143, "was stopped by SIGTERM"), (signal.SIGKILL, 1, "is gone: it failed")],
+)
+def test_a_launcher_that_leaves_ends_the_job(endpoint, leaver, signum, code, how):
+    waiting = "import time; print('ready'); time.sleep(600)"
+    processes = [start(nodes(endpoint, rank, "--max_restarts=3"), waiting) for rank in (0, 1)]
+    assert [process.stdout.readline() for process in processes] == ["[0] ready\n", "[1] ready\n"]
+    processes[leaver].send_signal(signum)
+    codes, said = ends(processes)
+    assert codes[leaver] == {143: 143, 1: -signal.SIGKILL}[code] and codes[1 - leaver] == code
+    assert said[1 - leaver].startswith(f"tfparallel launch: the launcher of node {leaver} {how}")
+    assert said[1 - leaver].endswith(f"stopped worker {1 - leaver}\n")
 
 
 def test_a_missing_node_is_named(endpoint):

@@ -3,8 +3,9 @@
     node 1 ──{node_rank, ports, ...}──> node 0, which listens at the endpoint
     node 1 <──{nodes, token, ...}────── node 0, once all have come, or {error}
 
-Node 0 listens on the address of the endpoint alone, and only until all are
-there or the time is up. Every message is one line of JSON of bounded size;
+The connections stay, for what the launchers have to tell each other while the
+job runs (node_news.py). Node 0 listens on the address of the endpoint alone, and
+only until all are there or the time is up. Every message is one line of JSON of bounded size;
 whatever else connects is hung up on. Where TFPARALLEL_JOB_TOKEN is set on all
 hosts, only who knows it may join.
 """
@@ -19,6 +20,7 @@ import time
 from collections.abc import Sequence
 
 from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.node_news import NodeNews
 
 __all__ = ["NodeMeeting", "meet"]
 
@@ -34,11 +36,13 @@ class NodeMeeting:
         addresses: For each node its workers' "host:port".
         master: "host:port" on node 0 that is free for programs of torchrun.
         token: The job's secret.
+        news: How the other hosts fare from now on; whoever runs the job closes it.
     """
 
     addresses: Sequence[Sequence[str]]
     master: str
     token: str
+    news: NodeNews = dataclasses.field(default_factory=NodeNews, compare=False)
 
 
 def meet(
@@ -84,10 +88,8 @@ def meet(
         "master_port": master_port,
         "local_address": local_address,
     }
-    if node_rank == 0:
-        answer = _host(endpoint, hello, deadline, timeout_seconds)
-    else:
-        answer = _join(endpoint, hello, deadline, timeout_seconds)
+    take_part = _join if node_rank else _host
+    answer, connections = take_part(endpoint, hello, deadline, timeout_seconds)
     if "error" in answer:
         raise RuntimeError(answer["error"])
     return NodeMeeting(
@@ -96,11 +98,12 @@ def meet(
         ),
         master=answer["master"],
         token=answer["token"],
+        news=NodeNews(node_rank, nnodes, connections),
     )
 
 
 def _host(endpoint, hello, deadline, timeout_seconds):
-    """Node 0: collects the others, then answers them all."""
+    """Node 0: collects the others, then answers them all. Returns the answer, and who has it."""
     host, port = split_address(endpoint)
     host = hello["local_address"] or host
     with contextlib.ExitStack() as stack:
@@ -152,14 +155,17 @@ def _host(endpoint, hello, deadline, timeout_seconds):
                 "master": join_address(host, hello["master_port"]),
                 "token": hello["token"] or secrets.token_hex(16),
             }
-        for caller, _, _ in present.values():
-            if caller is not None:
-                _send(caller, answer)
-        return answer
+        callers = {node: caller for node, (caller, _, _) in present.items() if node}
+        for caller in callers.values():
+            _send(caller, answer)
+        if problems:
+            return answer, {}
+        # What is copied outlives the stack.
+        return answer, {node: caller.dup() for node, caller in callers.items()}
 
 
 def _join(endpoint, hello, deadline, timeout_seconds):
-    """Every other node: calls until node 0 listens, then waits for its answer."""
+    """Every other node: calls until node 0 listens. Returns its answer, and the connection."""
     address = split_address(endpoint)
     problem = "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
@@ -174,8 +180,10 @@ def _join(endpoint, hello, deadline, timeout_seconds):
                         break
                 else:
                     break
-            if isinstance(answer, dict) and ("error" in answer or "nodes" in answer):
-                return answer
+                if isinstance(answer, dict) and "error" in answer:
+                    return answer, {}
+                if isinstance(answer, dict) and "nodes" in answer:
+                    return answer, {0: caller.dup()}
             problem = "it hung up (another TFPARALLEL_JOB_TOKEN, or no launcher)"
         except OSError as error:
             problem = error.strerror or str(error)
@@ -203,7 +211,9 @@ def _listener(host, port):
 def _receive(caller, received):
     """Returns a whole message, False for what is none, None while more must come."""
     try:
-        chunk = caller.recv(_MESSAGE_BYTES)
+        # What follows the line is news, and for another reader.
+        seen = caller.recv(_MESSAGE_BYTES, socket.MSG_PEEK)
+        chunk = caller.recv(seen.find(b"\n") + 1 or len(seen))
     except BlockingIOError:
         return None
     except TimeoutError:

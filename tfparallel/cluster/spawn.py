@@ -30,7 +30,8 @@ from tfparallel.cluster.host_share import host_programs, meet_alone
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.problems import refusal, shown
 from tfparallel.cluster.spec import Cluster
-from tfparallel.cluster.supervisor import Outcome, run
+from tfparallel.cluster.supervisor import run
+from tfparallel.cluster.worker_exit import Outcome
 
 __all__ = ["spawn"]
 

@@ -7,8 +7,9 @@ if outcome.culprit is not None:
     print(outcome.culprit.describe())
 ```
 
-The first worker to fail is the root cause, and ends the job: TensorFlow's
-survivors of a lost peer fail as well, seconds later. Nothing outlives a job:
+The first worker to fail is the root cause, and ends the job, on all its hosts:
+TensorFlow's survivors of a lost peer fail as well, seconds later, and those of
+NCCL wait. Nothing outlives a job:
 between this process and each worker stands a guardian (guardian.py).
 """
 
@@ -23,9 +24,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.output import Reader, last_lines
+from tfparallel.cluster.worker_exit import Outcome, WorkerExit, root_cause_first
 
-__all__ = ["GRACE_SECONDS", "Job", "Outcome", "Program", "StopRequest", "WorkerExit", "run"]
+__all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest", "run"]
 
 # TensorFlow catches SIGTERM and survives it, so this is what each stop costs.
 GRACE_SECONDS = 3.0
@@ -68,62 +71,6 @@ class Program:
     cores: Sequence[int] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkerExit:
-    """How a worker ended.
-
-    Attributes:
-        worker: The worker's index.
-        returncode: Its exit code, or minus the number of the signal that killed it.
-        time_seconds: When, counted from the start of the job.
-        stopped: Whether the job was being stopped by then.
-        tail: The last lines of its output.
-    """
-
-    worker: int
-    returncode: int
-    time_seconds: float
-    stopped: bool
-    tail: tuple[str, ...] = ()
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code as a shell has it: 128 + n after signal n."""
-        return self.returncode if self.returncode >= 0 else 128 - self.returncode
-
-    def describe(self) -> str:
-        """Returns one line such as "worker 1 was killed by SIGKILL after 2.0 s"."""
-        if self.returncode >= 0:
-            how = f"exited with code {self.returncode}"
-        else:
-            how = f"was killed by {_signal_name(-self.returncode)}"
-        return f"worker {self.worker} {how} after {self.time_seconds:.1f} s"
-
-    def explain(self) -> str:
-        """Returns what `describe` does, what it may mean, and the last lines of the output."""
-        text = self.describe()
-        if self.returncode == -signal.SIGKILL and not self.stopped:
-            text += " (by hand, or by the system for want of memory: see `dmesg`)"
-        if self.tail:
-            text += "; its last lines:\n" + "\n".join(f"    {line}" for line in self.tail)
-        return text
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a job ended.
-
-    Attributes:
-        exits: Every worker's end, in the order of the programs.
-        culprit: The worker whose failure ended the job; None if none failed.
-        timed_out: Whether the job was stopped because its time was over.
-    """
-
-    exits: tuple[WorkerExit, ...]
-    culprit: WorkerExit | None
-    timed_out: bool = False
-
-
 class Job:
     """The running workers. A context manager: leaving it stops what still runs."""
 
@@ -133,6 +80,7 @@ class Job:
         *,
         on_output: Callable[[int, str, bytes], None] | None = None,
         grace_seconds: float = GRACE_SECONDS,
+        news: NodeNews | None = None,
     ):
         """Starts all programs.
 
@@ -142,13 +90,18 @@ class Job:
                 what it wrote; see `tfparallel.cluster.output.Reader`. What it raises ends
                 the job.
             grace_seconds: How long a worker that is to stop has until it is killed.
+            news: How the job's other hosts fare, if it has any. The caller closes it.
         """
+        self._news = news or NodeNews()
         self._grace_seconds = grace_seconds
         self._started_at = time.monotonic()
         self._stopping_at = None
+        self._has_told_success = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
+        for line in self._news.lines:
+            self._selector.register(line, selectors.EVENT_READ, line)
         self._reader = Reader(on_output or (lambda *_: None), lambda: self._wake.send(b"!"))
         self._workers = []
         try:
@@ -173,30 +126,57 @@ class Job:
             self.stop(getattr(error, "signum", signal.SIGTERM))
 
     def wait(self, timeout_seconds: float | None = None) -> Outcome:
-        """Waits until all workers succeeded or one failed, then stops the others.
+        """Waits until all workers succeeded or one failed, on any host; then stops the others.
 
         Args:
             timeout_seconds: How long to wait; for ever if None. Then all are stopped.
 
         Returns:
-            The outcome, with no process left.
+            The outcome, with no process left on this host.
 
         Raises:
             Exception: What `on_output` raised.
         """
         with self:
-            self._wait_until(lambda: self._all_ended() or self._failures(), timeout_seconds)
-            timed_out = not self._all_ended() and not self._failures()
-            culprit = None
-            if self._failures():
+            self._wait_until(self._is_decided, timeout_seconds)
+            timed_out = not self._is_decided()
+            told = self._tell_failures()
+            if told or self._news.failures:
                 self._wait_until(self._all_ended, _SETTLE_SECONDS)
-                culprit = min(self._failures(), key=_root_cause_first).program.worker
+                self._tell_failures(told)
+            culprit = self._culprit()
         exits = tuple(self._exit_of(worker) for worker in self._workers)
-        return Outcome(
-            exits=exits,
-            culprit=next((exit_ for exit_ in exits if exit_.worker == culprit), None),
-            timed_out=timed_out,
-        )
+        if isinstance(culprit, _Worker):
+            culprit = exits[self._workers.index(culprit)]
+        departure = self._news.departure if culprit is None else None
+        return Outcome(exits, culprit, timed_out, departure)
+
+    def _is_decided(self):
+        """Whether the job has failed, or succeeded on every host."""
+        if self._failures() or self._news.is_bad:
+            return True
+        if not self._all_ended():
+            return False
+        if not self._has_told_success:
+            self._has_told_success = True
+            self._news.tell_success()
+        return self._news.all_succeeded
+
+    def _tell_failures(self, told=()):
+        """Tells the other hosts of the workers that failed, but for those of `told`."""
+        failures = self._failures()
+        for worker in failures:
+            if worker not in told:
+                seconds = worker.ended_at - self._started_at
+                self._news.tell_failure(worker.program.worker, worker.returncode, seconds)
+        return failures
+
+    def _culprit(self):
+        """The worker whose failure came first: one of ours, or the end of one elsewhere."""
+        here = [(worker.returncode, worker.ended_at, worker) for worker in self._failures()]
+        elsewhere = [(exit_.returncode, seen, exit_) for exit_, seen in self._news.failures]
+        by_cause = sorted(here + elsewhere, key=lambda failure: root_cause_first(*failure[:2]))
+        return by_cause[0][2] if by_cause else None
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """Stops what still runs: `signum` first, SIGKILL after the grace period.
@@ -266,6 +246,7 @@ def run(
     on_output: Callable[[int, str, bytes], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
     timeout_seconds: float | None = None,
+    news: NodeNews | None = None,
 ) -> Outcome:
     """Runs a job to its end.
 
@@ -274,6 +255,7 @@ def run(
         on_output: As for `Job`.
         grace_seconds: As for `Job`.
         timeout_seconds: As for `Job.wait`.
+        news: As for `Job`.
 
     Returns:
         The outcome, with no process left, however the function is left.
@@ -281,7 +263,7 @@ def run(
     Raises:
         Exception: What `on_output` raised.
     """
-    job = Job(programs, on_output=on_output, grace_seconds=grace_seconds)
+    job = Job(programs, on_output=on_output, grace_seconds=grace_seconds, news=news)
     return job.wait(timeout_seconds)
 
 
@@ -361,16 +343,3 @@ class _Worker:
                 with contextlib.suppress(OSError):
                     os.killpg(self.pid, signal.SIGKILL)
 
-
-def _root_cause_first(worker):
-    # TensorFlow ends a process that has lost its peers by SIGABRT: that is no better a sign
-    # than an exit code. Any other signal comes from outside, or from the worker's own fault.
-    by_signal = worker.returncode < 0 and worker.returncode != -signal.SIGABRT
-    return not by_signal, worker.ended_at
-
-
-def _signal_name(signum):
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"

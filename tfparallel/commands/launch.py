@@ -15,13 +15,8 @@ from tfparallel.cluster.host_share import host_programs, meet_alone
 from tfparallel.cluster.nodes import meet
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.ports import free_ports
-from tfparallel.cluster.supervisor import (
-    GRACE_SECONDS,
-    Outcome,
-    Program,
-    StopRequest,
-    run,
-)
+from tfparallel.cluster.supervisor import GRACE_SECONDS, Program, StopRequest, run
+from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
 
 __all__ = ["main"]
@@ -233,27 +228,36 @@ def _main(arguments: Sequence[str]) -> int:
 def _run_with_restarts(values, command):
     for attempt in range(values.max_restarts + 1):
         outcome = _run_once(values, command, attempt)
+        if outcome.departure is not None:
+            # The others cannot meet without it.
+            _report(outcome.departure.describe(), outcome)
+            return outcome.departure.exit_code
         if outcome.culprit is None:
             return 0
-        _report(outcome)
+        _report(outcome.culprit.explain(), outcome)
         if attempt < values.max_restarts:
             _say(f"restarting all workers ({attempt + 1} of {values.max_restarts})")
     return outcome.culprit.exit_code
 
 
 def _run_once(values: flags.FlagValues, command: Sequence[str], attempt: int) -> Outcome:
-    programs = host_programs(
-        _meet(values, attempt),
-        command,
-        os.environ if values.transport is None else {**os.environ, ALL_REDUCE: values.transport},
-        node_rank=values.node_rank or 0,
-        restart_count=attempt,
-        bind_cores=values.bind_cores,
-    )
+    chosen = {} if values.transport is None else {ALL_REDUCE: values.transport}
+    meeting = _meet(values, attempt)
     with contextlib.ExitStack() as stack:
+        news = stack.enter_context(meeting.news)
+        programs = host_programs(
+            meeting,
+            command,
+            os.environ | chosen,
+            node_rank=values.node_rank or 0,
+            restart_count=attempt,
+            bind_cores=values.bind_cores,
+        )
         screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer)
         on_output = _keeping(values, programs, attempt, screen.write, stack)
-        outcome = run(programs, on_output=on_output, grace_seconds=values.grace_seconds)
+        outcome = run(
+            programs, on_output=on_output, grace_seconds=values.grace_seconds, news=news
+        )
         screen.finish()
         return outcome
 
@@ -298,8 +302,8 @@ def _keeping(
     return keep_and_show
 
 
-def _report(outcome: Outcome) -> None:
-    _say(outcome.culprit.explain())
+def _report(cause: str, outcome: Outcome) -> None:
+    _say(cause)
     stopped = [str(exit_.worker) for exit_ in outcome.exits if exit_.stopped]
     if stopped:
         _say(f"stopped worker{'s' * (len(stopped) > 1)} {', '.join(stopped)}")

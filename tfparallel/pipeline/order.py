@@ -2,6 +2,9 @@
 
 The next instruction of a device stands behind the end of the last by control dependencies. What is
 sent to it is on its way meanwhile: only what computes waits.
+
+A GPU runs behind its host, for which an operation is done once it is queued. A time is therefore
+noted when one element of each tensor has come to the host: that copy the host does wait for.
 """
 
 import contextlib
@@ -12,6 +15,8 @@ import tensorflow as tf
 from tfparallel.layout.schedule import Instruction
 
 __all__ = ["Order"]
+
+_OF_THE_HOST = (tf.string, tf.variant, tf.resource)
 
 
 class Order:
@@ -52,16 +57,14 @@ class Order:
         """Notes the begin, once all tensors have come; who reads the result waits for that."""
         if not self._timed:
             return tensors
-        with tf.control_dependencies(tensors):
-            begin = tf.timestamp()
+        begin = _time_behind(tensors)
         self.stamps[self._current] = (begin, begin)
         with tf.control_dependencies([begin]):
             return [tf.identity(tensor) for tensor in tensors]
 
     def _end(self, device, instruction, done):
         if self._timed and instruction in self.stamps:
-            with tf.control_dependencies(done):
-                end = tf.timestamp()
+            end = _time_behind(done)
             self.stamps[instruction] = (self.stamps[instruction][0], end)
             done = [end]
         if tf.executing_eagerly() or not done:
@@ -70,3 +73,14 @@ class Order:
             end = tf.no_op(name=f"end_of_{instruction}_of_stage_{instruction.stage}")
         self._last[device] = [end]
         self.ends[instruction] = end
+
+
+def _time_behind(made):
+    """The time on the host once all of it is there."""
+    parts = tf.nest.flatten(made, expand_composites=True)
+    tensors = [part for part in parts if tf.is_tensor(part) and part.dtype not in _OF_THE_HOST]
+    elements = [tf.reshape(tensor, [-1])[:1] for tensor in tensors]
+    with tf.device("CPU:0"):
+        arrived = [tf.identity(element) for element in elements]
+        with tf.control_dependencies([*made, *arrived]):
+            return tf.timestamp()

@@ -1,0 +1,116 @@
+"""How a worker ended, how a job did, and which of several failures was the first."""
+
+import dataclasses
+import signal
+
+__all__ = ["Departure", "Outcome", "WorkerExit", "root_cause_first"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Departure:
+    """The launcher of another host has left a job that had not ended.
+
+    Attributes:
+        node: The index of its host.
+        signum: The signal that stopped it; None if it left without a word.
+    """
+
+    node: int
+    signum: int | None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + n after signal n, as a shell has it; 1 if nobody knows."""
+        return 1 if self.signum is None else 128 + self.signum
+
+    def describe(self) -> str:
+        """Returns one line such as "the launcher of node 1 was stopped by SIGINT"."""
+        if self.signum is not None:
+            return f"the launcher of node {self.node} was stopped by {_signal_name(self.signum)}"
+        return (
+            f"the launcher of node {self.node} is gone: it failed, was killed, or its host cannot "
+            "be reached any more"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerExit:
+    """How a worker ended.
+
+    Attributes:
+        worker: The worker's index in the whole job.
+        returncode: Its exit code, or minus the number of the signal that killed it.
+        time_seconds: When, counted from the start of the job.
+        stopped: Whether the job was being stopped by then.
+        tail: The last lines of its output.
+        node: The other host that it ran on; None on this one.
+    """
+
+    worker: int
+    returncode: int
+    time_seconds: float
+    stopped: bool
+    tail: tuple[str, ...] = ()
+    node: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code as a shell has it: 128 + n after signal n."""
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+    def describe(self) -> str:
+        """Returns one line such as "worker 1 was killed by SIGKILL after 2.0 s"."""
+        if self.returncode >= 0:
+            how = f"exited with code {self.returncode}"
+        else:
+            how = f"was killed by {_signal_name(-self.returncode)}"
+        where = "" if self.node is None else f" of node {self.node}"
+        return f"worker {self.worker}{where} {how} after {self.time_seconds:.1f} s"
+
+    def explain(self) -> str:
+        """Returns what `describe` does, what it may mean, and the last lines of the output."""
+        text = self.describe()
+        if self.returncode == -signal.SIGKILL and not self.stopped:
+            text += " (by hand, or by the system for want of memory: see `dmesg`)"
+        if self.node is not None:
+            text += "; its output is on that host"
+        if self.tail:
+            text += "; its last lines:\n" + "\n".join(f"    {line}" for line in self.tail)
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        exits: Every worker's end, in the order of the programs.
+        culprit: The worker whose failure ended the job, on whichever host; None if none failed.
+        timed_out: Whether the job was stopped because its time was over.
+        departure: Why the launcher of another host is gone, if that ended the job.
+    """
+
+    exits: tuple[WorkerExit, ...]
+    culprit: WorkerExit | None
+    timed_out: bool = False
+    departure: Departure | None = None
+
+
+def root_cause_first(returncode: int, seen_at: float) -> tuple[bool, float]:
+    """Returns the key by which the failure that caused the others sorts first.
+
+    TensorFlow ends a process that has lost its peers by SIGABRT: that is no better a sign than
+    an exit code. Any other signal comes from outside, or from the worker's own fault.
+
+    Args:
+        returncode: As in `WorkerExit`.
+        seen_at: When this host learned of it, in seconds.
+    """
+    return not (returncode < 0 and returncode != -signal.SIGABRT), seen_at
+
+
+def _signal_name(signum):
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
