@@ -13,7 +13,9 @@ from keras import layers
 import tfparallel
 from tests import comparison
 from tests.comparison import seeded, state_of
+from tfparallel.layers import softmax_loss
 from tfparallel.layers.parts import Parts
+from tfparallel.layers.softmax_loss import cross_entropy
 from tfparallel.layers.variable import SplitVariable, parts_of
 from tfparallel.placement.audit import device_of, short
 
@@ -391,6 +393,18 @@ def test_several_steps_an_execution_and_eager_steps():
             model.compile("sgd", "sparse_categorical_crossentropy", **options)
             results.append(train(model, epochs=1))
         assert_equal(*results)
+
+
+def test_a_label_that_is_no_class(monkeypatch):
+    """On a CPU the whole softmax raises; on a GPU it gives NaN, since nobody waits for it."""
+    logits = Parts([tf.zeros([4, 2]), tf.zeros([4, 3])], -1, ["CPU:1", "CPU:2"])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="A label is no class"):
+        cross_entropy(tf.constant([0, 1, 5, 4]), logits, tf.float32)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="A label is negative"):
+        cross_entropy(tf.constant([0, -1, 2, 4]), logits, tf.float32)
+    monkeypatch.setattr(softmax_loss, "_raises_for_bad_labels", lambda device: False)
+    found = cross_entropy(tf.constant([0, -1, 5, 4]), logits, tf.float32).numpy()
+    np.testing.assert_allclose(found, [np.log(5), np.nan, np.nan, np.log(5)], rtol=1e-6)
 
 
 def test_keras_refuses_a_tensor_in_parts():

@@ -16,6 +16,7 @@ References:
 import keras
 import tensorflow as tf
 
+from tfparallel.device_names import canonical
 from tfparallel.extend import extend, original_class
 from tfparallel.layers.parts import Parts
 
@@ -76,23 +77,38 @@ def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
         with tf.device(device):
             parts.append(tf.cast(tensor, dtype))
             largest.append(tf.reduce_max(tf.stop_gradient(parts[-1]), -1))
-    # A label that no part has would cost nothing; the whole softmax raises for it.
-    with tf.control_dependencies(
-        [
-            tf.debugging.assert_non_negative(labels, "A label is negative."),
-            tf.debugging.assert_less(
-                labels, tf.cast(sum(logits.sizes), labels.dtype), "A label is no class."
-            ),
-        ]
-    ):
-        labels = tf.identity(labels)
+    num_classes = tf.cast(sum(logits.sizes), labels.dtype)
+    # A label that no part has would cost nothing. The whole softmax raises for it on a CPU; on a
+    # GPU, which its host does not wait for, it gives NaN.
+    raises = _raises_for_bad_labels(logits.devices[0])
+    if raises:
+        with tf.control_dependencies(
+            [
+                tf.debugging.assert_non_negative(labels, "A label is negative."),
+                tf.debugging.assert_less(labels, num_classes, "A label is no class."),
+            ]
+        ):
+            labels = tf.identity(labels)
     top = tf.reduce_max(tf.stack(largest), 0)
     sums, chosen = [], []
     for tensor, device, start, size in zip(
         parts, logits.devices, starts, logits.sizes, strict=True
     ):
         with tf.device(device):
-            sums.append(tf.reduce_sum(tf.exp(tensor - tf.identity(top)[..., None]), -1))
+            sums.append(_sum_of_classes(tf.exp(tensor - tf.identity(top)[..., None])))
             own = tf.one_hot(labels - start, size, on_value=True, off_value=False, dtype=tf.bool)
-            chosen.append(tf.reduce_sum(tf.where(own, tensor, tf.zeros_like(tensor)), -1))
-    return tf.math.log(tf.add_n(sums)) + top - tf.add_n(chosen)
+            chosen.append(_sum_of_classes(tf.where(own, tensor, tf.zeros_like(tensor))))
+    loss = tf.math.log(tf.add_n(sums)) + top - tf.add_n(chosen)
+    if raises:
+        return loss
+    is_class = (labels >= 0) & (labels < num_classes)
+    return tf.where(is_class, loss, tf.constant(float("nan"), loss.dtype))
+
+
+def _sum_of_classes(tensor):
+    # Where the axis goes in the sum, the gradient works out its shape on the device, and waits.
+    return tf.squeeze(tf.reduce_sum(tensor, -1, keepdims=True), -1)
+
+
+def _raises_for_bad_labels(device):
+    return "CPU:" in canonical(device)
