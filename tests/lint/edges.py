@@ -61,6 +61,10 @@ class Step:
         """The operations that a form has put on a GPU."""
         return [node for node in self._nodes.values() if _place(node.device) != HOST]
 
+    def kinds(self) -> set[str]:
+        """What these do, under the names that TensorFlow's own kernels have."""
+        return {_plain(node.op).lstrip("_") for node in self.on_gpus()}
+
     def without_kernel(self) -> dict[str, str]:
         """Of these, the ones that a GPU has no kernel for: what they do, and one's name."""
         return {node.op: node.name for node in self.on_gpus() if _kernel(node) is None}
@@ -116,13 +120,18 @@ def traced(make, x, y) -> Step:
         model = make()
         model._maybe_symbolic_build(data_batch=next(iter(data)))
         model.make_train_function()
-        context.enable_run_metadata()
-        try:
-            model.train_function(iterator)
-            metadata = context.export_run_metadata()
-        finally:
-            context.disable_run_metadata()
-    # Of all functions that have run the step is on most devices, and the largest of those.
+        return graphs_of(lambda: model.train_function(iterator))
+
+
+def graphs_of(call) -> Step:
+    """Calls a function of TensorFlow's, and returns where it ran."""
+    context.enable_run_metadata()
+    try:
+        call()
+        metadata = context.export_run_metadata()
+    finally:
+        context.disable_run_metadata()
+    # Of all functions that have run, a step is on most devices, and the largest of those.
     found = max(
         metadata.function_graphs,
         key=lambda graphs: (len(graphs.partition_graphs), graphs.ByteSize()),
@@ -138,10 +147,14 @@ def _short(name: str) -> str:
     return name.rpartition("StatefulPartitionedCall/")[2]
 
 
+def _plain(op: str) -> str:
+    """The name of TensorFlow's kernel, in whose place oneDNN puts one of its own on CPUs."""
+    return re.sub("^_Mkl(Native)?|(?<=Filter)WithBias$", "", op)
+
+
 @functools.cache
 def _kernels_of(op: str):
-    # oneDNN puts operations of its own in place of some, on CPUs.
-    plain = re.sub("^_Mkl(Native)?|(?<=Filter)WithBias$", "", op)
+    plain = _plain(op)
     names = [op] if plain == op else [plain, f"_{plain}"]
     found = [kernel for n in names for kernel in kernels.get_registered_kernels_for_op(n).kernel]
     own = [kernel for kernel in found if kernel.device_type == "GPU" and not kernel.label]

@@ -9,7 +9,8 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
-from tfparallel.seams.tensorflow import compile_at_first_run
+from tests.lint import edges
+from tfparallel.seams.tensorflow import compile_at_first_run, without_fused_kernels
 from tfparallel.step.xla import CompiledByDevice, compiled_if
 
 DEVICES = ["CPU:0", "CPU:1"]
@@ -141,6 +142,64 @@ def test_a_layer_that_xla_cannot_compile_is_said():
 
 
 # What is compiled, and what is not.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_compiled_dropout_draws_what_it_draws_on_one_device(form):
+    """XLA draws others than TensorFlow's kernels: they show what is compiled."""
+
+    def losses(make, jit_compile):
+        keras.utils.set_random_seed(5)
+        network = [layers.Dense(4, "tanh"), layers.Dropout(0.5), layers.Dense(2)]
+        plain = keras.Sequential([keras.Input((6,)), *network])
+        return loss_after_two_epochs(compiled(make(plain), jit_compile=jit_compile))
+
+    expected = losses(lambda plain: plain, True)
+    assert abs(expected[0] - losses(lambda plain: plain, False)[0]) > 0.1
+    np.testing.assert_allclose(losses(FORMS[form], True), expected, rtol=1e-5)
+
+
+# Of a forward pass, of a backward pass, and of an update.
+PASSES = {"MatMul", "FusedMatMul", "BiasAddGrad", "TanhGrad"}
+UPDATES = {"AssignSubVariableOp"}
+# A pipeline's passes are functions of their own, which are not seen here.
+INSIDE = dict.fromkeys(["data", "model", "tensor"], PASSES | UPDATES) | {"pipeline": UPDATES}
+
+
+@pytest.mark.parametrize("form", INSIDE)
+def test_no_pass_and_no_update_stays_outside(form):
+    def outside(jit_compile):
+        keras.backend.clear_session()
+        placed = ["CPU:1", "CPU:2"]  # The lint takes the first device for the host.
+        make = {
+            "data": lambda model: tfparallel.data_parallel(model, devices=placed),
+            "model": lambda model: tfparallel.model_parallel(model, placed),
+            "tensor": lambda model: tfparallel.tensor_parallel(model, placed),
+            "pipeline": lambda model: tfparallel.pipeline_parallel(model, placed, 2),
+        }[form]
+        step = edges.traced(lambda: compiled(make(build()), jit_compile=jit_compile), X, Y)
+        return INSIDE[form] & step.kinds()
+
+    assert outside(False) == INSIDE[form]
+    assert not outside(True)
+
+
+def test_tensorflow_loses_the_marks_of_what_it_fuses():
+    """The canary of `without_fused_kernels`."""
+
+    def kinds():
+        @tf.function
+        def function(x, w, b):
+            with tf.device("CPU:1"), compiled_if(True):
+                return tf.tanh(tf.nn.bias_add(x @ w, b))
+
+        return edges.graphs_of(lambda: function(x, w, b)).kinds()
+
+    x, w, b = tf.ones([3, 3]), tf.ones([3, 3]), tf.ones([3])
+    assert "FusedMatMul" in kinds()
+    with without_fused_kernels():
+        assert "XlaRun" in kinds()
+    assert "FusedMatMul" in kinds()
 
 
 def test_checks_and_sums_are_not_compiled():

@@ -1,10 +1,13 @@
 """Private names of TensorFlow."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.protobuf import rewriter_config_pb2
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import (
     cross_device_ops,
@@ -56,6 +59,7 @@ __all__ = [
     "replica_index",
     "runtime_has_started",
     "wait_for_other_processes",
+    "without_fused_kernels",
 ]
 
 
@@ -139,6 +143,29 @@ def compile_at_first_run(is_wanted: bool = True) -> bool:
         Whether it did so before.
     """
     return not pywrap_tf_session.TF_SetXlaEnableLazyCompilation(not is_wanted)
+
+
+@contextlib.contextmanager
+def without_fused_kernels() -> Iterator[None]:
+    """Has functions that run for the first time here, on this thread, keep their operations apart.
+
+    TensorFlow puts one kernel in place of a product, its bias and its activation, before it looks
+    for what is marked for XLA; and that kernel has no mark.
+    """
+    eager = context.context()
+    before = eager.function_call_options
+    eager.function_call_options = _apart(before.config_proto_serialized, before.executor_type)
+    try:
+        yield
+    finally:
+        eager.function_call_options = before
+
+
+@functools.lru_cache(maxsize=8)
+def _apart(serialized, executor_type):
+    config = tf.compat.v1.ConfigProto.FromString(serialized)
+    config.graph_options.rewrite_options.remapping = rewriter_config_pb2.RewriterConfig.OFF
+    return context.FunctionCallOptions(executor_type, config)
 
 
 def runtime_has_started() -> bool:

@@ -13,13 +13,14 @@ draw in a loop, or from a constant seed, would not be, and is refused.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 
 import tensorflow as tf
 
 from tfparallel.seams.keras import model_supports_jit
-from tfparallel.seams.tensorflow import compile_at_first_run
+from tfparallel.seams.tensorflow import compile_at_first_run, without_fused_kernels
 from tfparallel.step.graphs import called_by, with_inner
 
 __all__ = ["CompiledByDevice", "compiled_if"]
@@ -115,15 +116,29 @@ class CompiledByDevice:
 
     def make_train_function(self, force=False):
         """Makes the function of a step of `fit`, of which each device's part may be compiled."""
-        with self._not_as_one_program():
-            return super().make_train_function(force)
+        return self._made("train_function", super().make_train_function, force)
 
     def make_test_function(self, force=False):
         """Makes the function of a step of `evaluate`, likewise."""
-        with self._not_as_one_program():
-            return super().make_test_function(force)
+        return self._made("test_function", super().make_test_function, force)
 
     def make_predict_function(self, force=False):
         """Makes the function of a step of `predict`, likewise."""
+        return self._made("predict_function", super().make_predict_function, force)
+
+    def _made(self, name, make, force):
+        known = getattr(self, name)
         with self._not_as_one_program():
-            return super().make_predict_function(force)
+            make(force)
+        if self._compiles and getattr(self, name) is not known:
+            setattr(self, name, _keeping_marks(getattr(self, name)))
+        return getattr(self, name)
+
+
+def _keeping_marks(function):
+    @functools.wraps(function)
+    def called(*arguments):
+        with without_fused_kernels():
+            return function(*arguments)
+
+    return called
