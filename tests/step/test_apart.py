@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import losses, metrics
 
-from tfparallel.step.apart import why_not_apart
-from tfparallel.step.by_rows import why_not_by_rows
+from tfparallel.step.apart import apart
+from tfparallel.step.by_rows import metrics_not_by_rows, why_not_by_rows
 from tfparallel.step.loss import NotByPieces
 from tfparallel.step.terms import growth, states, terms
 
@@ -56,6 +56,12 @@ def rows_of(shapes):
     return tf.round(y), outputs, weight
 
 
+def why_not_apart(model, *types):
+    """Why the loss, or the metric, differs of rows apart."""
+    tried = apart(model, model._compile_metrics, *types)
+    return tried.why_not or next(iter(tried.metrics.values()), None)
+
+
 def types_of(data):
     return tuple(
         None if each is None else tf.TensorSpec([None, *each.shape[1:]], each.dtype)
@@ -96,7 +102,7 @@ def test_a_metric_that_is_taken_apart_is_that_of_the_whole(in_float64, name):
         except (ValueError, tf.errors.InvalidArgumentError):
             continue
         expected = [variable.numpy() for variable in states(model._compile_metrics)]
-        if why_not_by_rows(model) or why_not_apart(model, *types_of(data)):
+        if metrics_not_by_rows(model) or why_not_apart(model, *types_of(data)):
             continue
         parts = [growth(model._compile_metrics, *piece(data, rows)) for rows in PIECES]
         for value, *own in zip(expected, *parts, strict=True):
@@ -133,6 +139,7 @@ def test_the_loss_or_the_metric_at_fault_is_named():
     model = compiled("mse", "poisson", *data[:2])
     said = why_not_apart(model, *types_of(data))
     assert said == "metric 'poisson' looks at several examples where shapes are these"
+    assert apart(model, None, *types_of(data)) == (None, {})
     data = rows_of(((), (), None))
     said = why_not_apart(compiled("mse", None, *data[:2]), *types_of(data))
     assert said == "of an output of shape (batch,) the last axis is that of the examples"

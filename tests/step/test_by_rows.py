@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import losses, metrics
 
-from tfparallel.step.by_rows import why_not_by_rows
+from tfparallel.step.by_rows import metrics_not_by_rows, why_not_by_rows
 from tfparallel.step.loss import NotByPieces, values_of
 
 ROWS, CLASSES = 11, 4
@@ -119,7 +119,7 @@ def test_a_metric_of_kerass_adds_up(in_float64, name):
         # Some are float32 alone.
         np.testing.assert_allclose(first + second, whole, rtol=1e-5, atol=1e-12)
     metric = made(metrics, what)
-    assert why_not_by_rows(compiled(metric=metric, y=y, outputs=outputs)) is None
+    assert metrics_not_by_rows(compiled(metric=metric, y=y, outputs=outputs)) == {}
 
 
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"])
@@ -149,7 +149,10 @@ def test_a_loss_that_looks_at_the_batch_is_joined(name):
     type("Mine", (metrics.MeanSquaredError,), {}),
 ])  # fmt: skip
 def test_a_metric_that_may_not_add_up_is_joined(metric):
-    assert "may not be a sum" in why_not_by_rows(compiled(metric=metric()))
+    model = compiled(metric=metric())
+    (reason,) = metrics_not_by_rows(model).values()
+    assert "may not be a sum" in reason
+    assert why_not_by_rows(model) is None  # The loss stays.
 
 
 def test_what_a_user_overrides_sees_joined_outputs():

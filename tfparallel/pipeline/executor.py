@@ -15,11 +15,12 @@ which activations are held, and how many, is the graph's own order, and not left
 The gradient of a stage's weights is Σ_m g_m, added up on the weights' device; the optimizer updates
 once. The loss, the metrics and the terms that layers add are those of the whole batch: the losses
 of each micro-batch have its divisor (`loss.py`), and what the rows add to metrics is added up, so
-that no outputs meet. Where a loss or a metric is not known to allow that:
+that no outputs meet. A metric that is not known to allow that sees the joined rows of its output.
+Where the loss is not known to allow it, all outputs are joined:
 
 * "gpipe": the loss is computed once, of the joined outputs, between the forward and the backward
   passes; it may be any.
-* "1f1b", "interleaved": as above, held against the loss of the joined outputs.
+* "1f1b", "interleaved": as before, held against the loss of the joined outputs.
 """
 
 import functools
@@ -45,8 +46,9 @@ from tfparallel.pipeline.pass_scope import PassScope, writable
 from tfparallel.pipeline.stage_call import LossCall, StageCall
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
+from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import Found
-from tfparallel.step.where_rows_meet import aligned
+from tfparallel.step.where_rows_meet import aligned, of_the_batch
 from tfparallel.step.xla import compiled_if
 
 __all__ = ["Step"]
@@ -72,7 +74,8 @@ class Step:
         schedule: What each device does.
         devices: Their names.
         recompute: "never", "always" or "except_last".
-        rows_stay: Whether loss and metrics are those of the micro-batches, added up.
+        metrics: The compiled metrics, where the loss is that of the micro-batches, added up; None
+            where the outputs meet.
         traces_each: Whether each micro-batch is traced, or only the first.
         compiles: Whether XLA compiles what a stage computes.
         timed: Whether to note when each instruction begins and ends.
@@ -90,7 +93,7 @@ class Step:
         devices: Sequence[str],
         *,
         recompute: str = "never",
-        rows_stay: bool = False,
+        metrics: StepMetrics | None = None,
         traces_each: bool = False,
         compiles: bool = False,
         timed: bool = False,
@@ -107,7 +110,7 @@ class Step:
         self._taken: dict[tuple, Values] = {}  # By stage and micro-batch: what was sent.
         self._recorded: dict[tuple, Recorded] = {}  # Likewise.
         self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
-        self._rows_stay = rows_stay
+        self._metrics = metrics
         self._traces_each = traces_each
         self._compiles = compiles
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
@@ -120,12 +123,12 @@ class Step:
     @property
     def _begins_joined(self) -> bool:
         """Whether the backward passes begin with the loss of the joined outputs."""
-        return self._schedule.name == "gpipe" and not self._rows_stay
+        return self._schedule.name == "gpipe" and self._metrics is None
 
     def run(self, x, y, sample_weight) -> Found:
         """Runs the passes."""
         number = self._schedule.num_micro_batches
-        if self._rows_stay:
+        if self._metrics is not None:
             y, sample_weight = aligned(x, y, sample_weight)
         self._batch = Batch(self._model, x, y, sample_weight, number)
         batch, memory = self._batch, self._memory
@@ -135,7 +138,7 @@ class Step:
             StageCall(stage, batch, memory, self._scope, trained, **traced)
             for stage in self._stages
         ]
-        self._loss = LossCall(self._model, batch, with_metrics=self._rows_stay, **traced)
+        self._loss = LossCall(self._model, batch, metrics=self._metrics, **traced)
         # By micro-batch: what stages made for others, and the losses that layers added.
         self._values = [self._batch.inputs_of(shard) for shard in self._batch.shards]
         self._added: list[list[tf.Tensor]] = [[] for _ in range(number)]
@@ -146,15 +149,19 @@ class Step:
             with self.order.next(device, instruction) as done:
                 act = self._forward if instruction.kind == "forward" else self._backward
                 done += act(instruction.stage, instruction.micro_batch)
-        if self._rows_stay:
-            predictions, (loss, grown) = None, self._added_up()
+        if self._metrics is not None:
+            left = self._added_up()
         else:
             whole = whole or self._whole_loss()
-            predictions, loss, grown = whole.predictions, whole.loss, []
+            left = {"loss": whole.loss, "predictions": whole.predictions}
         write_averages(self._memory)
-        gradients = self._sums.of(trained)
-        num_rows = self._batch.num_rows
-        return Found(loss, num_rows, trained, gradients, predictions, grown, self.checked)
+        return Found(
+            num_rows=batch.num_rows,
+            variables=trained,
+            gradients=self._sums.of(trained),
+            checked=self.checked,
+            **left,
+        )
 
     def _forward(self, index, m):
         stage, values = self._stages[index], self._values[m]
@@ -350,8 +357,8 @@ class Step:
                     self._upstream.setdefault((self._maker(key), m, key), []).append(rows)
         return whole
 
-    def _added_up(self) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """The loss, and by what the metrics grow, of the micro-batches' own."""
+    def _added_up(self) -> dict[str, Any]:
+        """The loss, and by what the metrics grow, of the micro-batches' own; fields of `Found`."""
         batch = self._batch
         with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
             extra = ExtraLosses(self._model, batch, self._added)
@@ -359,8 +366,17 @@ class Step:
             shares = [part.shares for part in self._parts]
             loss = added_up(self._model, batch, shares, outputs, extra)
             grown = [tf.add_n(list(of_all)) for of_all in zip(*self._growth, strict=True)]
+            types = batch.packed(of_the_batch(outputs, batch.num_rows))
+            keys = [batch.output_keys[place] for place in self._metrics.places(types)]
+            rows = [batch.joined(key, self._values).output() for key in keys]
         extra.add_gradients(self._sums, lambda _: scale_of(self._model))
-        return loss, grown
+        return {
+            "loss": loss,
+            "metrics": self._metrics,
+            "growth": grown,
+            "outputs": types,
+            "rows": rows,
+        }
 
     def _check(self, whole: WholeLoss, extra: ExtraLosses):
         """The parts must add up, or no weight may change."""

@@ -132,13 +132,14 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
                 f"targets and weights with a row for each example are required. Received: {other}. "
                 "Take schedule='gpipe', or give each example a row."
             )
+        way = self._way((x, y, sample_weight), "fit")
         return Step(
             self,
             cut_stages(self, self.layout.stage_of, self.layout.num_stages),
             self.schedule,
             self.devices,
             recompute=self.layout.recompute,
-            rows_stay=self._rows_stay((x, y, sample_weight), "fit"),
+            metrics=way.metrics if way.rows_stay else None,
             traces_each=self._traces_each or not self._may_begin_anew,
             compiles=self._compiles,
             timed=timed,

@@ -16,6 +16,7 @@ from tfparallel.pipeline.loss import MicroBatchLoss, Part
 from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
 from tfparallel.pipeline.pass_scope import PassScope
 from tfparallel.pipeline.traced_once import MustTraceEach, TracedOnce
+from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
 from tfparallel.step.where_rows_meet import as_many_rows
 
@@ -120,7 +121,8 @@ class LossCall:
     Args:
         model: The model, compiled.
         batch: The whole batch.
-        with_metrics: Whether what the metrics grow by is wanted.
+        metrics: Those of which it is wanted what they grow by; None for none, in a step whose
+            outputs all meet.
         each: Whether each micro-batch is traced.
         compiles: Whether XLA compiles it.
     """
@@ -130,13 +132,13 @@ class LossCall:
         model: keras.Model,
         batch: Batch,
         *,
-        with_metrics: bool,
+        metrics: StepMetrics | None,
         each: bool,
         compiles: bool,
     ):
         self._model = model
         self._batch = batch
-        self._with_metrics = with_metrics
+        self._metrics = metrics
         self._call = TracedOnce(self._run, batch.shards, each=each, compiles=compiles)
         self._loss: MicroBatchLoss | None = None
         self._given: list[Key] = []
@@ -163,12 +165,12 @@ class LossCall:
         y, sample_weight = keras.tree.pack_sequence_as(like, tensors[len(values) :])
         outputs = self._batch.outputs_of(shard, values)
         flat, checks, grown = keras.tree.flatten(outputs), [], []
-        if self._with_metrics:
+        if self._metrics is not None:
             checks = as_many_rows(self._model, flat, shard.num_rows)
         with tf.control_dependencies(checks):
             part = self._loss(y, sample_weight, outputs)
-            if self._with_metrics:
-                grown = growth(self._model._compile_metrics, y, outputs, sample_weight)
+            if self._metrics is not None:
+                grown = growth(self._metrics.summed, y, outputs, sample_weight)
         if part is None:
             return grown, []
         self._num_shares = len(part.shares)

@@ -231,7 +231,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             stay = self.built and self._predicts_as_keras
         else:
             self._maybe_symbolic_build(data_batch=spec)
-            stay = self._rows_stay(spec, kind)
+            stay = self._way(spec, kind).all_stay
         if not stay:  # All rows on each worker: what is read need not be sent.
             return
         weights = asked.pop("class_weight", None) if name == "x" else None
@@ -297,9 +297,10 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             with tf.control_dependencies(arrived):
                 if self._fingerprints is not None and worker_rows is None:
                     self._fingerprints.check(data)
-                if self._rows_stay(data, "fit"):
-                    return self._train_on_own_rows(data, worker_rows)
-                data = sample_partition.joined(data, worker_rows, self._workers)
+                way = self._way(data, "fit")
+                data, worker_rows = self._whole_if_needed(way, data, worker_rows)
+                if way.rows_stay:
+                    return self._train_on_own_rows(data, way.metrics, worker_rows)
                 return super().train_step(data)
         finally:
             object.__setattr__(self, "_in_train_step", False)
@@ -309,9 +310,17 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         if self.strategy is None:
             return super().test_step(data)
         data, worker_rows = sample_partition.held(data, self.strategy)
-        if self._rows_stay(data, "evaluate"):
-            return self._test_on_own_rows(data, worker_rows)
-        return super().test_step(sample_partition.joined(data, worker_rows, self._workers))
+        way = self._way(data, "evaluate")
+        data, worker_rows = self._whole_if_needed(way, data, worker_rows)
+        if way.rows_stay:
+            return self._test_on_own_rows(data, way.metrics, worker_rows)
+        return super().test_step(data)
+
+    def _whole_if_needed(self, way, data, worker_rows):
+        """The global batch where outputs meet, and with them their targets."""
+        if way.all_stay:
+            return data, worker_rows
+        return sample_partition.joined(data, worker_rows, self._workers), None
 
     def predict_step(self, data):
         """One step of prediction, for the global batch."""

@@ -10,7 +10,8 @@ metrics that begin at zero. Summed over the replicas are
     s_p         what the state of each metric grows by
 
 and, behind the backward pass, the gradients. Between workers all of it goes with the gradients, in
-one collective, unless data decide a divisor. No prediction leaves its device.
+one collective, unless data decide a divisor. No prediction leaves its device, unless a metric must
+see all rows of its output.
 """
 
 import itertools
@@ -23,8 +24,9 @@ from tfparallel.data.shard import Shard, count_rows, current
 from tfparallel.extend import original_class
 from tfparallel.replication.replicated_call import Summed, Sums, checked_output
 from tfparallel.seams.keras import Functional, compute_output_spec
+from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import Found, OneStep
-from tfparallel.step.terms import grow, growth, terms, whole_loss
+from tfparallel.step.terms import growth, terms, whole_loss
 from tfparallel.step.where_rows_meet import (
     WhereRowsMeet,
     aligned,
@@ -54,15 +56,16 @@ class OwnRows(WhereRowsMeet, OneStep):
         flat = keras.tree.flatten(outputs)
         return outputs, [getattr(output, "_keras_mask", None) for output in flat]
 
-    def _train_on_own_rows(self, data, worker_rows=None):
+    def _train_on_own_rows(self, data, metrics: StepMetrics, worker_rows=None):
         """One step of training, as `keras.Model.train_step` does it.
 
         Args:
             data: The global batch, or this worker's rows of it.
+            metrics: The compiled metrics. Where some need joined rows, `data` is the global batch.
             worker_rows: In the second case how many rows each worker has.
         """
         with tf.GradientTape() as tape:
-            found = self._terms_of_own_rows(data, worker_rows, training=True)
+            found = self._terms_of_own_rows(data, metrics, worker_rows, training=True)
             added, wait = self.losses, found.sums.wait
             # Of this worker's rows alone if the others' are not known yet: the loss is linear in
             # its terms, and its gradient is right.
@@ -74,17 +77,26 @@ class OwnRows(WhereRowsMeet, OneStep):
         if wait:
             loss = found.loss(sums, added)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        grown = found.growth(sums)
-        left = Found(loss, found.num_rows, trained, gradients, growth=grown)
+        left = Found(
+            loss,
+            found.num_rows,
+            trained,
+            gradients,
+            metrics=metrics,
+            growth=found.growth(sums),
+            outputs=found.outputs,
+            rows=found.sums.rows,
+        )
         return self._trained_on(left, x, y, sample_weight)
 
-    def _test_on_own_rows(self, data, worker_rows=None):
+    def _test_on_own_rows(self, data, metrics: StepMetrics, worker_rows=None):
         """One step of evaluation, as `keras.Model.test_step` does it."""
-        found = self._terms_of_own_rows(data, worker_rows, training=False)
+        found = self._terms_of_own_rows(data, metrics, worker_rows, training=False)
         sums = found.sums.of_all()
         loss = found.loss(sums, self.losses)
         self._loss_tracker.update_state(loss, sample_weight=found.num_rows)
-        grow(self._compile_metrics, found.growth(sums))
+        _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        metrics.update(found.growth(sums), y, found.outputs, found.sums.rows, sample_weight)
         return self.get_metrics_result()
 
     def _predict_on_own_rows(self, data, worker_rows=None, *, gathers=True):
@@ -101,15 +113,14 @@ class OwnRows(WhereRowsMeet, OneStep):
         self._look_at_rows(call, (x,), mode)
         return self._call_on_replicas(call, (x,), mode, worker_rows=worker_rows, gathers=gathers)
 
-    def _terms_of_own_rows(self, data, worker_rows, training) -> "_Terms":
+    def _terms_of_own_rows(self, data, metrics, worker_rows, training) -> "_Terms":
         """What the replicas find in their rows, summed."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         mode = {"training": training} if self._call_has_training_arg else {}
         call = self._call_of_layer
         self._look_at_rows(call, (x,), mode)
         y, sample_weight = aligned(x, y, sample_weight)
-        compiled, metrics = self._compile_loss, self._compile_metrics
-        first = _first(x)
+        compiled, first = self._compile_loss, _first(x)
         made = []
 
         def on_replica(x, y, sample_weight):
@@ -119,10 +130,11 @@ class OwnRows(WhereRowsMeet, OneStep):
             flat = [checked_output(self, output) for output in keras.tree.flatten(outputs)]
             with tf.control_dependencies(as_many_rows(self, flat, shard.num_rows_used)):
                 own = terms(compiled, y, outputs, sample_weight, shard.num_global_rows)
-                grown = growth(metrics, y, outputs, sample_weight)
+                grown = growth(metrics.summed, y, outputs, sample_weight)
             made.append((outputs, own))
             by_sizes = all(len(of_loss) == 1 for of_loss in own)
-            return Sums([*itertools.chain(*own), *grown], may_wait=by_sizes)
+            rows = [flat[place] for place in metrics.places(outputs)]
+            return Sums([*itertools.chain(*own), *grown], may_wait=by_sizes, rows=rows)
 
         arguments = (x, y, sample_weight)
         sums = self._call_on_replicas(on_replica, arguments, {}, worker_rows=worker_rows)

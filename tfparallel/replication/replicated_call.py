@@ -73,10 +73,12 @@ class Sums(NamedTuple):
         tensors: Each of this replica's rows alone; of a replica without rows they do not count.
         may_wait: Whether what comes back to the replicas is the same whatever the sums are. Then
             they travel with the gradients.
+        rows: Outputs that are joined all the same, to be looked at: they have no gradient.
     """
 
     tensors: list[tf.Tensor]
     may_wait: bool = False
+    rows: Sequence[tf.Tensor] = ()
 
 
 class Summed(NamedTuple):
@@ -87,11 +89,13 @@ class Summed(NamedTuple):
             alone if they wait.
         of_all: Called behind the backward pass; returns the sums over all replicas.
         wait: Whether the two differ.
+        rows: Outputs of all rows, joined.
     """
 
     tensors: list[tf.Tensor]
     of_all: Callable[[], list[tf.Tensor]]
     wait: bool
+    rows: list[tf.Tensor]
 
 
 class ReplicatedCall:
@@ -175,15 +179,15 @@ class ReplicatedCall:
         first = replicas[0]
         num_joined = len(first.joined)
         losses = results[num_joined : num_joined + len(first.losses)]
-        if isinstance(first.structure, Sums):
-            sums = results[len(results) - len(first.sums) :]
-            wait = bool(self._waiting)
-            return Summed(sums, self._waited_for if wait else lambda: sums, wait), losses
         joined = keras.tree.pack_sequence_as(first.sources, results[:num_joined])
         outputs = list(map(output_of, joined, first.logits))
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
             if masks[0] is not None:
                 (output._keras_mask,) = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
+        if isinstance(first.structure, Sums):
+            sums = results[len(results) - len(first.sums) :]
+            wait = bool(self._waiting)
+            return Summed(sums, self._waited_for if wait else lambda: sums, wait, outputs), losses
         return keras.tree.pack_sequence_as(first.structure, outputs), losses
 
     def _forward(self, inputs: BatchInputs, call_state: state.CallState) -> list[_Replica]:
@@ -202,9 +206,10 @@ class ReplicatedCall:
                 replica_args, replica_kwargs = inputs.pack(parts[k])
                 with state.ReplicaScope(k) as scope:
                     structure = self._call(*replica_args, **replica_kwargs)
-                sums = structure.tensors if isinstance(structure, Sums) else []
+                is_summed = isinstance(structure, Sums)
+                sums = structure.tensors if is_summed else []
                 sums = [shard.if_it_has_rows(term) for term in sums]
-                flat = [] if sums else keras.tree.flatten(structure)
+                flat = structure.rows if is_summed else keras.tree.flatten(structure)
                 outputs = [checked_output(self._layer, output) for output in flat]
                 masks = [getattr(output, "_keras_mask", None) for output in outputs]
                 logits = [logits_of(output) for output in outputs]
@@ -300,8 +305,10 @@ class ReplicatedCall:
     def _backward(self, replicas, upstream, sources, needed, inputs):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
         num_joined = len(replicas[0].joined)
+        is_summed = isinstance(replicas[0].structure, Sums)
+        of_joined = [None] * num_joined if is_summed else upstream[:num_joined]
         own_upstream = [
-            [None if dy is None else replica.shard.rows(dy) for dy in upstream[:num_joined]]
+            [None if dy is None else replica.shard.rows(dy) for dy in of_joined]
             + list(upstream[num_joined:])
             for replica in replicas
         ]

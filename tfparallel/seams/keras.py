@@ -18,7 +18,7 @@ from keras.src.metrics import accuracy_metrics
 from keras.src.models.functional import Functional, operation_fn
 from keras.src.random import seed_generator
 from keras.src.saving.serialization_lib import SafeModeScope
-from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters.tf_dataset_adapter import (
     make_class_weight_map_fn as class_weighting,
 )
@@ -37,6 +37,7 @@ __all__ = [
     "CompileLoss",
     "CompileMetrics",
     "Functional",
+    "MetricsList",
     "SafeModeScope",
     "accuracy_metrics",
     "apply_mask",

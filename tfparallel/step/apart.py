@@ -6,7 +6,7 @@ broadcast to (B, B) by some, and of outputs of shape (B,) the last axis is that 
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfparallel.step.terms import growth, states, terms
 
-__all__ = ["why_not_apart"]
+__all__ = ["Apart", "apart"]
 
 _NUM_ROWS, _FIRST_OF_SECOND = 11, 5
 _PIECES = (slice(0, _FIRST_OF_SECOND), slice(_FIRST_OF_SECOND, _NUM_ROWS))
@@ -24,57 +24,73 @@ _LONG = 32  # Axes at least so long are tried with fewer places.
 _TOLERANCE = 1e-4  # Metrics are float32; what meets other rows differs more.
 
 
-def why_not_apart(model: keras.Model, y, outputs, sample_weight, masks=()) -> str | None:
-    """Which loss or metric differs, or cannot be computed; None where all are the same.
+class Apart(NamedTuple):
+    """What differs of rows apart.
+
+    Attributes:
+        why_not: Why the loss differs, or cannot be computed; None where it is the same.
+        metrics: The metrics that differ, by id, with the reason.
+    """
+
+    why_not: str | None
+    metrics: dict[int, str]
+
+
+def apart(
+    model: keras.Model, metrics: keras.metrics.Metric | None, y, outputs, sample_weight, masks=()
+) -> Apart:
+    """Tries a loss and metrics of rows together and apart.
 
     Args:
-        model: A compiled model, its loss and metrics built.
+        model: A compiled model, its loss built.
+        metrics: Those of its metrics that are tried, built; None for none.
         y: The targets of a batch, or their types.
         outputs: The types of the outputs, in their structure.
         sample_weight: The weights of a batch, or their types, or None.
         masks: The types of the masks that the outputs carry, flat, None for an output without.
     """
     if any(output.shape.rank == 1 for output in keras.tree.flatten(outputs) if output is not None):
-        return "of an output of shape (batch,) the last axis is that of the examples"
+        return Apart("of an output of shape (batch,) the last axis is that of the examples", {})
     types = (y, outputs, sample_weight, list(masks))
     with tf.init_scope():
         try:
-            return _tried(model, _shortened(types))
+            return _tried(model, metrics, _shortened(types))
         except Exception:  # A metric, say, has a state for each of 1000 classes.
             pass
         try:
-            return _tried(model, types)
+            return _tried(model, metrics, types)
         except Exception as error:  # Keras's own error follows, if it is one of the program.
-            return f"rows apart from each other have no loss or metrics: {str(error)[:200]}"
+            error = str(error)[:200]
+            return Apart(f"rows apart from each other have no loss or metrics: {error}", {})
 
 
-def _tried(model, types) -> str | None:
-    return next(filter(None, (_of_seed(model, types, seed) for seed in _SEEDS)), None)
+def _tried(model, metrics, types) -> Apart:
+    differing: dict[Any, str] = {}
+    for seed in _SEEDS:
+        made = _made_up(types, seed)
+        whole = list(_of(model, metrics, *_rows(made, slice(None))))
+        parts = [list(_of(model, metrics, *_rows(made, rows))) for rows in _PIECES]
+        for (whose, name, value), *pieces in zip(whole, *parts, strict=True):
+            total = sum(np.asarray(piece, "float64") for *_, piece in pieces)
+            value = np.asarray(value, "float64")
+            if not np.allclose(total, value, _TOLERANCE, 1e-6, equal_nan=True):
+                reason = f"{name} looks at several examples where shapes are these"
+                differing.setdefault(whose, reason)
+    return Apart(differing.pop(None, None), differing)
 
 
-def _of_seed(model, types, seed) -> str | None:
-    made = _made_up(types, seed)
-    whole = list(_of(model, *_rows(made, slice(None))))
-    parts = [list(_of(model, *_rows(made, rows))) for rows in _PIECES]
-    for (name, value), *own in zip(whole, *parts, strict=True):
-        total = sum(np.asarray(part, "float64") for _, part in own)
-        if not np.allclose(total, np.asarray(value, "float64"), _TOLERANCE, 1e-6, equal_nan=True):
-            return f"{name} looks at several examples where shapes are these"
-    return None
-
-
-def _of(model, y, outputs, sample_weight) -> Iterator[tuple[str, Any]]:
-    """What is added up over the pieces, by the name of the loss or the metric."""
+def _of(model, metrics, y, outputs, sample_weight) -> Iterator[tuple[int | None, str, Any]]:
+    """What is added up over the pieces: the metric's id or None, its name or the loss's, a term."""
     compiled = model._compile_loss
-    found = terms(compiled, y, outputs, sample_weight, _NUM_ROWS)
-    for own, of_loss in zip(compiled._flat_losses, found, strict=True):
+    of_losses = terms(compiled, y, outputs, sample_weight, _NUM_ROWS)
+    for loss, of_loss in zip(compiled._flat_losses, of_losses, strict=True):
         for term in of_loss:
-            yield f"loss '{own.loss.name}'", term
-    compiled = model._compile_metrics
-    for variable, grown in zip(
-        states(compiled), growth(compiled, y, outputs, sample_weight), strict=True
-    ):
-        yield f"metric '{variable.path.rpartition('/')[0]}'", grown
+            yield None, f"loss '{loss.loss.name}'", term
+    tried = () if metrics is None else metrics.metrics
+    owners = {id(variable): id(metric) for metric in tried for variable in metric.variables}
+    grown = growth(metrics, y, outputs, sample_weight)
+    for variable, term in zip(states(metrics), grown, strict=True):
+        yield owners[id(variable)], f"metric '{variable.path.rpartition('/')[0]}'", term
 
 
 def _rows(structure, rows):

@@ -16,7 +16,7 @@ from tfparallel.seams.keras import losses as keras_losses
 from tfparallel.seams.keras import metrics as keras_metrics
 from tfparallel.step.loss import REDUCTIONS
 
-__all__ = ["why_not_by_rows"]
+__all__ = ["metrics_not_by_rows", "why_not_by_rows"]
 
 _WRAPPER, _MEAN = keras_losses.LossFunctionWrapper, keras_metrics.MeanMetricWrapper
 _fns = keras_losses.losses
@@ -46,7 +46,7 @@ _ADD_UP = (
 
 
 def why_not_by_rows(model: keras.Model) -> str | None:
-    """Which loss or metric is not known to be one of each row; None where all are.
+    """Why a model's loss is not known to be one of each row; None where it is.
 
     Args:
         model: A compiled model, its loss and metrics built.
@@ -56,6 +56,16 @@ def why_not_by_rows(model: keras.Model) -> str | None:
         if method in vars(model) or getattr(own, method) is not getattr(keras.Model, method):
             return f"`{method}` is the user's own"
     return next(_reasons(model), None)
+
+
+def metrics_not_by_rows(model: keras.Model) -> dict[int, str]:
+    """Which compiled metrics are not known to be sums over the rows, by id, with the reason."""
+    compiled = model._compile_metrics
+    return {
+        id(metric): f"metric '{metric.name}' may not be a sum over the examples"
+        for metric in (() if compiled is None else compiled.metrics)
+        if not _adds_up(metric)
+    }
 
 
 def _reasons(model) -> Iterator[str]:
@@ -74,9 +84,6 @@ def _reasons(model) -> Iterator[str]:
             yield f"loss '{term.loss.name}' reduces in its own way"
         elif term.loss.reduction not in REDUCTIONS:
             yield f"loss '{term.loss.name}' has reduction={term.loss.reduction!r}"
-    for metric in () if metrics is None else metrics.metrics:
-        if not _adds_up(metric):
-            yield f"metric '{metric.name}' may not be a sum over the examples"
 
 
 def _keeps(thing, method: str, cls: type) -> bool:

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.layout.layout import Layout
-from tfparallel.step.terms import grow
+from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.xla import CompiledByDevice, compiled_if
 
 __all__ = ["Found", "OneStep"]
@@ -32,7 +32,10 @@ class Found(NamedTuple):
         variables: What is trained.
         gradients: Of each of them, scaled as the optimizer asks.
         predictions: Where the outputs met; else None.
-        growth: What the states of the compiled metrics grow by, where they did not.
+        metrics: The compiled metrics, where they did not.
+        growth: What the states of those grow by that are sums over the rows.
+        outputs: The outputs' types, in their structure, where one of the metrics is not.
+        rows: The joined rows of the outputs that it looks at.
         checked: What must be done before the weights may change.
     """
 
@@ -41,7 +44,10 @@ class Found(NamedTuple):
     variables: Sequence[keras.Variable]
     gradients: Sequence[Any]
     predictions: Any = None
+    metrics: StepMetrics | None = None
     growth: Sequence[tf.Tensor] = ()
+    outputs: Any = None
+    rows: Sequence[tf.Tensor] = ()
     checked: Sequence[tf.Operation] = ()
 
 
@@ -81,7 +87,7 @@ class OneStep(CompiledByDevice):
         with self._beside_the_loss():
             if found.predictions is not None:
                 return self.compute_metrics(x, y, found.predictions, sample_weight=sample_weight)
-            grow(self._compile_metrics, found.growth)
+            found.metrics.update(found.growth, y, found.outputs, found.rows, sample_weight)
             return self.get_metrics_result()
 
 

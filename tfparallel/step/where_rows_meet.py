@@ -4,12 +4,16 @@
 | --- | --- | --- |
 | where the rows are | losses and metrics of each piece's rows, added up | the default |
 | of the joined outputs | the outputs of all rows meet on one device | where nothing else is right |
+
+A metric that is no sum over the rows has the joined rows of the outputs that it looks at; the loss
+and the other metrics stay where the rows are.
 """
 
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -17,12 +21,14 @@ from absl import logging
 
 from tfparallel.data.shard import count_rows, where_it_is
 from tfparallel.extend import attach
-from tfparallel.step.apart import why_not_apart
-from tfparallel.step.by_rows import why_not_by_rows
+from tfparallel.step.apart import Apart, apart
+from tfparallel.step.by_rows import metrics_not_by_rows, why_not_by_rows
 from tfparallel.step.known_rows import is_known_by_rows
+from tfparallel.step.metrics import StepMetrics
 
 __all__ = [
     "ALIGNED",
+    "Way",
     "WhereRowsMeet",
     "aligned",
     "as_many_rows",
@@ -35,6 +41,25 @@ __all__ = [
 
 _AS_MANY = "A model must put out a row for each example."
 ALIGNED = "Inputs, targets and sample weights must have a row for each example."
+
+
+class Way(NamedTuple):
+    """How a step comes to its loss and its metrics.
+
+    Attributes:
+        rows_stay: Whether the loss is taken where the rows are; else all outputs meet.
+        metrics: Which metrics are taken there, too.
+        why_joined: Why all outputs meet, or those of some metrics; None where none do.
+    """
+
+    rows_stay: bool
+    metrics: StepMetrics
+    why_joined: str | None
+
+    @property
+    def all_stay(self) -> bool:
+        """Whether no outputs meet."""
+        return self.why_joined is None
 
 
 class WhereRowsMeet:
@@ -59,25 +84,51 @@ class WhereRowsMeet:
         known = getattr(self, "_why_joined", {})
         return known.get("fit") or known.get("evaluate")
 
-    def _rows_stay(self, data, kind: str) -> bool:
-        """Whether a step on such data needs no joined outputs; says so once where it does.
+    def _way(self, data, kind: str) -> Way:
+        """How a step on such data comes to its loss and metrics; says so where it changes.
 
         Args:
             data: A batch, as the step is given it.
             kind: "fit" or "evaluate".
         """
+        way = self._way_of(data)
         known = getattr(self, "_why_joined", {})
-        reason = why_not_by_rows(self) or why_unaligned(data) or self._why_not_apart(data)
-        if kind not in known or known[kind] != reason:
-            attach(self, _why_joined=known | {kind: reason})
-            where = "stay where the rows are"
-            if reason is not None:
-                where = f"of all rows meet{self._how_large(data)}: {reason}"
-            logging.info("Model '%s', %s: the outputs %s.", self.name, kind, where)
-        return reason is None
+        if kind not in known or known[kind] != way.why_joined:
+            attach(self, _why_joined=known | {kind: way.why_joined})
+            logging.info("Model '%s', %s: %s.", self.name, kind, self._told(way, data))
+        return way
 
-    def _how_large(self, data) -> str:
-        """What the outputs of a batch take where they meet, in words.
+    def _way_of(self, data) -> Way:
+        reason = why_not_by_rows(self) or why_unaligned(data)
+        joined: dict[int, str] = {}
+        if reason is None:
+            joined = metrics_not_by_rows(self)
+            tried = self._tried_apart(data, joined)
+            reason, joined = tried.why_not, joined | tried.metrics
+        metrics = StepMetrics.divided(self._compile_metrics, () if reason else joined)
+        return Way(reason is None, metrics, reason or next(iter(joined.values()), None))
+
+    def _told(self, way: Way, data) -> str:
+        if way.all_stay:
+            return "the outputs stay where the rows are"
+        if not way.rows_stay:
+            return f"the outputs of all rows meet{self._how_large(data)}: {way.why_joined}"
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        outputs, _ = self._outputs_of(keras.tree.map_structure(type_of, x))
+        places = way.metrics.places(outputs)
+        names = getattr(self, "output_names", None) or []
+        which = "the outputs"
+        if len(names) == len(keras.tree.flatten(outputs)) > len(places):
+            which = " and ".join(f"output '{names[place]}'" for place in places)
+        how_large = self._how_large(data, places)
+        return f"all rows of {which} meet{how_large}, for a metric alone: {way.why_joined}"
+
+    def _how_large(self, data, places: Collection[int] | None = None) -> str:
+        """What outputs of a batch take where they meet, in words.
+
+        Args:
+            data: The batch.
+            places: Which of the flat outputs; all by default.
 
         Raises:
             ValueError: If that is more than the machine has.
@@ -89,7 +140,9 @@ class WhereRowsMeet:
             outputs, _ = self._outputs_of(keras.tree.map_structure(type_of, x))
         except Exception:  # Keras's own follows, if it is one of the program.
             return ""
-        sizes = [_bytes_of_a_row(output) for output in keras.tree.flatten(outputs)]
+        flat = keras.tree.flatten(outputs)
+        met = flat if places is None else [flat[place] for place in places]
+        sizes = [_bytes_of_a_row(output) for output in met]
         if None in sizes:
             return ""
         num_rows = next(iter(_row_counts(x)), None)
@@ -105,8 +158,13 @@ class WhereRowsMeet:
             )
         return f" ({size:,} bytes a batch)"
 
-    def _why_not_apart(self, data) -> str | None:
-        """Why losses or metrics differ of rows apart; tried once for each kind of data."""
+    def _tried_apart(self, data, joined: Collection[int]) -> Apart:
+        """Which losses and metrics differ of rows apart; tried once for each kind of data.
+
+        Args:
+            data: The batch.
+            joined: The ids of metrics that are not tried, since they see joined rows anyway.
+        """
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         types = keras.tree.map_structure(type_of, (x, y, sample_weight))
         of_whom, known = getattr(self, "_known_apart", (None, {}))
@@ -116,10 +174,11 @@ class WhereRowsMeet:
             try:
                 outputs, masks = self._outputs_of(types[0])
             except Exception as error:  # Keras's own follows, if it is one of the program.
-                found = f"the shapes of its outputs are not known: {str(error)[:200]}"
+                reason = f"the shapes of its outputs are not known: {str(error)[:200]}"
+                known[str(types)] = Apart(reason, {})
             else:
-                found = why_not_apart(self, types[1], outputs, types[2], masks)
-            known[str(types)] = found
+                summed = StepMetrics.divided(self._compile_metrics, joined).summed
+                known[str(types)] = apart(self, summed, types[1], outputs, types[2], masks)
             attach(self, _known_apart=(self._compile_loss, known))
         return known[str(types)]
 

@@ -618,7 +618,34 @@ def other_shapes(name, feature="targets and outputs of different ranks", **field
     return case(GROUP, feature, name, **fields)
 
 
+class Largest(keras.metrics.Metric):
+    """The largest output so far: a state that is no sum over the examples."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.largest = self.add_variable((), "zeros", name="largest")
+
+    def update_state(self, y, outputs, sample_weight=None):
+        largest = keras.ops.cast(keras.ops.max(outputs), self.largest.dtype)
+        self.largest.assign(keras.ops.maximum(self.largest, largest))
+
+    def result(self):
+        return self.largest
+
+
 CASES += [
+    other_shapes(
+        "a metric of one's own, of one of two outputs",
+        "a metric of one's own, of one of two outputs",
+        build=two_heads,
+        compile=compiled(
+            tiny_steps,
+            two_losses,
+            metrics=lambda: {"digit": ["accuracy"], "level": ["mae", Largest()]},
+            weighted_metrics=lambda: {"digit": [Largest(name="weighted")]},
+        ),
+        data=two_targets,
+    ),
     other_shapes(
         "targets without an axis",
         build=net(1, "softplus"),

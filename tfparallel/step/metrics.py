@@ -1,0 +1,100 @@
+"""The compiled metrics of a model in two, by the rows that they must see at once.
+
+| | | |
+| --- | --- | --- |
+| summed | their states are sums over the rows | each piece has its share; the shares are added |
+| joined | all others | updated once, with the joined rows of the outputs that they look at |
+
+Rests on how `CompileMetrics` keeps its metrics, by output (`docs/upstream.md`).
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfparallel.seams.keras import CompileMetrics, MetricsList
+from tfparallel.step.terms import grow
+
+__all__ = ["StepMetrics"]
+
+
+class StepMetrics(NamedTuple):
+    """The metrics of a step.
+
+    Attributes:
+        summed: Those whose states add up, or None.
+        joined: The others, or None.
+    """
+
+    summed: CompileMetrics | None
+    joined: CompileMetrics | None = None
+
+    @classmethod
+    def divided(cls, compiled: CompileMetrics | None, joined: Collection[int]) -> "StepMetrics":
+        """Divides a model's metrics.
+
+        Args:
+            compiled: The metrics, built; None for a model without.
+            joined: The ids of the metrics that must see joined rows.
+        """
+        if compiled is None or not joined:
+            return cls(compiled)
+        return cls(
+            _only(compiled, lambda metric: id(metric) not in joined),
+            _only(compiled, lambda metric: id(metric) in joined),
+        )
+
+    def places(self, outputs) -> list[int]:
+        """Which outputs the joined metrics look at, as indices of the flat outputs.
+
+        Args:
+            outputs: Tensors or their types, in the structure of the outputs.
+        """
+        if self.joined is None:
+            return []
+        indices = list(range(len(keras.tree.flatten(outputs))))
+        indices = self.joined._flatten_y(keras.tree.pack_sequence_as(outputs, indices))
+        by_output = zip(self.joined._flat_metrics, self.joined._flat_weighted_metrics, strict=True)
+        looked_at = [any(lists) for lists in by_output]
+        return sorted(place for place, is_one in zip(indices, looked_at, strict=True) if is_one)
+
+    def update(
+        self, growth: Sequence[tf.Tensor], y, outputs, rows: Sequence[tf.Tensor], sample_weight
+    ) -> None:
+        """Updates the states, once a step.
+
+        Args:
+            growth: What the states of `summed` grow by.
+            y: The targets of the whole batch; read for `joined` alone.
+            outputs: Types, in the structure of the outputs.
+            rows: The joined rows of the outputs at `places`.
+            sample_weight: The weights of the whole batch, or None.
+        """
+        grow(self.summed, growth)
+        if self.joined is None:
+            return
+        flat = keras.tree.flatten(outputs)
+        for place, joined in zip(self.places(outputs), rows, strict=True):
+            flat[place] = joined
+        outputs = keras.tree.pack_sequence_as(outputs, flat)
+        self.joined.update_state(y, outputs, sample_weight=sample_weight)
+
+
+def _only(compiled: CompileMetrics, is_wanted) -> CompileMetrics:
+    """The same metrics, without those that are not wanted."""
+
+    def of_output(metrics: MetricsList | None) -> MetricsList | None:
+        kept = [] if metrics is None else [m for m in metrics.metrics if is_wanted(m)]
+        return MetricsList(kept, output_name=metrics.output_name) if kept else None
+
+    some = object.__new__(CompileMetrics)  # Past Keras's tracking.
+    vars(some).update(
+        vars(compiled)
+        | {
+            "_flat_metrics": [of_output(each) for each in compiled._flat_metrics],
+            "_flat_weighted_metrics": [of_output(m) for m in compiled._flat_weighted_metrics],
+        }
+    )
+    return some
