@@ -73,4 +73,5 @@ bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.
 	$(BIN)/python benchmarks/model_parallel.py
 	$(BIN)/python benchmarks/pipeline.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/restarts.py
-	$(BIN)/python benchmarks/choice.py  # Last: eight processes on all cores.
+	$(BIN)/python benchmarks/choice.py  # Eight processes on all cores.
+	$(BIN)/python benchmarks/summary.py

@@ -178,6 +178,7 @@ def main():
     reply(
         description=workload.description,
         num_parameters=model.count_params(),
+        gradient_bytes=workload.gradient_bytes(model),
         global_batch_size=workload.global_batch_size,
         tensorflow=tf.__version__,
         keras=keras.__version__,

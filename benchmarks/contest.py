@@ -135,17 +135,21 @@ def positive(text):
     return number
 
 
-def publish(name, lines, found, options):
-    """Prints a benchmark's lines, and writes them and its figures where the options say."""
+def publish(name, lines, found, options, figures=None):
+    """Prints a benchmark's lines, and writes them and its figures where the options say.
+
+    Args:
+        name: The block of the page.
+        lines: What the page shows.
+        found: Every figure, for `--json`.
+        options: What `parse` returned.
+        figures: Those that `summary.py` reads, with the date.
+    """
     print("\n".join(lines))
-    write_json(found, options)
-    if options.write:
-        blocks.write(pathlib.Path(options.write), name, lines)
-
-
-def write_json(found, options):
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
+    if options.write:
+        blocks.write(pathlib.Path(options.write), name, lines, figures)
 
 
 def footer(program, described, options, *names):

@@ -8,11 +8,9 @@ the second takes a look at one workload.
 """
 
 import contextlib
-import pathlib
 import sys
 from typing import NamedTuple
 
-import blocks
 import contest
 import environment
 import results
@@ -53,12 +51,7 @@ def main(arguments):
         "Pinned to cores": ", ".join(map(str, cores)) or "none: this system cannot pin",
     }
     found = {"environment": described, "command": command(options), "workloads": measured}
-    print(results.tables(found))
-    contest.write_json(found, options)
-    if options.write:
-        page = pathlib.Path(options.write)
-        others = blocks.all_of(page.read_text()) if page.exists() else ""
-        page.write_text(results.page(found) + others)
+    contest.publish("data_parallel", results.page(found), found, options, results.figures(found))
 
 
 def parse(arguments):

@@ -16,9 +16,10 @@ from contender_process import ContenderProcess
 
 PROGRAM = contest.PAGE.with_name("first_epoch_contender.py")
 NUM_CORES = 2
+EPOCH_TARGET, TRACING_TARGET_SECONDS = 1.5, 10
 TARGETS = {
-    "mobilenet_v2": "an epoch of at most 1.5 times plain Keras's",
-    "transformer": "tracing in at most 10 s",
+    "mobilenet_v2": f"an epoch of at most {EPOCH_TARGET} times plain Keras's",
+    "transformer": f"tracing in at most {TRACING_TARGET_SECONDS} s",
 }
 DESCRIPTIONS = {
     "mobilenet_v2": "MobileNetV2, 64 × 64 pixels, alpha 0.35, 32 images a step",
@@ -38,7 +39,8 @@ def main(arguments):
     cores = environment.cores_to_pin(NUM_CORES)
     described = environment.describe()
     found = {name: measure(name, options.num_rounds, cores) for name in CONTENDERS}
-    contest.publish("first_epoch", page(found, described, options), found, options)
+    figures = figures_of(found, described["Date"])
+    contest.publish("first_epoch", page(found, described, options), found, options, figures)
 
 
 def measure(workload, num_rounds, cores):
@@ -79,6 +81,17 @@ def first_epoch(workload, kind, cores):
         return contender.answer(), told
 
 
+def figures_of(found, date):
+    """Returns what `summary.py` reads: what tracing takes us, and our epoch over plain Keras's."""
+    return {"date": date} | {
+        workload: {
+            "tracing_seconds": result["figures"][CONTENDERS[workload][1]]["tracing_seconds"],
+            "epoch_over_plain": result["ratio"],
+        }
+        for workload, result in found.items()
+    }
+
+
 def page(found, described, options):
     """The lines of RESULTS.md about the first epoch."""
     lines = [
@@ -96,8 +109,7 @@ def page(found, described, options):
             "",
             f"{number:,} weights.",
             "",
-            "| | tracing, s | first epoch, s | processor time, s "
-            "| peak memory, MiB |",
+            "| | tracing, s | first epoch, s | processor time, s | peak memory, MiB |",
             "| --- | --- | --- | --- | --- |",
         ]
         for kind, figures in result["figures"].items():

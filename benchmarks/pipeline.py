@@ -23,6 +23,7 @@ PROGRAMS = [
 NUM_STAGES = 2
 NUM_SKIPPED, NUM_WARM_UP_ROUNDS = 2, 1
 OF_IDEAL, OVER_ONE_PROCESS = 0.9, 1.6
+OVER_TORCH = 1.00  # Our step, at most so much of PyTorch's.
 
 
 def main(arguments):
@@ -30,7 +31,8 @@ def main(arguments):
     cores = environment.cores_to_pin(NUM_STAGES)
     described = environment.describe()
     found = measure(options, cores)
-    contest.publish("pipeline", page(found, described, options), found, options)
+    figures = figures_of(found, described["Date"])
+    contest.publish("pipeline", page(found, described, options), found, options, figures)
 
 
 def parse(arguments):
@@ -106,11 +108,21 @@ def measure(options, cores):
             row["torch_ms"] = contest.percentiles(theirs)
             ratios = [r["torch_pipeline", number] / r["ours", number] for r in rounds]
             row["torch_over_ours"] = contest.percentiles(ratios)
+            row["ours_over_torch"] = contest.percentiles([1 / ratio for ratio in ratios])
         rows.append(row)
     found = {"plain_ms": contest.percentiles([r["plain", 1] for r in rounds]), "rows": rows}
     if options.torch:
         found["torch_ms"] = contest.percentiles([r["torch", 1] for r in rounds])
     return found | {"versions": versions}
+
+
+def figures_of(found, date):
+    """Returns what `summary.py` reads: by M, our step over PyTorch's, if that was measured."""
+    return {"date": date} | {
+        f"m_{row['num_micro_batches']}": {"ours_over_torch": row["ours_over_torch"]}
+        for row in found["rows"]
+        if "ours_over_torch" in row
+    }
 
 
 def page(found, described, options):
@@ -140,7 +152,8 @@ def page(found, described, options):
         target = f"{OVER_ONE_PROCESS}" if number == 8 else ""
         lines.append(
             f"| {number} | {contest.spread(row['ours_ms'], 0)} "
-            f"| {contest.spread(row['over_plain'], 2)} | {target} | {torch} | {ratio} | 1 |"
+            f"| {contest.spread(row['over_plain'], 2)} | {target} | {torch} | {ratio} "
+            f"| {1 / OVER_TORCH:.2f} |"
         )
     lines += [
         "",

@@ -20,16 +20,16 @@ CONTENDER_TITLES = {
 # (numerator, denominator) -> at most; None where nothing is promised.
 TARGETS = {
     "dispatch_bound": {
-        ("ours_1", "plain_1"): 1.03,
-        ("ours_2", "stock_2"): 0.85,
+        ("ours_1", "plain_1"): 1.02,
+        ("ours_2", "stock_2"): 0.80,
         ("stock_1", "plain_1"): None,
         ("stock_2", "plain_1"): None,
         ("ours_2", "plain_1"): None,
         ("ours_xla_2", "plain_xla_1"): 1.1,
     },
     "compute_bound": {
-        ("ours_1", "plain_1"): 1.03,
-        ("ours_2", "stock_2"): 1.03,
+        ("ours_1", "plain_1"): 1.02,
+        ("ours_2", "stock_2"): 1.00,
         ("stock_1", "plain_1"): None,
         ("stock_2", "plain_1"): None,
         ("ours_2", "plain_1"): None,
@@ -106,7 +106,7 @@ def verdicts(results):
                     (
                         f"{workload}: step of {ratio['of']} / {ratio['to']}",
                         measured,
-                        f"at most {ratio['target']}",
+                        f"at most {ratio['target']:.2f}",
                         ratio["reached"],
                     )
                 )
@@ -211,12 +211,10 @@ def _table(header, rows):
 
 
 _PAGE = """\
-# Data parallel on one machine
+## Data parallel on one machine
 
 The time of a step of `model.fit`: plain Keras on one device, plain Keras under TensorFlow's
 `MirroredStrategy`, and `tfparallel.data_parallel`. Written by `benchmarks/data_parallel.py`.
-
-## Result
 
 {tables}
 
@@ -235,20 +233,31 @@ How to read it:
 - Losses stand beside each other to show that the same training was timed. In float32 the order
   of a sum differs between one replica and two, and thousands of steps enlarge the difference.
 
-## Environment
+### Environment
 
 {environment}
 
-## To reproduce
+### To reproduce
 
 On an idle machine, from the top of the repository:
 
     make setup
-    {command}
-"""
+    {command}"""
 
 
 def page(results):
-    """Returns the whole of RESULTS.md."""
+    """Returns the lines of RESULTS.md about data parallelism on one machine."""
     environment = "\n".join(f"- {key}: {value}" for key, value in results["environment"].items())
-    return _PAGE.format(tables=tables(results), environment=environment, command=results["command"])
+    text = _PAGE.format(tables=tables(results), environment=environment, command=results["command"])
+    return text.splitlines()
+
+
+def figures(results):
+    """Returns what `summary.py` reads: of each workload, each ratio of step times."""
+    return {"date": results["environment"]["Date"]} | {
+        workload: {
+            f"{ratio['of']}/{ratio['to']}": {k: ratio[k] for k in ("median", "p10", "p90")}
+            for ratio in result["ratios"]
+        }
+        for workload, result in results["workloads"].items()
+    }

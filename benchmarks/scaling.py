@@ -26,12 +26,14 @@ WORKLOADS = {
     "wide_cnn_32": "9.5 M parameters, 32 examples a worker",
     "language_model": "A language model of 32,768 words, 16 rows of 64 words a worker",
 }
-# Of `fit` as it comes, against two processes that know nothing of each other.
-TARGETS = {"cnn_32": 0.95, "cnn_128": 0.98, "wide_cnn_32": 0.93, "language_model": 0.926}
-# Of what such a process holds, at most so much more; beyond the gradients, at most so much sent.
-MEMORY_TARGET, SENT_TARGET_KIB = 1.10, 64
+# Of `fit` as it comes, against two processes that know nothing of each other. Of the language
+# model: its step and memory over theirs, at most; what is sent beyond its gradients, at most.
+LANGUAGE_MODEL = "language_model"
+STEP_TARGET, MEMORY_TARGET, SENT_TARGET_KIB = 1.08, 1.10, 64
+TARGETS = {"cnn_32": 0.95, "cnn_128": 0.98, "wide_cnn_32": 0.93}
+TARGETS[LANGUAGE_MODEL] = round(1 / STEP_TARGET, 3)
 STEPS = {"cnn_32": 40, "cnn_128": 14, "wide_cnn_32": 14, "language_model": 10}
-WITHOUT_TORCH = ("language_model",)
+WITHOUT_TORCH = (LANGUAGE_MODEL,)
 NUM_SKIPPED = 4
 NUM_WARM_UP_ROUNDS = 2
 TITLES = {
@@ -49,7 +51,8 @@ def main(arguments):
     cores = environment.cores_to_pin(NUM_WORKERS)
     described = environment.describe()
     found = {name: measure(name, options, cores) for name in options.workload or WORKLOADS}
-    contest.publish("scaling", page(found, described, options), found, options)
+    figures = figures_of(found, described["Date"])
+    contest.publish("scaling", page(found, described, options), found, options, figures)
 
 
 def parse(arguments):
@@ -83,9 +86,7 @@ def measure(workload, options, cores):
     has_torch = options.torch and workload not in WITHOUT_TORCH
     kinds = ["plain", "apart", "ours", "ring"] + (["torch", "ddp"] if has_torch else [])
     with contextlib.ExitStack() as stack:
-        contenders = {
-            kind: start(kind, workload, stack, cores, options.torch) for kind in kinds
-        }
+        contenders = {kind: start(kind, workload, stack, cores, options.torch) for kind in kinds}
         versions = {kind: group.wait_until_ready()[0] for kind, group in contenders.items()}
         rounds = []
         for index in range(-NUM_WARM_UP_ROUNDS, options.num_rounds):
@@ -101,6 +102,7 @@ def measure(workload, options, cores):
         "step_ms": {kind: contest.percentiles([r[kind] for r in rounds]) for kind in kinds},
         "peak_mib": {kind: group.peak_mib for kind, group in contenders.items()},
         "sent_bytes": {kind: group.sent_bytes for kind, group in contenders.items()},
+        "ours_over_apart": contest.percentiles([r["ours"] / r["apart"] for r in rounds]),
         "efficiency": {
             f"{many}/{one}": contest.percentiles([r[one] / r[many] for r in rounds])
             for one, many in (
@@ -115,6 +117,26 @@ def measure(workload, options, cores):
     }
 
 
+def figures_of(found, date):
+    """Returns what `summary.py` reads: ours against two processes that are not joined."""
+    return {"date": date} | {
+        workload: {
+            "step_over_unjoined": result["ours_over_apart"],
+            "unjoined_over_step": result["efficiency"]["ours/apart"],
+            "memory_over_unjoined": memory_over_apart(result),
+            "sent_beyond_gradients_kib": (
+                result["sent_bytes"]["ours"] - result["versions"]["plain"]["gradient_bytes"]
+            )
+            / 1024,
+        }
+        for workload, result in found.items()
+    }
+
+
+def memory_over_apart(result):
+    return result["peak_mib"]["ours"] / result["peak_mib"]["apart"]
+
+
 def page(found, described, options):
     """The lines of RESULTS.md about scaling."""
     lines = [
@@ -122,15 +144,16 @@ def page(found, described, options):
         "",
         "A step of `fit`, in ms: the median of the rounds' medians, with the 10th and 90th "
         "percentile; of the workers, the slowest at each step. Memory is the most that a process "
-        "has held. Sent is what a worker hands to the others in a step; gradients of embeddings "
-        "are slices, as small as the words of a batch. Efficiency is one step over the other.",
+        "has held. Sent is what a worker hands to the others in a step, beside the size of its "
+        "gradients; those of embeddings are slices, as small as the words of a batch. Efficiency "
+        "is one step over the other.",
         "",
     ]
     for workload, result in found.items():
         lines += [f"### {WORKLOADS[workload]}", ""]
-        gradients = 4 * result["versions"]["plain"]["num_parameters"] / 1024
+        gradients = result["versions"]["plain"]["gradient_bytes"] / 1024
         lines += [
-            f"| | step, ms | peak memory, MiB | sent, KiB (gradients, dense: {gradients:,.0f}) |",
+            f"| | step, ms | peak memory, MiB | sent, KiB (gradients: {gradients:,.0f}) |",
             "| --- | --- | --- | --- |",
         ]
         for kind, value in result["step_ms"].items():
@@ -147,14 +170,14 @@ def page(found, described, options):
             if one == "ddp":
                 title, target = "DDP's step over ours (above 1: ours is faster)", "above 1"
             lines.append(f"| {title} | {contest.spread(value, 3)} | {target} |")
-        memory = result["peak_mib"]["ours"] / result["peak_mib"]["apart"]
-        lines += [
-            "",
-            f"A worker's memory over that of a process that knows of no other: {memory:.2f}, to "
-            f"reach: at most {MEMORY_TARGET:.2f}. Sent, to reach: at most the gradients and "
-            f"{SENT_TARGET_KIB} KiB.",
-            "",
-        ]
+        memory = f"{memory_over_apart(result):.2f}"
+        told = f"A worker's memory over that of a process that knows of no other: {memory}"
+        if workload == LANGUAGE_MODEL:
+            told += (
+                f", to reach: at most {MEMORY_TARGET:.2f}. Sent, to reach: at most the gradients "
+                f"and {SENT_TARGET_KIB} KiB"
+            )
+        lines += ["", f"{told}.", ""]
     versions = {k: v for r in found.values() for d in r["versions"].values() for k, v in d.items()}
     named = {k: v for k, v in versions.items() if k in ("tensorflow", "keras", "torch")}
     lines.pop()

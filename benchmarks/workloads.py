@@ -47,6 +47,18 @@ class Workload(NamedTuple):
         noise = generator.standard_normal((*labels.shape, *self.input_shape))
         return (prototypes[labels] + NOISE * noise).astype("float32"), labels.astype("int32")
 
+    def gradient_bytes(self, model):
+        """Returns the size of the gradients of a process's rows, in float32.
+
+        That of an embedding is a slice for each word of the batch, with its index in int32.
+        """
+        size = 4 * model.count_params()
+        for layer in model.layers:
+            if isinstance(layer, keras.layers.Embedding):
+                num_slices = self.global_batch_size * self.input_shape[0]
+                size += num_slices * (4 * layer.output_dim + 4) - 4 * layer.count_params()
+        return size
+
 
 def build_mlp():
     """Returns eight thin dense layers: next to no arithmetic, in hundreds of ops."""

@@ -59,3 +59,24 @@ def test_with_accumulation_the_sum_is_in_the_branch_of_the_update(accumulation_s
     in_step, in_branches = sums_of_gradients(accumulation_steps)
     assert in_step == 0
     assert in_branches > 0
+
+
+def test_the_step_leaves_the_terms_with_the_optimizer_that_takes_them(monkeypatch):
+    model = tfparallel.data_parallel(
+        lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(UNITS)]), devices=THREE
+    )
+    x, y = np.ones((9, 3), "float32"), np.ones((9, UNITS), "float32")
+    first, second = (keras.optimizers.SGD(0.1, gradient_accumulation_steps=2) for _ in range(2))
+    for optimizer in (first, second):
+        model.compile(optimizer, "mse")
+        seen = []
+
+        def apply(*args, optimizer=optimizer, seen=seen, apply=optimizer.apply):
+            seen.append({key: len(terms) for key, terms in optimizer.pending_terms.items()})
+            return apply(*args)
+
+        monkeypatch.setattr(optimizer, "apply", apply)
+        model.fit(x, y, batch_size=9, epochs=2, verbose=0)
+        assert seen == [{id(variable): len(THREE) for variable in model.trainable_variables}]
+        assert not optimizer.pending_terms
+    assert first.pending_terms is not second.pending_terms

@@ -336,7 +336,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         # hands them straight to the optimizer.
         is_kerass = original_class(self).train_step is keras.Model.train_step
         if self._in_train_step and is_kerass and optimizer.accumulates(self.optimizer):
-            return self._pending_terms
+            return self.optimizer.pending_terms
         return None
 
 
@@ -365,7 +365,6 @@ def extend_model(
         _synchronize_batch_norm=synchronize_batch_norm,
         _check_rows=check_rows,
         _in_train_step=False,
-        _pending_terms={},
         _fingerprints=None,
         _gathers=True,
         _predict_own_rows=(None, None),
@@ -410,7 +409,7 @@ def extend_parts(model: keras.Model) -> None:
                 _owner_compiles=model.compiled and model._compiles,
             )
     for found in _optimizers(model):
-        optimizer.prepare(found, strategy, model._pending_terms)
+        optimizer.prepare(found, strategy)
 
 
 def _optimizers(model):

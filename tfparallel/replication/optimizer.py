@@ -104,7 +104,13 @@ class AccumulatingOptimizer(ProgramOptimizer):
     """Extends an optimizer with `gradient_accumulation_steps`: one reduction an update.
 
     An accumulator's value is the sum of its copies.
+
+    Attributes:
+        pending_terms: Where a step leaves gradients unsummed, `{id(variable): [g_0, …]}`, until it
+            calls `apply`, which takes them out.
     """
+
+    pending_terms: dict[int, list[tf.Tensor]]
 
     def apply(self, grads, trainable_variables=None):
         """Applies gradients; terms that the step left unsummed are accumulated as they are."""
@@ -128,7 +134,7 @@ class AccumulatingOptimizer(ProgramOptimizer):
         # What the program itself differentiated, a regularizer say, is whole on every worker.
         whole = tf.convert_to_tensor(gradient)
         num_copies = len(variables.copies(variable))
-        terms = (self._pending_terms or {}).pop(id(variable), [tf.zeros_like(whole)] * num_copies)
+        terms = self.pending_terms.pop(id(variable), [tf.zeros_like(whole)] * num_copies)
         terms = [tf.convert_to_tensor(term) for term in terms]
         if _is_first_worker(self._distribution_strategy):
             terms[0] += whole
@@ -180,18 +186,18 @@ class ScaledProgramOptimizer(ProgramOptimizer):
         return super()._tf_apply(grads, trainable_variables)
 
 
-def prepare(optimizer: keras.Optimizer, strategy, pending_terms: dict | None = None) -> None:
+def prepare(optimizer: keras.Optimizer, strategy) -> None:
     """Makes a Keras optimizer act under `strategy`, in place.
 
     Args:
         optimizer: Any Keras optimizer, unbuilt or built under the strategy's scope.
         strategy: The `tfparallel.MirroredStrategy`.
-        pending_terms: Where the step leaves gradients unsummed, `{id(variable): [g_0, …]}`.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         extend(optimizer, ScaledProgramOptimizer)
     elif optimizer.gradient_accumulation_steps:
-        extend(optimizer, AccumulatingOptimizer, _pending_terms=pending_terms)
+        if not isinstance(optimizer, AccumulatingOptimizer):
+            extend(optimizer, AccumulatingOptimizer, pending_terms={})
     else:
         extend(optimizer, ProgramOptimizer)
     object.__setattr__(optimizer, "_distribution_strategy", strategy)

@@ -1,0 +1,147 @@
+"""The table of figures to reach: from literal figures to literal lines."""
+
+import importlib
+import pathlib
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+DAY = "2026-11-23"
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Imports a module that lies beside the program."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def spread(median):
+    return {"median": median, "p10": 0.9 * median, "p90": 1.1 * median}
+
+
+FIGURES = {
+    "data_parallel": {
+        "date": "2026-11-24",
+        "dispatch_bound": {"ours_1/plain_1": spread(1.02), "ours_2/stock_2": spread(0.81)},
+        "compute_bound": {"ours_1/plain_1": spread(1.03), "ours_2/stock_2": spread(1.0)},
+    },
+    "scaling": {
+        "date": DAY,
+        "language_model": {
+            "step_over_unjoined": spread(1.05),
+            "unjoined_over_step": spread(0.95),
+            "memory_over_unjoined": 1.12,
+            "sent_beyond_gradients_kib": 1.0,
+        },
+        "cnn_32": {"unjoined_over_step": spread(0.95)},
+        "cnn_128": {"unjoined_over_step": spread(0.97)},
+    },
+    "first_epoch": {
+        "date": DAY,
+        "mobilenet_v2": {"epoch_over_plain": spread(1.8)},
+        "transformer": {"tracing_seconds": spread(10)},
+    },
+}
+TABLE = """\
+| what | measured | to reach | verdict |
+| --- | --- | --- | --- |
+| language model, 2 workers: step over the unjoined | 1.05 (0.95 to 1.16) | at most 1.08 | reached |
+| language model, 2 workers: memory over the unjoined | 1.12 | at most 1.10 | **missed** |
+| language model, 2 workers: sent by a worker beyond its gradients | 1 KiB | at most 64 KiB | reached |
+| CNN of 1.2 M parameters, 32 examples a worker: step of the unjoined over ours | 0.95 (0.85 to 1.04) | at least 0.95 | reached |
+| CNN of 1.2 M parameters, 128 examples a worker: step of the unjoined over ours | 0.97 (0.87 to 1.07) | at least 0.98 | **missed** |
+| CNN of 9.5 M parameters, 32 examples a worker: step of the unjoined over ours | not run: `benchmarks/scaling.py` | at least 0.93 | |
+| 1 replica against plain Keras, dispatch-bound: step of ours over theirs | 1.02 (0.92 to 1.12) | at most 1.02 | reached |
+| 1 replica against plain Keras, compute-bound: step of ours over theirs | 1.03 (0.93 to 1.13) | at most 1.02 | **missed** |
+| 2 replicas against `MirroredStrategy`, dispatch-bound: step of ours over theirs | 0.81 (0.73 to 0.89) | at most 0.80 | **missed** |
+| 2 replicas against `MirroredStrategy`, compute-bound: step of ours over theirs | 1.00 (0.90 to 1.10) | at most 1.00 | reached |
+| first epoch of MobileNetV2, 2 replicas: over plain Keras's | 1.80 (1.62 to 1.98) | at most 1.50 | **missed** |
+| pipeline of 10.8 M parameters, M = 8: time to trace | 10.0 s (9.0 s to 11.0 s) | at most 10.0 s | reached |
+| pipeline of 10.8 M parameters, M = 8: step over PyTorch's | not run: `benchmarks/pipeline.py` | at most 1.00 | |
+| lines in `tfparallel/` ([why](../docs/internals/design.md#how-the-package-grew)) | 36,824 | below 28,700 | **missed** |
+
+Read from the blocks below: scaling, measured on 2026-11-23; data_parallel, measured on 2026-11-24; first_epoch, measured on 2026-11-23. Lines counted on 2026-11-25."""  # noqa: E501
+
+
+def test_figures_become_a_table(module):
+    lines = module("summary").page(FIGURES, 36_824, "2026-11-25")
+    assert lines[4:] == TABLE.splitlines()
+
+
+def test_without_any_benchmark_the_lines_alone_are_judged(module):
+    lines = module("summary").page({}, 28_699, "2026-11-25")
+    rows = [line for line in lines if line.startswith("| ")][2:]
+    assert len(rows) == 14
+    assert all("| not run: `benchmarks/" in row and row.endswith("| |") for row in rows[:-1])
+    assert rows[-1].endswith("| 28,699 | below 28,700 | reached |")
+    assert lines[-1] == "Lines counted on 2026-11-25."
+
+
+def test_the_programs_leave_figures_where_the_summary_looks(module):
+    summary, names = module("summary"), ("ours_1", "plain_1", "ours_2", "stock_2")
+    ratios = [
+        {"of": of, "to": to, "target": None, **spread(1.0)} for of, to in (names[:2], names[2:])
+    ]
+    workloads = {name: {"ratios": ratios} for name in ("dispatch_bound", "compute_bound")}
+    scaled = {
+        "ours_over_apart": spread(1.0),
+        "efficiency": {"ours/apart": spread(1.0)},
+        "peak_mib": {"ours": 110.0, "apart": 100.0},
+        "sent_bytes": {"ours": 3072},
+        "versions": {"plain": {"gradient_bytes": 2048}},
+    }
+    epoch = {
+        "figures": {kind: {"tracing_seconds": spread(1.0)} for kind in ("ours", "pipeline")},
+        "ratio": spread(1.0),
+    }
+    figures = {
+        "data_parallel": module("results").figures(
+            {"environment": {"Date": DAY}, "workloads": workloads}
+        ),
+        "scaling": module("scaling").figures_of(
+            dict.fromkeys(module("scaling").WORKLOADS, scaled), DAY
+        ),
+        "first_epoch": module("first_epoch").figures_of(
+            dict.fromkeys(module("first_epoch").CONTENDERS, epoch), DAY
+        ),
+        "pipeline": module("pipeline").figures_of(
+            {"rows": [{"num_micro_batches": 8, "ours_over_torch": spread(1.0)}]}, DAY
+        ),
+    }
+    page = "\n".join(summary.page(figures, 1, DAY))
+    assert "not run" not in page
+    assert "memory over the unjoined | 1.10 |" in page
+    assert "beyond its gradients | 1 KiB |" in page
+
+
+def test_the_summary_stands_before_the_other_blocks_and_stays_there(module, tmp_path):
+    blocks, path = module("blocks"), tmp_path / "RESULTS.md"
+    blocks.write(path, "scaling", ["old"], {"date": DAY, "ratio": 1.23456})
+    blocks.write(path, "pipeline", ["piped"])
+    blocks.write(path, "summary", ["first"])
+    blocks.write(path, "scaling", ["new"], {"date": DAY, "ratio": 2.34567})
+    blocks.write(path, "summary", ["again"])
+    assert path.read_text().removeprefix(blocks.HEAD) == (
+        "\n<!-- summary: begin -->\nagain\n<!-- summary: end -->\n"
+        "\n<!-- scaling: begin -->\nnew\n\n"
+        f'<!-- figures: {{"date": "{DAY}", "ratio": 2.3457}} -->\n<!-- scaling: end -->\n'
+        "\n<!-- pipeline: begin -->\npiped\n<!-- pipeline: end -->\n"
+    )
+    assert blocks.read_figures(path) == {"scaling": {"date": DAY, "ratio": 2.3457}}
+
+
+def test_lines_of_python_are_counted(module, tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a.py").write_text("one\ntwo\n")
+    (tmp_path / "inner" / "b.py").write_text("three\n")
+    (tmp_path / "c.txt").write_text("not counted\n")
+    assert module("summary").count_lines(tmp_path) == 3
+
+
+def test_gradients_of_an_embedding_are_counted_as_slices(module):
+    workload = module("workloads").WORKLOADS["language_model"]
+    # 16 rows of 64 words: a slice of 64 float32 and an index each; the dense layers' weights.
+    dense = 64 * 64 + 64 + 64 * 32_768 + 32_768
+    size = workload.gradient_bytes(workload.build_model())
+    assert size == 4 * dense + 16 * 64 * (64 * 4 + 4)
