@@ -124,19 +124,22 @@ def traced(make, x, y) -> Step:
 
 
 def graphs_of(call) -> Step:
-    """Calls a function of TensorFlow's, and returns where it ran."""
-    context.enable_run_metadata()
+    """Calls a function of TensorFlow's for the first time, and returns where it ran."""
+    # Not `enable_run_metadata`: TensorFlow 2.21 goes on collecting after `disable_run_metadata`,
+    # and the next reader would see what ran in between.
+    context.enable_graph_collection()
     try:
+        context.export_run_metadata()  # Drops what somebody else has collected.
         call()
-        metadata = context.export_run_metadata()
+        functions = context.export_run_metadata().function_graphs
     finally:
-        context.disable_run_metadata()
-    # Of all functions that have run, a step is on most devices, and the largest of those.
-    found = max(
-        metadata.function_graphs,
-        key=lambda graphs: (len(graphs.partition_graphs), graphs.ByteSize()),
-    )
-    return Step(found.partition_graphs)
+        context.disable_graph_collection()
+    if not functions:
+        raise ValueError("TensorFlow made no graph: the function has run before, or ran eagerly.")
+    # Each operation that runs eagerly, as initializers do, is a function as well. The step is on
+    # most devices, and the largest of those.
+    step = max(functions, key=lambda each: (len(each.partition_graphs), each.ByteSize()))
+    return Step(step.partition_graphs)
 
 
 def _place(device: str) -> str:
