@@ -232,6 +232,9 @@ FORMS = {form.name: form for form in (Builder, DropIn, Stages, Split, Pipeline)}
 
 SEED = 7
 
+# By these names `observe` tells `run` in which types the layers of the trained model compute.
+_COMPUTES_IN = "computes in "
+
 
 @contextlib.contextmanager
 def precision(dtype: str) -> Iterator[None]:
@@ -249,10 +252,17 @@ def precision(dtype: str) -> Iterator[None]:
 def run(case: Case, form: Plain, *, baseline: bool = False) -> Observed:
     """Trains `case` under `form` from its own seed, in its own precision."""
     train = (case.baseline if baseline else None) or case.train or fit
+    keras.backend.clear_session()  # Before the dtype policy is set: it resets that, too.
     with precision(case.dtype):
-        keras.backend.clear_session()
         keras.utils.set_random_seed(SEED)
-        return train(form, case)
+        seen = train(form, case)
+    computed_in = {name for name in seen if name.startswith(_COMPUTES_IN)}
+    if _COMPUTES_IN + case.dtype.removeprefix("mixed_") not in computed_in:
+        raise AssertionError(
+            f"No layer of '{case.name}' under {form.name} computes in the case's precision, "
+            f"{case.dtype}. Received: {sorted(computed_in)}"
+        )
+    return {name: value for name, value in seen.items() if name not in computed_in}
 
 
 def on_one_device(case: Case) -> Observed:
@@ -325,6 +335,9 @@ def observe(model: keras.Model, history: dict | None = None, **outputs) -> Obser
             key, count = f"{kind}:{path}#{count}", count + 1
         seen[key] = np.array(keras.ops.convert_to_numpy(value), dtype="float64")
 
+    for layer in model._flatten_layers(include_self=False):
+        if not isinstance(layer, (keras.layers.InputLayer, keras.Model)):
+            seen[_COMPUTES_IN + layer.compute_dtype] = np.array(1.0)
     for variable in model.variables:
         # The state of a random generator is how a layer draws, not what it learned.
         if "seed_generator" not in variable.path:

@@ -8,14 +8,16 @@ import os
 import subprocess
 import sys
 
+import keras
 import pytest
 
 from tfparallel.placement.stages import PlacementError
 
 from . import refusals, table, test_parity, workers
-from .case import EXACT, FORMS, REFUSED, Builder, Plain, Split, compare
+from .case import EXACT, FORMS, REFUSED, Builder, Plain, Split, compare, fit, run
 from .cases import ALL
-from .programs import case
+from .cases.optimizers import overflowing
+from .programs import case, compiled
 from .test_parity import judge, parameters
 
 DEVICES = ["CPU:0", "CPU:1"]
@@ -62,6 +64,34 @@ def test_a_case_that_says_it_is_refused_may_not_train(known):
     expected = known(refused={"data_parallel": "anything"}, fit={"epochs": 1})
     with pytest.raises(AssertionError, match="was trained under data_parallel.*“anything”"):
         judge(expected, Builder(DEVICES))
+
+
+def losing_the_policy(form, case):
+    keras.backend.clear_session()
+    return fit(form, case)
+
+
+@pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
+def test_a_case_that_computes_in_another_precision_is_no_case(known, dtype):
+    lost = known(dtype=dtype, train=losing_the_policy, fit={"epochs": 1})
+    for form in (Plain(), Builder(DEVICES)):
+        with pytest.raises(AssertionError, match=f"computes in the case's precision, {dtype}"):
+            run(lost, form)
+
+
+@pytest.mark.parametrize(("scale", "skipped"), [(1.0, 0), (2.0**60, 6)])
+def test_a_case_of_skipped_updates_skips_some_and_not_all(known, scale, skipped):
+    def optimizer():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=scale)
+
+    overflows = known(
+        dtype="mixed_float16",
+        compile=compiled(optimizer),
+        train=overflowing,
+        fit={"epochs": 1},
+    )
+    with pytest.raises(AssertionError, match=f"must skip some of its 6.*: {skipped} skipped"):
+        run(overflows, Plain())
 
 
 class Alone:

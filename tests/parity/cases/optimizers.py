@@ -64,10 +64,23 @@ def half_precision(form, case):
     )
 
 
-def sharp_digits():
-    """Pixels up to 400: large gradients, so that a loss scale overflows float16."""
-    x, y = data.flat()
-    return {"x": x * 400, "y": y}
+def overflowing(form, case):
+    """The same of a case in which some updates, and not all, must overflow."""
+    seen = half_precision(form, case)
+    skipped, steps = int(seen["output:skipped_updates"]), 6 * fit_arguments(case)["epochs"]
+    if not 0 < skipped < steps:
+        raise AssertionError(
+            f"'{case.name}' under {form.name} must skip some of its {steps} updates, "
+            f"and not all. Received: {skipped} skipped"
+        )
+    return seen
+
+
+def scaled_sgd():
+    """Overflows float16 at first, and halves the scale at every skipped update."""
+    return optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.01, momentum=0.9), initial_scale=2.0**24, dynamic_growth_steps=6
+    )
 
 
 def conv_net():
@@ -205,13 +218,8 @@ CASES += [
         "`mixed_float16` with loss scaling, and the skipped updates",
         "mixed_float16 that skips updates",
         dtype="mixed_float16",
-        # Overflows float16, and is halved at every skipped update.
-        compile=compiled(
-            lambda: optimizers.LossScaleOptimizer(
-                optimizers.SGD(0.01, momentum=0.9), initial_scale=2.0**24, dynamic_growth_steps=6
-            )
-        ),
-        train=half_precision,
+        compile=compiled(scaled_sgd),
+        train=overflowing,
     ),
     case(
         GROUP,

@@ -12,7 +12,7 @@ from .. import data, refusals
 from ..programs import case, compiled, digits
 from .layers import attention_net, dense, row_digits, stack, text_digits
 from .metrics import conv_norm_net
-from .optimizers import embedding_net, image_digits, token_data
+from .optimizers import embedding_net, image_digits, overflowing, scaled_sgd, token_data
 from .randomness import EITHER
 from .structures import digit_and_even, fit_evaluate_predict, several, several_data
 from .training_steps import OnComputeLoss
@@ -44,6 +44,23 @@ CASES = [
     for feature, name, fields in [
         ("dense layers", "dense", {}),
         ("dense layers", "float32", {"dtype": "float32"}),
+        (
+            "mixed precision",
+            "mixed_float16",
+            {
+                "dtype": "mixed_float16",
+                "compile": compiled_by_xla(scaled_sgd),
+                "train": overflowing,
+            },
+        ),
+        (
+            "mixed precision",
+            "mixed_bfloat16",
+            {
+                "dtype": "mixed_bfloat16",
+                "compile": compiled_by_xla(lambda: optimizers.SGD(0.05)),
+            },
+        ),
         (
             "evaluation and prediction, metrics",
             "metrics",
