@@ -164,8 +164,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         return self.strategy.workers if self.strategy is not None else None
 
     def _quiet_unless_chief(self, asked):
-        is_chief = self._workers is None or self._workers.worker_index == 0
-        return asked if is_chief else asked | {"verbose": 0}
+        return asked if self._is_chief else asked | {"verbose": 0}
 
     @contextlib.contextmanager
     def _guarded(self, method, args, kwargs):
@@ -189,7 +188,6 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         self._choose_all_reduce()
         asked = {name: value for name, value in asked.items() if name != "self"}
         callbacks = chief_only.flatten(asked.get("callbacks"))
-        is_chief = self._workers.worker_index == 0
         restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
         if restores:
             callbacks = [*callbacks, chief_only.RestoredByChief(self._workers)]
@@ -201,8 +199,9 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         self._fingerprints.restart()
         self._read_own_rows(asked, "x", "fit")
         self._read_own_rows(asked, "validation_data", "evaluate")
+        writing = chief_only.writing_by_chief(callbacks, self._is_chief)
         try:
-            with guard, chief_only.writing_by_chief(callbacks, is_chief), naming_lost_worker():
+            with guard, writing, naming_lost_worker():
                 return super().fit(**self._quiet_unless_chief(asked))
         except tf.errors.InvalidArgumentError as error:
             explained = agreement.explain(error)

@@ -50,6 +50,13 @@ class WhereRowsMeet:
         with _in_plain_words():
             return super().evaluate(*args, **kwargs)
 
+    _workers = None  # What joins the workers of the job; None for one process.
+
+    @property
+    def _is_chief(self) -> bool:
+        """Whether this process speaks and writes for all workers."""
+        return self._workers is None or self._workers.worker_index == 0
+
     @property
     def why_joined(self) -> str | None:
         """Why the outputs of all rows met in the steps of `fit`, or in those of `evaluate`.
