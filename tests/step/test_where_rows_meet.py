@@ -179,6 +179,23 @@ def test_what_is_joined_is_told_in_bytes(form, caplog):
     assert "fit: the outputs of all rows meet (320 bytes a batch): loss 'own_loss'" in caplog.text
 
 
+@pytest.mark.parametrize("form", ["data", "gpipe"])
+def test_what_is_joined_is_shown_once_a_compile(form, capsys):
+    model = placed(form, two)
+    capsys.readouterr()
+    data = np.ones((ROWS, 3)), [np.ones((ROWS, 2)), np.ones((ROWS, 2))]
+    told = (
+        "Model 'functional', fit: the outputs of all rows meet (128 bytes a batch: 'a' 64, 'b' 64):"
+        " loss 'own_loss' may look at several examples.\n"
+    )
+    for loss, expected in ((own_loss, told), ("mse", ""), (own_loss, told)):
+        model.compile("sgd", [loss, loss])
+        batches = tf.data.Dataset.from_tensors(data[:1] + (tuple(data[1]),))
+        model.fit(batches, validation_data=batches, epochs=2, verbose=0)
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err) == ("", expected)
+
+
 def test_what_fits_no_memory_is_refused():
     """Of targets that are as wide, none are made: they would not fit either."""
     model = placed("data", lambda: keras.Sequential([keras.Input((3,)), Wide(2**30)]))

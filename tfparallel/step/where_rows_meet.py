@@ -9,7 +9,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -17,6 +17,8 @@ from absl import logging
 
 from tfparallel.data.shard import count_rows, where_it_is
 from tfparallel.extend import attach
+from tfparallel.layout.shorten import first_to_last
+from tfparallel.notice import notice
 from tfparallel.step.apart import why_not_apart
 from tfparallel.step.by_rows import why_not_by_rows
 from tfparallel.step.known_rows import is_known_by_rows
@@ -61,26 +63,34 @@ class WhereRowsMeet:
     def why_joined(self) -> str | None:
         """Why the outputs of all rows met in the steps of `fit`, or in those of `evaluate`.
 
-        None where they met in neither, and before there were any.
+        None where they met in neither, and before there were any since `compile`.
         """
-        known = getattr(self, "_why_joined", {})
+        known = self._reasons
         return known.get("fit") or known.get("evaluate")
 
+    @property
+    def _reasons(self) -> dict[str, str | None]:
+        """Why the outputs met, of "fit" and "evaluate", as the model is compiled now."""
+        of_whom, known = getattr(self, "_known_reasons", (None, {}))
+        return known if of_whom is self._compile_loss else {}
+
     def _rows_stay(self, data, kind: str) -> bool:
-        """Whether a step on such data needs no joined outputs; says so once where it does.
+        """Whether a step on such data needs no joined outputs; says so once where it does not.
 
         Args:
             data: A batch, as the step is given it.
             kind: "fit" or "evaluate".
         """
-        known = getattr(self, "_why_joined", {})
+        known = self._reasons
         reason = why_not_by_rows(self) or why_unaligned(data) or self._why_not_apart(data)
         if kind not in known or known[kind] != reason:
-            attach(self, _why_joined=known | {kind: reason})
+            attach(self, _known_reasons=(self._compile_loss, known | {kind: reason}))
             where = "stay where the rows are"
             if reason is not None:
                 where = f"of all rows meet{self._how_large(data)}: {reason}"
-            logging.info("Model '%s', %s: the outputs %s.", self.name, kind, where)
+            is_news = reason is not None and reason not in known.values() and self._is_chief
+            tell = notice if is_news else logging.info
+            tell(f"Model '{self.name}', {kind}: the outputs {where}.")
         return reason is None
 
     def _how_large(self, data) -> str:
@@ -101,7 +111,7 @@ class WhereRowsMeet:
             return ""
         num_rows = next(iter(_row_counts(x)), None)
         if not isinstance(num_rows, int):
-            return f" ({sum(sizes):,} bytes a row)"
+            return f" ({self._sizes_in_words(sizes, 'a row')})"
         size, memory = num_rows * sum(sizes), _memory_bytes()
         if size > memory:
             raise ValueError(
@@ -110,7 +120,16 @@ class WhereRowsMeet:
                 f"{num_rows:,} rows of {sum(sizes):,} bytes. Take smaller batches, or losses and "
                 "metrics of Keras's, whose rows need not meet."
             )
-        return f" ({size:,} bytes a batch)"
+        return f" ({self._sizes_in_words([num_rows * of_row for of_row in sizes], 'a batch')})"
+
+    def _sizes_in_words(self, sizes: Sequence[int], of_what: str) -> str:
+        """The bytes of all outputs, and of each where the model names several."""
+        total = f"{sum(sizes):,} bytes {of_what}"
+        names = getattr(self, "output_names", [])
+        if len(sizes) < 2 or len(names) != len(sizes):
+            return total
+        each = [f"'{name}' {size:,}" for name, size in zip(names, sizes, strict=True)]
+        return f"{total}: {first_to_last(each)}"
 
     def _why_not_apart(self, data) -> str | None:
         """Why losses or metrics differ of rows apart; tried once for each kind of data."""
