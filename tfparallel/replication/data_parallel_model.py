@@ -82,11 +82,13 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         )
         if self._workers is None:
             return super().fit(*args, **kwargs)
-        return self._fit_as_worker(asked)
+        with self._knowing_batches("fit", args, kwargs):
+            return self._fit_as_worker(asked)
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`; the chief alone shows progress."""
-        with self._guarded(keras.Model.evaluate, args, kwargs) as asked:
+        knowing = self._knowing_batches("evaluate", args, kwargs)
+        with knowing, self._guarded(keras.Model.evaluate, args, kwargs) as asked:
             self._read_own_rows(asked, "x", "evaluate")
             return super().evaluate(**asked)
 
@@ -230,7 +232,8 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             stay = self.built and self._predicts_as_keras
         else:
             self._maybe_symbolic_build(data_batch=spec)
-            stay = self._rows_stay(spec, kind)
+            with self._knowing_batches(kind, x=asked[name]):
+                stay = self._rows_stay(spec, kind)
         if not stay:  # All rows on each worker: what is read need not be sent.
             return
         weights = asked.pop("class_weight", None) if name == "x" else None

@@ -7,7 +7,7 @@
 """
 
 import contextlib
-import os
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,10 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tfparallel.data.batch_size import full_batch_size
 from tfparallel.data.shard import count_rows, where_it_is
+from tfparallel.device_memory import memory_bytes
+from tfparallel.device_names import canonical
 from tfparallel.extend import attach
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.notice import notice
@@ -42,17 +45,49 @@ ALIGNED = "Inputs, targets and sample weights must have a row for each example."
 class WhereRowsMeet:
     """Extends a compiled Keras model of which a step takes the batch in pieces, by rows."""
 
+    _workers = None  # What joins the workers of the job; None for one process.
+
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`."""
-        with _in_plain_words():
+        with self._knowing_batches("fit", args, kwargs), _in_plain_words():
             return super().fit(*args, **kwargs)
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`."""
-        with _in_plain_words():
+        with self._knowing_batches("evaluate", args, kwargs), _in_plain_words():
             return super().evaluate(*args, **kwargs)
 
-    _workers = None  # What joins the workers of the job; None for one process.
+    @contextlib.contextmanager
+    def _knowing_batches(self, kind: str, args=(), kwargs=None, **asked) -> Iterator[None]:
+        """Keeps how many rows a full batch has, which a step with a short last one cannot see.
+
+        Args:
+            kind: "fit" or "evaluate".
+            args: What the method was given.
+            kwargs: Likewise.
+            **asked: Or, instead of both, its `x`.
+        """
+        known = getattr(self, "_batch_sizes", {})
+        if kind in known:  # A method of another class, around this one, knows what was given.
+            yield
+            return
+        if not asked:
+            # What does not fit the signature is refused by the method itself.
+            with contextlib.suppress(TypeError):
+                signature = inspect.signature(getattr(keras.Model, kind))
+                asked = signature.bind(self, *args, **(kwargs or {})).arguments
+        names = ("x", "batch_size", "validation_split")
+        size = full_batch_size(**{name: asked[name] for name in names if name in asked})
+        attach(self, _batch_sizes=known | {kind: size})
+        try:
+            yield
+        finally:
+            attach(self, _batch_sizes=known)
+
+    @property
+    def _meeting_device(self) -> str:
+        """Where the outputs of all rows meet."""
+        return self._last_device
 
     @property
     def _is_chief(self) -> bool:
@@ -84,20 +119,20 @@ class WhereRowsMeet:
         known = self._reasons
         reason = why_not_by_rows(self) or why_unaligned(data) or self._why_not_apart(data)
         if kind not in known or known[kind] != reason:
-            attach(self, _known_reasons=(self._compile_loss, known | {kind: reason}))
             where = "stay where the rows are"
             if reason is not None:
-                where = f"of all rows meet{self._how_large(data)}: {reason}"
+                where = f"of all rows meet{self._how_large(data, kind)}: {reason}"
+            attach(self, _known_reasons=(self._compile_loss, known | {kind: reason}))
             is_news = reason is not None and reason not in known.values() and self._is_chief
             tell = notice if is_news else logging.info
             tell(f"Model '{self.name}', {kind}: the outputs {where}.")
         return reason is None
 
-    def _how_large(self, data) -> str:
+    def _how_large(self, data, kind: str) -> str:
         """What the outputs of a batch take where they meet, in words.
 
         Raises:
-            ValueError: If that is more than the machine has.
+            ValueError: If that is more than the device has, or the machine.
         """
         if not self.built:  # A look at the outputs would build it, where only its step may.
             return ""
@@ -111,12 +146,14 @@ class WhereRowsMeet:
             return ""
         num_rows = next(iter(_row_counts(x)), None)
         if not isinstance(num_rows, int):
+            num_rows = getattr(self, "_batch_sizes", {}).get(kind)
+        if num_rows is None:
             return f" ({self._sizes_in_words(sizes, 'a row')})"
-        size, memory = num_rows * sum(sizes), _memory_bytes()
-        if size > memory:
+        memory, whose = _memory_of(self._meeting_device)
+        if num_rows * sum(sizes) > memory:
             raise ValueError(
-                f"Outputs of all rows must fit the memory of one device ({memory:,} bytes of this "
-                f"machine) for the losses and metrics of model '{self.name}'. Received: a batch of "
+                f"Outputs of all rows must fit the memory of one device ({memory:,} bytes of "
+                f"{whose}) for the losses and metrics of model '{self.name}'. Received: a batch of "
                 f"{num_rows:,} rows of {sum(sizes):,} bytes. Take smaller batches, or losses and "
                 "metrics of Keras's, whose rows need not meet."
             )
@@ -168,8 +205,11 @@ def _bytes_of_a_row(output: tf.TensorSpec | None) -> int | None:
     return None if number is None else number * tf.as_dtype(output.dtype).size
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _memory_of(device: str) -> tuple[int, str]:
+    """How many bytes there are on a device, or else on this machine, and which of the two."""
+    name = canonical(device).rpartition("/device:")[2]
+    size = memory_bytes(name) if name.startswith("GPU") else None
+    return (memory_bytes(), "this machine") if size is None else (size, name)
 
 
 def said_in(error: tf.errors.OpError, beginning: str) -> str | None:
