@@ -19,7 +19,7 @@ LIBRARY = TOP / "tfparallel"
 ROWS = [
     ["startup", "cluster", "cuda_driver", "device_names", "layout", "seams"],
     ["device_memory"],
-    ["devices", "data", "task", "extend", "logits", "peers"],
+    ["devices", "data", "task", "extend", "logits", "notice", "peers"],
     ["collectives", "cloning", "step"],
     ["bench"],
     ["strategies", "checkpoint"],

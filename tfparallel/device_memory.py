@@ -1,14 +1,15 @@
 """What TensorFlow's allocators have counted on each device, and what a GPU is."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from tfparallel import startup
+from tfparallel import cuda_driver, startup
 from tfparallel.device_names import canonical
 
 tf = startup.import_tensorflow()
 
-__all__ = ["gpu_details", "peak_bytes_of_gpus", "peak_tensor_bytes", "reset_peaks"]
+__all__ = ["gpu_details", "memory_bytes", "peak_bytes_of_gpus", "peak_tensor_bytes", "reset_peaks"]
 
 
 def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
@@ -48,6 +49,33 @@ def gpu_details() -> list[dict[str, Any]]:
         tf.config.experimental.get_device_details(physical)
         for physical in tf.config.list_physical_devices("GPU")
     ]
+
+
+def memory_bytes(device: str = "CPU:0") -> int | None:
+    """Returns how much memory a device of this process has.
+
+    Args:
+        device: Its name, with or without a job and a task. The CPU's devices have the host's memory
+            together.
+
+    Returns:
+        Bytes; of a part of a GPU its limit; or None where nothing tells.
+    """
+    kind, _, index = canonical(device).rpartition("/device:")[2].partition(":")
+    if kind != "GPU":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = [
+        (physical, part)
+        for physical in tf.config.get_visible_devices("GPU")
+        for part in tf.config.get_logical_device_configuration(physical) or [None]
+    ]
+    if int(index) >= len(parts):
+        return None
+    physical, part = parts[int(index)]
+    size_mib = getattr(part, "memory_limit", None)
+    if size_mib is None:
+        size_mib = cuda_driver.memory_mib(int(physical.name.rpartition(":")[2]))
+    return None if size_mib is None else int(size_mib) * 2**20
 
 
 def _gpus(devices):

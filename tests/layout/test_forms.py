@@ -30,7 +30,7 @@ FORMS = {
     "replicas, still to be chosen": (
         lambda: tfparallel.data_parallel(build, devices=TWO, all_reduce="auto"),
         "data=2\n  replica 0  CPU:0\n  replica 1  CPU:1\n"
-        "  gradients: all-reduce, chosen when training begins",
+        "  gradients: all-reduce, chosen by a measurement when training begins",
     ),
     "one device": (
         lambda: tfparallel.data_parallel(build, devices=["CPU:0"]),

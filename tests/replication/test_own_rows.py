@@ -287,8 +287,8 @@ def test_the_way_is_told_of_each_compile_and_of_fit_before_evaluate(caplog):
     assert model.why_joined is None
     told = [record.getMessage() for record in caplog.records if "the outputs" in record.message]
     assert [line.partition(", ")[2] for line in told] == [
-        "fit: the outputs of all rows meet (4 bytes a row): loss 'own_square' may look at several "
-        "examples.",
+        "fit: the outputs of all rows meet (44 bytes a batch): loss 'own_square' may look at "
+        "several examples.",
         "evaluate: the outputs stay where the rows are.",
         "fit: the outputs stay where the rows are.",
     ]

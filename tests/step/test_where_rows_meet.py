@@ -8,6 +8,9 @@ from keras import layers
 
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
+from tfparallel.data import EpochBatches
+from tfparallel.device_names import canonical
+from tfparallel.step import where_rows_meet
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 
@@ -177,6 +180,73 @@ def test_what_is_joined_is_told_in_bytes(form, caplog):
     with caplog.at_level("INFO", logger="absl"):
         model.train_on_batch(np.ones((ROWS, 3)), np.ones((ROWS, 5, 2)))
     assert "fit: the outputs of all rows meet (320 bytes a batch): loss 'own_loss'" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["data", "gpipe"])
+def test_what_is_joined_is_shown_once_a_compile(form, capsys):
+    model = placed(form, two)
+    capsys.readouterr()
+    data = np.ones((ROWS, 3)), [np.ones((ROWS, 2)), np.ones((ROWS, 2))]
+    told = (
+        "Model 'functional', fit: the outputs of all rows meet (128 bytes a batch: 'a' 64, 'b' 64):"
+        " loss 'own_loss' may look at several examples.\n"
+    )
+    for loss, expected in ((own_loss, told), ("mse", ""), (own_loss, told)):
+        model.compile("sgd", [loss, loss])
+        batches = tf.data.Dataset.from_tensors(data[:1] + (tuple(data[1]),))
+        model.fit(batches, validation_data=batches, epochs=2, verbose=0)
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err) == ("", expected)
+
+
+def fit_arguments(how, num_rows=17, batch_size=8):
+    """What `fit` and `evaluate` take, of which the last batch is short."""
+    x, y = np.ones((num_rows, 3)), np.ones((num_rows, 2))
+    if how == "arrays":
+        return {"x": x, "y": y, "batch_size": batch_size}
+    if how == "batches":
+        return {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size).prefetch(1)}
+    return {"x": EpochBatches((x, y), global_batch_size=batch_size, seed=1).dataset}
+
+
+@pytest.mark.parametrize("form", ["data", "gpipe"])
+@pytest.mark.parametrize("how", ["arrays", "batches", "read by index"])
+def test_of_a_short_last_batch_the_size_of_a_full_one_is_told(form, how, capsys):
+    model = placed(form, one)
+    model.compile("sgd", own_loss)
+    capsys.readouterr()
+    model.fit(**fit_arguments(how), shuffle=False, verbose=0)
+    assert "meet (128 bytes a batch): loss 'own_loss'" in capsys.readouterr().err  # 8 · 2 · 8.
+    model.compile("sgd", own_loss)
+    if form == "data":
+        model.evaluate(**fit_arguments(how, batch_size=3), verbose=0)
+        assert "evaluate: the outputs of all rows meet (48 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["data", "gpipe"])
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("CPU:0", r"\(127 bytes of this machine\)"),
+        ("/job:worker/replica:0/task:1/device:GPU:1", r"\(127 bytes of GPU:1\)"),
+        ("GPU:2", r"\(100 bytes of this machine\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_fit(form, device, message, monkeypatch):
+    model = placed(form, one)
+    model.compile("sgd", own_loss)
+    sizes = {"GPU:1": 127, "GPU:2": None, None: 100 if device == "GPU:2" else 127}
+    monkeypatch.setattr(where_rows_meet, "memory_bytes", lambda name=None: sizes[name])
+    monkeypatch.setattr(type(model), "_meeting_device", device)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message + r".* a batch of 8 rows of 16 bytes"):
+            model.fit(**fit_arguments("arrays"), verbose=0)
+    sizes |= {"GPU:1": 128, None: 128}
+    model.fit(**fit_arguments("arrays"), verbose=0)
+
+
+def test_where_outputs_meet():
+    assert [canonical(placed(form, one)._meeting_device) for form in ("data", "gpipe")] == DEVICES
 
 
 def test_what_fits_no_memory_is_refused():

@@ -84,7 +84,7 @@ def test_a_proxy_of_the_environment_captures_nothing(tmp_path):
         http_proxy=f"http://127.0.0.1:{free_ports(1)[0]}",
         no_proxy="example.com",
     )
-    assert code == 0 and "all-reduce: ring_tuned" in output, output
+    assert code == 0 and "all-reduce by ring_tuned" in output, output
 
 
 def test_check_starts_its_own_workers(tmp_path):

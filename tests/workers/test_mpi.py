@@ -128,7 +128,10 @@ def test_auto_takes_what_was_fastest_when_fit_began(tmp_path):
     found = json.loads(report.read_text())["all_reduce"]
     assert set(found["microseconds"]) == {"ring_tuned", "mpi"}
     assert found["source"] == "calibration" and "on 2 workers" in found["why"]
-    assert f"all-reduce: {found['algorithm']} ({found['implementation']})" in shown
+    # On the chief alone.
+    taken = "data_parallel: 2 workers x 1 device (CPU:0); gradients: all-reduce, chosen by a "
+    assert shown.count(f"{taken}measurement when training begins.") == 1, shown
+    assert shown.count(f"all-reduce: {found['algorithm']} ({found['implementation']}); ") == 1
 
 
 ONE_WITHOUT_LIBRARY = """

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.collectives import cross_device, nccl, profile
+from tfparallel.notice import notice
 
 DEFAULT = "tf_reduce_to_one"
 BUDGET_SECONDS = 1.5
@@ -57,6 +58,9 @@ class Choice:
         """The implementation, also where only the algorithm was named."""
         return self.implementation or cross_device.implementation(self.algorithm)
 
+    def __str__(self):
+        return f"{self.algorithm} ({self.what_runs}); {self.why}"
+
     def as_json(self) -> dict[str, Any]:
         """Returns the choice for a report, times in microseconds."""
         return {
@@ -88,6 +92,11 @@ class ChosenAllReduce(tf.distribute.CrossDeviceOps):
         self._elsewhere = tf.distribute.ReductionToOneDevice()
         self.choice: Choice | None = None
 
+    @property
+    def how(self) -> str:
+        """By what the choice will be made, in words."""
+        return how(self._profile, self._calibrate)
+
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         """Reduces one value; what is not worth a choice, on one device."""
         ops = self._ops or self._elsewhere
@@ -100,6 +109,7 @@ class ChosenAllReduce(tf.distribute.CrossDeviceOps):
             specs = [spec for spec in specs if spec is not None]
             self.choice = choose(self._devices, specs, self._profile, self._calibrate)
             self._ops = cross_device.make(self.choice.algorithm, self._devices)
+            notice(f"all-reduce: {self.choice}")
         return self._ops.batch_reduce(reduce_op, value_destination_pairs, options)
 
 
@@ -154,6 +164,13 @@ def choose(
         return fastest(_calibrated(devices, specs), default(devices), "calibration", size)
     why = f"{size}: no profile, and nothing was measured"
     return Choice(default(devices), "default", why)
+
+
+def how(measured: profile.Times | None, calibrate: bool) -> str:
+    """By what a choice will be made, in words."""
+    if measured:
+        return "by a saved profile"
+    return "by a measurement" if calibrate else "without a measurement"
 
 
 def fastest(seconds: dict[str, float], default: str, source: str, size: str) -> Choice:

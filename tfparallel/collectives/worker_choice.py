@@ -93,6 +93,11 @@ class WorkerChoice:
         self._calibrate = calibrate
         self._profile = _profile_of_first(group)
 
+    @property
+    def how(self) -> str:
+        """By what the choice will be made, in words."""
+        return choice.how(self._profile, self._calibrate)
+
     def choose(self, size_bytes: int) -> Outcome:
         """Chooses a transport for gradients of that many bytes in all."""
         group, names = self._group, _candidates(self._group)

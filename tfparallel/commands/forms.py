@@ -90,13 +90,10 @@ class Form:
         return data_parallel(build_model, devices=self.devices)
 
     def all_reduce_report(self, model: keras.Model) -> dict[str, Any] | None:
-        """What summed the gradients, for a report; said as well, if someone chose it."""
+        """What summed the gradients, for a report; None where nobody chose it."""
         if not self.all_reduce and self.strategy is None:
             return None
-        ran = all_reduce_report(model)
-        if ran is not None and ran["source"] != "default":
-            self.say(f"all-reduce: {ran['algorithm']} ({ran['implementation']}); {ran['why']}")
-        return ran
+        return all_reduce_report(model)
 
     def _pipeline(self, build_model):
         # The program is to run anyway; the function leaves the choice to its caller.

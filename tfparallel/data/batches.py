@@ -89,7 +89,7 @@ class EpochBatches(keras.callbacks.Callback):
         )
         self.dataset = self._read()
         if not source.whole_batches:
-            share.offer(self.dataset, share.Readings(self._read, self._facts))
+            share.offer(self.dataset, share.Readings(self._read, self._facts, global_batch_size))
 
     def _read(
         self, bounds: share.Bounds | None = None, change: share.Change | None = None
@@ -193,7 +193,7 @@ def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
         return batches
     first = np.arange(min(global_batch_size, source.num_indices))
     facts = functools.partial(_facts_of, source, "its own", first)
-    return share.offer(batches, share.Readings(read_batches, facts))
+    return share.offer(batches, share.Readings(read_batches, facts, global_batch_size))
 
 
 def first_batches(

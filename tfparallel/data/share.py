@@ -31,10 +31,12 @@ class Readings(NamedTuple):
             mapped by or None; returns the data set of its rows, each batch marked.
         facts: Called with nothing; returns texts of what must be the same on all workers, a
             fingerprint of the first rows among them.
+        batch_size: The rows of a full batch, of all workers.
     """
 
     share: Callable[[Bounds, Change | None], tf.data.Dataset]
     facts: Callable[[], dict[str, str]]
+    batch_size: int
 
 
 def offer(dataset: tf.data.Dataset, readings: Readings) -> tf.data.Dataset:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from tfparallel.data.batch_size import KERAS_BATCH_SIZE
 from tfparallel.extend import attach
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.cut import cut_stages
@@ -24,7 +25,6 @@ from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligne
 __all__ = ["PipelinedModel"]
 
 _ROWS_PROBED = 5  # Two micro-batches of unequal size.
-_KERAS_BATCH_SIZE = 32  # Where `fit` is given arrays and no `batch_size`.
 
 
 class PipelinedModel(WhereRowsMeet, PlacedModel):
@@ -161,7 +161,7 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
             sizes = [spec.shape[:1] for spec in tf.nest.flatten(x.element_spec)]
             batch_size = next((size[0] for size in sizes if size.rank), None)
         elif batch_size is None and not hasattr(x, "__next__") and hasattr(x, "shape"):
-            batch_size = _KERAS_BATCH_SIZE
+            batch_size = KERAS_BATCH_SIZE
         number = self.schedule.num_micro_batches
         if batch_size is not None and batch_size < number:
             raise PlacementError(

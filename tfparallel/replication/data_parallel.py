@@ -9,6 +9,9 @@ from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.data.partition import check_weights
+from tfparallel.layout.layout import Layout
+from tfparallel.layout.shorten import first_to_last
+from tfparallel.notice import notice
 from tfparallel.replication import clone
 from tfparallel.replication.data_parallel_model import extend_model
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
@@ -35,7 +38,8 @@ def data_parallel(
 
     with the loss J taken once, of the whole batch. Batch sizes are global. No scope is needed:
     `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as always, and the saved
-    file is plain Keras.
+    file is plain Keras. A line on stderr says which devices were taken, and what sums the
+    gradients.
 
     Args:
         model_or_function: A function that returns a Keras model, called under the strategy; or a
@@ -89,12 +93,30 @@ def data_parallel(
         model = clone.clone_under(model_or_function, strategy)
     else:
         model = _build(model_or_function, strategy)
-    return extend_model(
+    model = extend_model(
         model,
         None if isinstance(strategy, _OneDevice) else strategy,
         synchronize_batch_norm=synchronize_batch_norm,
         check_rows=check_rows,
     )
+    if model._is_chief:
+        notice(f"data_parallel: {_in_words(model.layout)}.", once=True)
+    return model
+
+
+def _in_words(layout: Layout) -> str:
+    """The devices, and what sums the gradients; every worker has as many."""
+    by_worker: dict[str, list[str]] = {}
+    for device in layout.devices:
+        worker, _, name = device.rpartition("/device:")
+        by_worker.setdefault(worker, []).append(name)
+    names = next(iter(by_worker.values()))
+    count, devices = len(names), first_to_last(names)
+    if len(by_worker) > 1:
+        where = f"{len(by_worker)} workers x {count} device{'s' * (count > 1)} ({devices})"
+    else:
+        where = f"{count} replica{'s' * (count > 1)} on {devices}"
+    return where if layout.reduction is None else f"{where}; gradients: {layout.reduction}"
 
 
 class _OneDevice:

@@ -82,11 +82,13 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         )
         if self._workers is None:
             return super().fit(*args, **kwargs)
-        return self._fit_as_worker(asked)
+        with self._knowing_batches("fit", args, kwargs):
+            return self._fit_as_worker(asked)
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`; the chief alone shows progress."""
-        with self._guarded(keras.Model.evaluate, args, kwargs) as asked:
+        knowing = self._knowing_batches("evaluate", args, kwargs)
+        with knowing, self._guarded(keras.Model.evaluate, args, kwargs) as asked:
             self._read_own_rows(asked, "x", "evaluate")
             return super().evaluate(**asked)
 
@@ -164,8 +166,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         return self.strategy.workers if self.strategy is not None else None
 
     def _quiet_unless_chief(self, asked):
-        is_chief = self._workers is None or self._workers.worker_index == 0
-        return asked if is_chief else asked | {"verbose": 0}
+        return asked if self._is_chief else asked | {"verbose": 0}
 
     @contextlib.contextmanager
     def _guarded(self, method, args, kwargs):
@@ -189,7 +190,6 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         self._choose_all_reduce()
         asked = {name: value for name, value in asked.items() if name != "self"}
         callbacks = chief_only.flatten(asked.get("callbacks"))
-        is_chief = self._workers.worker_index == 0
         restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
         if restores:
             callbacks = [*callbacks, chief_only.RestoredByChief(self._workers)]
@@ -201,8 +201,9 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         self._fingerprints.restart()
         self._read_own_rows(asked, "x", "fit")
         self._read_own_rows(asked, "validation_data", "evaluate")
+        writing = chief_only.writing_by_chief(callbacks, self._is_chief)
         try:
-            with guard, chief_only.writing_by_chief(callbacks, is_chief), naming_lost_worker():
+            with guard, writing, naming_lost_worker():
                 return super().fit(**self._quiet_unless_chief(asked))
         except tf.errors.InvalidArgumentError as error:
             explained = agreement.explain(error)
@@ -231,7 +232,8 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             stay = self.built and self._predicts_as_keras
         else:
             self._maybe_symbolic_build(data_batch=spec)
-            stay = self._way(spec, kind).all_stay
+            with self._knowing_batches(kind, x=asked[name]):
+                stay = self._way(spec, kind).all_stay
         if not stay:  # All rows on each worker: what is read need not be sent.
             return
         weights = asked.pop("class_weight", None) if name == "x" else None

@@ -41,6 +41,10 @@ __all__ = ["OwnRows"]
 class OwnRows(WhereRowsMeet, OneStep):
     """Extends a replicated Keras model, compiled with losses and metrics of Keras's own."""
 
+    @property
+    def _meeting_device(self) -> str:
+        return self._strategy.devices[0]
+
     def _outputs_of(self, types):
         if original_class(self) in (keras.Sequential, Functional) and self.built:
             return super()._outputs_of(types)

@@ -10,17 +10,22 @@ and the other metrics stay where the rows are.
 """
 
 import contextlib
-import os
+import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 from absl import logging
 
+from tfparallel.data.batch_size import full_batch_size
 from tfparallel.data.shard import count_rows, where_it_is
+from tfparallel.device_memory import memory_bytes
+from tfparallel.device_names import canonical
 from tfparallel.extend import attach
+from tfparallel.layout.shorten import first_to_last
+from tfparallel.notice import notice
 from tfparallel.step.apart import Apart, apart
 from tfparallel.step.by_rows import metrics_not_by_rows, why_not_by_rows
 from tfparallel.step.known_rows import is_known_by_rows
@@ -65,37 +70,84 @@ class Way(NamedTuple):
 class WhereRowsMeet:
     """Extends a compiled Keras model of which a step takes the batch in pieces, by rows."""
 
+    _workers = None  # What joins the workers of the job; None for one process.
+
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`."""
-        with _in_plain_words():
+        with self._knowing_batches("fit", args, kwargs), _in_plain_words():
             return super().fit(*args, **kwargs)
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`."""
-        with _in_plain_words():
+        with self._knowing_batches("evaluate", args, kwargs), _in_plain_words():
             return super().evaluate(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _knowing_batches(self, kind: str, args=(), kwargs=None, **asked) -> Iterator[None]:
+        """Keeps how many rows a full batch has, which a step with a short last one cannot see.
+
+        Args:
+            kind: "fit" or "evaluate".
+            args: What the method was given.
+            kwargs: Likewise.
+            **asked: Or, instead of both, its `x`.
+        """
+        known = getattr(self, "_batch_sizes", {})
+        if kind in known:  # A method of another class, around this one, knows what was given.
+            yield
+            return
+        if not asked:
+            # What does not fit the signature is refused by the method itself.
+            with contextlib.suppress(TypeError):
+                signature = inspect.signature(getattr(keras.Model, kind))
+                asked = signature.bind(self, *args, **(kwargs or {})).arguments
+        names = ("x", "batch_size", "validation_split")
+        size = full_batch_size(**{name: asked[name] for name in names if name in asked})
+        attach(self, _batch_sizes=known | {kind: size})
+        try:
+            yield
+        finally:
+            attach(self, _batch_sizes=known)
+
+    @property
+    def _meeting_device(self) -> str:
+        """Where the outputs of all rows meet."""
+        return self._last_device
+
+    @property
+    def _is_chief(self) -> bool:
+        """Whether this process speaks and writes for all workers."""
+        return self._workers is None or self._workers.worker_index == 0
 
     @property
     def why_joined(self) -> str | None:
         """Why the outputs of all rows met in the steps of `fit`, or in those of `evaluate`.
 
-        None where they met in neither, and before there were any.
+        None where they met in neither, and before there were any since `compile`.
         """
-        known = getattr(self, "_why_joined", {})
+        known = self._reasons
         return known.get("fit") or known.get("evaluate")
 
+    @property
+    def _reasons(self) -> dict[str, str | None]:
+        """Why the outputs met, of "fit" and "evaluate", as the model is compiled now."""
+        of_whom, known = getattr(self, "_known_reasons", (None, {}))
+        return known if of_whom is self._compile_loss else {}
+
     def _way(self, data, kind: str) -> Way:
-        """How a step on such data comes to its loss and metrics; says so where it changes.
+        """How a step on such data comes to its loss and metrics; says so once if outputs meet.
 
         Args:
             data: A batch, as the step is given it.
             kind: "fit" or "evaluate".
         """
-        way = self._way_of(data)
-        known = getattr(self, "_why_joined", {})
+        way, known = self._way_of(data), self._reasons
         if kind not in known or known[kind] != way.why_joined:
-            attach(self, _why_joined=known | {kind: way.why_joined})
-            logging.info("Model '%s', %s: %s.", self.name, kind, self._told(way, data))
+            told = self._told(way, data, kind)
+            attach(self, _known_reasons=(self._compile_loss, known | {kind: way.why_joined}))
+            is_news = not way.all_stay and way.why_joined not in known.values() and self._is_chief
+            tell = notice if is_news else logging.info
+            tell(f"Model '{self.name}', {kind}: {told}.")
         return way
 
     def _way_of(self, data) -> Way:
@@ -108,11 +160,11 @@ class WhereRowsMeet:
         metrics = StepMetrics.divided(self._compile_metrics, () if reason else joined)
         return Way(reason is None, metrics, reason or next(iter(joined.values()), None))
 
-    def _told(self, way: Way, data) -> str:
+    def _told(self, way: Way, data, kind: str) -> str:
         if way.all_stay:
             return "the outputs stay where the rows are"
         if not way.rows_stay:
-            return f"the outputs of all rows meet{self._how_large(data)}: {way.why_joined}"
+            return f"the outputs of all rows meet{self._how_large(data, kind)}: {way.why_joined}"
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         outputs, _ = self._outputs_of(keras.tree.map_structure(type_of, x))
         places = way.metrics.places(outputs)
@@ -120,18 +172,19 @@ class WhereRowsMeet:
         which = "the outputs"
         if len(names) == len(keras.tree.flatten(outputs)) > len(places):
             which = " and ".join(f"output '{names[place]}'" for place in places)
-        how_large = self._how_large(data, places)
+        how_large = self._how_large(data, kind, places)
         return f"all rows of {which} meet{how_large}, for a metric alone: {way.why_joined}"
 
-    def _how_large(self, data, places: Collection[int] | None = None) -> str:
+    def _how_large(self, data, kind: str, places: Collection[int] | None = None) -> str:
         """What outputs of a batch take where they meet, in words.
 
         Args:
             data: The batch.
+            kind: "fit" or "evaluate".
             places: Which of the flat outputs; all by default.
 
         Raises:
-            ValueError: If that is more than the machine has.
+            ValueError: If that is more than the device has, or the machine.
         """
         if not self.built:  # A look at the outputs would build it, where only its step may.
             return ""
@@ -147,16 +200,27 @@ class WhereRowsMeet:
             return ""
         num_rows = next(iter(_row_counts(x)), None)
         if not isinstance(num_rows, int):
-            return f" ({sum(sizes):,} bytes a row)"
-        size, memory = num_rows * sum(sizes), _memory_bytes()
-        if size > memory:
+            num_rows = getattr(self, "_batch_sizes", {}).get(kind)
+        if num_rows is None:
+            return f" ({self._sizes_in_words(sizes, 'a row')})"
+        memory, whose = _memory_of(self._meeting_device)
+        if num_rows * sum(sizes) > memory:
             raise ValueError(
-                f"Outputs of all rows must fit the memory of one device ({memory:,} bytes of this "
-                f"machine) for the losses and metrics of model '{self.name}'. Received: a batch of "
+                f"Outputs of all rows must fit the memory of one device ({memory:,} bytes of "
+                f"{whose}) for the losses and metrics of model '{self.name}'. Received: a batch of "
                 f"{num_rows:,} rows of {sum(sizes):,} bytes. Take smaller batches, or losses and "
                 "metrics of Keras's, whose rows need not meet."
             )
-        return f" ({size:,} bytes a batch)"
+        return f" ({self._sizes_in_words([num_rows * of_row for of_row in sizes], 'a batch')})"
+
+    def _sizes_in_words(self, sizes: Sequence[int], of_what: str) -> str:
+        """The bytes of all outputs, and of each where the model names several."""
+        total = f"{sum(sizes):,} bytes {of_what}"
+        names = getattr(self, "output_names", [])
+        if len(sizes) < 2 or len(names) != len(sizes):
+            return total
+        each = [f"'{name}' {size:,}" for name, size in zip(names, sizes, strict=True)]
+        return f"{total}: {first_to_last(each)}"
 
     def _tried_apart(self, data, joined: Collection[int]) -> Apart:
         """Which losses and metrics differ of rows apart; tried once for each kind of data.
@@ -201,8 +265,11 @@ def _bytes_of_a_row(output: tf.TensorSpec | None) -> int | None:
     return None if number is None else number * tf.as_dtype(output.dtype).size
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _memory_of(device: str) -> tuple[int, str]:
+    """How many bytes there are on a device, or else on this machine, and which of the two."""
+    name = canonical(device).rpartition("/device:")[2]
+    size = memory_bytes(name) if name.startswith("GPU") else None
+    return (memory_bytes(), "this machine") if size is None else (size, name)
 
 
 def said_in(error: tf.errors.OpError, beginning: str) -> str | None:

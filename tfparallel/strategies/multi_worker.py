@@ -28,6 +28,7 @@ from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.choice import Choice
 from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.device_names import canonical
+from tfparallel.notice import notice
 from tfparallel.peers import meet_peers
 from tfparallel.seams.tensorflow import (
     CollectiveAllReduceExtended,
@@ -201,6 +202,9 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         """Whether "auto" has not chosen yet."""
         return self._to_choose is not None
 
+    def _how_chosen(self) -> str:
+        return self._to_choose.how
+
     def _all_devices(self) -> list[str]:
         jobs = self.cluster_resolver.cluster_spec().as_dict()
         tasks = [
@@ -222,6 +226,8 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         self.workers, self.all_reduce_choice = self._to_choose.choose(size_bytes)
         WorkerGroup.of_process = self.workers
         self._to_choose = None
+        if self.workers.worker_index == 0:
+            notice(f"all-reduce: {self.all_reduce_choice}")
 
 
 def _resolver_of(cluster: Cluster):

@@ -124,8 +124,12 @@ class ProgramStrategy:
             return f"added on {canonical(self.devices[0])}"
         choice = choice_of(self)
         if choice is None or self.all_reduce_is_open:
-            return "all-reduce, chosen when training begins"
+            return f"all-reduce, chosen {self._how_chosen()} when training begins"
         return f"all-reduce by {choice.algorithm} ({choice.what_runs})"
+
+    def _how_chosen(self) -> str:
+        """By what "auto" will choose."""
+        return self.all_reduce_ops.how
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -1,0 +1,51 @@
+"""How many rows a full batch has, of what a user gives to `fit` or `evaluate`."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.data.share import readings_of
+
+__all__ = ["KERAS_BATCH_SIZE", "full_batch_size"]
+
+KERAS_BATCH_SIZE = 32  # Where arrays come without a `batch_size`.
+# Data sets whose elements are those of the one that they were made of.
+_KEEP_ELEMENTS = {
+    *("AssertCardinality", "Cache", "Options", "Prefetch", "Repeat", "Shard", "Shuffle", "Skip"),
+    "Take",
+}
+
+
+def full_batch_size(
+    x: Any, batch_size: int | None = None, validation_split: float = 0.0
+) -> int | None:
+    """Returns the rows of a full batch, or None where nothing says before it is read.
+
+    Args:
+        x: What is given: arrays in any structure, a `tf.data.Dataset`, or something else.
+        batch_size: What is given with arrays.
+        validation_split: Likewise.
+    """
+    readings = readings_of(x)
+    if readings is not None:
+        return readings.batch_size
+    if isinstance(x, tf.data.Dataset):
+        return _of_dataset(x)
+    shapes = [leaf.shape for leaf in keras.tree.flatten(x) if getattr(leaf, "shape", None)]
+    if not shapes or shapes[0][0] is None:  # A generator, say, or a ragged tensor.
+        return None
+    num_trained = int(shapes[0][0] * (1 - validation_split))
+    return min(num_trained, batch_size or KERAS_BATCH_SIZE)
+
+
+def _of_dataset(dataset: tf.data.Dataset) -> int | None:
+    specs = tf.nest.flatten(dataset.element_spec)
+    sizes = [spec.shape[0] for spec in specs if getattr(spec, "shape", None)]
+    if sizes and sizes[0] is not None:
+        return sizes[0]
+    # The last batch may be short, and the spec is silent; what made the batches knows.
+    while type(dataset).__name__.strip("_").removesuffix("Dataset") in _KEEP_ELEMENTS:
+        (dataset,) = dataset._inputs()
+    size = getattr(dataset, "_batch_size", None)
+    return None if size is None else int(size)
