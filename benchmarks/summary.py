@@ -32,20 +32,20 @@ class Row(NamedTuple):
         path: Where it stands among the figures of RESULTS.md: block, and keys within it.
         target: What to reach.
         is_least: Whether the target is a lower bound.
-        form: How a number of it is written, `"{:.2f}"`.
+        forms: How the figure and its target are written; the figure with a digit more, so that
+            what is next to the target can be told from it.
     """
 
     what: str
     path: tuple[str, ...]
     target: float
     is_least: bool = False
-    form: str = "{:.2f}"
+    forms: tuple[str, str] = ("{:.3f}", "{:.2f}")
 
 
-def of_language_model(what, key, target, form="{:.2f}"):
-    return Row(
-        f"language model, 2 workers: {what}", ("scaling", "language_model", key), target, form=form
-    )
+def of_language_model(what, key, target, **options):
+    path = ("scaling", scaling.LANGUAGE_MODEL, key)
+    return Row(f"language model, 2 workers: {what}", path, target, **options)
 
 
 def of_network(what, workload):
@@ -73,7 +73,7 @@ ROWS = [
         "sent by a worker beyond its gradients",
         "sent_beyond_gradients_kib",
         scaling.SENT_TARGET_KIB,
-        "{:,.0f} KiB",
+        forms=("{:,.1f} KiB", "{:,.0f} KiB"),
     ),
     of_network("CNN of 1.2 M parameters, 32 examples", "cnn_32"),
     of_network("CNN of 1.2 M parameters, 128 examples", "cnn_128"),
@@ -91,7 +91,7 @@ ROWS = [
         "pipeline of 10.8 M parameters, M = 8: time to trace",
         ("first_epoch", "transformer", "tracing_seconds"),
         first_epoch.TRACING_TARGET_SECONDS,
-        form="{:.1f} s",
+        forms=("{:.2f} s", "{:.0f} s"),
     ),
     Row(
         "pipeline of 10.8 M parameters, M = 8: step over PyTorch's",
@@ -147,13 +147,14 @@ def row_of(row, figures):
     value = figures
     for key in row.path:
         value = value.get(key) if value is not None else None
-    target = f"at {'least' if row.is_least else 'most'} {row.form.format(row.target)}"
+    form, target_form = row.forms
+    target = f"at {'least' if row.is_least else 'most'} {target_form.format(row.target)}"
     if value is None:
         return f"| {row.what} | not run: `benchmarks/{row.path[0]}.py` | {target} | |"
     median = value["median"] if isinstance(value, dict) else value
-    measured = row.form.format(median)
+    measured = form.format(median)
     if isinstance(value, dict):
-        p10, p90 = (row.form.format(value[key]) for key in ("p10", "p90"))
+        p10, p90 = (form.format(value[key]) for key in ("p10", "p90"))
         measured += f" ({p10} to {p90})"
     reached = median >= row.target if row.is_least else median <= row.target
     return f"| {row.what} | {measured} | {target} | {verdict(reached)} |"
