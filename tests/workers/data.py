@@ -124,6 +124,30 @@ def refused(strategy, change):
 CHANGES = ("order", "length", "batch size", "optimizer", "nothing")
 
 
+def refused_without_training(strategy):
+    """Evaluates and predicts other batches on worker 1, and what is a sample partition no more."""
+    x, y = np.arange(24.0).reshape(12, 2), np.ones((12, 1))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    if tfparallel.worker_index() == 1:
+        x = x[::-1].copy()
+    own = tfparallel.data.by_sample(tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
+    calls = {
+        "evaluate": lambda: model.evaluate(x, y, batch_size=4, verbose=0),
+        "predict": lambda: model.predict(x, batch_size=4, verbose=0),
+        "mapped": lambda: model.evaluate(own.map(lambda x, y: (x + 1, y)), verbose=0),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            said[name] = str(call())
+        except RuntimeError as error:
+            said[name] = str(error)
+    said["not mapped"] = model.evaluate(own, verbose=0)
+    return said
+
+
 def saved(strategy, folder):
     """Every worker saves to the same paths, without a guard."""
     with strategy.scope():
@@ -143,6 +167,7 @@ def main(folder):
     seen = {"by_sample": by_sample(strategy), "joined": by_sample(strategy, of_the_batch)}
     seen["saved"] = saved(strategy, folder)
     seen |= {change: refused(strategy, change) for change in CHANGES}
+    seen["without training"] = refused_without_training(strategy)
     try:
         tfparallel.data.by_sample(dataset(texts(0)).repeat())
     except ValueError as error:

@@ -70,5 +70,13 @@ def test_workers_that_train_something_else_are_refused_together(job, change, mes
         assert message in seen[change], seen[change]
 
 
+def test_workers_that_evaluate_or_predict_something_else_are_refused_together(job):
+    said = [seen["without training"] for seen in job]
+    for each in said:
+        for name in ("evaluate", "predict", "mapped"):
+            assert "different batches in one of the first 2 steps" in each[name], name
+    assert said[0]["not mapped"] == said[1]["not mapped"] > 0
+
+
 def test_workers_that_agree_train_after_all_that(job):
     assert [seen["nothing"] for seen in job] == ["trained", "trained"]

@@ -32,20 +32,25 @@ def full_batch_size(
         return readings.batch_size
     if isinstance(x, tf.data.Dataset):
         return _of_dataset(x)
-    shapes = [leaf.shape for leaf in keras.tree.flatten(x) if getattr(leaf, "shape", None)]
-    if not shapes or shapes[0][0] is None:  # A generator, say, or a ragged tensor.
+    num_rows = _first_size(keras.tree.flatten(x))
+    if num_rows is None:  # A generator, say, or a ragged tensor.
         return None
-    num_trained = int(shapes[0][0] * (1 - validation_split))
+    num_trained = int(num_rows * (1 - validation_split))
     return min(num_trained, batch_size or KERAS_BATCH_SIZE)
 
 
 def _of_dataset(dataset: tf.data.Dataset) -> int | None:
-    specs = tf.nest.flatten(dataset.element_spec)
-    sizes = [spec.shape[0] for spec in specs if getattr(spec, "shape", None)]
-    if sizes and sizes[0] is not None:
-        return sizes[0]
+    size = _first_size(tf.nest.flatten(dataset.element_spec))
+    if size is not None:
+        return size
     # The last batch may be short, and the spec is silent; what made the batches knows.
     while type(dataset).__name__.strip("_").removesuffix("Dataset") in _KEEP_ELEMENTS:
         (dataset,) = dataset._inputs()
     size = getattr(dataset, "_batch_size", None)
     return None if size is None else int(size)
+
+
+def _first_size(leaves) -> int | None:
+    """The rows of the first of these that has any axis; None if they are not known."""
+    shapes = (tf.TensorShape(leaf.shape) for leaf in leaves if hasattr(leaf, "shape"))
+    return next((shape[0] for shape in shapes if shape.rank), None)

@@ -4,6 +4,8 @@ Every worker runs the whole program on the whole batch, so a worker whose data o
 one would not fail; it would train something that nobody asked for.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -12,7 +14,9 @@ import tensorflow as tf
 from tfparallel.cluster.agreement import differences
 from tfparallel.data import share
 
-_NUM_STEPS = 2  # The first batches of a `fit` that are compared; an order that differs shows there.
+# The first batches of a `fit`, `evaluate` or `predict` are compared; another order shows there.
+_NUM_STEPS = 2
+_KINDS = ("fit", "evaluate", "predict")
 _OTHER_BATCH = "The workers were given different batches"
 
 
@@ -44,20 +48,25 @@ def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
         )
 
 
-def explain(error: tf.errors.InvalidArgumentError) -> RuntimeError | None:
-    """Returns what to raise for an error of `BatchFingerprints`, or None for any other error."""
-    if _OTHER_BATCH not in str(error):
-        return None
-    return RuntimeError(
-        f"{_OTHER_BATCH} in one of the first {_NUM_STEPS} steps; each worker needs the whole "
-        "global batch, in the same order. Received: batches whose fingerprints differ. Seed what "
-        "shuffles (`keras.utils.set_random_seed`, `shuffle(…, seed=7)`), leave out "
-        "`deterministic=False`, and do not shard the data by hand."
-    )
+@contextlib.contextmanager
+def in_plain_words() -> Iterator[None]:
+    """Raises what `BatchFingerprints` found as a `RuntimeError` that says what to do."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if _OTHER_BATCH not in str(error):
+            raise
+        raise RuntimeError(
+            f"{_OTHER_BATCH} in one of the first {_NUM_STEPS} steps; each worker needs the whole "
+            "global batch, in the same order. Received: batches whose fingerprints differ. Seed "
+            "what shuffles (`keras.utils.set_random_seed`, `shuffle(…, seed=7)`), leave out "
+            "`deterministic=False`, and do not shard the data by hand. A data set of "
+            "`tfparallel.data.by_sample` must be given as it is: map it before, not afterwards."
+        ) from None
 
 
 class BatchFingerprints:
-    """Compares the workers' batches in the first steps of a `fit`.
+    """Compares the workers' batches in the first steps of a method.
 
     Args:
         workers: The strategy's `WorkerGroup`.
@@ -66,14 +75,16 @@ class BatchFingerprints:
     def __init__(self, workers):
         self._workers = workers
         with tf.init_scope(), tf.device("/device:CPU:0"):
-            self._num_checked = tf.Variable(0, trainable=False)
+            self._num_checked = {kind: tf.Variable(0, trainable=False) for kind in _KINDS}
 
-    def restart(self) -> None:
-        """Compares the next batches again."""
-        self._num_checked.assign(0)
+    def restart(self, *kinds: str) -> None:
+        """Compares the next batches of these methods again."""
+        for kind in kinds:
+            self._num_checked[kind].assign(0)
 
-    def check(self, data) -> None:
-        """In a step: stops it, on all workers, if their batches differ."""
+    def check(self, data, kind: str) -> None:
+        """In a step of a method: stops it, on all workers, if their batches differ."""
+        num_checked = self._num_checked[kind]
         leaves = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in leaves if leaf is not None]
 
@@ -83,11 +94,11 @@ class BatchFingerprints:
             num_workers = self._workers.num_workers
             (everyones,) = self._workers.all_gather([own], [len(leaves)] * num_workers)
             same = tf.reduce_all(everyones == tf.tile(own, [num_workers, 1]))
-            self._num_checked.assign_add(1)
+            num_checked.assign_add(1)
             with tf.control_dependencies([tf.debugging.Assert(same, [_OTHER_BATCH])]):
                 return tf.constant(True)
 
-        tf.cond(self._num_checked < _NUM_STEPS, compare, lambda: tf.constant(True))
+        tf.cond(num_checked < _NUM_STEPS, compare, lambda: tf.constant(True))
 
 
 def _shape(leaf):

@@ -181,7 +181,8 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             yield asked
             return
         timeout, own = self.strategy.stall_timeout, self._workers.worker_index
-        with StallGuard(timeout, own) as guard, naming_lost_worker():
+        self._compare_batches(method.__name__)
+        with StallGuard(timeout, own) as guard, naming_lost_worker(), agreement.in_plain_words():
             callbacks = [*chief_only.flatten(asked.get("callbacks")), guard]
             yield self._quiet_unless_chief(asked | {"callbacks": callbacks})
 
@@ -196,20 +197,25 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         agreement.check_fit(self._workers, self, asked)
         guard = StallGuard(self.strategy.stall_timeout, self._workers.worker_index)
         asked["callbacks"] = [*callbacks, guard]
-        if self._fingerprints is None:
-            object.__setattr__(self, "_fingerprints", agreement.BatchFingerprints(self._workers))
-        self._fingerprints.restart()
+        self._compare_batches("fit", "evaluate")
         self._read_own_rows(asked, "x", "fit")
         self._read_own_rows(asked, "validation_data", "evaluate")
         writing = chief_only.writing_by_chief(callbacks, self._is_chief)
-        try:
-            with guard, writing, naming_lost_worker():
-                return super().fit(**self._quiet_unless_chief(asked))
-        except tf.errors.InvalidArgumentError as error:
-            explained = agreement.explain(error)
-            if explained is None:
-                raise
-            raise explained from None
+        with guard, writing, naming_lost_worker(), agreement.in_plain_words():
+            return super().fit(**self._quiet_unless_chief(asked))
+
+    def _compare_batches(self, *kinds):
+        """Has the first steps of these methods compare the workers' batches."""
+        if self._fingerprints is None:
+            attach(self, _fingerprints=agreement.BatchFingerprints(self._workers))
+        self._fingerprints.restart(*kinds)
+
+    def _held(self, data, kind):
+        """What this worker holds of the batch, and how many rows each has; see `held`."""
+        data, worker_rows = sample_partition.held(data, self.strategy)
+        if self._fingerprints is not None and worker_rows is None:
+            self._fingerprints.check(data, kind)
+        return data, worker_rows
 
     def _read_own_rows(self, asked, name, kind):
         """Has this worker read its own rows alone, of what can be indexed.
@@ -298,7 +304,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
             with tf.control_dependencies(arrived):
                 if self._fingerprints is not None and worker_rows is None:
-                    self._fingerprints.check(data)
+                    self._fingerprints.check(data, "fit")
                 way = self._way(data, "fit")
                 data, worker_rows = self._whole_if_needed(way, data, worker_rows)
                 if way.rows_stay:
@@ -311,7 +317,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         """One step of evaluation, for the global batch."""
         if self.strategy is None:
             return super().test_step(data)
-        data, worker_rows = sample_partition.held(data, self.strategy)
+        data, worker_rows = self._held(data, "evaluate")
         way = self._way(data, "evaluate")
         data, worker_rows = self._whole_if_needed(way, data, worker_rows)
         if way.rows_stay:
@@ -328,7 +334,7 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
         """One step of prediction, for the global batch."""
         if self.strategy is None:
             return super().predict_step(data)
-        data, worker_rows = sample_partition.held(data, self.strategy)
+        data, worker_rows = self._held(data, "predict")
         if self.built and self._predicts_as_keras:
             return self._predict_on_own_rows(data, worker_rows, gathers=self._gathers)
         return super().predict_step(sample_partition.joined(data, worker_rows, self._workers))
