@@ -442,6 +442,16 @@ def own_step():
         (3, {}, "Received: 3"),
         (two_layers, {"devices": ["CPU:0"]}, r"two devices or more. Received: .*'CPU:0'"),
         (two_layers, {"devices": ["CPU:0", "CPU:9"]}, "CPU:9 does not exist"),
+        (
+            two_layers,
+            {
+                "devices": ["CPU:9"],
+                "convolutions": "width",
+                "split": {"z": "row", "a": "heads", "flatten": "row"},
+            },
+            r"CPU:9 does not exist.*\n.*two devices or more.*\n.*convolutions='width'.*\n"
+            r".*no such layer: z.*\n.*'flatten' of class Flatten.*\n.*'a' of class Dense",
+        ),
         (two_layers, {"split": {"z": "row"}}, "no such layer: z. The layers are a, b, e, flatten"),
         (
             two_layers,

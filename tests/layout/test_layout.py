@@ -74,6 +74,18 @@ def test_stages_that_alternate():
     assert layout.make_schedule().num_stages == 4
 
 
+def test_of_many_layers_of_a_stage_the_first_and_the_last_are_printed():
+    names = [f"conv_{n}" for n in range(1, 31)]
+    stages = {name: 0 for name in names} | {f"dense_{n}": 1 for n in range(8)}
+    layout = Layout(Mesh(pipeline=2), FOUR[:2], stages)
+    assert str(layout) == (
+        "pipeline=2\n"
+        "  stage 0  GPU:0  conv_1 … conv_30 (30 layers)\n"
+        "  stage 1  GPU:1  dense_0, dense_1, dense_2, dense_3, dense_4, dense_5, dense_6, dense_7"
+    )
+    assert layout.to_json()["stages"] == stages
+
+
 def test_replicas_of_stages_of_parts():
     layout = Layout(
         Mesh(data=2, pipeline=2, tensor=2), [f"GPU:{i}" for i in range(8)], {"up": 0, "down": 1},

@@ -318,6 +318,62 @@ def test_choices_that_do_not_fit_are_refused(options, said):
         pipelined(stack, DEVICES[:2], **options)
 
 
+def test_all_that_does_not_fit_is_told_at_once():
+    calls = []
+
+    def build():
+        calls.append(1)
+        return stack()
+
+    with pytest.raises(ValueError) as raised:
+        tfparallel.pipeline_parallel(
+            build, ["CPU:0", "CPU:7"], 0, "1f1b", "sometimes", layers_per_stage=[1, 1, 1, 1, 9],
+            batch_normalization="frozen",
+        )  # fmt: skip
+    devices, number, recompute, batch_norm, counts = str(raised.value).splitlines()
+    assert "CPU:7 does not exist" in devices
+    assert "`num_micro_batches` must be a whole number of at least 1. Received: 0" in number
+    assert "recompute='sometimes'" in recompute and "batch_normalization='frozen'" in batch_norm
+    assert "each of the 2 stages 1 or more layers, and all 2 layers" in counts
+    assert "Received: [1, 1, 1, 1, 9], which are 13 in 5 stages" in counts
+    assert calls == [1]
+    with pytest.raises(ValueError) as raised:
+        tfparallel.pipeline_parallel(build, ["CPU:7"], 0, "zigzag", balance="feet")
+    assert calls == [1]  # Nothing of the model is asked.
+    assert [line.partition("Received: ")[2] for line in str(raised.value).splitlines()] == [
+        "devices=['CPU:7']. To get more CPU devices: `tfparallel.devices.split_cpu(8)`.",
+        "schedule='zigzag'.",
+        "0.",
+        "balance='feet'.",
+    ]
+
+
+def test_a_model_that_cannot_be_cut_is_told_beside_the_counts():
+    def build():
+        return stack(layers.BatchNormalization(name="normalize"))
+
+    with pytest.raises(ValueError) as raised:
+        pipelined(build, DEVICES[:2], layers_per_stage=[1, 9])
+    first, second = str(raised.value).splitlines()
+    assert "['normalize']" in first and "Received: [1, 9]" in second
+    with pytest.raises(ValueError) as raised:
+        tfparallel.pipeline_parallel(3, ["CPU:7", "CPU:0"], 4, layers_per_stage=[1, 9])
+    assert len(str(raised.value).splitlines()) == 2 and "Received: 3" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        ({"schedule": "interleaved"}, 4),
+        ({"schedule": "interleaved", "chunks_per_device": 3}, 6),
+        ({"schedule": "gpipe"}, 2),
+    ],
+)
+def test_stages_are_counted_where_the_devices_are_wrong(options, counted):
+    with pytest.raises(ValueError, match=rf"\n.*each of the {counted} stages 1 or more layers"):
+        pipelined(stack, ["CPU:0", "CPU:7"], layers_per_stage=[1, 9], **options)
+
+
 def test_what_micro_batches_would_change_is_refused():
     with pytest.raises(ValueError, match="a write to '.*calls'"):
         fit_stack(pipelined(lambda: stack(Counting(name="counting")), DEVICES[:2]))

@@ -242,6 +242,22 @@ class OwnStep(keras.Model):
             "without a device: one, two, three, logits; no such layer: four",
         ),
         (sequential, {"device_map": {}, "devices": DEVICES}, "leave `devices`"),
+        (sequential, {"devices": []}, "^Cannot use these devices: the list is empty[^\n]*$"),
+        (
+            sequential,
+            {"devices": ["CPU:0", "CPU:9"], "layers_per_stage": [1, 1, 1]},
+            r"CPU:9 does not exist.*\n.*each of the 2 devices.*which are 3 on 3 devices",
+        ),
+        (
+            lambda: keras.Sequential([keras.Input((2,)), layers.Dense(1, name="only")]),
+            {"devices": ["CPU:0", "CPU:9"], "balance": "feet"},
+            r"CPU:9 does not exist.*\n.*2 devices for 1 layers.*\n.*balance='feet'",
+        ),
+        (
+            sequential,
+            {"device_map": {"flatten": "CPU:9", "four": "CPU:0"}, "devices": DEVICES},
+            r"leave `devices`.*\n.*no such layer: four.*\n.*CPU:9 does not exist",
+        ),
     ],
 )
 def test_what_cannot_be_placed(model, options, message):

@@ -24,7 +24,7 @@ from tfparallel.extend import original_class
 from tfparallel.layers.by_hand import written_as
 from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.stages import PlacementError
+from tfparallel.placement.problems import PlacementError, Problems
 
 __all__ = ["KINDS", "Graph", "plan"]
 
@@ -93,7 +93,7 @@ def plan(
         PlacementError: If a layer cannot be split as is asked.
     """
     asked = asked or {}
-    graph = Graph(model, shared)
+    graph, problems = Graph(model, shared), Problems()
     found: dict[str, str] = {}
     in_parts: set[str] = set()
     in_rows: set[str] = set()
@@ -112,9 +112,11 @@ def plan(
             elif isinstance(layer, _layers.Conv2D):
                 kind = None
         if name in asked or written_as(layer) is not None:
-            kind = _asked_kind(layer, asked, num_devices, graph)
-            if kind == HEIGHT and not is_split_by_height(layer, graph, num_devices, in_rows):
-                raise PlacementError(_not_by_height(layer, asked, num_devices))
+            kind = None
+            with problems.gathered():
+                kind = _asked_kind(layer, asked, num_devices, graph)
+                if kind == HEIGHT and not is_split_by_height(layer, graph, num_devices, in_rows):
+                    raise PlacementError(_not_by_height(layer, asked, num_devices))
         if kind is None:
             continue
         found[name] = kind
@@ -122,6 +124,7 @@ def plan(
             in_rows.add(name)
         if kind in (FEATURES, JOINED) or (kind == COLUMN and not _mixes(layer)):
             in_parts.add(name)
+    problems.raise_all()
     return _used(found, in_parts, graph)
 
 

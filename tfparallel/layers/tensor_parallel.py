@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel import devices as device_lib
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.complete import complete
 from tfparallel.cloning.layers import copy_layers, like
@@ -22,8 +21,8 @@ from tfparallel.layers.split_model import NestedLayer, SplitModel
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.model_parallel import check_model, model_of
-from tfparallel.placement.stages import PlacementError
+from tfparallel.placement.model_parallel import check_model, model_of, seen_model
+from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 
 __all__ = ["tensor_parallel"]
@@ -78,17 +77,15 @@ def tensor_parallel(
         >>> model.fit(x, y)
     """
     _refuse_scope()
-    names = device_lib.check_devices(devices)
-    if len(names) < 2:
-        raise PlacementError(
-            f"A layer is split over two devices or more. Received: devices={list(devices)}."
-        )
-    if convolutions not in ("channels", "height"):
-        raise PlacementError(
-            "`convolutions` must be 'channels' or 'height'. Received: "
-            f"convolutions={convolutions!r}."
-        )
+    problems = Problems()
+    names = usable_devices(devices, problems)
+    with problems.gathered():
+        _check_choices(names, convolutions)
     asked = (dict(split or {}), convolutions == "height")
+    if problems and split:  # The model has not been seen; otherwise its layers are checked below.
+        with problems.gathered():
+            _plans(seen_model(model_or_function), len(names), asked)
+    problems.raise_all()
     if isinstance(model_or_function, keras.Model):
         return _copy_of(model_or_function, names, asked)
     try:
@@ -124,8 +121,53 @@ def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
 
 def _split(model, devices, asked, initialize) -> keras.Model:
     """Splits a model's layers in place, one after the other."""
+    plans = _plans(model, len(devices), asked)
+    for each, kinds in plans:
+        _split_layers(each, devices, kinds, initialize)
+        if each is not model:
+            extend(each, NestedLayer, _devices=devices)
+    splits = {name: kind for _, kinds in plans for name, kind in kinds.items()}
+    layout = Layout(Mesh(tensor=len(devices)), devices, splits=splits)
+    return extend(model, SplitModel, layout=layout)
+
+
+def _plans(model, num_devices, asked) -> list[tuple[keras.Model, dict[str, str]]]:
+    """How the layers of a model, and of those nested in it, are split, by their names."""
     asked, by_height = asked
-    models = _models_in(model)
+    models, problems = _models_in(model), Problems()
+    with problems.gathered():
+        _check_names(models, asked)
+    with problems.gathered():
+        _refuse_hidden(model, models)
+    counts = collections.Counter(id(layer) for each in models for layer in layers_in_order(each))
+    shared = {key for key, number in counts.items() if number > 1}
+    plans = []
+    for each in models:
+        with problems.gathered():
+            plans.append((each, split_plan.plan(each, num_devices, asked, by_height, shared)))
+    problems.raise_all()
+    if not any(kinds for _, kinds in plans):
+        raise PlacementError(_nothing(model, models, num_devices))
+    return plans
+
+
+def _check_choices(devices, convolutions) -> None:
+    problems = Problems()
+    with problems.gathered():
+        if len(devices) < 2:
+            raise PlacementError(
+                f"A layer is split over two devices or more. Received: devices={devices}."
+            )
+    with problems.gathered():
+        if convolutions not in ("channels", "height"):
+            raise PlacementError(
+                "`convolutions` must be 'channels' or 'height'. Received: "
+                f"convolutions={convolutions!r}."
+            )
+    problems.raise_all()
+
+
+def _check_names(models, asked) -> None:
     names = {layer.name for each in models for layer in layers_in_order(each)}
     unknown = [name for name in asked if name not in names]
     if unknown:
@@ -133,21 +175,6 @@ def _split(model, devices, asked, initialize) -> keras.Model:
             f"`split` must name layers of the model. Received: no such layer: {', '.join(unknown)}."
             f" The layers are {', '.join(sorted(names))}."
         )
-    _refuse_hidden(model, models)
-    counts = collections.Counter(id(layer) for each in models for layer in layers_in_order(each))
-    shared = {key for key, number in counts.items() if number > 1}
-    kinds = {}
-    for each in models:
-        kinds[id(each)] = split_plan.plan(each, len(devices), asked, by_height, shared)
-    found = {name: kind for each in models for name, kind in kinds[id(each)].items()}
-    if not found:
-        raise PlacementError(_nothing(model, models, len(devices)))
-    for each in models:
-        _split_layers(each, devices, kinds[id(each)], initialize)
-        if each is not model:
-            extend(each, NestedLayer, _devices=devices)
-    layout = Layout(Mesh(tensor=len(devices)), devices, splits=found)
-    return extend(model, SplitModel, layout=layout)
 
 
 def _split_layers(model, devices, kinds, initialize) -> None:

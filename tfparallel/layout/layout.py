@@ -10,6 +10,7 @@ from typing import Any
 
 from tfparallel.layout.mesh import Coordinate, Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
+from tfparallel.layout.shorten import first_to_last
 
 __all__ = ["RECOMPUTES", "Layout", "LayoutError"]
 
@@ -201,10 +202,9 @@ class Layout:
         return ", ".join(map(str, range(place, self.num_stages, self.mesh.pipeline)))
 
     def _layers_on(self, place: int) -> str:
-        return "; ".join(
-            ", ".join(layer for layer, own in self.stages if own == stage) or "(no layer)"
-            for stage in range(place, self.num_stages, self.mesh.pipeline)
-        )
+        here = range(place, self.num_stages, self.mesh.pipeline)
+        layers = [[layer for layer, stage in self.stages if stage == own] for own in here]
+        return "; ".join(first_to_last(each, "layers") or "(no layer)" for each in layers)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

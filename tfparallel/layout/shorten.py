@@ -11,7 +11,7 @@ def first_to_last(names: Sequence[str], noun: str | None = None) -> str:
     """Returns names in a line, of many the first and the last.
 
     Args:
-        names: One or more.
+        names: Any number of them.
         noun: What they are, for their number where some are left out; None to leave it out.
 
     Example:

@@ -15,8 +15,8 @@ from tfparallel.pipeline.pass_scope import check_state
 from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.model_parallel import place
-from tfparallel.placement.stages import PlacementError
+from tfparallel.placement.model_parallel import place, seen_model
+from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.check_rows import make_quiet
 
 __all__ = ["TooFewLayersError", "pipeline_parallel", "stages_by_layer"]
@@ -111,28 +111,42 @@ def pipeline_parallel(
         >>> model.compile("adam", "mse")
         >>> model.fit(x, y, batch_size=64)
     """
-    names = device_lib.check_devices(devices) if devices else device_lib.choose_devices()
-    try:
-        planned = make_schedule(schedule, len(names), num_micro_batches, chunks_per_device)
-    except ScheduleError as error:
-        raise PlacementError(str(error)) from error
-    _check_choices(recompute, batch_normalization)
+    problems = Problems()
+    names = usable_devices(devices or device_lib.choose_devices(), problems)
+    with problems.gathered():
+        planned = _plan(schedule, len(names), num_micro_batches, chunks_per_device)
+    with problems.gathered():
+        _check_choices(recompute, batch_normalization)
+    if layers_per_stage is None:
+        with problems.gathered():
+            stages.check_balance(balance)
+    elif problems:  # The model has not been seen; otherwise its layers are counted below.
+        num_stages = _num_stages(schedule, len(names), chunks_per_device)
+        with problems.gathered():
+            layers = layers_in_order(seen_model(model_or_function))
+            _check_counts(layers_per_stage, len(layers), num_stages, allow_empty_stages)
+    problems.raise_all()
 
     def decide(model: keras.Model) -> Layout:
-        check_state(model, batch_normalization)
-        stages = stages_by_layer(
-            model,
-            planned,
-            layers_per_stage=layers_per_stage,
-            allow_empty_stages=allow_empty_stages,
-            balance=balance,
-            device_memory=device_memory,
-            batch_size=batch_size,
-        )
+        with problems.gathered():
+            check_state(model, batch_normalization)
+        if layers_per_stage is None:
+            problems.raise_all()  # The best cut would be measured in vain.
+        with problems.gathered():
+            stage_of = stages_by_layer(
+                model,
+                planned,
+                layers_per_stage=layers_per_stage,
+                allow_empty_stages=allow_empty_stages,
+                balance=balance,
+                device_memory=device_memory,
+                batch_size=batch_size,
+            )
+        problems.raise_all()
         return Layout(
             Mesh(pipeline=len(names)),
             names,
-            stages,
+            stage_of,
             schedule=schedule,
             num_micro_batches=num_micro_batches,
             chunks_per_device=planned.chunks_per_device,
@@ -178,17 +192,35 @@ def stages_by_layer(
     if layers_per_stage is None:
         # By number, where the cut takes any names.
         return stages.by_balance(model, range(schedule.num_stages), all_gradients=True, **best)
-    counts = list(layers_per_stage)
-    fits = len(counts) == schedule.num_stages and sum(counts) == len(layers)
-    fewest = 0 if allow_empty_stages else 1
+    _check_counts(layers_per_stage, len(layers), schedule.num_stages, allow_empty_stages)
+    index = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
+    return {layer.name: stage for layer, stage in zip(layers, index, strict=True)}
+
+
+def _check_counts(layers_per_stage, num_layers, num_stages, allow_empty_stages) -> None:
+    counts, fewest = list(layers_per_stage), 0 if allow_empty_stages else 1
+    fits = len(counts) == num_stages and sum(counts) == num_layers
     if not fits or any(not isinstance(n, int) or n < fewest for n in counts):
         raise PlacementError(
-            f"`layers_per_stage` must give each of the {schedule.num_stages} stages {fewest} or "
-            f"more layers, and all {len(layers)} layers together. Received: {counts}, which are "
+            f"`layers_per_stage` must give each of the {num_stages} stages {fewest} or "
+            f"more layers, and all {num_layers} layers together. Received: {counts}, which are "
             f"{sum(counts)} in {len(counts)} stages."
         )
-    index = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    return {layer.name: stage for layer, stage in zip(layers, index, strict=True)}
+
+
+def _plan(*asked) -> Schedule:
+    try:
+        return make_schedule(*asked)
+    except ScheduleError as error:
+        raise PlacementError(str(error)) from error
+
+
+def _num_stages(schedule, num_devices, chunks_per_device) -> int:
+    """How many stages are asked for, whatever else is wrong."""
+    if schedule != "interleaved":
+        return num_devices
+    is_count = isinstance(chunks_per_device, int) and chunks_per_device > 1
+    return num_devices * (chunks_per_device if is_count else 2)
 
 
 def _check_choices(recompute, batch_normalization):

@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel import devices as device_lib
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.complete import complete
 from tfparallel.cloning.layers import copy_layers, like
@@ -17,10 +16,10 @@ from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
 from tfparallel.placement.placed_model import PlacedModel, has_own_step
-from tfparallel.placement.stages import PlacementError
+from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["check_model", "model_of", "model_parallel", "place"]
+__all__ = ["check_model", "model_of", "model_parallel", "place", "seen_model"]
 
 
 def model_parallel(
@@ -156,12 +155,7 @@ def in_stages(placement: Mapping[str, str]) -> Layout:
 def _placement(model, devices, layers_per_stage, device_map, best):
     layers = layers_in_order(model)
     if device_map is not None:
-        if devices is not None or layers_per_stage is not None:
-            raise PlacementError(
-                "`device_map` says all; leave `devices` and `layers_per_stage` out. Received: "
-                f"devices={devices}, layers_per_stage={layers_per_stage} beside a device_map."
-            )
-        return stages.by_device_map(layers, device_map)
+        return _by_map_alone(layers, devices, layers_per_stage, device_map)
     if devices is None:
         if layers_per_stage is not None:
             raise PlacementError(
@@ -169,10 +163,29 @@ def _placement(model, devices, layers_per_stage, device_map, best):
                 f"layers_per_stage={list(layers_per_stage)}, devices=None."
             )
         return stages.by_variables(model)
-    names = device_lib.check_devices(devices)
-    if layers_per_stage is not None:
-        return stages.by_layers_per_stage(layers, names, layers_per_stage)
-    return stages.by_balance(model, names, **best)
+    problems = Problems()
+    names, placement = usable_devices(devices, problems), None
+    with problems.gathered():
+        if layers_per_stage is not None:
+            placement = stages.by_layers_per_stage(layers, names, layers_per_stage)
+        else:
+            stages.check_cut(layers, names, best["balance"])
+    problems.raise_all()
+    return stages.by_balance(model, names, **best) if placement is None else placement
+
+
+def _by_map_alone(layers, devices, layers_per_stage, device_map):
+    problems = Problems()
+    with problems.gathered():
+        if devices is not None or layers_per_stage is not None:
+            raise PlacementError(
+                "`device_map` says all; leave `devices` and `layers_per_stage` out. Received: "
+                f"devices={devices}, layers_per_stage={layers_per_stage} beside a device_map."
+            )
+    with problems.gathered():
+        placement = stages.by_device_map(layers, device_map)
+    problems.raise_all()
+    return placement
 
 
 def model_of(function: Callable[[], keras.Model] | Sequence[keras.Layer]) -> keras.Model:
@@ -191,6 +204,22 @@ def model_of(function: Callable[[], keras.Model] | Sequence[keras.Layer]) -> ker
             f"Received: {model!r} (of type {type(model).__name__}). Does it end in `return model`?"
         )
     return model
+
+
+def seen_model(
+    model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
+) -> keras.Model:
+    """Returns the model, to look at its layers; what a function builds has no storage if it can.
+
+    Raises:
+        ValueError: If the model's layers cannot be placed.
+    """
+    if isinstance(model_or_function, keras.Model):
+        return check_model(model_or_function)
+    try:
+        return check_model(StoragelessModel(lambda: model_of(model_or_function)).model)
+    except NeedsStorage:
+        return check_model(model_of(model_or_function))
 
 
 def check_model(model: keras.Model) -> keras.Model:

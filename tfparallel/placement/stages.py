@@ -9,6 +9,7 @@ from tfparallel import devices as device_lib
 from tfparallel.layout.balance import NoPartition, Weighed, partition
 from tfparallel.placement.costs import LayerCost, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
+from tfparallel.placement.problems import PlacementError, Problems
 
 __all__ = [
     "BALANCES",
@@ -17,14 +18,12 @@ __all__ = [
     "by_device_map",
     "by_layers_per_stage",
     "by_variables",
+    "check_balance",
+    "check_cut",
     "cut",
 ]
 
 BALANCES = ("memory", "time", "both")
-
-
-class PlacementError(ValueError):
-    """The model, the devices and what is asked of them do not fit together."""
 
 
 def by_layers_per_stage(
@@ -63,16 +62,13 @@ def by_device_map(
         ValueError: If a layer is missing in it or unknown, or a device does not exist.
     """
     names = [layer.name for layer in layers]
-    missing = [name for name in names if name not in device_map]
-    unknown = [name for name in device_map if name not in names]
-    if missing or unknown:
-        problems = [f"without a device: {', '.join(missing)}"] * bool(missing)
-        problems += [f"no such layer: {', '.join(unknown)}"] * bool(unknown)
-        raise PlacementError(
-            "`device_map` must name a device for each layer of the model, and no other. Received: "
-            f"{'; '.join(problems)}. The layers are {', '.join(names)}."
-        )
-    device_lib.check_devices(list(dict.fromkeys(device_map.values())))
+    problems = Problems()
+    with problems.gathered():
+        _check_names(names, device_map)
+    if device_map:
+        with problems.gathered():
+            device_lib.check_devices(list(dict.fromkeys(device_map.values())))
+    problems.raise_all()
     return {name: device_lib.resolve(device_map[name]) for name in names}
 
 
@@ -99,11 +95,7 @@ def by_balance(
         ValueError: If there are more devices than layers, or nothing meets `device_memory`.
     """
     layers = layers_in_order(model)
-    _check_number(layers, devices)
-    if balance not in BALANCES:
-        raise PlacementError(
-            f"`balance` must be one of {', '.join(BALANCES)}. Received: balance={balance!r}."
-        )
+    check_cut(layers, devices, balance)
     try:
         costs = layer_costs(
             model, batch_size, measure=balance != "memory", all_gradients=all_gradients
@@ -125,6 +117,32 @@ def by_balance(
             "batch, or an optimizer with fewer slots."
         ) from error
     return by_layers_per_stage(layers, devices, counts)
+
+
+def check_cut(layers: Sequence[keras.Layer], devices: Sequence[str], balance: str) -> None:
+    """Checks what is asked of the best cut.
+
+    Raises:
+        ValueError: If there are more devices than layers, or no such balance; says both.
+    """
+    problems = Problems()
+    with problems.gathered():
+        _check_number(layers, devices)
+    with problems.gathered():
+        check_balance(balance)
+    problems.raise_all()
+
+
+def check_balance(balance: str) -> None:
+    """Checks what the best cut spreads evenly.
+
+    Raises:
+        ValueError: If it is none of `BALANCES`.
+    """
+    if balance not in BALANCES:
+        raise PlacementError(
+            f"`balance` must be one of {', '.join(BALANCES)}. Received: balance={balance!r}."
+        )
 
 
 def cut(
@@ -185,6 +203,18 @@ def by_variables(model: keras.Model) -> dict[str, str]:
         first = device_lib.resolve("CPU:0")
         placement[layer.name] = own.pop() if own else before[-1] if before else first
     return placement
+
+
+def _check_names(names, device_map) -> None:
+    missing = [name for name in names if name not in device_map]
+    unknown = [name for name in device_map if name not in names]
+    if missing or unknown:
+        problems = [f"without a device: {', '.join(missing)}"] * bool(missing)
+        problems += [f"no such layer: {', '.join(unknown)}"] * bool(unknown)
+        raise PlacementError(
+            "`device_map` must name a device for each layer of the model, and no other. Received: "
+            f"{'; '.join(problems)}. The layers are {', '.join(names)}."
+        )
 
 
 def _check_number(layers, devices) -> None:
