@@ -66,6 +66,16 @@ def test_every_row_stands_on_the_page():
     assert not missing and not surplus, f"missing {missing}, surplus {surplus}. {table.RENEW}"
 
 
+def test_the_page_begins_with_the_introduction_and_says_what_was_not_run():
+    if table.MODE == "write":
+        pytest.skip("the page is being written")
+    page = table.PAGE.read_text()
+    assert page.startswith(table.INTRODUCTION), table.RENEW
+    run = {case.feature for case in ALL if case.drop_in}
+    not_run = {line.split(" | ")[0][2:] for line in page.splitlines() if "| not run |" in line}
+    assert not_run == {case.feature for case in ALL} - run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(upstream.TASKS))
 def test_what_tensorflows_own_strategy_does_with_the_task(name):
