@@ -74,7 +74,7 @@ def test_known_faults_are_tried_in_this_installation():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["models/mlp.py"], "takes flags alone. Received: ['models/mlp.py']"),
+        (["models/mlp.py"], "doctor takes flags alone. Received: ['models/mlp.py']"),
         (["--peer_timeout=0"], "must be positive. Received: --peer_timeout=0"),
         (["--min_free_mib=-1"], "Received: --min_free_mib=-1"),
         (["--report=a.txt"], "must end in .json"),

@@ -191,7 +191,7 @@ epoch, is compared by name. A cell is the worst of all its runs.
   one seed are identical.
 - **refused**: an error before or at the first step, quoted.
 - **not run**: the case starts from a model that is built already, which only the other forms take.
-  Under `MirroredStrategy(...).scope()` your code builds the model, so fewer cases are counted below.
+  Under `MirroredStrategy(...).scope()` your code builds the model, so it has fewer cases below.
 - Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
   for its end, so there one device gets the same batches in a data set that says how many they are,
   and so do `model_parallel`, `tensor_parallel` and `pipeline_parallel`, whose loop is Keras's own.

@@ -143,6 +143,14 @@ def test_a_loss_that_looks_at_the_batch_is_joined(name):
     assert "may look at several examples" in why_not_by_rows(compiled(getattr(losses, name)()))
 
 
+def test_ctc_cannot_be_computed_for_no_examples():
+    """The reason why it is joined."""
+    labels, logits = tf.ones([2, 3], tf.int32), tf.zeros([2, 7, CLASSES])
+    assert losses.ctc(labels, logits).shape == (2,)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="empty output shape"):
+        losses.ctc(labels[:0], logits[:0])
+
+
 @pytest.mark.parametrize("metric", [
     metrics.Hinge, metrics.SquaredHinge, metrics.PearsonCorrelation, metrics.ConcordanceCorrelation,
     lambda: metrics.CosineSimilarity(axis=0), lambda: metrics.MeanMetricWrapper(lambda y, p: 1.0),

@@ -16,6 +16,7 @@ from tfparallel.bench.model import modelled_as
 from tfparallel.bench.row import Row, bus_factor
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS
 from tfparallel.collectives.cost_model import CostModel
+from tfparallel.size_text import size_text
 
 # Ours in colours that differ in the dark, too (Okabe and Ito, 2008); others in greys.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#882255", "#999933")
@@ -87,15 +88,6 @@ def draw(
     figure.legend(*time_axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.suptitle(title, fontsize=13)
     figure.savefig(path)
-
-
-def size_text(size: float) -> str:
-    """Returns 65536 as "64 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
 
 
 def _styles(names):

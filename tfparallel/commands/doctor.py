@@ -9,8 +9,7 @@ from absl import flags
 
 from tfparallel.commands.flags import (
     Command,
-    UsageError,
-    parse_positional,
+    parse_flags_alone,
     path_problems,
     resolved,
     run_command,
@@ -102,14 +101,8 @@ def _problems(values: flags.FlagValues) -> list[str]:
 
 def _main(arguments: Sequence[str]) -> int:
     values = _flags()
-    positional = parse_positional(_COMMAND, values, arguments)
-    if positional is None:
+    if not parse_flags_alone(_COMMAND, values, _problems, arguments):
         return 0
-    problems = _problems(values)
-    if positional:
-        problems.insert(0, f"tfparallel doctor takes flags alone. Received: {positional}.")
-    if problems:
-        raise UsageError("\n".join(problems))
     if values.gpu and gpu.gpu_is_missing(values.device_type):
         print(gpu.MISSING)
         return 0

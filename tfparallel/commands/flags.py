@@ -19,6 +19,7 @@ __all__ = [
     "help_text",
     "parse",
     "parse_bytes",
+    "parse_flags_alone",
     "parse_positional",
     "path_problems",
     "resolved",
@@ -112,6 +113,41 @@ def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) 
             f"Received: {positional}. Example: {command.example}"
         )
     return positional[0]
+
+
+def parse_flags_alone(
+    command: Command,
+    values: flags.FlagValues,
+    problems_of: Callable[[flags.FlagValues], list[str]],
+    arguments: Sequence[str],
+) -> bool:
+    """Parses the arguments of a program that takes nothing but flags.
+
+    Args:
+        command: The program's name and texts.
+        values: Its flags; filled here.
+        problems_of: Returns what is wrong with them.
+        arguments: What stands after the sub-command.
+
+    Returns:
+        Whether the program is to run; False if help was asked for (and printed).
+
+    Raises:
+        UsageError: If there is anything else, or something is wrong with a flag.
+    """
+    positional = parse_positional(command, values, arguments)
+    if positional is None:
+        return False
+    problems = problems_of(values)
+    if positional:
+        program = f"tfparallel {command.name} {command.arguments}".removesuffix(" [--flags]")
+        problems.insert(
+            0,
+            f"{program} takes flags alone. Received: {positional}. Example: {command.example}",
+        )
+    if problems:
+        raise UsageError("\n".join(problems))
+    return True
 
 
 def path_problems(name: str, path: str | None, suffix: str) -> list[str]:

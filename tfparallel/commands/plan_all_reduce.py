@@ -13,10 +13,11 @@ from tfparallel.collectives.simulator import simulate
 from tfparallel.commands.flags import (
     Command,
     UsageError,
-    parse_positional,
+    parse_flags_alone,
     path_problems,
     run_command,
 )
+from tfparallel.size_text import size_text
 
 __all__ = ["main"]
 
@@ -58,17 +59,8 @@ def _flags() -> flags.FlagValues:
 
 def _main(arguments: Sequence[str]) -> int:
     values = _flags()
-    positional = parse_positional(_COMMAND, values, arguments)
-    if positional is None:
+    if not parse_flags_alone(_COMMAND, values, _problems, arguments):
         return 0
-    problems = _problems(values)
-    if positional:
-        problems.append(
-            f"tfparallel plan all_reduce takes no file. Received: {positional}. Example: "
-            f"{_COMMAND.example}"
-        )
-    if problems:
-        raise UsageError("\n".join(problems))
     sizes = sweep(parse_size(values.min_bytes), parse_size(values.max_bytes), values.step_factor, 1)
     model = _model(values)
     _answer(values, model, sizes)
@@ -160,7 +152,7 @@ def _answer(values, model: CostModel, sizes) -> None:
     crossovers = model.crossovers(ranks, sizes[0], sizes[-1], local)
     print(
         "fastest by formula: "
-        + ", ".join(f"{name} from {_size(size)}" for size, name in crossovers)
+        + ", ".join(f"{name} from {size_text(size)}" for size, name in crossovers)
     )
     if values.report is not None:
         content = {
@@ -237,18 +229,10 @@ def _table(sizes, seconds) -> list[str]:
         times = {name: of_all[index] for name, of_all in seconds.items()}
         best = min(times, key=times.get)
         rows.append(
-            [_size(size), *(_time(t) + ("*" if n == best else " ") for n, t in times.items())]
+            [size_text(size), *(_time(t) + ("*" if n == best else " ") for n, t in times.items())]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
 
 
 def _time(seconds: float) -> str:

@@ -6,8 +6,8 @@ from tfparallel.commands.flags import UsageError
 from tfparallel.commands.form_flags import device_memory
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.placement.placement_plan import Plan, plan
-from tfparallel.placement.report import size_text
 from tfparallel.placement.stages import PlacementError
+from tfparallel.size_text import size_text
 from tfparallel.task import load_task
 
 __all__ = ["answer"]

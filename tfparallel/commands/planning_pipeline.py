@@ -12,8 +12,8 @@ from tfparallel.layout.drawing import as_text, write_picture, write_trace
 from tfparallel.layout.schedule import ScheduleError, make_schedule
 from tfparallel.layout.simulator import theoretical_bubble
 from tfparallel.pipeline.pipeline_plan import PipelinePlan, plan_pipeline
-from tfparallel.placement.report import size_text
 from tfparallel.placement.stages import PlacementError
+from tfparallel.size_text import size_text
 from tfparallel.task import load_task
 
 __all__ = ["answer"]

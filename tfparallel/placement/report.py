@@ -11,8 +11,9 @@ from tfparallel.placement.audit import Noted, recording, short
 from tfparallel.placement.costs import bytes_of
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.processes import peak_memory_bytes
+from tfparallel.size_text import size_text
 
-__all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report", "size_text"]
+__all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,12 +188,3 @@ def _trace(model, data) -> list[Noted]:
     with recording() as trace:
         tf.function(model.train_step).get_concrete_function(spec)
         return trace.operations()
-
-
-def size_text(number: float) -> str:
-    """A number of bytes for people: "3.2 MiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} GiB"

@@ -3,7 +3,9 @@
 Keras's own are known: a value for each example, states that add up. What a user wrote is not
 believed; a mean that is called a metric may hold a maximum. The exceptions are those that look at
 the whole batch: hinge losses ask whether *all* labels are 0 or 1, `Dice`, `Tversky` and `Circle`
-sum over the batch. What the rest do with the shapes of a program's data is tried (`apart.py`).
+sum over the batch. `CTC` has a value for each example, but TensorFlow fails to compute it for none,
+and a micro-batch may have none. What the rest do with the shapes of a program's data is tried
+(`apart.py`).
 """
 
 from collections.abc import Iterator
