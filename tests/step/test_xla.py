@@ -1,6 +1,7 @@
 """What each device does is compiled: nothing more, and nothing less."""
 
 import contextlib
+import dataclasses
 
 import keras
 import numpy as np
@@ -21,6 +22,20 @@ FORMS = {
     "tensor": lambda model: tfparallel.tensor_parallel(model, DEVICES),
     "pipeline": lambda model: tfparallel.pipeline_parallel(model, DEVICES, 2),
 }
+
+
+def dropped_in(model):
+    """A plain copy that Keras trains under the scope of a drop-in strategy."""
+    with tfparallel.MirroredStrategy(DEVICES).scope():
+        copy = keras.models.clone_model(model)
+        copy.set_weights(model.get_weights())
+        if model.compiled:
+            copy.compile_from_config(model.get_compile_config())
+    return copy
+
+
+WAYS = FORMS | {"drop-in": dropped_in}
+ON_SEVERAL = [way for way in WAYS if way != "one device"]
 X = np.random.default_rng(0).normal(size=(10, 6)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(10, 2)).astype("float32")
 
@@ -64,31 +79,31 @@ def beside_a_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", WAYS)
 def test_a_model_that_was_compiled_beside_a_gpu_trains(form, beside_a_gpu):
     expected = loss_after_two_epochs(compiled(build(), jit_compile=False))
     plain = compiled(build())
     assert plain.jit_compile
-    model = FORMS[form](plain)
+    model = WAYS[form](plain)
     assert model.jit_compile
     np.testing.assert_allclose(loss_after_two_epochs(model), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", WAYS)
 def test_a_model_that_was_loaded_beside_a_gpu_trains(form, beside_a_gpu, tmp_path):
     expected = loss_after_two_epochs(compiled(build(), jit_compile=False))
     compiled(build()).save(tmp_path / "model.keras")
-    model = FORMS[form](keras.saving.load_model(tmp_path / "model.keras"))
+    model = WAYS[form](keras.saving.load_model(tmp_path / "model.keras"))
     np.testing.assert_allclose(loss_after_two_epochs(model), expected, rtol=1e-5)
     model.save(tmp_path / "again.keras")
     assert keras.saving.load_model(tmp_path / "again.keras").jit_compile
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", WAYS)
 def test_a_model_that_nobody_compiled_predicts_beside_a_gpu(form, beside_a_gpu):
     expected = build()(X).numpy()
-    found = FORMS[form](build()).predict(X, batch_size=4, verbose=0)
+    found = WAYS[form](build()).predict(X, batch_size=4, verbose=0)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -118,20 +133,54 @@ def test_a_model_with_a_step_of_its_own_holds_one_that_is_compiled(jit_compile):
     )
 
 
-def test_auto_asks_for_the_devices_of_the_model():
-    for form in FORMS:
-        assert not compiled(FORMS[form](build())).jit_compile, form
+def test_one_program_of_several_devices_is_none(monkeypatch):
+    """What the tests above would see: XLA finds a variable on another device."""
+    monkeypatch.setattr(CompiledByDevice, "_not_as_one_program", contextlib.nullcontext)
+    model = compiled(FORMS["data"](build()), jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Trying to access resource"):
+        loss_after_two_epochs(model)
+
+
+# What "auto" means is asked of the model's devices, not of the machine's: here those of a layout
+# that says GPUs.
+
+
+class Unsupported(layers.Layer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.supports_jit = False
+
+    def call(self, x):
+        return x
+
+
+def on_gpus(model, monkeypatch):
+    on_paper = dataclasses.replace(model.layout, devices=("GPU:0", "GPU:1"))
+    monkeypatch.setattr(type(model), "layout", property(lambda self: on_paper), raising=False)
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_auto_is_no_on_cpus(way):
+    assert not compiled(WAYS[way](compiled(build()))).jit_compile
+
+
+@pytest.mark.parametrize("way", ON_SEVERAL)
+def test_auto_is_yes_on_gpus(way, monkeypatch):
+    model = on_gpus(WAYS[way](compiled(build())), monkeypatch)
+    assert compiled(model).jit_compile
+    assert not compiled(model, run_eagerly=True).jit_compile
+
+
+@pytest.mark.parametrize("way", ON_SEVERAL)
+def test_auto_is_no_of_a_layer_that_xla_cannot_compile(way, monkeypatch):
+    network = [keras.Input((6,)), layers.Dense(4), Unsupported(), layers.Dense(2)]
+    with keras.saving.custom_object_scope({"Unsupported": Unsupported}):
+        model = on_gpus(WAYS[way](compiled(keras.Sequential(network))), monkeypatch)
+    assert not compiled(model).jit_compile
 
 
 def test_a_layer_that_xla_cannot_compile_is_said():
-    class Unsupported(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.supports_jit = False
-
-        def call(self, x):
-            return x
-
     def with_one():
         return keras.Sequential([keras.Input((6,)), layers.Dense(4), Unsupported()])
 
@@ -161,14 +210,12 @@ def test_a_compiled_dropout_draws_what_it_draws_on_one_device(form):
 
 # Of a forward pass, of a backward pass, and of an update.
 PASSES = {"MatMul", "BiasAddGrad", "TanhGrad"}
-UPDATES = {"AssignSubVariableOp"}
-# A pipeline's passes are functions of their own, which are not seen here.
-INSIDE = dict.fromkeys(["data", "model", "tensor"], PASSES | UPDATES) | {"pipeline": UPDATES}
+INSIDE = PASSES | {"AssignSubVariableOp"}
 # What TensorFlow may make part of a product, as the processor has it.
 FUSED = {"BiasAdd", "Tanh"}
 
 
-@pytest.mark.parametrize("form", INSIDE)
+@pytest.mark.parametrize("form", ["data", "model", "tensor", "pipeline"])
 def test_no_pass_and_no_update_stays_outside(form):
     def kinds(jit_compile):
         keras.backend.clear_session()
@@ -182,10 +229,10 @@ def test_no_pass_and_no_update_stays_outside(form):
         step = edges.traced(lambda: compiled(make(build()), jit_compile=jit_compile), X, Y)
         return {kind.removeprefix("Fused") for kind in step.kinds()}
 
-    assert INSIDE[form] <= kinds(False)
+    assert INSIDE <= kinds(False)
     compiled_kinds = kinds(True)
     assert "XlaRun" in compiled_kinds
-    assert not (INSIDE[form] | FUSED) & compiled_kinds
+    assert not (INSIDE | FUSED) & compiled_kinds
 
 
 def test_tensorflow_loses_the_marks_of_what_it_fuses():
