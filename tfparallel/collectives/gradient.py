@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfparallel.seams.tensorflow import not_recording, record_operation
 
 Backward = Callable[..., Sequence[tf.Tensor | None]]
+Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
 def is_differentiable(tensor) -> bool:
@@ -64,3 +65,41 @@ def _gate(output: tf.Tensor, index: int, connected: set[int]) -> tf.Tensor:
         passed = tf.identity(output)
     record_operation("gate", [passed], [output], backward)
     return passed
+
+
+def differentiable_once(
+    gradients: Sequence[Gradient], used: Sequence[tf.Tensor], name: str
+) -> list[Gradient]:
+    """Returns gradients that raise when they are differentiated, instead of having none.
+
+    The operations of a replica run in a thread of its own, where the caller's tape does not see
+    them.
+
+    Args:
+        gradients: Of a replicated call.
+        used: The tensors that they depend on.
+        name: The layer's, for the error.
+    """
+    dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    present = [g for g in dense if g is not None]
+
+    def identity(*tensors):
+        def refuse(*_):
+            raise ValueError(
+                f"Cannot differentiate twice through the replicated call of '{name}' (a gradient "
+                "penalty, for example). First-order gradients are required. Received: a gradient "
+                "of a gradient. Train this model on one device, or with a penalty that needs no "
+                "second derivative (spectral normalization, weight clipping)."
+            )
+
+        return tensors[: len(present)], refuse
+
+    inputs = [*present, *used]
+    kept = iter(call_with_gradient("gradient of a replicated call", identity, inputs))
+    results = []
+    for original in gradients:
+        value = None if original is None else next(kept)
+        if isinstance(original, tf.IndexedSlices):
+            value = tf.IndexedSlices(value, original.indices, original.dense_shape)
+        results.append(value)
+    return results

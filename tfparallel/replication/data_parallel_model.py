@@ -8,16 +8,11 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.callbacks import chief_only
-from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.whole_file import moved_into_place
-from tfparallel.collectives.between_workers import naming_lost_worker
-from tfparallel.data import share
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import (
-    agreement,
     batch_norm,
     checks,
     optimizer,
@@ -27,9 +22,10 @@ from tfparallel.replication import (
     state,
 )
 from tfparallel.replication.check_rows import make_quiet
+from tfparallel.replication.one_of_workers import OneOfWorkers
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.replicated_layer import ReplicatedLayer
-from tfparallel.seams.keras import batches_of, class_weighting
+from tfparallel.seams.keras import batches_of
 from tfparallel.step.ahead import build_ahead, types_of_batches
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
@@ -39,7 +35,7 @@ def _is_symbolic(leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and tf.is_symbolic_tensor(leaf)
 
 
-class DataParallelModel(OwnRows, ReplicatedLayer):
+class DataParallelModel(OneOfWorkers, OwnRows, ReplicatedLayer):
     """Extends the user's model class: the same methods, on all replicas.
 
     `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, on which only the
@@ -161,91 +157,6 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             return contextlib.nullcontext(path)
         return moved_into_place(os.fspath(path))
 
-    @property
-    def _workers(self):
-        return self.strategy.workers if self.strategy is not None else None
-
-    def _quiet_unless_chief(self, asked):
-        return asked if self._is_chief else asked | {"verbose": 0}
-
-    @contextlib.contextmanager
-    def _guarded(self, method, args, kwargs):
-        """The arguments of a method that makes steps, with a guard that they go on."""
-        asked = dict(inspect.signature(method).bind(self, *args, **kwargs).arguments)
-        del asked["self"]
-        asked |= asked.pop("kwargs", {})
-        # `fit` validates within its own guard, whose callbacks Keras hands on.
-        if self._workers is None or isinstance(
-            asked.get("callbacks"), keras.callbacks.CallbackList
-        ):
-            yield asked
-            return
-        timeout, own = self.strategy.stall_timeout, self._workers.worker_index
-        self._compare_batches(method.__name__)
-        with StallGuard(timeout, own) as guard, naming_lost_worker(), agreement.in_plain_words():
-            callbacks = [*chief_only.flatten(asked.get("callbacks")), guard]
-            yield self._quiet_unless_chief(asked | {"callbacks": callbacks})
-
-    def _fit_as_worker(self, asked):
-        """Trains as one of several workers, of which the chief alone speaks and writes."""
-        self._choose_all_reduce()
-        asked = {name: value for name, value in asked.items() if name != "self"}
-        callbacks = chief_only.flatten(asked.get("callbacks"))
-        restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
-        if restores:
-            callbacks = [*callbacks, chief_only.RestoredByChief(self._workers)]
-        agreement.check_fit(self._workers, self, asked)
-        guard = StallGuard(self.strategy.stall_timeout, self._workers.worker_index)
-        asked["callbacks"] = [*callbacks, guard]
-        self._compare_batches("fit", "evaluate")
-        self._read_own_rows(asked, "x", "fit")
-        self._read_own_rows(asked, "validation_data", "evaluate")
-        writing = chief_only.writing_by_chief(callbacks, self._is_chief)
-        with guard, writing, naming_lost_worker(), agreement.in_plain_words():
-            return super().fit(**self._quiet_unless_chief(asked))
-
-    def _compare_batches(self, *kinds):
-        """Has the first steps of these methods compare the workers' batches."""
-        if self._fingerprints is None:
-            attach(self, _fingerprints=agreement.BatchFingerprints(self._workers))
-        self._fingerprints.restart(*kinds)
-
-    def _held(self, data, kind):
-        """What this worker holds of the batch, and how many rows each has; see `held`."""
-        data, worker_rows = sample_partition.held(data, self.strategy)
-        if self._fingerprints is not None and worker_rows is None:
-            self._fingerprints.check(data, kind)
-        return data, worker_rows
-
-    def _read_own_rows(self, asked, name, kind):
-        """Has this worker read its own rows alone, of what can be indexed.
-
-        Args:
-            asked: The arguments of the method, changed in place.
-            name: Which of them is the data.
-            kind: "fit", "evaluate" or "predict".
-        """
-        readings = share.readings_of(asked.get(name))
-        if self._workers is None:
-            return
-        if readings is None:
-            partition = sample_partition.weighted(asked.get(name), asked.get("class_weight"))
-            if partition is not asked.get(name):
-                asked |= {name: partition, "class_weight": None}
-            return
-        spec = types_of_batches(asked[name])
-        if kind == "predict":
-            stay = self.built and self._predicts_as_keras
-        else:
-            self._maybe_symbolic_build(data_batch=spec)
-            with self._knowing_batches(kind, x=asked[name]):
-                stay = self._way(spec, kind).all_stay
-        if not stay:  # All rows on each worker: what is read need not be sent.
-            return
-        weights = asked.pop("class_weight", None) if name == "x" else None
-        change = None if weights is None else class_weighting(weights)
-        asked[name] = readings.share(share.rows_of_worker(self.strategy), change)
-
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         # Keras looks at a first batch here, under a strategy only: a generator loses the batches
         # that were prefetched, and an unseeded shuffle moves on. The data set's spec says as much.
@@ -324,12 +235,6 @@ class DataParallelModel(OwnRows, ReplicatedLayer):
             return self._test_on_own_rows(data, way.metrics, worker_rows)
         return super().test_step(data)
 
-    def _whole_if_needed(self, way, data, worker_rows):
-        """The global batch where outputs meet, and with them their targets."""
-        if way.all_stay:
-            return data, worker_rows
-        return sample_partition.joined(data, worker_rows, self._workers), None
-
     def predict_step(self, data):
         """One step of prediction, for the global batch."""
         if self.strategy is None:
@@ -373,7 +278,6 @@ def extend_model(
         _synchronize_batch_norm=synchronize_batch_norm,
         _check_rows=check_rows,
         _in_train_step=False,
-        _fingerprints=None,
         _gathers=True,
         _predict_own_rows=(None, None),
     )

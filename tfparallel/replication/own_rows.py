@@ -22,7 +22,8 @@ import tensorflow as tf
 
 from tfparallel.data.shard import Shard, count_rows, current
 from tfparallel.extend import original_class
-from tfparallel.replication.replicated_call import Summed, Sums, checked_output
+from tfparallel.replication.replicated_call import checked_output
+from tfparallel.replication.sums import Summed, Sums
 from tfparallel.seams.keras import Functional, compute_output_spec
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import Found, OneStep

@@ -31,7 +31,11 @@ import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
 from tfparallel.collectives.between_workers import is_summable
-from tfparallel.collectives.gradient import call_with_gradient, is_differentiable
+from tfparallel.collectives.gradient import (
+    call_with_gradient,
+    differentiable_once,
+    is_differentiable,
+)
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import partition
@@ -40,6 +44,7 @@ from tfparallel.extend import attach
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
+from tfparallel.replication.sums import Summed, Sums
 from tfparallel.seams.tensorflow import is_recording, needs_gradient
 from tfparallel.step.known_rows import is_known_by_rows
 from tfparallel.step.xla import compiled_if
@@ -64,38 +69,6 @@ class _Replica(NamedTuple):
     def joined(self) -> list[tf.Tensor]:
         """All that is joined with the rows of the other replicas."""
         return list(itertools.chain(*self.sources))
-
-
-class Sums(NamedTuple):
-    """What a call returns whose results are summed over the replicas, and not joined.
-
-    Attributes:
-        tensors: Each of this replica's rows alone; of a replica without rows they do not count.
-        may_wait: Whether what comes back to the replicas is the same whatever the sums are. Then
-            they travel with the gradients.
-        rows: Outputs that are joined all the same, to be looked at: they have no gradient.
-    """
-
-    tensors: list[tf.Tensor]
-    may_wait: bool = False
-    rows: Sequence[tf.Tensor] = ()
-
-
-class Summed(NamedTuple):
-    """What such a call gives its caller.
-
-    Attributes:
-        tensors: What a loss is differentiated in: sums over all replicas, or over this worker's
-            alone if they wait.
-        of_all: Called behind the backward pass; returns the sums over all replicas.
-        wait: Whether the two differ.
-        rows: Outputs of all rows, joined.
-    """
-
-    tensors: list[tf.Tensor]
-    of_all: Callable[[], list[tf.Tensor]]
-    wait: bool
-    rows: list[tf.Tensor]
 
 
 class ReplicatedCall:
@@ -345,7 +318,7 @@ class ReplicatedCall:
         if is_recording():
             # The sources, too: what a tape does not see used it takes for a constant.
             used = [dy for dy in upstream if dy is not None] + sources
-            results = _differentiable_once(results, used, self._layer)
+            results = differentiable_once(results, used, self._layer.name)
         return results
 
     def _input_gradient(self, rows, own_shards, num_rows):
@@ -418,32 +391,3 @@ def _join(rows, all_shards):
 def _transposed(replicas, field):
     """From the replicas' lists of a field to lists over the replicas."""
     return list(zip(*[getattr(replica, field) for replica in replicas], strict=True))
-
-
-def _differentiable_once(gradients, used, layer):
-    """Returns the gradients, such that differentiating them again raises instead of giving None.
-
-    The ops of a replica run in a thread of its own, where the caller's tape does not see them.
-    """
-    dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    present = [g for g in dense if g is not None]
-
-    def identity(*tensors):
-        def refuse(*_):
-            raise ValueError(
-                f"Cannot differentiate twice through the replicated call of '{layer.name}' (a "
-                "gradient penalty, for example). First-order gradients are required. Received: a "
-                "gradient of a gradient. Train this model on one device, or with a penalty that "
-                "needs no second derivative (spectral normalization, weight clipping)."
-            )
-
-        return tensors[: len(present)], refuse
-
-    kept = iter(call_with_gradient("gradient of a replicated call", identity, present + used))
-    results = []
-    for original in gradients:
-        value = None if original is None else next(kept)
-        if isinstance(original, tf.IndexedSlices):
-            value = tf.IndexedSlices(value, original.indices, original.dense_shape)
-        results.append(value)
-    return results
