@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tfparallel import devices
+from tfparallel import device_memory, devices
 
 TOP = pathlib.Path(__file__).parents[1]
 # Made by conftest.py.
@@ -363,3 +363,19 @@ def test_what_tensors_took_is_counted_where_tensorflow_counts():
 
 def test_memory_that_nothing_counts_is_none():
     assert devices.peak_tensor_bytes("GPU:99") is None
+
+
+def test_each_gpu_of_this_process_is_asked_by_its_own_name(monkeypatch):
+    asked = []
+
+    def info(name):
+        asked.append(name)
+        return {"peak": 10 + int(name[-1])}
+
+    monkeypatch.setattr(device_memory.tf.config.experimental, "get_memory_info", info)
+    monkeypatch.setattr(device_memory.tf.config.experimental, "reset_memory_stats", asked.append)
+    own, other = "/job:worker/task:0/device:GPU:1", "/job:worker/task:1/device:GPU:2"
+    names = ["GPU:0", "CPU:0", own, other]
+    assert device_memory.peak_bytes_of_gpus(names) == {"GPU:0": 10, own: 11}
+    device_memory.reset_peaks(names)
+    assert asked == ["GPU:0", "GPU:1"] * 2

@@ -32,15 +32,24 @@ def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
 
 
 def peak_bytes_of_gpus(devices: Sequence[str]) -> dict[str, int]:
-    """Returns the most that tensors have taken on each GPU among devices, by name."""
-    peaks = {name: peak_tensor_bytes(name) for name in _gpus(devices)}
-    return {name: peak for name, peak in peaks.items() if peak is not None}
+    """Returns the most that tensors have taken on each GPU of this process among devices.
+
+    Another process's are known to that process alone.
+
+    Args:
+        devices: Their names.
+
+    Returns:
+        Bytes by name, as given.
+    """
+    peaks = {device: peak_tensor_bytes(gpu) for device, gpu in _own_gpus(devices)}
+    return {device: peak for device, peak in peaks.items() if peak is not None}
 
 
 def reset_peaks(devices: Sequence[str]) -> None:
     """Has the GPUs among devices count anew."""
-    for name in _gpus(devices):
-        tf.config.experimental.reset_memory_stats(name)
+    for _, gpu in _own_gpus(devices):
+        tf.config.experimental.reset_memory_stats(gpu)
 
 
 def gpu_details() -> list[dict[str, Any]]:
@@ -78,5 +87,10 @@ def memory_bytes(device: str = "CPU:0") -> int | None:
     return None if size_mib is None else int(size_mib) * 2**20
 
 
-def _gpus(devices):
-    return [name for name in devices if canonical(name).startswith("GPU")]
+def _own_gpus(devices):
+    """Pairs the name of a GPU of this process with the one that its allocator has."""
+    for device in devices:
+        # Names with a job are process 0's, which alone holds the devices of others.
+        process, _, name = canonical(device).rpartition("/device:")
+        if name.startswith("GPU") and (not process or process.endswith("/task:0")):
+            yield device, name

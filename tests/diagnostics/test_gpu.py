@@ -1,12 +1,16 @@
 """`doctor --gpu`: the trials themselves, on logical CPUs."""
 
 import json
+import shutil
+import subprocess
+import sys
 
 import keras
+import numpy as np
 import pytest
 
 from tfparallel.commands.main import main
-from tfparallel.diagnostics import gpu, gpu_trials
+from tfparallel.diagnostics import gpu, gpu_row, gpu_speed, gpu_training, gpu_trials
 from tfparallel.diagnostics.gpu_networks import NETWORKS
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.replication.data_parallel import data_parallel
@@ -30,14 +34,45 @@ def test_flags_that_do_not_fit(capsys):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_trains_in_parts_as_on_one_device(name):
     network = NETWORKS[name]
-    expected = gpu_trials._trained(network, lambda model: model)
+    expected = gpu_training.trained(network, lambda model: model)
     for make in (data_parallel, tensor_parallel):
-        found = gpu_trials._trained(network, lambda model, make=make: make(model, devices=PAIR))
-        assert gpu_trials._compared(expected, found)
-    other = [weights + 0.1 for weights in expected]
-    with pytest.raises(AssertionError, match="weights differ by"):
-        gpu_trials._compared(expected, other)
-    keras.config.set_dtype_policy("float32")
+        found = gpu_training.trained(network, lambda model, make=make: make(model, devices=PAIR))
+        assert gpu_training.compared(expected, found)
+    for change in (0.1, np.nan):
+        other = expected._replace(weights=[weights + change for weights in expected.weights])
+        with pytest.raises(AssertionError, match="weights differ by"):
+            gpu_training.compared(expected, other)
+    with pytest.raises(AssertionError, match="8 updates in 9 steps; on one device 9"):
+        gpu_training.compared(expected, expected._replace(num_updates=8))
+
+
+def test_half_precision_is_what_trains():
+    """`clear_session` between two trainings once set it back to float32."""
+    keras.config.set_dtype_policy("mixed_float16")
+    network = NETWORKS["MLP with dropout"]
+    for make in (lambda model: model, lambda model: data_parallel(model, devices=PAIR)):
+        models = []
+
+        def kept(model, make=make, models=models):
+            models.append(make(model))
+            return models[-1]
+
+        gpu_training.trained(network, kept)
+        assert models[0].layers[-1].compute_dtype == "float16"
+    in_float32 = gpu_training.Network(lambda: _in("float32"), network.batches)
+    with pytest.raises(RuntimeError, match="must compute in float16. Received: float32"):
+        gpu_training.trained(in_float32, lambda model: model)
+
+
+def _in(dtype):
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, dtype=dtype)])
+
+
+@pytest.mark.parametrize(("scale", "skipped"), [(1.0, 0), (2.0**100, 9)])
+def test_a_loss_scale_must_skip_some_updates_and_not_all(monkeypatch, scale, skipped):
+    monkeypatch.setattr(gpu_trials, "_SCALE", scale)
+    with pytest.raises(AssertionError, match=f"some of its 9 updates, not {skipped}"):
+        gpu_trials._in_half("mixed_float16", lambda model: model)
 
 
 PAIR = ["CPU:0", "CPU:1"]
@@ -46,7 +81,7 @@ PAIR = ["CPU:0", "CPU:1"]
 @pytest.mark.slow
 def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trials = "hardware,sums,precision,workers,lost_workers,profile"
+    trials = "hardware,sums,compiled,precision,workers,lost_workers,speed_of_transformer,profile"
     command = ["doctor", "--gpu", "--device_type=cpu", f"--trials={trials}", "--report=r.json"]
     code = main(command)
     said = capsys.readouterr().out
@@ -56,7 +91,16 @@ def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
     assert report["verdict"] == "ok"
     assert by_check["sums: nccl"]["meaning"].startswith("skipped: NCCL joins GPUs")
     assert "1 to 2^20" in by_check["sums: auto"]["meaning"]
+    for form in ("data_parallel", "model_parallel", "tensor_parallel", "pipeline_parallel"):
+        text = by_check[f"precision: mixed_float16, {form}"]["meaning"]
+        assert "of 9 updates skipped" in text and "0 of 9" not in text
+        text = by_check[f"compiled: jit_compile=True, {form}"]["meaning"]
+        assert text.startswith("as on one device")
     assert by_check["workers: two workers"]["meaning"].startswith("the weights of one device")
+    theirs = by_check["speed_of_transformer: tf.distribute.MirroredStrategy, XLA"]["meaning"]
+    assert theirs.startswith("skipped: tfvariable_on_a_different_device")
+    ratios = [name for name in by_check if name.startswith("speed_of_transformer: step time")]
+    assert len(ratios) == 3  # TensorFlow's own strategy has none under XLA.
     assert "all have ended" in by_check["lost_workers: hang"]["meaning"]
     assert "| sums: tree | ok |" in (tmp_path / "r.md").read_text()
     assert list((tmp_path / "gpu_profile").rglob("*.xplane.pb"))
@@ -68,19 +112,103 @@ def test_a_trial_that_crashes_is_a_finding(monkeypatch):
     assert finding.verdict == "broken" and "exit code 1" in finding.meaning
 
 
-def test_of_a_trial_that_hangs_the_rows_before_are_kept(monkeypatch, tmp_path):
-    program = tmp_path / "trial"
-    program.write_text(
-        """#!/bin/sh
-echo '["first"]'; echo '["first", "ok", "well"]'; echo '["second"]'; sleep 60
-"""
-    )
-    program.chmod(0o755)
-    monkeypatch.setattr(gpu.sys, "executable", str(program))
+@pytest.fixture
+def program(monkeypatch, tmp_path):
+    """Puts a shell script in the place of a trial."""
+
+    def put(lines):
+        path = tmp_path / "trial"
+        path.write_text(f"#!/bin/sh\n{lines}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(gpu.sys, "executable", str(path))
+
+    return put
+
+
+WELL = """echo '["first"]'; echo '["first", "ok", "well"]'; """
+
+
+def test_of_a_trial_that_hangs_the_rows_before_are_kept(program):
+    program(WELL + """echo '["second"]'; sleep 60""")
     first, second = gpu.examine_gpus("cpu", 1.0, ["sums"])
     assert (first.check, first.verdict, first.meaning) == ("sums: first", "ok", "well")
     assert (second.check, second.verdict) == ("sums: second", "broken")
     assert "no answer in 1 s" in second.meaning
+
+
+def test_a_crash_between_two_rows_is_not_the_last_rows(program):
+    program(WELL + "exit 3")
+    first, crash = gpu.examine_gpus("cpu", 10.0, ["sums"])
+    assert first.verdict == "ok" and (crash.check, crash.verdict) == ("sums", "broken")
+    assert "it did not end after 'first': exit code 3" in crash.meaning
+
+
+def test_all_trials_have_a_deadline_together(program):
+    program(WELL + """echo '["second"]'; sleep 60""")
+    first, second, third = gpu.examine_gpus("cpu", 60.0, ["sums", "parity"], 1.0)
+    assert first.verdict == "ok"
+    assert (second.check, second.verdict) == ("sums: second", "warn")
+    assert "cut off: all trials may take 1 s" in second.meaning
+    assert (third.check, third.verdict) == ("parity", "warn") and "left out" in third.meaning
+    assert "--trials=parity" in third.advice
+
+
+def test_an_error_is_a_refusal_only_in_its_own_words():
+    def raising(text):
+        def function():
+            raise ValueError(text)
+
+        return function
+
+    refused = "moments of the whole batch"
+    (row,) = gpu_row.tried("a row", raising("Batch normalization: the " + refused), refused)
+    assert row == ("a row", "skipped", refused)
+    for refusal in (refused, None):
+        (row,) = gpu_row.tried("a row", raising("CUDA_ERROR_ILLEGAL_ADDRESS"), refusal)
+        assert row[1:] == ("broken", "ValueError: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def test_gpus_that_tensorflow_does_not_see_are_a_failure(monkeypatch):
+    monkeypatch.setattr(gpu_trials.device_lib, "list_devices", lambda device_type: [])
+    (seen,) = [row for row in gpu_trials.hardware("gpu") if row[0] == "GPUs"]
+    assert seen[1] == "broken" and "TensorFlow sees none" in seen[2]
+    assert "GPUs" not in [row[0] for row in gpu_trials.hardware("cpu")]
+
+
+def test_nccl_of_a_wheel(tmp_path, monkeypatch):
+    library = tmp_path / "nvidia/nccl/lib/libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    source = "int ncclGetVersion(int *version) { *version = 22304; return 0; }"
+    (tmp_path / "nccl.c").write_text(source)
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("a C compiler is required")
+    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(tmp_path / "nccl.c")]
+    subprocess.run(command, check=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert gpu_trials._nccl_version() == f"2.23.4, {library}"
+
+
+def test_figures_to_reach():
+    def step(seconds, **peaks):
+        return gpu_speed.Measured(seconds, 8, peaks)
+
+    measured = {
+        ("plain Keras", True): step(1.0),
+        ("tfparallel.MirroredStrategy on one device", True): step(1.01),
+        ("tfparallel.MirroredStrategy", False): step(2.1, GPU0=30, GPU1=20, GPU2=25),
+        ("tf.distribute.MirroredStrategy", False): step(2.0, GPU0=30),
+    }
+    rows = {what: text for what, _, text in gpu_speed.ratios(measured)}
+    assert rows == {
+        "step time, tfparallel.MirroredStrategy / tf.distribute.MirroredStrategy": (
+            "1.050; at most 1.05 is to be reached"
+        ),
+        "step time, tfparallel.MirroredStrategy on one device, XLA / plain Keras": (
+            "1.010; at most 1.02 is to be reached"
+        ),
+        "peak memory, first GPU / the others' largest": "1.200; at most 1.1 is to be reached",
+    }
 
 
 def test_what_does_not_train_is_no_lost_worker():

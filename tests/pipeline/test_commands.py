@@ -11,6 +11,7 @@ import pytest
 from tests.commands.command_line import ROOT
 from tests.commands.command_line import tfparallel as run
 from tests.comparison import weights_of
+from tfparallel.commands import bench_pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -97,5 +98,9 @@ def test_bench_measures_stages_in_processes(tmp_path):
     assert row["most_in_flight"] == [2, 1] and len(row["peak_memory_bytes"]) == 2
     for tensors, whole in zip(row["peak_tensor_bytes"], row["peak_memory_bytes"], strict=True):
         assert tensors is None or 0 <= tensors < whole  # Only large ones are counted.
+    # No process has a GPU; where one has, its tensors there are what the table shows.
+    assert row["peak_gpu_bytes"] == [{}, {}] and found["plain"]["peak_gpu_bytes"] == [{}]
+    on_gpu = row | {"peak_gpu_bytes": [{"GPU:0": 3 << 20, "GPU:1": 4 << 20}, {}]}
+    assert bench_pipeline._of_tensors(on_gpu) == [7 << 20, row["peak_tensor_bytes"][1]]
     assert 0 < row["bubble"] < 1 and row["bubble_of_equal_stages"] == pytest.approx(1 / 3)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

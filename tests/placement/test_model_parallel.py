@@ -8,6 +8,7 @@ from keras import layers
 
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
+from tfparallel.placement import report as report_lib
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.report import placement_report
 
@@ -201,6 +202,14 @@ def test_a_report_is_a_table():
     assert lines[0].split() == "layer device parameters slots outputs an example".split()
     assert lines[1].split() == ["flatten", "CPU:0", "0", "B", "0", "B", "576", "B"]
     assert "variables: 8 of 8 on their device" in lines
+
+
+def test_what_tensors_took_on_a_gpu_stands_beside_what_the_host_held(monkeypatch):
+    model = tfparallel.model_parallel(sequential, DEVICES[:2])
+    monkeypatch.setattr(report_lib, "peak_bytes_of_gpus", lambda devices: {devices[1]: 7})
+    first, second = report_lib.held_by_device(model)
+    assert "peak_tensor_bytes" not in first and second["peak_tensor_bytes"] == 7
+    assert first["peak_memory_bytes"] > 7 and second["peak_memory_bytes"] > 7
 
 
 # --- What is refused --------------------------------------------------------------------------

@@ -91,9 +91,7 @@ def _problems(values) -> list[str]:
     for name, choices in _CHOICES.items():
         unknown = [text for text in getattr(values, name) if text not in choices]
         if unknown:
-            problems.append(
-                f"--{name} takes {', '.join(choices)}. Received: {', '.join(unknown)}."
-            )
+            problems.append(f"--{name} takes {', '.join(choices)}. Received: {', '.join(unknown)}.")
     for name in ("steps", "global_batch_size"):
         if getattr(values, name) < 1:
             problems.append(f"At least 1 is required. Received: --{name}={getattr(values, name)}.")
@@ -167,7 +165,8 @@ def _run(path, values, asked, num_processes) -> dict[str, Any]:
         found = json.loads(pathlib.Path(report).read_text())
         for rank in range(1, num_processes):
             own = json.loads(pathlib.Path(f"{report}.{rank}").read_text())
-            found["peak_tensor_bytes"].append(own["peak_tensor_bytes"])
+            for name, peak in own.items():
+                found[name].append(peak)
         return found
 
 
@@ -185,12 +184,20 @@ def _cells(row) -> tuple[str, ...]:
         f"{row['over_one_after_the_other']:.2f}", f"{row['ideal_over_one_after_the_other']:.2f}",
         f"{row['bubble']:.0%}/{row['simulated_bubble']:.0%}", _ms(row["simulated_step_seconds"]),
         f"{row['simulated_step_seconds'] / row['step_seconds']:.2f}",
-        _mib(row["peak_tensor_bytes"]), _mib(row["peak_memory_bytes"]),
+        _mib(_of_tensors(row)), _mib(row["peak_memory_bytes"]),
     )  # fmt: skip
 
 
 def _line(cells) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
+
+
+def _of_tensors(row) -> list[int | None]:
+    """By process: what its tensors took, on its GPUs where it has some, else on the host."""
+    on_host, on_gpus = row["peak_tensor_bytes"], row["peak_gpu_bytes"]
+    return [
+        sum(gpus.values()) if gpus else host for host, gpus in zip(on_host, on_gpus, strict=True)
+    ]
 
 
 def _mib(sizes: Sequence[int | None]) -> str:

@@ -12,7 +12,8 @@ from absl import flags
 
 from tfparallel.commands.forms import start_form
 from tfparallel.data.batches import first_batches
-from tfparallel.device_memory import peak_tensor_bytes
+from tfparallel.device_memory import peak_bytes_of_gpus, peak_tensor_bytes
+from tfparallel.devices import list_devices
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.layout.simulator import simulate, theoretical_bubble
 from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
@@ -35,8 +36,7 @@ def measure(path: str, values: flags.FlagValues) -> int:
         form = start_form(values, {"command": "bench pipeline"})
     except SystemExit as ended:
         if not ended.code:
-            own = {"peak_tensor_bytes": peak_tensor_bytes()}
-            write_report(f"{values.report}.{os.environ['RANK']}", own)
+            write_report(f"{values.report}.{os.environ['RANK']}", _peaks_of_this_process())
         raise
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
@@ -59,15 +59,23 @@ def measure(path: str, values: flags.FlagValues) -> int:
         found |= _of_pipeline(model, batch, found["step_seconds"])
     else:
         found["peak_memory_bytes"] = [peak_memory_bytes()]
-        found["peak_tensor_bytes"] = [peak_tensor_bytes()]
+        found |= {name: [peak] for name, peak in _peaks_of_this_process().items()}
     write_report(values.report, found)
     return 0
 
 
+def _peaks_of_this_process() -> dict[str, Any]:
+    """What its tensors took, on the host and on each of its GPUs."""
+    return {
+        "peak_tensor_bytes": peak_tensor_bytes(),
+        "peak_gpu_bytes": peak_bytes_of_gpus(list_devices("GPU")),
+    }
+
+
 def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
     # Before anything else takes memory.
-    own_tensors = peak_tensor_bytes()
-    peaks = [own.get("peak_memory_bytes", 0) for own in held_by_device(model)]
+    own = _peaks_of_this_process()
+    peaks = [held.get("peak_memory_bytes", 0) for held in held_by_device(model)]
     timelines = measured_timelines(model, batch, _NUM_TIMELINES)
     passes, stages = median_timeline(timelines), stage_seconds(timelines)
     simulated = simulate(model.schedule, stages)
@@ -77,7 +85,7 @@ def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
     serial = number * sum(stage.forward + stage.backward for stage in stages)
     return {
         "peak_memory_bytes": peaks,
-        "peak_tensor_bytes": [own_tensors],
+        **{name: [peak] for name, peak in own.items()},
         "stages": [vars(stage) for stage in stages],
         "passes_seconds": passes.makespan,
         "update_seconds": update,

@@ -59,6 +59,12 @@ def _flags() -> flags.FlagValues:
         "Seconds that each trial may take; by default 120, and 600 with --gpu.",
         flag_values=values,
     )
+    flags.DEFINE_float(
+        "total_timeout",
+        900.0,
+        "With --gpu: seconds that all trials may take; the report names those left out.",
+        flag_values=values,
+    )
     flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
     flags.DEFINE_bool(
         "gpu", False, "Try the GPUs, in every form, for minutes; with --report, a page, too.",
@@ -77,7 +83,7 @@ def _flags() -> flags.FlagValues:
 
 def _problems(values: flags.FlagValues) -> list[str]:
     problems = path_problems("report", values.report, ".json")
-    for name in ("peer_timeout", "probe_timeout"):
+    for name in ("peer_timeout", "probe_timeout", "total_timeout"):
         value = values[name].value
         if value is not None and not 0 < value < float("inf"):
             problems.append(f"--{name} must be positive. Received: --{name}={value}.")
@@ -93,7 +99,7 @@ def _problems(values: flags.FlagValues) -> list[str]:
     if not values.gpu:
         problems += [
             f"--{name} is for --gpu. Received: --{name}, without it."
-            for name in ("trials", "device_type")
+            for name in ("trials", "device_type", "total_timeout")
             if values[name].present
         ]
     return problems
@@ -132,7 +138,9 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _examined(values) -> Iterator[Finding]:
     if values.gpu:
-        return gpu.examine_gpus(values.device_type, values.probe_timeout or 600.0, values.trials)
+        return gpu.examine_gpus(
+            values.device_type, values.probe_timeout or 600.0, values.trials, values.total_timeout
+        )
     return examine(
         folder=values.checkpoint_dir,
         min_free_mib=values.min_free_mib,

@@ -5,7 +5,9 @@ a finding, and the next one runs.
 """
 
 import json
+import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,32 +42,49 @@ def gpu_is_missing(device_type: str) -> bool:
 
 
 def examine_gpus(
-    device_type: str, timeout_seconds: float, names: Sequence[str] = TRIALS
+    device_type: str,
+    timeout_seconds: float,
+    names: Sequence[str] = TRIALS,
+    total_seconds: float = math.inf,
 ) -> Iterator[Finding]:
-    """Yields a finding for each row of each trial.
+    """Yields a finding for each row of each trial, and for each trial that was left out.
 
     Args:
         device_type: `"gpu"`; or `"cpu"`, to run the trials on logical CPUs.
         timeout_seconds: How long each trial may take.
         names: Which of `TRIALS`.
+        total_seconds: How long all of them may take. What is left then is a warning.
     """
+    end = time.monotonic() + total_seconds
     for name in names:
+        alone = f"run it by itself: tfparallel doctor --gpu --trials={name}"
+        seconds = min(timeout_seconds, end - time.monotonic())
+        if seconds <= 0:
+            text = f"left out: all trials may take {total_seconds:g} s together"
+            yield Finding(name, "warn", text, alone)
+            continue
         command = [sys.executable, "-m", "tfparallel.diagnostics.gpu_trials", name, device_type]
-        lines, error = run_probe(command, timeout_seconds)
-        begun, told = "", 0
+        lines, error = run_probe(command, seconds)
+        begun, last = "", ""
         for line in lines:
             what, *came = line
             if not came:
                 begun = what
                 continue
+            begun, last = "", what
             verdict, text = came
-            told += 1
             meaning = f"skipped: {text}" if verdict == "skipped" else text
             yield Finding(f"{name}: {what}", _VERDICTS[verdict], meaning)
-        if error or not told:
-            what = f"{name}: {begun}" if begun else name
+        if not error and last:
+            continue
+        what = f"{name}: {begun}" if begun else name
+        if error and time.monotonic() >= end:
+            text = f"cut off: all trials may take {total_seconds:g} s together"
+            yield Finding(what, "warn", text, alone)
+        else:
+            after = f" after '{last}'" if last and not begun else ""
             advice = f"see it by itself: {' '.join(command)}"
-            yield Finding(what, "broken", f"it did not end: {error or 'no rows'}", advice)
+            yield Finding(what, "broken", f"it did not end{after}: {error or 'no rows'}", advice)
 
 
 def page(report: dict[str, Any]) -> str:

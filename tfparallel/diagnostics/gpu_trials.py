@@ -8,10 +8,11 @@ small sizes.
 """
 
 import ctypes
+import functools
+import glob
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfparallel import cuda_driver, device_memory
@@ -30,23 +30,22 @@ from tfparallel.collectives.choice import ChosenAllReduce
 from tfparallel.diagnostics import gpu_networks
 from tfparallel.diagnostics.determinism import make_deterministic
 from tfparallel.diagnostics.gpu import TRIALS as NAMES
-from tfparallel.layers.tensor_parallel import tensor_parallel
-from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
-from tfparallel.placement.model_parallel import model_parallel
+from tfparallel.diagnostics.gpu_row import BROKEN, OK, SKIPPED, Row, tried
+from tfparallel.diagnostics.gpu_speed import speeds
+from tfparallel.diagnostics.gpu_training import TOLERANCE, apart, compared, forms, trained
 from tfparallel.replication.data_parallel import data_parallel
-from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 
 __all__ = ["TRIALS", "main"]
 
-# A row: what was tried; "ok", "skipped" or "broken"; what came of it.
-Row = tuple[str, str, str]
-
-_TOLERANCE = 1e-3  # Of float32, after some steps of plain SGD; a fault makes 1e-2 and more.
 _HALF_TOLERANCE = 3e-2
-_ROUNDS = 3  # Through the batches.
-_OK, _SKIPPED, _BROKEN = "ok", "skipped", "broken"
-# A micro-batch has moments of its own; TensorFlow's own strategy compiles no step of two devices.
-_REFUSED = re.compile("batch normalization, pipeline_parallel|^tf.distribute.MirroredStrategy, XLA")
+# Batch normalization and convolutions multiply what half precision rounds; this network does not.
+_IN_HALF = "MLP with dropout"
+# The first steps overflow float16, and the last ones do not: on one device and on two. Close to the
+# largest number the sum over a whole batch may overflow where the sums over its halves do not.
+_SCALE = 2.0**17
+# A micro-batch has moments of its own.
+_REFUSED = {("CNN with batch normalization", "pipeline_parallel"): "moments of the whole batch"}
 
 
 def _devices(device_type: str) -> list[str]:
@@ -65,30 +64,50 @@ def _devices(device_type: str) -> list[str]:
 def hardware(device_type: str) -> Iterator[Row]:
     """Devices, driver, CUDA, cuDNN, NCCL, topology and peer access."""
     names = device_lib.list_devices("GPU") if device_type == "gpu" else []
+    if device_type == "gpu" and not names:
+        build = tf.sysconfig.get_build_info()
+        text = (
+            f"this host has an NVIDIA GPU, and TensorFlow sees none (built for CUDA: "
+            f"{build.get('cuda_version')}; CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES')}): pip install 'tensorflow[and-cuda]'"
+        )
+        yield "GPUs", BROKEN, text
     for index, details in enumerate(device_memory.gpu_details()):
         memory = cuda_driver.memory_mib(index)
         capability = ".".join(map(str, details.get("compute_capability", ())))
         text = f"{details.get('device_name')}, {memory} MiB, compute capability {capability}"
-        yield f"GPU:{index}", _OK, text
+        yield f"GPU:{index}", OK, text
     build = tf.sysconfig.get_build_info()
     for name in ("cuda_version", "cudnn_version"):
-        yield name.replace("_", " "), _OK, str(build.get(name))
-    yield "NCCL", _OK, _nccl_version()
+        yield name.replace("_", " "), OK, str(build.get(name))
+    yield "NCCL", OK, _nccl_version()
     for first in range(len(names)):
         peers = [k for k in range(len(names)) if cuda_driver.can_access_peer(first, k)]
-        yield f"peer access of GPU:{first}", _OK, f"{peers}"
+        yield f"peer access of GPU:{first}", OK, f"{peers}"
     for arguments in (["--query-gpu=driver_version", "--format=csv,noheader"], ["topo", "-m"]):
-        yield f"nvidia-smi {arguments[0]}", _OK, _said_by(["nvidia-smi", *arguments])
+        yield f"nvidia-smi {arguments[0]}", OK, _said_by(["nvidia-smi", *arguments])
 
 
 def _nccl_version() -> str:
     number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except OSError:
-        return "within TensorFlow, or not found"
-    major, rest = divmod(number.value, 10_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    for path in ("libnccl.so.2", *_nccl_of_pip()):
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:
+            continue
+        library.ncclGetVersion(ctypes.byref(number))
+        major, rest = divmod(number.value, 10_000)
+        return f"{major}.{rest // 100}.{rest % 100}, {path}"
+    return "within TensorFlow, or not found"
+
+
+def _nccl_of_pip() -> list[str]:
+    """Where the wheels of `tensorflow[and-cuda]` put NCCL, which no loader looks at by itself."""
+    return [
+        path
+        for folder in sys.path
+        for path in glob.glob(os.path.join(glob.escape(folder), "nvidia/nccl/lib/libnccl.so.2"))
+    ]
 
 
 def _said_by(command) -> str:
@@ -104,9 +123,9 @@ def sums(device_type: str) -> Iterator[Row]:
     names = _devices(device_type)
     for algorithm in ("nccl", "tf_reduce_to_one", "tree", "auto"):
         if reason := cross_device.refusals(names).get(algorithm, ""):
-            yield algorithm, _SKIPPED, reason
+            yield algorithm, SKIPPED, reason
             continue
-        yield from _tried(algorithm, lambda algorithm=algorithm: _sums_by(algorithm, names))
+        yield from tried(algorithm, lambda algorithm=algorithm: _sums_by(algorithm, names))
 
 
 def _sums_by(algorithm, names) -> str:
@@ -130,18 +149,6 @@ def _sums_by(algorithm, names) -> str:
     return "five types, 1 to 2^20 elements"
 
 
-def _forms(names) -> dict[str, Callable[[keras.Model], keras.Model]]:
-    pair = names[:2]
-    return {
-        "data_parallel": lambda model: data_parallel(model, devices=names),
-        "model_parallel": lambda model: model_parallel(model, devices=pair),
-        "tensor_parallel": lambda model: tensor_parallel(model, devices=pair),
-        "pipeline_parallel": lambda model: pipeline_parallel(
-            model, devices=pair, num_micro_batches=2, schedule="gpipe"
-        ),
-    }
-
-
 def parity(device_type: str) -> Iterator[Row]:
     """Every network in every form, against one GPU: TF32 off, deterministic, uneven batches."""
     names = _devices(device_type)
@@ -149,118 +156,117 @@ def parity(device_type: str) -> Iterator[Row]:
     keras.utils.set_random_seed(0)
     for title, network in gpu_networks.NETWORKS.items():
         expected = None
-        for form, make in _forms(names).items():
+        for form, make in forms(names).items():
 
             def compare(network=network, make=make):
                 nonlocal expected
                 if expected is None:
-                    expected = _trained(network, lambda model: model)
-                return _compared(expected, _trained(network, make))
+                    expected = trained(network, lambda model: model)
+                return compared(expected, trained(network, make))
 
-            yield from _tried(f"{title}, {form}", compare)
-
-
-def _trained(network, make, optimizer=lambda: keras.optimizers.SGD(0.05), **options):
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(0)
-    model = make(network.build())
-    model.compile(optimizer(), network.loss, **options)
-    for x, y in network.batches() * _ROUNDS:
-        data = tf.data.Dataset.from_tensors((x, y))
-        if options.get("steps_per_execution"):
-            data = data.repeat(options["steps_per_execution"])
-        model.fit(data, epochs=1, shuffle=False, verbose=0)
-    return model.get_weights()
-
-
-def _compared(expected, found, tolerance=_TOLERANCE) -> str:
-    largest = 0.0
-    for wanted, value in zip(expected, found, strict=True):
-        if np.issubdtype(wanted.dtype, np.floating) and wanted.size:
-            apart = np.max(np.abs(wanted - value)) / max(np.max(np.abs(wanted)), 1e-3)
-            largest = max(largest, float(apart))
-    if not largest <= tolerance:
-        raise AssertionError(f"weights differ by {largest:.1e} from one device's")
-    return f"the weights of one device, up to {largest:.0e}"
+            yield from tried(f"{title}, {form}", compare, _REFUSED.get((title, form)))
 
 
 def compiled(device_type: str) -> Iterator[Row]:
     """Models that were compiled or loaded, and ones that never were: XLA's "auto"."""
     names = _devices(device_type)
+    make_deterministic(operations=False)
     network = gpu_networks.NETWORKS["MLP with dropout"]
     (x, y), *_ = network.batches()
-    for form, make in _forms(names).items():
 
-        def of_compiled(make=make):
-            model = network.build()
-            model.compile("sgd", "mse")
-            return f"loss {make(model).fit(x, y, verbose=0).history['loss'][0]:.3f}"
+    def built():
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        return network.build()
 
-        def of_loaded(make=make):
-            model = network.build()
-            model.compile("sgd", "mse")
-            with tempfile.TemporaryDirectory() as folder:
-                path = os.path.join(folder, "model.keras")
-                model.save(path)
-                loaded = keras.models.load_model(path)
-            return f"loss {make(loaded).fit(x, y, verbose=0).history['loss'][0]:.3f}"
+    def fitted(model):
+        model.fit(x, y, verbose=0)
+        return model.get_weights()
 
-        def of_predicting(make=make):
-            return f"predictions of shape {make(network.build()).predict(x, verbose=0).shape}"
+    def of_compiled(make):
+        model = built()
+        model.compile("sgd", "mse")
+        return fitted(make(model))
 
-        def of_xla(make=make):
-            model = make(network.build())
-            model.compile("sgd", "mse", jit_compile=True)
-            return f"loss {model.fit(x, y, verbose=0).history['loss'][0]:.3f}"
+    def of_loaded(make):
+        model = built()
+        model.compile("sgd", "mse")
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.keras")
+            model.save(path)
+            loaded = keras.models.load_model(path)
+        return fitted(make(loaded))
 
-        yield from _tried(f"compiled before, {form}", of_compiled)
-        yield from _tried(f"loaded, {form}", of_loaded)
-        yield from _tried(f"never compiled, {form}", of_predicting)
-        yield from _tried(f"jit_compile=True, {form}", of_xla)
+    def of_predicting(make):
+        return [make(built()).predict(x, verbose=0)]
+
+    def of_xla(make):
+        model = make(built())
+        model.compile("sgd", "mse", jit_compile=True)
+        return fitted(model)
+
+    for what, train in {
+        "compiled before": of_compiled,
+        "loaded": of_loaded,
+        "never compiled": of_predicting,
+        "jit_compile=True": of_xla,
+    }.items():
+        on_one_device = functools.cache(lambda train=train: train(lambda model: model))
+        for form, make in forms(names).items():
+
+            def compare(train=train, make=make, on_one_device=on_one_device):
+                largest = apart(on_one_device(), train(make))
+                if not largest <= TOLERANCE:
+                    raise AssertionError(f"{largest:.1e} from one device's")
+                return f"as on one device, up to {largest:.0e}"
+
+            yield from tried(f"{what}, {form}", compare)
 
 
 def precision(device_type: str) -> Iterator[Row]:
     """mixed_float16 whose first steps overflow, and mixed_bfloat16; and several steps a call."""
     names = _devices(device_type)
     make_deterministic(operations=False)
-    title = "CNN with batch normalization"
-
-    def overflowing():
-        # Skipped until the scale is small enough, on one device and on all alike.
-        return keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(0.05), initial_scale=2.0**18
-        )
-
-    for policy, optimizer in (
-        ("mixed_float16", overflowing),
-        ("mixed_bfloat16", lambda: keras.optimizers.SGD(0.05)),
-    ):
-        keras.config.set_dtype_policy(policy)
-        for form, make in _forms(names).items():
-            # A pipeline takes no batch normalization.
-            network = gpu_networks.NETWORKS["LSTM" if form == "pipeline_parallel" else title]
-
-            def compare(make=make, optimizer=optimizer, network=network):
-                expected = _trained(network, lambda model: model, optimizer)
-                return _compared(expected, _trained(network, make, optimizer), _HALF_TOLERANCE)
-
-            yield from _tried(f"{policy}, {form}", compare)
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        for form, make in forms(names).items():
+            yield from tried(
+                f"{policy}, {form}", lambda policy=policy, make=make: _in_half(policy, make)
+            )
     keras.config.set_dtype_policy("float32")
     network = gpu_networks.NETWORKS["MLP with dropout"]
     several = {"steps_per_execution": 3}
-    yield from _tried(
+    yield from tried(
         "steps_per_execution=3, data_parallel",
-        lambda: _compared(
-            _trained(network, lambda model: model, **several),
-            _trained(network, _forms(names)["data_parallel"], **several),
+        lambda: compared(
+            trained(network, lambda model: model, **several),
+            trained(network, forms(names)["data_parallel"], **several),
         ),
     )
+
+
+def _in_half(policy, make) -> str:
+    def optimizer():
+        plain = keras.optimizers.SGD(0.05)
+        if policy != "mixed_float16":
+            return plain
+        return keras.optimizers.LossScaleOptimizer(plain, initial_scale=_SCALE)
+
+    keras.config.set_dtype_policy(policy)
+    network = gpu_networks.NETWORKS[_IN_HALF]
+    expected = trained(network, lambda model: model, optimizer)
+    skipped = expected.num_steps - expected.num_updates
+    if policy == "mixed_float16" and not 0 < skipped < expected.num_steps:
+        raise AssertionError(
+            f"one device must skip some of its {expected.num_steps} updates, not {skipped}"
+        )
+    text = compared(expected, trained(network, make, optimizer), _HALF_TOLERANCE)
+    return f"{text}; {skipped} of {expected.num_steps} updates skipped"
 
 
 def workers(device_type: str) -> Iterator[Row]:
     """Two workers, a GPU each, against one device."""
     if device_type == "gpu" and len(device_lib.list_devices("GPU")) < 2:
-        yield "two workers", _SKIPPED, "one GPU, which NCCL cannot share"
+        yield "two workers", SKIPPED, "one GPU, which NCCL cannot share"
         return
     # The workers have the GPUs; this process compares.
     device_lib.hide_gpus()
@@ -272,16 +278,16 @@ def workers(device_type: str) -> Iterator[Row]:
         if device_type == "gpu" and transport != "nccl":
             raise AssertionError(f"joined by {transport}, not by NCCL")
         network = gpu_networks.NETWORKS["MLP with dropout"]
-        return f"{_compared(_trained(network, lambda model: model), found)}, by {transport}"
+        return f"{compared(trained(network, lambda model: model), found)}, by {transport}"
 
-    yield from _tried("two workers", compare)
+    yield from tried("two workers", compare)
 
 
 def _train_as_worker():
     make_deterministic(operations=False)
     strategy = MultiWorkerMirroredStrategy()
     network = gpu_networks.NETWORKS["MLP with dropout"]
-    found = _trained(network, lambda model: data_parallel(model, strategy))
+    found = trained(network, lambda model: data_parallel(model, strategy))
     return strategy.workers.transport, found
 
 
@@ -302,10 +308,10 @@ def compile_model(model):
 def lost_workers(device_type: str) -> Iterator[Row]:
     """A worker that is killed, and one that hangs: how long the others wait."""
     if device_type == "gpu" and len(device_lib.list_devices("GPU")) < 2:
-        yield "a lost worker", _SKIPPED, "one GPU, which NCCL cannot share"
+        yield "a lost worker", SKIPPED, "one GPU, which NCCL cannot share"
         return
     for fault in ("kill:worker=1,step=3", "hang:worker=1,step=3"):
-        yield from _tried(fault.partition(":")[0], lambda fault=fault: _lost(fault, device_type))
+        yield from tried(fault.partition(":")[0], lambda fault=fault: _lost(fault, device_type))
 
 
 def _lost(fault, device_type) -> str:
@@ -331,63 +337,14 @@ def _lost(fault, device_type) -> str:
 
 def speed_of_resnet50(device_type: str) -> Iterator[Row]:
     """Step time of ResNet-50: one GPU, TensorFlow's strategy, ours; XLA on and off."""
-    yield from _speeds(gpu_networks.resnet50, device_type)
+    yield from speeds(gpu_networks.resnet50, _devices(device_type), is_small=device_type == "cpu")
 
 
 def speed_of_transformer(device_type: str) -> Iterator[Row]:
     """The same of a transformer."""
-    yield from _speeds(gpu_networks.transformer, device_type)
-
-
-def _speeds(make, device_type) -> Iterator[Row]:
-    names = _devices(device_type)
-    is_small = device_type == "cpu"
-    scopes = {
-        "one device": (lambda: tf.device(names[0]), 1),
-        "tf.distribute.MirroredStrategy": (
-            lambda: tf.distribute.MirroredStrategy(names).scope(),
-            len(names),
-        ),
-        "tfparallel.MirroredStrategy": (lambda: MirroredStrategy(names).scope(), len(names)),
-    }
-    for title, (scope, num_devices) in scopes.items():
-        for is_compiled in (False, True):
-            what = f"{title}{', XLA' * is_compiled}"
-
-            def measure(scope=scope, num_devices=num_devices, is_compiled=is_compiled):
-                keras.backend.clear_session()
-                return _step_time(make, is_small, scope, num_devices, is_compiled, names)
-
-            yield from _tried(what, measure)
-
-
-def _step_time(make, is_small, scope, num_devices, is_compiled, names) -> str:
-    device_memory.reset_peaks(names)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    with scope():
-        model, x, y = make(is_small)
-        model.compile("adam", loss, jit_compile=is_compiled)
-    batch = (np.concatenate([x] * num_devices), np.concatenate([y] * num_devices))
-    data = tf.data.Dataset.from_tensors(batch).repeat()
-    steps = _Times()
-    num_steps = 4 if is_small else 25
-    model.fit(data, steps_per_epoch=num_steps, verbose=0, callbacks=[steps])
-    milliseconds = 1e3 * statistics.median(steps.seconds[num_steps // 4 :])
-    peaks = device_memory.peak_bytes_of_gpus(names)
-    memory = "".join(f", {name} {peak / 2**20:.0f} MiB" for name, peak in peaks.items())
-    return f"{milliseconds:.1f} ms a step of {len(batch[0])} rows{memory}"
-
-
-class _Times(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.seconds, self._begin = [], 0.0
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self._begin = time.perf_counter()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seconds.append(time.perf_counter() - self._begin)
+    yield from speeds(
+        gpu_networks.transformer, _devices(device_type), is_small=device_type == "cpu"
+    )
 
 
 def profile(device_type: str) -> Iterator[Row]:
@@ -406,17 +363,7 @@ def profile(device_type: str) -> Iterator[Row]:
         tf.profiler.experimental.stop()
         return "in the folder gpu_profile"
 
-    yield from _tried("a profiled step", trace)
-
-
-def _tried(what: str, function: Callable[[], str]) -> Iterator[Row]:
-    """A row of what a function returned, or raised."""
-    print(json.dumps([what]), flush=True)
-    try:
-        yield what, _OK, function()
-    except Exception as error:  # noqa: BLE001  (whatever it is: it is what was asked for)
-        text = f"{type(error).__name__}: {error}"
-        yield what, _SKIPPED if _REFUSED.search(what) else _BROKEN, text[:500]
+    yield from tried("a profiled step", trace)
 
 
 TRIALS: dict[str, Callable[[str], Iterator[Row]]] = {name: globals()[name] for name in NAMES}

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.placement.audit import Noted, recording, short
 from tfparallel.placement.costs import bytes_of
 from tfparallel.placement.graph import edges, layers_in_order
@@ -133,9 +134,10 @@ def held_by_device(model: keras.Model) -> list[dict[str, Any]]:
     """Tells what each device of a placed model holds, as JSON does.
 
     Returns:
-        By device: its `device`, the `layers`, their `parameter_bytes` and `slot_bytes`, and
-        `peak_memory_bytes`, which is the most that its process has held so far (absent where the
-        system does not tell).
+        By device: its `device`, the `layers`, their `parameter_bytes` and `slot_bytes`;
+        `peak_memory_bytes`, the most that its process has held of the host's memory so far (absent
+        where the system does not tell); and, of a GPU of this process, `peak_tensor_bytes`, the
+        most that tensors have taken on it.
     """
     held = {
         device: {"device": device, "layers": [], "parameter_bytes": 0, "slot_bytes": 0}
@@ -149,6 +151,8 @@ def held_by_device(model: keras.Model) -> list[dict[str, Any]]:
     for device, own in held.items():
         if (peak := peak_memory_bytes(device)) is not None:
             own["peak_memory_bytes"] = peak
+    for device, peak in peak_bytes_of_gpus(list(held)).items():
+        held[device]["peak_tensor_bytes"] = peak
     return list(held.values())
 
 
