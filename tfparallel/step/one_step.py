@@ -8,6 +8,7 @@
 """
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.extend import attach, original_class
 from tfparallel.layout.layout import Layout
+from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.terms import grow
 from tfparallel.step.xla import CompiledByDevice, compiled_if
 
@@ -53,6 +56,30 @@ class OneStep(CompiledByDevice):
     """
 
     layout: Layout
+
+    def fit(self, *args, **kwargs):
+        """Trains the model, as `keras.Model.fit`; no step waits for logs that nobody reads."""
+        bound = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        asked = {name: value for name, value in bound.arguments.items() if name != "self"}
+        # A `fit` of the user's own may do anything with its list.
+        if original_class(self).fit is keras.Model.fit and not isinstance(
+            asked["callbacks"], keras.callbacks.CallbackList
+        ):
+            attach(self, _callbacks_of_fit=LogsWhereTheyAre(asked["callbacks"], asked["verbose"]))
+            attach(self, _params_of_fit={name: asked[name] for name in ("verbose", "epochs")})
+            asked["callbacks"] = self._callbacks_of_fit
+        try:
+            return super().fit(**asked)
+        finally:
+            attach(self, _callbacks_of_fit=None)
+
+    def _tell_callbacks(self, iterator) -> None:
+        """Tells the callbacks of a `fit` that begins what Keras tells them, of its batches too."""
+        callbacks = getattr(self, "_callbacks_of_fit", None)
+        if callbacks is not None and iterator is not None:
+            callbacks.begin(self, steps=iterator.num_batches, **self._params_of_fit)
+            attach(self, _callbacks_of_fit=None)  # What else is built is of a validation.
 
     def _beside_the_loss(self) -> AbstractContextManager:
         """Where the loss is, and what belongs to no layer: metrics, and their states."""
