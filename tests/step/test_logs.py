@@ -145,6 +145,29 @@ def test_a_list_of_the_users_is_left_alone():
     assert isinstance(seen.batches[0][1]["loss"], float)
 
 
+class FitsTwice(keras.Model):
+    """With a `fit` of its own, of fewer arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def fit(self, x, y, callbacks, verbose=0):
+        super().fit(x, y, verbose=verbose, callbacks=[*callbacks, Sees(True)])
+        return super().fit(x, y, verbose=verbose, callbacks=callbacks)
+
+
+def test_a_fit_of_the_users_is_left_alone():
+    seen = Sees(True)
+    model = tfparallel.data_parallel(FitsTwice, devices=DEVICES)
+    model.compile("sgd", "mse")
+    model.fit(X, Y, callbacks=[seen])
+    assert len(seen.batches) == 2 and isinstance(seen.batches[0][1]["loss"], float)
+
+
 def test_a_step_of_which_the_logs_are_on_a_device_may_go_on():
     guard = StallGuard(60.0, 0)
     guard.on_train_batch_begin(0)

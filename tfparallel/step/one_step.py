@@ -59,16 +59,14 @@ class OneStep(CompiledByDevice):
 
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`; no step waits for logs that nobody reads."""
-        bound = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        asked = {name: value for name, value in bound.arguments.items() if name != "self"}
-        # A `fit` of the user's own may do anything with its list.
-        if original_class(self).fit is keras.Model.fit and not isinstance(
-            asked["callbacks"], keras.callbacks.CallbackList
-        ):
-            attach(self, _callbacks_of_fit=LogsWhereTheyAre(asked["callbacks"], asked["verbose"]))
-            attach(self, _params_of_fit={name: asked[name] for name in ("verbose", "epochs")})
-            asked["callbacks"] = self._callbacks_of_fit
+        if original_class(self).fit is not keras.Model.fit:  # Which may do anything with its list.
+            return super().fit(*args, **kwargs)
+        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
+        asked = {name: value for name, value in asked.items() if name != "self"}
+        if not isinstance(asked.get("callbacks"), keras.callbacks.CallbackList):
+            params = {"verbose": asked.get("verbose", "auto"), "epochs": asked.get("epochs", 1)}
+            asked["callbacks"] = LogsWhereTheyAre(asked.get("callbacks"), params["verbose"])
+            attach(self, _callbacks_of_fit=(asked["callbacks"], params))
         try:
             return super().fit(**asked)
         finally:
@@ -76,9 +74,10 @@ class OneStep(CompiledByDevice):
 
     def _tell_callbacks(self, iterator) -> None:
         """Tells the callbacks of a `fit` that begins what Keras tells them, of its batches too."""
-        callbacks = getattr(self, "_callbacks_of_fit", None)
-        if callbacks is not None and iterator is not None:
-            callbacks.begin(self, steps=iterator.num_batches, **self._params_of_fit)
+        told = getattr(self, "_callbacks_of_fit", None)
+        if told is not None and iterator is not None:
+            callbacks, params = told
+            callbacks.begin(self, steps=iterator.num_batches, **params)
             attach(self, _callbacks_of_fit=None)  # What else is built is of a validation.
 
     def _beside_the_loss(self) -> AbstractContextManager:
