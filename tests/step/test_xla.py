@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 
 import keras
 import numpy as np
@@ -177,7 +178,9 @@ def test_auto_is_no_of_a_layer_that_xla_cannot_compile(way, monkeypatch):
     network = [keras.Input((6,)), layers.Dense(4), Unsupported(), layers.Dense(2)]
     with keras.saving.custom_object_scope({"Unsupported": Unsupported}):
         model = on_gpus(WAYS[way](compiled(keras.Sequential(network))), monkeypatch)
-    assert not compiled(model).jit_compile
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # Nobody has asked for it.
+        assert not compiled(model).jit_compile
 
 
 def test_a_layer_that_xla_cannot_compile_is_said():

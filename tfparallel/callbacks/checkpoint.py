@@ -71,6 +71,8 @@ class Checkpoint(keras.callbacks.Callback):
         >>> model.fit(dataset, epochs=10, callbacks=[checkpoint])
     """
 
+    async_safe = True  # It reads the logs of epochs alone.
+
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -23,6 +23,8 @@ class SentBytes(keras.callbacks.Callback):
             of one process. With `steps_per_execution`, those of an execution.
     """
 
+    async_safe = True  # It reads no logs.
+
     def __init__(self):
         super().__init__()
         self.in_a_step: dict[str, int] | None = None

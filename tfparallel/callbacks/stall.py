@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 __all__ = ["EXIT_CODE", "StallGuard"]
 
@@ -33,6 +34,8 @@ class StallGuard(keras.callbacks.Callback):
             validation and checkpoints count, so it is minutes, not seconds.
         worker_index: The worker's own, for what it says.
     """
+
+    async_safe = True  # It looks whether there are logs, and reads none.
 
     def __init__(self, timeout_seconds: float, worker_index: int):
         super().__init__()
@@ -55,11 +58,15 @@ class StallGuard(keras.callbacks.Callback):
         self._tick(True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step has ended."""
+        """Notes that a step has ended; not if its logs are on a device, which may be at work."""
+        self._tick(any(map(tf.is_tensor, (logs or {}).values())))
+
+    def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that a step of `predict` has ended: Keras has waited for what it puts out."""
         self._tick(False)
 
     on_test_batch_begin = on_predict_batch_begin = on_train_batch_begin
-    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+    on_test_batch_end = on_train_batch_end
 
     def _tick(self, in_step):
         self._in_step, self._since = in_step, time.monotonic()

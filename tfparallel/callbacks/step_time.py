@@ -15,7 +15,8 @@ class StepTime(keras.callbacks.Callback):
     A step is timed from Keras's call before the batch to its call after it;
     fetching the batch, the forward and backward pass, the reduction and the
     update lie between the two. The first step of a `fit` also traces and
-    compiles the program, so it is kept apart.
+    compiles the program, so it is kept apart. Keras reads a step's logs for it,
+    so that a GPU is done when the clock stops, and waits for the next step.
 
     Attributes:
         seconds: One entry a step (an execution of several steps, with

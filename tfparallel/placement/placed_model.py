@@ -62,6 +62,7 @@ class PlacedModel(OneStep):
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         build_ahead(self, iterator, data_batch, self._beside_the_loss())
+        self._tell_callbacks(iterator)
 
     def make_train_function(self, force=False):
         """Builds the step of `fit`, which waits for what was written eagerly before it."""

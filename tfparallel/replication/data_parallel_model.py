@@ -158,6 +158,10 @@ class DataParallelModel(OneOfWorkers, OwnRows, ReplicatedLayer):
         return moved_into_place(os.fspath(path))
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        self._build_before_steps(iterator, data_batch)
+        self._tell_callbacks(iterator)
+
+    def _build_before_steps(self, iterator, data_batch):
         # Keras looks at a first batch here, under a strategy only: a generator loses the batches
         # that were prefetched, and an unseeded shuffle moves on. The data set's spec says as much.
         if self.strategy is None:

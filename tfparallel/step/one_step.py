@@ -8,6 +8,7 @@
 """
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.extend import attach, original_class
 from tfparallel.layout.layout import Layout
+from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.xla import CompiledByDevice, compiled_if
 
@@ -59,6 +62,29 @@ class OneStep(CompiledByDevice):
     """
 
     layout: Layout
+
+    def fit(self, *args, **kwargs):
+        """Trains the model, as `keras.Model.fit`; no step waits for logs that nobody reads."""
+        if original_class(self).fit is not keras.Model.fit:  # Which may do anything with its list.
+            return super().fit(*args, **kwargs)
+        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
+        asked = {name: value for name, value in asked.items() if name != "self"}
+        if not isinstance(asked.get("callbacks"), keras.callbacks.CallbackList):
+            params = {"verbose": asked.get("verbose", "auto"), "epochs": asked.get("epochs", 1)}
+            asked["callbacks"] = LogsWhereTheyAre(asked.get("callbacks"), params["verbose"])
+            attach(self, _callbacks_of_fit=(asked["callbacks"], params))
+        try:
+            return super().fit(**asked)
+        finally:
+            attach(self, _callbacks_of_fit=None)
+
+    def _tell_callbacks(self, iterator) -> None:
+        """Tells the callbacks of a `fit` that begins what Keras tells them, of its batches too."""
+        told = getattr(self, "_callbacks_of_fit", None)
+        if told is not None and iterator is not None:
+            callbacks, params = told
+            callbacks.begin(self, steps=iterator.num_batches, **params)
+            attach(self, _callbacks_of_fit=None)  # What else is built is of a validation.
 
     def _beside_the_loss(self) -> AbstractContextManager:
         """Where the loss is, and what belongs to no layer: metrics, and their states."""
