@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
-from tfparallel.collectives import between_workers, choice, cross_device
+from tfparallel.collectives import between_workers, choice, cross_device, vectors
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.nccl import refusal, refusal_between
 from tfparallel.collectives.reducer import Reducer
@@ -110,9 +110,24 @@ def test_the_lint_sees_a_type_that_nccl_lacks(group, monkeypatch):
 
 
 def test_a_vector_has_no_more_elements_than_31_bits_count(monkeypatch, group):
-    monkeypatch.setattr(between_workers, "_MAX_ELEMENTS", 10)
+    monkeypatch.setattr(vectors, "_MAX_ELEMENTS", 10)
     found = collectives_of(lambda: group.all_reduce([tf.ones([n]) for n in (4, 5, 3, 20, 6)]))
     assert [op.inputs[0].shape[0] for op in found] == [9, 3, 20, 6]
+
+
+def test_nor_has_one_in_a_process(monkeypatch):
+    monkeypatch.setattr(vectors, "_MAX_ELEMENTS", 10)
+    together = []
+
+    class Noted(tf.distribute.ReductionToOneDevice):
+        def batch_reduce_implementation(self, reduce_op, pairs, options):
+            together.append([value.values[0].shape[0] for value, _ in pairs])
+            return super().batch_reduce_implementation(reduce_op, pairs, options)
+
+    terms = [[tf.ones([n]), tf.ones([n])] for n in (4, 5, 3, 20, 6)]
+    sums = cross_device.all_reduce(Noted(), terms)
+    assert together == [[4, 5], [3], [20], [6]]
+    assert all(np.all(total == 2.0) for of_all in sums for total in of_all)
 
 
 def sums_of(ops, dtype="float32", regularizer=None, **options):

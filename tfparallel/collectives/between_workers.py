@@ -30,6 +30,7 @@ import tensorflow as tf
 from tfparallel.collectives.buckets import buckets
 from tfparallel.collectives.lost import WorkerLostError
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
+from tfparallel.collectives.vectors import by_dtype, in_vectors
 from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
@@ -40,7 +41,6 @@ _MAX_SIGNATURES = 2**20  # A key is signature + _MAX_SIGNATURES · size step, in
 _PIECE_BYTES = 2**21
 _MAX_PIECES = 16
 _STOCK_PIECES = -1
-_MAX_ELEMENTS = 2**31  # Of a vector: TensorFlow joins and splits by numbers of 32 bits.
 _WIDENED = (tf.bfloat16,)  # Types of which not every NCCL has sums.
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
@@ -166,7 +166,7 @@ class WorkerGroup:
             The results, in the same order, equal to the last bit on all workers.
         """
         results: list = [None] * len(tensors)
-        for indices in _in_collectives(tensors):
+        for indices in in_vectors(tensors):
             flats = [tf.reshape(tensors[i], [-1]) for i in indices]
             if len(flats) == 1:
                 parts = [self._collective(op, flats[0])]
@@ -338,28 +338,6 @@ def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     unit = tf.bitwise.left_shift(tf.ones_like(size), octave)
     quarters = -(-size // unit)
     return (octave - 1) * _STEPS_PER_OCTAVE + quarters, quarters * unit
-
-
-def by_dtype(tensors: Sequence[tf.Tensor]) -> dict[tf.DType, list[int]]:
-    """Returns the indices of the tensors of each type."""
-    found: dict = {}
-    for index, tensor in enumerate(tensors):
-        found.setdefault(tensor.dtype, []).append(index)
-    return found
-
-
-def _in_collectives(tensors: Sequence[tf.Tensor]) -> Iterator[list[int]]:
-    """The tensors of each type, by their indices; so many together as 31 bits can count."""
-    for indices in by_dtype(tensors).values():
-        together, count = [], 0
-        for index in indices:
-            size = tensors[index].shape.num_elements() or 0
-            if together and count + size >= _MAX_ELEMENTS:
-                yield together
-                together, count = [], 0
-            together.append(index)
-            count += size
-        yield together
 
 
 def is_summable(tensor: tf.Tensor) -> bool:

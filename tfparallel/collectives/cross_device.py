@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfparallel.collectives import nccl
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS
 from tfparallel.collectives.scheduled import execute
+from tfparallel.collectives.vectors import in_vectors
 from tfparallel.seams.tensorflow import (
     CollectiveAllReduce,
     Mirrored,
@@ -232,11 +233,9 @@ def all_reduce(
     Returns:
         For each tensor, the sum on each device.
     """
-    results, by_dtype = [None] * len(tensors), {}
-    for index, of_all in enumerate(tensors):
-        by_dtype.setdefault(of_all[0].dtype, []).append(index)
-    # TensorFlow's own concatenate what they are given, and so take one type at a time.
-    for indices in by_dtype.values():
+    results: list = [None] * len(tensors)
+    # TensorFlow's own lay end to end what they are given, and so take one type at a time.
+    for indices in in_vectors([of_all[0] for of_all in tensors]):
         terms = [regroup(tensors[index], PerReplica) for index in indices]
         sums = ops.batch_reduce(tf.distribute.ReduceOp.SUM, [(term, term) for term in terms])
         for index, total in zip(indices, sums, strict=True):

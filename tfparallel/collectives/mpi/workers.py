@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup, by_dtype
+from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.traffic import SUMS
+from tfparallel.collectives.vectors import by_dtype
 
 _HALVES = (tf.float16, tf.bfloat16)
 
