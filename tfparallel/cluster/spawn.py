@@ -24,11 +24,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
-
 from tfparallel.cluster.host_share import host_programs, meet_alone
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.problems import refusal, shown
+from tfparallel.cluster.sendable import as_bytes
 from tfparallel.cluster.spec import Cluster
 from tfparallel.cluster.supervisor import run
 from tfparallel.cluster.worker_exit import Outcome
@@ -184,7 +183,7 @@ def _refuse_inside_a_worker():
 
 def _write_call(folder, function, args, kwargs, settings):
     try:
-        call = cloudpickle.dumps((function, tuple(args), kwargs))
+        call = as_bytes((function, tuple(args), kwargs))
     # What a class's own code raises when it is pickled can be anything.
     except Exception as error:
         raise ValueError(

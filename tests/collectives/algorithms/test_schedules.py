@@ -16,7 +16,7 @@ from tfparallel.collectives.algorithms import (
     tree,
 )
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
-from tfparallel.collectives.algorithms.schedule import MessageSchedule, log2_ceiling
+from tfparallel.collectives.algorithms.schedule import holdings, log2_ceiling
 
 NAMES = st.sampled_from(sorted(ALGORITHMS))
 MANY = settings(max_examples=60, deadline=None)
@@ -24,25 +24,6 @@ MANY = settings(max_examples=60, deadline=None)
 
 def sent(step):
     return [(source, target, start) for source, target, start, _ in step.messages()]
-
-
-def holdings(schedule: MessageSchedule) -> np.ndarray:
-    """Counts whose terms each rank holds of each block after the last step.
-
-    Shape `(num_ranks, num_blocks, num_ranks)`: how often rank r's block b contains the term of each
-    rank. An all-reduce ends with 1 everywhere.
-    """
-    num_ranks = schedule.num_ranks
-    held = np.zeros((num_ranks, schedule.num_blocks, num_ranks), int)
-    held[np.arange(num_ranks), :, np.arange(num_ranks)] = 1
-    for step in schedule.steps():
-        before = held.copy()
-        for source, target, start, stop in step.messages():
-            if step.adds:
-                held[target, start:stop] += before[source, start:stop]
-            else:
-                held[target, start:stop] = before[source, start:stop]
-    return held
 
 
 def test_a_ring_of_three():

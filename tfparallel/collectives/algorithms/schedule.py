@@ -95,6 +95,26 @@ def there_and_back(num_steps: int, step: Callable[[int], Step]) -> Callable[[], 
     return steps
 
 
+def holdings(schedule: MessageSchedule) -> np.ndarray:
+    """Returns whose terms each rank holds of each block after the last step.
+
+    Returns:
+        Counts of shape `(num_ranks, num_blocks, num_ranks)`: how often rank r's block b contains
+        the term of each rank. An all-reduce ends with 1 everywhere.
+    """
+    num_ranks = schedule.num_ranks
+    held = np.zeros((num_ranks, schedule.num_blocks, num_ranks), int)
+    held[np.arange(num_ranks), :, np.arange(num_ranks)] = 1
+    for step in schedule.steps():
+        before = held.copy()
+        for source, target, start, stop in step.messages():
+            if step.adds:
+                held[target, start:stop] += before[source, start:stop]
+            else:
+                held[target, start:stop] = before[source, start:stop]
+    return held
+
+
 def check_num_ranks(num_ranks: int) -> None:
     """Raises unless there is a rank.
 
