@@ -8,6 +8,7 @@ from keras import layers
 
 import tfparallel
 from tfparallel import callbacks as ours
+from tfparallel.callbacks import stall
 from tfparallel.callbacks.stall import StallGuard
 from tfparallel.step.logs import LogsWhereTheyAre
 
@@ -36,9 +37,9 @@ def fitted(model, callbacks=(), verbose=0, **options):
 class Sees(keras.callbacks.Callback):
     """What a callback is told, and when."""
 
-    def __init__(self, async_safe):
+    def __init__(self, takes_tensors):
         super().__init__()
-        self.async_safe, self.batches, self.epochs, self.told = async_safe, [], [], None
+        self.takes_tensors, self.batches, self.epochs, self.told = takes_tensors, [], [], None
 
     def on_train_begin(self, logs=None):
         self.told = dict(self.params)
@@ -107,6 +108,8 @@ def test_of_keras_those_that_look_at_epochs_do_not(tmp_path):
         keras.callbacks.LambdaCallback(on_epoch_end=print),
     )
     assert asks(keras.callbacks.ModelCheckpoint(path, save_freq=2))
+    extended = type("Extended", (keras.callbacks.ModelCheckpoint,), {})
+    assert asks(extended(path))  # Which may read what it likes.
     assert asks(keras.callbacks.TerminateOnNaN())
     assert asks(keras.callbacks.LambdaCallback(on_train_batch_end=print))
 
@@ -115,6 +118,23 @@ def test_of_keras_those_that_look_at_epochs_do_not(tmp_path):
             """The name that Keras has for both."""
 
     assert asks(Old())
+
+
+def test_one_that_keras_may_call_from_another_thread_sees_numbers():
+    safe = Sees(False)
+    safe.async_safe = True  # Keras's attribute.
+    fitted(FORMS["data"](build()), [safe])
+    assert all(isinstance(value, float) for _, logs in safe.batches for value in logs.values())
+
+
+def test_callbacks_are_told_of_as_many_epochs_as_keras_allows():
+    told = Sees(True)
+    keras.config.set_max_epochs(1)
+    try:
+        fitted(FORMS["data"](build()), [told])
+    finally:
+        keras.config.set_max_epochs(None)
+    assert told.told["epochs"] == 1 == len(told.epochs)
 
 
 def test_what_is_no_scalar_is_shown_as_keras_shows_it():
@@ -168,10 +188,13 @@ def test_a_fit_of_the_users_is_left_alone():
     assert len(seen.batches) == 2 and isinstance(seen.batches[0][1]["loss"], float)
 
 
-def test_a_step_of_which_the_logs_are_on_a_device_may_go_on():
+def test_a_step_of_which_the_logs_are_on_a_gpu_may_go_on(monkeypatch):
+    """On a CPU it is over, and a worker that hangs behind it is the one to be named."""
     guard = StallGuard(60.0, 0)
-    guard.on_train_batch_begin(0)
+    for logs in ({"loss": 1.0}, {"loss": tf.constant(1.0)}, None):
+        guard.on_train_batch_begin(0)
+        guard.on_train_batch_end(0, logs)
+        assert not guard._in_step
+    monkeypatch.setattr(stall, "_is_on_gpu", tf.is_tensor)
     guard.on_train_batch_end(0, {"loss": tf.constant(1.0)})
     assert guard._in_step
-    guard.on_train_batch_end(0, {"loss": 1.0})
-    assert not guard._in_step

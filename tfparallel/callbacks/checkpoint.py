@@ -71,7 +71,7 @@ class Checkpoint(keras.callbacks.Callback):
         >>> model.fit(dataset, epochs=10, callbacks=[checkpoint])
     """
 
-    async_safe = True  # It reads the logs of epochs alone.
+    async_safe = takes_tensors = True  # It reads the logs of epochs alone.
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class SentBytes(keras.callbacks.Callback):
             of one process. With `steps_per_execution`, those of an execution.
     """
 
-    async_safe = True  # It reads no logs.
+    async_safe = takes_tensors = True  # It reads no logs.
 
     def __init__(self):
         super().__init__()

@@ -35,7 +35,7 @@ class StallGuard(keras.callbacks.Callback):
         worker_index: The worker's own, for what it says.
     """
 
-    async_safe = True  # It looks whether there are logs, and reads none.
+    async_safe = takes_tensors = True  # It looks whether there are logs, and reads none.
 
     def __init__(self, timeout_seconds: float, worker_index: int):
         super().__init__()
@@ -58,8 +58,8 @@ class StallGuard(keras.callbacks.Callback):
         self._tick(True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step has ended; not if its logs are on a device, which may be at work."""
-        self._tick(any(map(tf.is_tensor, (logs or {}).values())))
+        """Notes that a step has ended; not if its logs are on a GPU, which may be at work."""
+        self._tick(any(map(_is_on_gpu, (logs or {}).values())))
 
     def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step of `predict` has ended: Keras has waited for what it puts out."""
@@ -95,3 +95,7 @@ class StallGuard(keras.callbacks.Callback):
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
         os._exit(EXIT_CODE)  # The main thread may be where no exception reaches it.
+
+
+def _is_on_gpu(log) -> bool:
+    return tf.is_tensor(log) and "GPU" in log.device

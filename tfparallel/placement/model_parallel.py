@@ -209,17 +209,15 @@ def model_of(function: Callable[[], keras.Model] | Sequence[keras.Layer]) -> ker
 def seen_model(
     model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
 ) -> keras.Model:
-    """Returns the model, to look at its layers; what a function builds has no storage if it can.
+    """Returns the model, to look at its layers; what a function builds has no storage.
 
     Raises:
         ValueError: If the model's layers cannot be placed.
+        NeedsStorage: If the function cannot build it without.
     """
     if isinstance(model_or_function, keras.Model):
         return check_model(model_or_function)
-    try:
-        return check_model(StoragelessModel(lambda: model_of(model_or_function)).model)
-    except NeedsStorage:
-        return check_model(model_of(model_or_function))
+    return check_model(StoragelessModel(lambda: model_of(model_or_function)).model)
 
 
 def check_model(model: keras.Model) -> keras.Model:

@@ -32,11 +32,17 @@ class Problems:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Keeps the `ValueError` that the block raises, and goes on behind the block."""
+        """Keeps the `ValueError` that the block raises, and goes on behind the block.
+
+        Any other error may follow from what is known to be wrong, which is then raised instead.
+        """
         try:
             yield
         except ValueError as error:
             self._errors.append(error)
+        except Exception:
+            self.raise_all()
+            raise
 
     def raise_all(self) -> None:
         """Raises what was gathered, if anything.

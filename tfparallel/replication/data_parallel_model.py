@@ -78,12 +78,12 @@ class DataParallelModel(OneOfWorkers, OwnRows, ReplicatedLayer):
         )
         if self._workers is None:
             return super().fit(*args, **kwargs)
-        with self._knowing_batches("fit", args, kwargs):
+        with self._knowing_batches("fit", args, kwargs, hands_on=True):
             return self._fit_as_worker(asked)
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`; the chief alone shows progress."""
-        knowing = self._knowing_batches("evaluate", args, kwargs)
+        knowing = self._knowing_batches("evaluate", args, kwargs, hands_on=True)
         with knowing, self._guarded(keras.Model.evaluate, args, kwargs) as asked:
             self._read_own_rows(asked, "x", "evaluate")
             return super().evaluate(**asked)

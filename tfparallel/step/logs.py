@@ -21,9 +21,9 @@ _SAVING = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 class LogsWhereTheyAre(keras.callbacks.CallbackList):
     """The callbacks of a `fit`, and Keras's history and progress bar.
 
-    Those that set `async_safe` see the logs of a batch as scalar tensors, and so does the progress
-    bar, which reads them when it draws. If one that does not set it has a method for batches, all
-    see numbers, as Keras has it. The logs of an epoch are numbers always.
+    A callback that says `takes_tensors = True` sees the logs of a batch as scalar tensors, and so
+    does the progress bar, which reads them when it draws. If one that does not say so has a method
+    for batches, all see numbers, as Keras has it. The logs of an epoch are numbers always.
 
     Args:
         callbacks: The user's.
@@ -65,9 +65,12 @@ class LogsWhereTheyAre(keras.callbacks.CallbackList):
 
 
 def _asks(callback, hooks) -> bool:
-    if getattr(callback, "async_safe", False) or type(callback) is keras.callbacks.ProgbarLogger:
+    if getattr(callback, "takes_tensors", False):
         return False
-    if isinstance(callback, _SAVING) and callback.save_freq == "epoch":
+    # Of Keras's own classes alone: what extends them may read what it likes.
+    if type(callback) is keras.callbacks.ProgbarLogger:
+        return False
+    if type(callback) in _SAVING and callback.save_freq == "epoch":
         return False
     found = [getattr(callback, hook) for hook in hooks]
     own = [getattr(method, "__func__", method) for method in found]

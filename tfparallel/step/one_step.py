@@ -70,7 +70,9 @@ class OneStep(CompiledByDevice):
         asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
         asked = {name: value for name, value in asked.items() if name != "self"}
         if not isinstance(asked.get("callbacks"), keras.callbacks.CallbackList):
-            params = {"verbose": asked.get("verbose", "auto"), "epochs": asked.get("epochs", 1)}
+            epochs, most = asked.get("epochs", 1), keras.config.max_epochs()
+            epochs = epochs if most is None else min(epochs, most)  # As Keras tells its callbacks.
+            params = {"verbose": asked.get("verbose", "auto"), "epochs": epochs}
             asked["callbacks"] = LogsWhereTheyAre(asked.get("callbacks"), params["verbose"])
             attach(self, _callbacks_of_fit=(asked["callbacks"], params))
         try:

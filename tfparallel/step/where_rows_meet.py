@@ -83,17 +83,23 @@ class WhereRowsMeet:
             return super().evaluate(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _knowing_batches(self, kind: str, args=(), kwargs=None, **asked) -> Iterator[None]:
+    def _knowing_batches(
+        self, kind: str, args=(), kwargs=None, *, hands_on: bool = False, **asked
+    ) -> Iterator[None]:
         """Keeps how many rows a full batch has, which a step with a short last one cannot see.
 
         Args:
             kind: "fit" or "evaluate".
             args: What the method was given.
             kwargs: Likewise.
+            hands_on: Whether the method calls the one of this class, with other arguments.
             **asked: Or, instead of both, its `x`.
         """
         known = getattr(self, "_batch_sizes", {})
-        if kind in known:  # A method of another class, around this one, knows what was given.
+        handed_on = getattr(self, "_handed_on", frozenset())
+        if kind in handed_on and not asked:
+            # The same call, of which the method around this one knows what was given.
+            attach(self, _handed_on=handed_on - {kind})
             yield
             return
         if not asked:
@@ -103,11 +109,12 @@ class WhereRowsMeet:
                 asked = signature.bind(self, *args, **(kwargs or {})).arguments
         names = ("x", "batch_size", "validation_split")
         size = full_batch_size(**{name: asked[name] for name in names if name in asked})
-        attach(self, _batch_sizes=known | {kind: size})
+        handed_now = handed_on | {kind} if hands_on else handed_on
+        attach(self, _batch_sizes=known | {kind: size}, _handed_on=handed_now)
         try:
             yield
         finally:
-            attach(self, _batch_sizes=known)
+            attach(self, _batch_sizes=known, _handed_on=handed_on)
 
     @property
     def _meeting_device(self) -> str:
