@@ -30,6 +30,8 @@ _FACE = {
     "distribute_optimizer": ("tfparallel.replication.custom_loop", "distribute_optimizer"),
     "layers": ("tfparallel.layers", None),
     "gather": ("tfparallel.collectives.anywhere", "gather"),
+    "hybrid_parallel": ("tfparallel.hybrid.hybrid_parallel", "hybrid_parallel"),
+    "Mesh": ("tfparallel.layout.mesh", "Mesh"),
     "model_parallel": ("tfparallel.placement.model_parallel", "model_parallel"),
     "num_workers": ("tfparallel.collectives.anywhere", "num_workers"),
     "pipeline_parallel": ("tfparallel.pipeline.pipeline_parallel", "pipeline_parallel"),
@@ -42,11 +44,12 @@ _FACE = {
 }
 
 # What decides in plain Python, and must not make a launcher wait for TensorFlow.
-_PLAIN = {"Cluster", "spawn"}
+_PLAIN = {"Cluster", "Mesh", "spawn"}
 
 # Spelled out once more, because editors and linters read only literals.
 __all__ = [
     "Cluster",
+    "Mesh",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "__version__",
@@ -62,6 +65,7 @@ __all__ = [
     "devices",
     "distribute_optimizer",
     "gather",
+    "hybrid_parallel",
     "layers",
     "model_parallel",
     "num_workers",

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import os
 import pathlib
 import pickle
@@ -101,7 +102,19 @@ class Case:
 
     def expects(self, form: str, error: Exception) -> bool:
         """Whether `form` refuses this case, and in these words."""
-        return form in self.refused and re.search(self.refused[form], str(error)) is not None
+        return any(re.search(said, str(error)) for said in self.refusals(form))
+
+    def refusals(self, form: str) -> list[str]:
+        """What `form` may say to this case, regular expressions; none where it must train it.
+
+        A mesh refuses what its axes refuse: "hybrid_parallel 2 x 2 x 1" what a pipeline does.
+        """
+        name, _, mesh = form.partition(" ")
+        forms = [name]
+        if mesh:
+            forms += ["pipeline_parallel"]
+            forms += ["tensor_parallel"] * (not mesh.endswith("1"))
+        return [self.refused[each] for each in forms if each in self.refused]
 
 
 class Plain:
@@ -228,7 +241,41 @@ class Pipeline(Plain):
         return model
 
 
+class Hybrid(Plain):
+    """`tfparallel.hybrid_parallel` on `devices`, with a mesh such as "2 x 2 x 1".
+
+    As many micro-batches as stages, and stages without a layer, as above.
+    """
+
+    def __init__(self, devices: list[str], mesh: str):
+        self.name = f"hybrid_parallel {mesh}"
+        self.sizes = [int(size) for size in mesh.split(" x ")]
+        self.devices = devices[: math.prod(self.sizes)]
+
+    def make(self, build, compile=None) -> keras.Model:
+        import tfparallel
+
+        mesh = tfparallel.Mesh(*self.sizes)
+        model = tfparallel.hybrid_parallel(
+            build,
+            mesh,
+            self.devices,
+            num_micro_batches=mesh.pipeline,
+            balance="memory",
+            allow_empty_stages=True,
+        )
+        if compile is not None:
+            compile(model)
+        return model
+
+
 FORMS = {form.name: form for form in (Builder, DropIn, Stages, Split, Pipeline)}
+HYBRID = "hybrid_parallel"
+
+
+def form_on(name: str, devices: list[str], size: int | str) -> Plain:
+    """A form on as many of the devices, or with a mesh of them."""
+    return Hybrid(devices, size) if name == HYBRID else FORMS[name](devices[:size])
 
 SEED = 7
 

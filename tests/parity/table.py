@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 
 from . import upstream, workers
-from .case import EXACT, FORMS, ONE_DEVICE_FOLDER, REFUSED, REPRODUCIBLE, Case
+from .case import EXACT, FORMS, HYBRID, ONE_DEVICE_FOLDER, REFUSED, REPRODUCIBLE, Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 RENEW = "Run `python -m tests.parity.table --write` (or `make parity`) and commit docs/parity.md."
@@ -36,8 +36,8 @@ MODE = os.environ.get("TFPARALLEL_PARITY", "")
 
 # The forms that this process can run, and the one that takes several.
 WORKERS = "workers"
-COLUMNS = (*FORMS, WORKERS)
-UNITS = {WORKERS: ""} | dict.fromkeys(
+COLUMNS = (*FORMS, HYBRID, WORKERS)
+UNITS = {WORKERS: "", HYBRID: ""} | dict.fromkeys(
     ("model_parallel", "tensor_parallel", "pipeline_parallel"), " devices"
 )
 # Workers, and devices of each.
@@ -202,8 +202,8 @@ epoch, is compared by name. A cell is the worst of all its runs.
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two
 stages, on two devices; `tensor_parallel` has each layer that can be split in two parts;
-`pipeline_parallel` sends 4 micro-batches through two stages, by 1F1B; `workers`
-is `data_parallel` on worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted
+`pipeline_parallel` sends 4 micro-batches through two stages, by 1F1B; `hybrid_parallel` has a mesh
+of data x pipeline x tensor, with a micro-batch for each stage; `workers` is `data_parallel` on worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted
 below; of those not run for the page `make test` runs a sample.
 """
 

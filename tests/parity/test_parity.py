@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from . import table
-from .case import EXACT, FORMS, REFUSED, REPRODUCIBLE, Case, compare, on_one_device, run
+from .case import EXACT, HYBRID, REFUSED, REPRODUCIBLE, Case, compare, form_on, on_one_device, run
 from .cases import ALL
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
@@ -110,10 +110,12 @@ WAYS = [
     ("model_parallel", 2),
     ("tensor_parallel", 2),
     ("pipeline_parallel", 2),
+    (HYBRID, "2 x 2 x 1"),
+    (HYBRID, "2 x 1 x 2"),
 ]
 
 
-def sample_of(name: str) -> list[tuple[str, int]]:
+def sample_of(name: str) -> list[tuple[str, int | str]]:
     """The ways in which `make test` trains a case, from the case's name alone.
 
     A case of `FAST` has one: `data_parallel` on 3 replicas for one in two, another for the rest.
@@ -140,7 +142,7 @@ def parameters(cases: list[Case] = ALL, mode: str = table.MODE):
                 case,
                 form,
                 replicas,
-                id=f"{case.name.replace(' ', '-')}-{form}-{replicas}",
+                id=f"{case.name.replace(' ', '-')}-{form}-{str(replicas).replace(' ', '')}",
                 marks=[pytest.mark.slow] * (not fast),
             )
 
@@ -148,10 +150,10 @@ def parameters(cases: list[Case] = ALL, mode: str = table.MODE):
 # Keras warns of what the cases are about: shuffling left to the data set, data that ends.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("case", "form", "replicas"), parameters())
-def test_trains_as_one_device_does(case: Case, form: str, replicas: int):
+def test_trains_as_one_device_does(case: Case, form: str, replicas: int | str):
     if table.MODE == "write" and (case.feature, case.name, form, replicas) in seen_before():
         pytest.skip("an earlier run of `python -m tests.parity.table --write` saw it")
-    verdict, detail = judge(case, FORMS[form](DEVICES[:replicas]))
+    verdict, detail = judge(case, form_on(form, DEVICES, replicas))
     table.record(case, form, replicas, verdict, detail)
     if table.MODE != "write":
         table.refuse_stale(case, form, replicas)
@@ -171,10 +173,10 @@ def judge(case: Case, form) -> tuple[str, float | str]:
         if case.expects(form.name, error):
             return REFUSED, str(error)
         raise
-    if form.name in case.refused:
+    if refusals := case.refusals(form.name):
         raise AssertionError(
             f"{case.name} was trained under {form.name}, and the case says that it is refused: "
-            f"“{case.refused[form.name]}”. Take {form.name} out of its `refused`."
+            f"“{refusals[0]}”. Take {form.name} out of its `refused`."
         )
     differences = compare(expected, seen)
     if EXACT in case.verdicts and differences[0].relative <= case.limit:

@@ -61,7 +61,7 @@ def check(path: str, values: flags.FlagValues) -> int:
     built, build_single, unwrapped = [], task.build_model, lambda build: build
     if values.batch_normalization is not None:
         form.say("on one device each micro-batch is normalized by its own moments, too")
-        build_single = grouped(task.build_model, form.cut["num_micro_batches"])
+        build_single = grouped(task.build_model, form.num_pieces)
         unwrapped = ungrouped
 
     def build(build_model):
@@ -92,7 +92,7 @@ def check(path: str, values: flags.FlagValues) -> int:
             **report.to_json(),
             **({"layout": built[-1].layout.to_json()} if form.name != "none" else {}),
             **({"all_reduce": ran} if ran is not None else {}),
-            **({"joined_outputs": joined} if form.name in ("data", "pipeline") else {}),
+            **({"joined_outputs": joined} if form.name in ("data", "pipeline", "hybrid") else {}),
             "peak_memory_bytes": peak_memory_bytes(),
             **({"peak_gpu_bytes": peaks} if peaks else {}),
             "wall_time_seconds": time.perf_counter() - started,

@@ -4,6 +4,7 @@ from absl import flags
 
 from tfparallel.commands.flags import parse_bytes
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
+from tfparallel.layout.mesh import Mesh
 
 __all__ = [
     "balance_flags",
@@ -12,10 +13,11 @@ __all__ = [
     "common_problems",
     "device_memory",
     "device_memory_problems",
+    "mesh_problems",
     "numbers_flags",
 ]
 
-_FORMS = ("none", "data", "model", "tensor", "pipeline")
+_FORMS = ("none", "data", "model", "tensor", "pipeline", "hybrid")
 
 
 def common_flags() -> flags.FlagValues:
@@ -27,11 +29,19 @@ def common_flags() -> flags.FlagValues:
         _FORMS,
         "The form: none is one device and plain Keras; data splits the batch over devices and "
         "workers; model puts layers on devices; tensor splits layers over devices; pipeline has "
-        "layers on devices work on micro-batches.",
+        "layers on devices work on micro-batches; hybrid is data parallelism of models that are "
+        "each on several devices, as --mesh says.",
         values,
     )
     flags.DEFINE_integer(
         "num_devices", None, "How many devices; the CPU is split as needed.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "mesh",
+        None,
+        "For hybrid: how many devices there are along each axis, such as data=2,pipeline=2 or "
+        "data=2,pipeline=2,tensor=2.",
+        flag_values=values,
     )
     flags.DEFINE_enum(
         "device_type", "auto", ("auto", "cpu", "gpu"), "Which devices to count.", values
@@ -125,14 +135,14 @@ def balance_flags(values: flags.FlagValues) -> None:
         "balance",
         "memory",
         ("memory", "time", "both"),
-        "For model and pipeline: what the cut between the devices spreads evenly. Without the "
-        "flag a pipeline is cut by time.",
+        "For model, pipeline and hybrid: what the cut between the devices spreads evenly. Without the "
+        "flag a pipeline is cut by time, and so is hybrid.",
         values,
     )
     flags.DEFINE_string(
         "device_memory",
         None,
-        "For model and pipeline: what a stage may hold, such as 16GiB; no limit if absent.",
+        "For model, pipeline and hybrid: what a stage may hold, such as 16GiB; no limit if absent.",
         flag_values=values,
     )
 
@@ -153,6 +163,33 @@ def device_memory_problems(values: flags.FlagValues) -> list[str]:
         device_memory(values)
     except ValueError as error:
         return [f"--device_memory: {error}"]
+    return []
+
+
+def mesh_problems(values: flags.FlagValues) -> list[str]:
+    """Returns what is wrong with --mesh."""
+    if values.parallel != "hybrid":
+        if values.mesh is None:
+            return []
+        return [
+            "--mesh belongs to --parallel=hybrid. Received: "
+            f"--mesh={values.mesh} with --parallel={values.parallel}. Drop --mesh."
+        ]
+    if values.mesh is None:
+        return [
+            "--parallel=hybrid needs a mesh: how many devices there are along each axis. Received: "
+            "no --mesh. Add --mesh=data=2,pipeline=2, for example."
+        ]
+    try:
+        mesh = Mesh.parse(values.mesh)
+    except ValueError as error:
+        return [f"--mesh: {error}"]
+    count = len(values.devices) if values.devices is not None else values.num_devices
+    if count is not None and count != mesh.size:
+        return [
+            f"A mesh of {mesh} has {mesh.size} devices. Received: --mesh={values.mesh} for {count} "
+            "devices. Drop --num_devices, or take another mesh."
+        ]
     return []
 
 
@@ -188,7 +225,7 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             "The number of workers must be at least 1. "
             f"Received: --num_workers={values.num_workers}."
         )
-    if values.num_workers is not None and values.parallel in ("none", "tensor"):
+    if values.num_workers is not None and values.parallel in ("none", "tensor", "hybrid"):
         problems.append(
             f"--parallel={values.parallel} has no workers. "
             f"Received: --num_workers={values.num_workers}. Use --parallel=data or model."
@@ -220,12 +257,13 @@ def common_problems(values: flags.FlagValues) -> list[str]:
     except ValueError as error:
         problems.append(f"--bucket_bytes: {error}")
     problems += device_memory_problems(values)
+    problems += mesh_problems(values)
     problems += pipeline_problems(values)
-    has_stages = values.parallel in ("model", "pipeline")
+    has_stages = values.parallel in ("model", "pipeline", "hybrid")
     if not has_stages and (values.device_memory or values.balance != "memory"):
         name = "device_memory" if values.device_memory else "balance"
         problems.append(
-            f"--{name} says where --parallel=model and pipeline cut. Received: --{name}="
+            f"--{name} says where --parallel=model, pipeline and hybrid cut. Received: --{name}="
             f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
         )
     if values.parallel != "tensor" and values.convolutions != "channels":

@@ -15,7 +15,9 @@ from tfparallel.collectives.choice import all_reduce_report
 from tfparallel.commands.flags import StartError, UsageError
 from tfparallel.commands.form_flags import bucket_bytes, device_memory
 from tfparallel.commands.pipeline_flags import pipeline_choices
+from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
 from tfparallel.layers.tensor_parallel import tensor_parallel
+from tfparallel.layout.mesh import Mesh
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
@@ -63,6 +65,12 @@ class Form:
         """How many processes train the model."""
         return self.workers.num_workers if self.workers is not None else 1
 
+    @property
+    def num_pieces(self) -> int:
+        """Into how many parts a pipeline, or several, cut a batch."""
+        mesh = self.cut.get("mesh", Mesh())
+        return mesh.data * self.cut.get("num_micro_batches", 1)
+
     def say(self, text: str) -> None:
         """Prints, on the chief alone."""
         if self.is_chief:
@@ -76,7 +84,9 @@ class Form:
             if self.name in _BUILDERS:
                 return _BUILDERS[self.name](build_model, self.devices, **self.cut)
             if self.name == "pipeline":
-                return self._pipeline(build_model)
+                return self._in_stages(pipeline_parallel, build_model, devices=self.devices)
+            if self.name == "hybrid":
+                return self._in_stages(hybrid_parallel, build_model, devices=self.devices)
         except PlacementError as error:
             raise UsageError(str(error)) from error
         if self.strategy is not None:
@@ -95,9 +105,9 @@ class Form:
             return None
         return all_reduce_report(model)
 
-    def _pipeline(self, build_model):
+    def _in_stages(self, builder, build_model, devices):
         # The program is to run anyway; the function leaves the choice to its caller.
-        model = pipeline_parallel(build_model, self.devices, allow_empty_stages=True, **self.cut)
+        model = builder(build_model, devices=devices, allow_empty_stages=True, **self.cut)
         layout = model.layout
         empty = layout.num_stages - len(set(layout.stage_of.values()))
         if empty:
@@ -116,6 +126,8 @@ class Form:
             return f"layers on {number} ({names})"
         if self.name == "tensor":
             return f"layers split over {number} ({names})"
+        if self.name == "hybrid":
+            return f"a mesh of {self.cut['mesh']} on {number} ({names})"
         if self.name == "pipeline":
             return (
                 f"{self.cut['num_micro_batches']} micro-batches through {number} ({names}), "
@@ -164,7 +176,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
             devices = device_lib.choose_devices(devices=values.devices)
         else:
             devices = device_lib.choose_devices(
-                num_devices=1 if values.parallel == "none" else values.num_devices,
+                num_devices=_num_devices(values),
                 device_type=values.device_type,
             )
         all_reduce = {} if is_worker else _all_reduce(values, devices)
@@ -250,7 +262,15 @@ def _cut(values) -> dict[str, Any]:
         "device_memory": device_memory(values),
         "batch_size": values.global_batch_size,
     }
-    return cut | pipeline_choices(values) if values.parallel == "pipeline" else cut
+    if values.parallel == "hybrid":
+        cut["mesh"] = Mesh.parse(values.mesh)
+    return cut | pipeline_choices(values) if values.parallel in ("pipeline", "hybrid") else cut
+
+
+def _num_devices(values) -> int | None:
+    if values.parallel == "none":
+        return 1
+    return Mesh.parse(values.mesh).size if values.parallel == "hybrid" else values.num_devices
 
 
 def _devices_of_processes(values, cluster: Cluster, facts) -> list[str]:

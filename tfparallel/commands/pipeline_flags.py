@@ -1,12 +1,14 @@
 """The flags that say how micro-batches go through the stages, and what they mean."""
 
+import contextlib
 from typing import Any
 
 from absl import flags
 
 from tfparallel.layout.layout import RECOMPUTES
+from tfparallel.layout.mesh import Mesh
 
-__all__ = ["pipeline_choices", "pipeline_flags", "pipeline_problems"]
+__all__ = ["num_micro_batches", "pipeline_choices", "pipeline_flags", "pipeline_problems"]
 
 _PIPELINE_FLAGS = (
     "num_micro_batches",
@@ -15,15 +17,18 @@ _PIPELINE_FLAGS = (
     "recompute",
     "batch_normalization",
 )
-_NUM_MICRO_BATCHES, _SCHEDULE, _RECOMPUTE = 8, "1f1b", "never"
+_SCHEDULE, _RECOMPUTE = "1f1b", "never"
 
 
 def pipeline_flags(values: flags.FlagValues) -> None:
     """Adds the flags that say how micro-batches go through the stages."""
     flags.DEFINE_integer(
-        "num_micro_batches", None, "For pipeline: parts of a batch; 8 if absent.",
+        "num_micro_batches",
+        None,
+        "For pipeline: parts of a batch, 8 if absent; for hybrid: of a replica's rows, 4 if absent "
+        "and the mesh has a pipeline.",
         flag_values=values,
-    )  # fmt: skip
+    )
     flags.DEFINE_enum(
         "schedule",
         None,
@@ -55,19 +60,19 @@ def pipeline_flags(values: flags.FlagValues) -> None:
 def pipeline_problems(values: flags.FlagValues) -> list[str]:
     """Returns what is wrong with the flags of a pipeline."""
     given = [name for name in _PIPELINE_FLAGS if getattr(values, name) is not None]
-    if values.parallel != "pipeline":
+    if values.parallel not in ("pipeline", "hybrid"):
         return [
-            f"--{name} belongs to --parallel=pipeline. Received: --{name}="
+            f"--{name} belongs to --parallel=pipeline and hybrid. Received: --{name}="
             f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
             for name in given
         ]
     problems = []
-    number = values.num_micro_batches
-    number = _NUM_MICRO_BATCHES if number is None else number
-    if not 1 <= number <= values.global_batch_size:
+    number, mesh = num_micro_batches(values), _mesh(values)
+    if number < 1 or number * mesh.data > values.global_batch_size:
+        of_each = f", for {mesh.data} replicas," if mesh.data > 1 else ""
         problems.append(
             "A batch must have an example for each micro-batch. Received: --num_micro_batches="
-            f"{number} with --global_batch_size={values.global_batch_size}."
+            f"{number}{of_each} with --global_batch_size={values.global_batch_size}."
         )
     if values.chunks_per_device is not None and values.schedule != "interleaved":
         problems.append(
@@ -77,10 +82,26 @@ def pipeline_problems(values: flags.FlagValues) -> list[str]:
     return problems
 
 
+def num_micro_batches(values: flags.FlagValues) -> int:
+    """Into how many parts the rows of a replica are cut."""
+    if values.num_micro_batches is not None:
+        return values.num_micro_batches
+    if values.parallel == "pipeline":
+        return 8
+    return 4 if _mesh(values).pipeline > 1 else 1
+
+
+def _mesh(values) -> Mesh:
+    """What --mesh says; that of a single device where it says nothing, or nothing right."""
+    with contextlib.suppress(ValueError):
+        return Mesh.parse(values.mesh or "")
+    return Mesh()
+
+
 def pipeline_choices(values: flags.FlagValues) -> dict[str, Any]:
     """What the flags say of a pipeline, as `pipeline_parallel` takes it."""
     return {
-        "num_micro_batches": values.num_micro_batches or _NUM_MICRO_BATCHES,
+        "num_micro_batches": num_micro_batches(values),
         "schedule": values.schedule or _SCHEDULE,
         "recompute": values.recompute or _RECOMPUTE,
         "chunks_per_device": values.chunks_per_device,

@@ -135,7 +135,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     }
     if form.name != "none":
         report["layout"] = model.layout.to_json()
-    if form.name in ("data", "pipeline"):
+    if form.name in ("data", "pipeline", "hybrid"):
         report["joined_outputs"] = getattr(model, "why_joined", None) or False
     report["all_reduce"] = form.all_reduce_report(model)
     report["sent_bytes_in_a_step"] = sent_bytes.in_a_step

@@ -9,6 +9,7 @@ from tfparallel import devices as device_lib
 from tfparallel.data.batches import first_batches
 from tfparallel.diagnostics.check import CheckReport, check_parity, uneven_first
 from tfparallel.diagnostics.check_plot import draw
+from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
@@ -21,6 +22,7 @@ _BUILDERS = {
     "model": model_parallel,
     "tensor": tensor_parallel,
     "pipeline": pipeline_parallel,
+    "hybrid": hybrid_parallel,
 }
 
 
@@ -57,8 +59,8 @@ def check(
         data: `(x, y)` or `(x, y, sample_weight)` in arrays or nested structures of them; a
             `tf.data.Dataset` of single examples, or whatever else a task file's `load_data` may
             return for training.
-        parallel: `"data"`, `"model"`, `"tensor"` or `"pipeline"`; or a function that takes
-            `build_model` and returns the model under a form.
+        parallel: `"data"`, `"model"`, `"tensor"`, `"pipeline"` or `"hybrid"`; or a function that
+            takes `build_model` and returns the model under a form.
         devices: Device names, such as `["GPU:0", "GPU:1"]`; by default all GPUs, or all logical CPU
             devices.
         global_batch_size: Examples in a step. The first batch is shortened to a number that no

@@ -11,6 +11,7 @@ from tfparallel.data.partition import row_ranges
 from tfparallel.extend import original_class
 from tfparallel.layers.parts import Parts, between_layers, is_between_layers, whole
 from tfparallel.layers.variable import split_variable
+from tfparallel.placement.copies import here
 from tfparallel.placement.stages import PlacementError
 
 __all__ = ["FixedLayer", "SplitLayer", "WholeLayer", "local_layer", "sizes_of"]
@@ -26,7 +27,15 @@ class _Held:
         self.layers = layers
 
 
-class WholeLayer:
+class OnDevices:
+    """Extends a layer that has a place on several devices: those of the replica at work."""
+
+    @property
+    def _devices(self) -> list[str]:
+        return [here(device) for device in self._first_devices]
+
+
+class WholeLayer(OnDevices):
     """Extends a layer that is left in place: on the first device, it reads whole tensors."""
 
     def __call__(self, *args, **kwargs):
@@ -59,7 +68,7 @@ class FixedLayer:
         object.__setattr__(self, "quantize", self._quantize)
 
 
-class SplitLayer(FixedLayer):
+class SplitLayer(OnDevices, FixedLayer):
     """Extends a built layer of Keras that is computed by smaller ones, one on each device.
 
     The smaller ones are plain layers of the same class. Their variables are the parts of this

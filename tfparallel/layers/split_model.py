@@ -49,5 +49,5 @@ class SplitModel(NestedModel, PlacedModel):
     def _place_updates(self):
         split_updates(self.optimizer)
 
-    def _trained(self):
-        return parts_of(self.trainable_weights)
+    def _parts(self, variables):
+        return parts_of(variables)

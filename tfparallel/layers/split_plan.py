@@ -74,6 +74,7 @@ def plan(
     asked: Mapping[str, str | None] | None = None,
     by_height: bool = False,
     shared: Collection[int] = (),
+    stage_of: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
     """Says how each layer of a functional or Sequential model is split.
 
@@ -85,6 +86,8 @@ def plan(
         by_height: Whether convolutions, and what is between them, are split by the picture's height
             and not by channels.
         shared: The `id` of each layer that another model calls, too; they are left in place.
+        stage_of: The stage of each layer, by name, where there are several: what passes from one
+            to another is whole.
 
     Returns:
         One of `KINDS` by the layer's name; what is left in place is not named.
@@ -93,7 +96,7 @@ def plan(
         PlacementError: If a layer cannot be split as is asked.
     """
     asked = asked or {}
-    graph, problems = Graph(model, shared), Problems()
+    graph, problems = Graph(model, shared, stage_of), Problems()
     found: dict[str, str] = {}
     in_parts: set[str] = set()
     in_rows: set[str] = set()
@@ -101,7 +104,10 @@ def plan(
         name, sources = layer.name, graph.sources[layer.name]
         # Parts that somebody else wants as a whole would be joined all the same.
         reads_parts = (
-            len(sources) == 1 and sources[0] in in_parts and len(graph.readers[sources[0]]) == 1
+            len(sources) == 1
+            and sources[0] in in_parts
+            and len(graph.readers[sources[0]]) == 1
+            and graph.are_in_one_stage(sources[0], name)
         )
         kind = _kind(layer, num_devices, reads_parts, graph)
         # What is in rows stays so, up to the next convolution.
@@ -216,6 +222,7 @@ def _used(found, in_parts, graph) -> dict[str, str]:
         # A layer that is asked to read rows may stand behind a softmax, which needs them all.
         readers = [kept.get(reader) for reader in graph.readers[name]]
         use = name in in_parts and readers in ([ROW], [FEATURES])
+        use = use and graph.are_in_one_stage(name, *graph.readers[name])
         if found[name] in (FEATURES, JOINED) and not use:
             continue
         gathered = found[name] == COLUMN and not use
@@ -233,8 +240,14 @@ class Graph:
         readers: The names of what reads it; the model's caller reads its outputs.
     """
 
-    def __init__(self, model: keras.Model, shared: Collection[int] = ()):
+    def __init__(
+        self,
+        model: keras.Model,
+        shared: Collection[int] = (),
+        stage_of: Mapping[str, int] | None = None,
+    ):
         self._shared = shared
+        self._stage_of = stage_of or {}
         functional = getattr(model, "_functional", None) or model
         own = {id(node) for nodes in functional._nodes_by_depth.values() for node in nodes}
         self.nodes = {
@@ -256,6 +269,10 @@ class Graph:
         }
         for tensor in functional.outputs:
             self.readers[tensor._keras_history.operation.name].append(CALLER)
+
+    def are_in_one_stage(self, *names: str) -> bool:
+        """Whether all of them are; an operation that is no layer is in none of its own."""
+        return len({self._stage_of.get(name) for name in names}) == 1
 
     def is_called_once(self, layer: keras.Layer) -> bool:
         """Whether a layer has one call, in this model or in any other that is split with it."""

@@ -25,7 +25,9 @@ from tfparallel.placement.model_parallel import check_model, model_of, seen_mode
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 
-__all__ = ["tensor_parallel"]
+__all__ = ["Asked", "parts_planned", "split_in_place", "tensor_parallel"]
+
+Asked = tuple[Mapping[str, str | None], bool]  # By the layers' names, and whether by height.
 
 
 def tensor_parallel(
@@ -84,7 +86,7 @@ def tensor_parallel(
     asked = (dict(split or {}), convolutions == "height")
     if problems and split:  # The model has not been seen; otherwise its layers are checked below.
         with problems.gathered():
-            _plans(seen_model(model_or_function), len(names), asked)
+            parts_planned(seen_model(model_or_function), len(names), asked)
     problems.raise_all()
     if isinstance(model_or_function, keras.Model):
         return _copy_of(model_or_function, names, asked)
@@ -121,18 +123,59 @@ def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
 
 def _split(model, devices, asked, initialize) -> keras.Model:
     """Splits a model's layers in place, one after the other."""
-    plans = _plans(model, len(devices), asked)
-    for each, kinds in plans:
-        _split_layers(each, devices, kinds, initialize)
-        if each is not model:
-            extend(each, NestedLayer, _devices=devices)
-    splits = {name: kind for _, kinds in plans for name, kind in kinds.items()}
+    splits = split_in_place(model, lambda _: devices, len(devices), asked, initialize)
+    if not splits:
+        raise PlacementError(_nothing(model, len(devices)))
     layout = Layout(Mesh(tensor=len(devices)), devices, splits=splits)
     return extend(model, SplitModel, layout=layout)
 
 
-def _plans(model, num_devices, asked) -> list[tuple[keras.Model, dict[str, str]]]:
-    """How the layers of a model, and of those nested in it, are split, by their names."""
+def split_in_place(
+    model: keras.Model,
+    devices_of: Callable[[keras.Layer], Sequence[str]],
+    num_parts: int,
+    asked: Asked,
+    initialize: Callable[[keras.Layer], None],
+    stage_of: Mapping[str, int] | None = None,
+) -> dict[str, str]:
+    """Splits the layers of a model, and of those nested in it, one after the other.
+
+    Args:
+        model: The model.
+        devices_of: The devices of a layer.
+        num_parts: How many those are.
+        asked: What is asked for.
+        initialize: Gives a layer its weights, if it has none yet.
+        stage_of: As for `split_plan.plan`.
+
+    Returns:
+        How each split layer is split, by name.
+    """
+    plans = parts_planned(model, num_parts, asked, stage_of)
+    for each, kinds in plans if any(kinds for _, kinds in plans) else ():
+        _split_layers(each, devices_of, kinds, initialize)
+        if each is not model:
+            extend(each, NestedLayer, _first_devices=devices_of(each))
+    return {name: kind for _, kinds in plans for name, kind in kinds.items()}
+
+
+def parts_planned(
+    model: keras.Model,
+    num_devices: int,
+    asked: Asked,
+    stage_of: Mapping[str, int] | None = None,
+) -> list[tuple[keras.Model, dict[str, str]]]:
+    """How the layers of a model, and of those nested in it, are split, by their names.
+
+    Args:
+        model: The model.
+        num_devices: How many parts there are to be.
+        asked: What is asked for.
+        stage_of: As for `split_plan.plan`.
+
+    Raises:
+        PlacementError: If a layer cannot be split as is asked.
+    """
     asked, by_height = asked
     models, problems = _models_in(model), Problems()
     with problems.gathered():
@@ -144,10 +187,9 @@ def _plans(model, num_devices, asked) -> list[tuple[keras.Model, dict[str, str]]
     plans = []
     for each in models:
         with problems.gathered():
-            plans.append((each, split_plan.plan(each, num_devices, asked, by_height, shared)))
+            how = (num_devices, asked, by_height, shared, stage_of)
+            plans.append((each, split_plan.plan(each, *how)))
     problems.raise_all()
-    if not any(kinds for _, kinds in plans):
-        raise PlacementError(_nothing(model, models, num_devices))
     return plans
 
 
@@ -177,19 +219,19 @@ def _check_names(models, asked) -> None:
         )
 
 
-def _split_layers(model, devices, kinds, initialize) -> None:
+def _split_layers(model, devices_of, kinds, initialize) -> None:
     graph = split_plan.Graph(model)
     sizes: dict[str, list[int]] = {}
     for layer in layers_in_order(model):
         if _is_graph(layer):
             continue  # It is split by itself.
-        kind = kinds.get(layer.name)
+        kind, devices = kinds.get(layer.name), devices_of(layer)
         initialize(layer)
         if kind is None:
-            extend(layer, WholeLayer, _devices=devices)
+            extend(layer, WholeLayer, _first_devices=devices)
             continue
         source = sizes.get(graph.sources[layer.name][0])
-        extend(layer, _class_of(layer, kind), _devices=devices)
+        extend(layer, _class_of(layer, kind), _first_devices=devices)
         # Keras would refuse a tensor in parts.
         object.__setattr__(layer, "_allow_non_tensor_positional_args", True)
         layer.split(**_options(kind, source, graph.nodes[layer.name][0]))
@@ -248,10 +290,10 @@ def _is_graph(layer) -> bool:
     return hasattr(getattr(layer, "_functional", None) or layer, "_nodes_by_depth")
 
 
-def _nothing(model, models, num_devices) -> str:
+def _nothing(model, num_devices) -> str:
     layers = [
         f"{layer.name} ({original_class(layer).__name__})"
-        for each in models
+        for each in _models_in(model)
         for layer in layers_in_order(each)
     ]
     return (

@@ -184,7 +184,7 @@ class Layout:
     def title(self) -> str:
         """The mesh and the schedule, in a line."""
         title = str(self.mesh)
-        if self.schedule is not None:
+        if self.num_micro_batches > 1:
             title += f", {self.num_micro_batches} micro-batches by {self.schedule}"
         if self.recompute != "never":
             title += f", recompute={self.recompute}"

@@ -64,6 +64,28 @@ class Mesh:
                 f"{', '.join(f'{axis}={size!r}' for axis, size in wrong.items())}."
             )
 
+    @classmethod
+    def parse(cls, text: str) -> "Mesh":
+        """Reads a mesh as `str` writes it.
+
+        Raises:
+            ValueError: If an axis is unknown, named twice or without a size.
+
+        Example:
+            >>> Mesh.parse("data=2,pipeline=4").size
+            8
+        """
+        pairs = [pair.partition("=") for pair in text.split(",")]
+        names = [name.strip() for name, _, _ in pairs]
+        known = [field.name for field in dataclasses.fields(cls)]
+        is_right = set(names) <= set(known) and len(set(names)) == len(names)
+        if not is_right or not all(size.strip().isdecimal() for _, _, size in pairs):
+            raise ValueError(
+                f"A mesh names some of the axes {', '.join(known)}, each once, and how many "
+                f"devices are along it, such as data=2,pipeline=2. Received: {text!r}."
+            )
+        return cls(**{name: int(size) for name, (_, _, size) in zip(names, pairs, strict=True)})
+
     @property
     def size(self) -> int:
         """How many devices there are: D·K·T."""

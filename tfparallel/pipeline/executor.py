@@ -23,6 +23,7 @@ Where the loss is not known to allow it, all outputs are joined:
 * "1f1b", "interleaved": as before, held against the loss of the joined outputs.
 """
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -46,6 +47,8 @@ from tfparallel.pipeline.pass_scope import PassScope, writable
 from tfparallel.pipeline.stage_call import LossCall, StageCall
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
+from tfparallel.placement.copies import Replica, at_work
+from tfparallel.placement.gradients import gradients_of_a_part
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import aligned, of_the_batch
@@ -72,12 +75,14 @@ class Step:
         model: The pipelined model.
         stages: Its stages.
         schedule: What each device does.
-        devices: Their names.
+        devices: Their names, those of the second replica behind those of the first.
+        replicas: Each has a copy of the weights, and takes as many micro-batches as the others.
         recompute: "never", "always" or "except_last".
         metrics: The compiled metrics, where the loss is that of the micro-batches, added up; None
             where the outputs meet.
         traces_each: Whether each micro-batch is traced, or only the first.
         compiles: Whether XLA compiles what a stage computes.
+        has_parts: Whether a stage is on several devices, which its gradients follow.
         timed: Whether to note when each instruction begins and ends.
 
     Attributes:
@@ -91,22 +96,26 @@ class Step:
         stages: Sequence[Stage],
         schedule: Schedule,
         devices: Sequence[str],
+        replicas: Sequence[Replica],
         *,
         recompute: str = "never",
         metrics: StepMetrics | None = None,
         traces_each: bool = False,
         compiles: bool = False,
+        has_parts: bool = False,
         timed: bool = False,
     ):
         self._model = model
+        self._has_parts = has_parts
         self._stages = stages
         self._schedule = schedule
         self._devices = devices
+        self._replicas = replicas
         # What runs eagerly is done at once, and holds what it holds.
         self._recompute = "never" if tf.executing_eagerly() else recompute
         self._memory = StepMemory()
         self._writable = writable(model, recompute)
-        self._sums = GradientSums(model.trainable_variables, self._kinds_of_readings)
+        self._sums = GradientSums(model._trained(), self._kinds_of_readings)
         self._taken: dict[tuple, Values] = {}  # By stage and micro-batch: what was sent.
         self._recorded: dict[tuple, Recorded] = {}  # Likewise.
         self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
@@ -127,18 +136,21 @@ class Step:
 
     def run(self, x, y, sample_weight) -> Found:
         """Runs the passes."""
-        number = self._schedule.num_micro_batches
+        number = self._schedule.num_micro_batches * len(self._replicas)
         if self._metrics is not None:
             y, sample_weight = aligned(x, y, sample_weight)
         self._batch = Batch(self._model, x, y, sample_weight, number)
         batch, memory = self._batch, self._memory
         traced = {"each": self._traces_each, "compiles": self._compiles}
-        trained = self._model.trainable_variables
-        self._calls = [
-            StageCall(stage, batch, memory, self._scope, trained, **traced)
-            for stage in self._stages
-        ]
-        self._loss = LossCall(self._model, batch, metrics=self._metrics, **traced)
+        trained = self._model._trained()
+        self._calls, self._losses = [], []  # By replica: each reads its own weights.
+        for replica in self._replicas:
+            with at_work(replica):
+                self._calls.append([
+                    StageCall(stage, batch, memory, self._scope, trained, **traced)
+                    for stage in self._stages
+                ])  # fmt: skip
+            self._losses.append(LossCall(self._model, batch, metrics=self._metrics, **traced))
         # By micro-batch: what stages made for others, and the losses that layers added.
         self._values = [self._batch.inputs_of(shard) for shard in self._batch.shards]
         self._added: list[list[tf.Tensor]] = [[] for _ in range(number)]
@@ -146,9 +158,8 @@ class Step:
         for device, instruction in self._schedule.in_order():
             if instruction.kind == "backward" and whole is None and self._begins_joined:
                 whole = self._whole_loss()
-            with self.order.next(device, instruction) as done:
-                act = self._forward if instruction.kind == "forward" else self._backward
-                done += act(instruction.stage, instruction.micro_batch)
+            for replica in self._replicas:
+                self._follow(instruction, device, replica)
         if self._metrics is not None:
             left = self._added_up()
         else:
@@ -162,6 +173,16 @@ class Step:
             checked=self.checked,
             **left,
         )
+
+    def _follow(self, instruction, device, replica):
+        """Does what a replica's device is to do."""
+        number = self._schedule.num_micro_batches
+        m = replica.index * number + instruction.micro_batch
+        device += replica.index * self._schedule.num_devices
+        own = dataclasses.replace(instruction, micro_batch=m)
+        with at_work(replica), self.order.next(device, own) as done:
+            act = self._forward if own.kind == "forward" else self._backward
+            done += act(own.stage, m)
 
     def _forward(self, index, m):
         stage, values = self._stages[index], self._values[m]
@@ -198,7 +219,7 @@ class Step:
             self._begin_with_loss(index, m, found, noted=begins)
             begins = False
         keys, targets, seeds = self._seeds(index, m, found)
-        self._calls[index].check_seeded(keys)
+        self._calls_of(m)[index].check_seeded(keys)
         if not targets:
             return []
         if begins:
@@ -225,14 +246,14 @@ class Step:
         with tf.GradientTape() as tape:
             tape.watch(list(self._returned(taken).values()))
             tape.watch([variable._value for variable in self._variables_of(stage)])
-            made = self._calls[stage.index](taken, shard)
+            made = self._calls_of(shard.replica)[stage.index](taken, shard)
             self._read[stage.index] |= {id(value) for value in tape.watched_variables()}
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in made.losses]
         values = made.values | taken
         if self._is_last(stage.index) and not self._begins_joined:
             with tf.GradientTape() as tape_of_loss:
                 tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
-                part, grown = self._loss(values, shard)
+                part, grown = self._losses[self._replica_of(shard.replica)](values, shard)
             loss = None if part is None else (tape_of_loss, part)
         return Recorded(tape, values, added, made.moments, loss, grown)
 
@@ -271,6 +292,8 @@ class Step:
     def _gradients(self, tape, targets, sources, seeds):
         try:
             with compiled_if(self._compiles):
+                if self._has_parts and not tf.executing_eagerly():
+                    return gradients_of_a_part(*map(tf.nest.flatten, (targets, sources, seeds)))
                 return tape.gradient(targets, sources, output_gradients=seeds)
         except Exception as error:
             if self._traces_each or tf.executing_eagerly():
@@ -308,17 +331,24 @@ class Step:
     def _is_last(self, index) -> bool:
         return index == len(self._stages) - 1
 
+    def _replica_of(self, m) -> int:
+        return m // self._schedule.num_micro_batches
+
+    def _calls_of(self, m) -> list[StageCall]:
+        return self._calls[self._replica_of(m)]
+
     def _is_recomputed(self, m) -> bool:
-        is_last = m == self._schedule.num_micro_batches - 1
+        is_last = (m + 1) % self._schedule.num_micro_batches == 0
         return self._recompute == "always" or (self._recompute == "except_last" and not is_last)
 
     def _variables_of(self, stage):
         """What is trained of a stage's layers, and what they read of others' (in a closure)."""
         # A variable may be trained in a layer that is not: of a frozen one Keras names none.
-        own, read = {id(v) for layer in stage.layers for v in layer.variables}, self._read
+        held = self._model._parts([v for layer in stage.layers for v in layer.variables])
+        own, read = {*map(id, held)}, self._read
         return [
             variable
-            for variable in self._model.trainable_variables
+            for variable in self._model._trained()
             if id(variable) in own or id(variable._value) in read[stage.index]
         ]
 
@@ -333,7 +363,7 @@ class Step:
                 self._model._clear_losses()
                 return outputs
 
-            trained = self._model.trainable_variables
+            trained = self._model._trained()
             found = traced_readings.kinds_of(call, self._batch.x, [v._value for v in trained])
             self._kinds = dict(zip(map(id, trained), found, strict=True))
         return self._kinds

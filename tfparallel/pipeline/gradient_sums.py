@@ -1,4 +1,7 @@
-"""Σ_m g_m for each weight, added up on its device, micro-batch by micro-batch."""
+"""Σ_m g_m for each weight, added up on its device, micro-batch by micro-batch.
+
+Of several replicas each adds up its own, and what they have come to is summed once.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -8,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices
+from tfparallel.collectives.reducer import Reducer
 
 __all__ = ["GradientSums"]
 
@@ -29,7 +33,7 @@ class GradientSums:
         kinds: Callable[[], dict[int, Any]] = dict,
     ):
         self._kinds = kinds
-        self._dense: dict[int, tf.Tensor] = {}
+        self._dense: dict[int, dict[str, tf.Tensor]] = {id(v): {} for v in variables}
         # By weight, then by stage: of each micro-batch the same readings, in the same order.
         self._sparse: dict[int, dict[int, list[tf.IndexedSlices]]] = {id(v): {} for v in variables}
 
@@ -48,16 +52,16 @@ class GradientSums:
                 )
                 self._sparse[key].setdefault(stage, []).append(kept)
                 return [kept.values]
-            before = self._dense.get(key)
-            self._dense[key] = gradient if before is None else before + gradient
-        return [self._dense[key]]
+            own, device = self._dense[key], variable._value.device
+            own[device] = own[device] + gradient if device in own else gradient
+        return [own[device]]
 
     def of(self, variables: Sequence[keras.Variable]) -> list[Any]:
         """The sum of each weight, on its device; None where no loss depends on it."""
         return [self._total(variable) for variable in variables]
 
     def _total(self, variable):
-        dense, sparse = self._dense.get(id(variable)), self._sparse[id(variable)]
+        dense, sparse = self._of_all_replicas(variable), self._sparse[id(variable)]
         if not sparse:
             return dense
         with tf.device(variable._value.device):
@@ -66,3 +70,11 @@ class GradientSums:
             (first, *_), *_ = sparse.values()
             joined = indexed_slices.together([*itertools.chain(*of_all)], first.dense_shape)
             return joined if dense is None else dense + tf.convert_to_tensor(joined)
+
+    def _of_all_replicas(self, variable):
+        own = self._dense[id(variable)]
+        if len(own) < 2:
+            return next(iter(own.values()), None)
+        with tf.device(variable._value.device):
+            (total,), _ = Reducer(None, None).totals([list(own.values())], list)
+        return total

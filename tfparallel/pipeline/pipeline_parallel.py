@@ -19,7 +19,7 @@ from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.check_rows import make_quiet
 
-__all__ = ["TooFewLayersError", "pipeline_parallel", "stages_by_layer"]
+__all__ = ["TooFewLayersError", "in_micro_batches", "pipeline_parallel", "stages_by_layer"]
 
 
 class TooFewLayersError(PlacementError):
@@ -113,15 +113,69 @@ def pipeline_parallel(
     """
     problems = Problems()
     names = usable_devices(devices or device_lib.choose_devices(), problems)
+    return in_micro_batches(
+        model_or_function,
+        Mesh(pipeline=len(names)),
+        names,
+        problems,
+        num_micro_batches=num_micro_batches,
+        schedule=schedule,
+        recompute=recompute,
+        chunks_per_device=chunks_per_device,
+        batch_normalization=batch_normalization,
+        layers_per_stage=layers_per_stage,
+        allow_empty_stages=allow_empty_stages,
+        balance=balance,
+        device_memory=device_memory,
+        batch_size=batch_size,
+        check_rows=check_rows,
+    )
+
+
+def in_micro_batches(
+    model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
+    mesh: Mesh,
+    names: Sequence[str],
+    problems: Problems,
+    mixin: type[PipelinedModel] = PipelinedModel,
+    splits_of: Callable[[keras.Model, dict[str, int]], dict[str, str]] = lambda *_: {},
+    spread: Callable[[keras.Model], None] = lambda _: None,
+    *,
+    num_micro_batches: int,
+    schedule: str,
+    recompute: str,
+    chunks_per_device: int | None,
+    batch_normalization: str | None,
+    layers_per_stage: Sequence[int] | None,
+    allow_empty_stages: bool,
+    balance: str,
+    device_memory: int | None,
+    batch_size: int,
+    check_rows: bool,
+) -> keras.Model:
+    """Builds or copies a model in stages, the layers on the devices of the first replica.
+
+    Args:
+        model_or_function: As for `pipeline_parallel`, and so are the options.
+        mesh: How many devices there are along each axis.
+        names: Of the devices.
+        problems: What is known to be wrong with them.
+        mixin: What extends the model's class.
+        splits_of: Says, by name, how layers are split, which have these stages.
+        spread: Brings what is on the first device of a stage to the others.
+
+    Raises:
+        ValueError: As for `pipeline_parallel`; all that is wrong at once.
+    """
     with problems.gathered():
-        planned = _plan(schedule, len(names), num_micro_batches, chunks_per_device)
+        planned = _plan(schedule, mesh.pipeline, num_micro_batches, chunks_per_device)
     with problems.gathered():
         _check_choices(recompute, batch_normalization)
     if layers_per_stage is None:
         with problems.gathered():
             stages.check_balance(balance)
     elif problems:  # The model has not been seen; otherwise its layers are counted below.
-        num_stages = _num_stages(schedule, len(names), chunks_per_device)
+        num_stages = _num_stages(schedule, mesh.pipeline, chunks_per_device)
         with problems.gathered():
             layers = layers_in_order(seen_model(model_or_function))
             _check_counts(layers_per_stage, len(layers), num_stages, allow_empty_stages)
@@ -144,23 +198,27 @@ def pipeline_parallel(
             )
         problems.raise_all()
         return Layout(
-            Mesh(pipeline=len(names)),
+            mesh,
             names,
             stage_of,
+            splits_of(model, stage_of),
             schedule=schedule,
             num_micro_batches=num_micro_batches,
             chunks_per_device=planned.chunks_per_device,
             recompute=recompute,
+            reduction="added on the devices of replica 0" if mesh.data > 1 else None,
         )
 
+    def finish(model: keras.Model) -> None:
+        extend_random_layers(model)
+        if batch_normalization is not None:
+            for layer in batch_norms(model):
+                extend(layer, DeferredBatchNormalization)
+        make_quiet(model)
+        spread(model)
+
     attributes = {"batch_normalization": batch_normalization, "check_rows": check_rows}
-    model = place(model_or_function, decide, PipelinedModel, attributes)
-    extend_random_layers(model)
-    if batch_normalization is not None:
-        for layer in batch_norms(model):
-            extend(layer, DeferredBatchNormalization)
-    make_quiet(model)
-    return model
+    return place(model_or_function, decide, mixin, attributes, finish=finish)
 
 
 def stages_by_layer(

@@ -15,6 +15,7 @@ from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
 from tfparallel.pipeline.pieces import in_two
 from tfparallel.pipeline.traced_once import MustTraceEach
+from tfparallel.placement.copies import replicas_of
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.check_rows import check_rows
@@ -137,13 +138,20 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
             self,
             cut_stages(self, self.layout.stage_of, self.layout.num_stages),
             self.schedule,
-            self.devices,
+            self._devices_of_stages,
+            replicas_of(self.layout),
             recompute=self.layout.recompute,
             metrics=way.metrics if way.rows_stay else None,
             traces_each=self._traces_each or not self._may_begin_anew,
             compiles=self._compiles,
+            has_parts=self.layout.mesh.tensor > 1,
             timed=timed,
         )
+
+    @property
+    def _devices_of_stages(self) -> list[str]:
+        """The first device of each place along the pipeline, replica by replica."""
+        return self.devices[:: self.layout.mesh.tensor]
 
     def _build_loss(self, x, y, sample_weight):
         """Has the loss find its targets, as Keras does before its first step."""
@@ -162,7 +170,7 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
             batch_size = next((size[0] for size in sizes if size.rank), None)
         elif batch_size is None and not hasattr(x, "__next__") and hasattr(x, "shape"):
             batch_size = KERAS_BATCH_SIZE
-        number = self.schedule.num_micro_batches
+        number = self.schedule.num_micro_batches * self.layout.mesh.data
         if batch_size is not None and batch_size < number:
             raise PlacementError(
                 "A batch must have an example for each micro-batch (the last of an epoch may have "

@@ -25,7 +25,7 @@ class Regularized(NamedTuple):
 
     loss: tf.Tensor
     tape: tf.GradientTape
-    variable: keras.Variable
+    parts: Sequence[keras.Variable]  # Of the weight: itself, unless it lies in several.
 
 
 class ExtraLosses:
@@ -56,12 +56,14 @@ class ExtraLosses:
             seed_of: The gradient that a regularizer's loss has; None if nothing reaches it.
         """
         for own in self._regularized:
-            with tf.device(own.variable._value.device):
+            with tf.device(own.parts[0]._value.device):
                 seed = seed_of(own.loss)
-                if seed is not None:
-                    seed = tf.cast(seed, own.loss.dtype)
-                    found = own.tape.gradient(own.loss, own.variable._value, output_gradients=seed)
-                    sums.add(own.variable, found)
+                if seed is None:
+                    continue
+                seed, values = tf.cast(seed, own.loss.dtype), [part._value for part in own.parts]
+                found = own.tape.gradient(own.loss, values, output_gradients=seed)
+            for part, gradient in zip(own.parts, found, strict=True):
+                sums.add(part, gradient)
 
 
 def added_up(
@@ -161,7 +163,8 @@ def scale_of(model: keras.Model) -> tf.Tensor:
 def _regularized(model):
     for variable in model.trainable_weights:
         if variable.regularizer is not None:
-            with tf.device(variable._value.device), tf.GradientTape() as tape:
-                tape.watch(variable._value)
+            parts = model._parts([variable])
+            with tf.device(parts[0]._value.device), tf.GradientTape() as tape:
+                tape.watch([part._value for part in parts])
                 loss = variable.regularizer(variable)
-            yield Regularized(loss, tape, variable)
+            yield Regularized(loss, tape, parts)

@@ -7,11 +7,12 @@ a `tf.function` too.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-__all__ = ["gradients"]
+__all__ = ["gradients", "gradients_of_a_part"]
 
 
 def gradients(loss: tf.Tensor, variables: Sequence[keras.Variable]) -> list[tf.Tensor | None]:
@@ -26,4 +27,24 @@ def gradients(loss: tf.Tensor, variables: Sequence[keras.Variable]) -> list[tf.T
     """
     return tf.compat.v1.gradients(
         loss, [variable.value for variable in variables], colocate_gradients_with_ops=True
+    )
+
+
+def gradients_of_a_part(targets: Sequence, sources: Sequence, seeds: Sequence) -> list[Any]:
+    """Differentiates a part of the graph that is being traced, from what it made to what it read.
+
+    Args:
+        targets: Tensors that the part made.
+        sources: Tensors that it was given, at which it ends, and variables.
+        seeds: The gradients of the targets.
+
+    Returns:
+        The gradient of each source, or None, on the device of its first use.
+    """
+    return tf.compat.v1.gradients(
+        targets,
+        sources,
+        grad_ys=seeds,
+        stop_gradients=[source for source in sources if not isinstance(source, tf.Variable)],
+        colocate_gradients_with_ops=True,
     )

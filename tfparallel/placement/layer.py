@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from tfparallel.placement.audit import noting
+from tfparallel.placement.copies import here
 
 __all__ = ["PlacedLayer"]
 
@@ -15,5 +16,6 @@ class PlacedLayer:
 
     def __call__(self, *args, **kwargs):
         """Calls the layer on its device."""
-        with tf.device(self._device), noting("forward", self.name, self._device):
+        device = here(self._device)
+        with tf.device(device), noting("forward", self.name, device):
             return super().__call__(*args, **kwargs)

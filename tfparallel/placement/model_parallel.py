@@ -89,6 +89,7 @@ def place(
     attributes: Mapping[str, Any] | None = None,
     *,
     needs_storage: bool = False,
+    finish: Callable[[keras.Model], None] = lambda model: None,
 ) -> keras.Model:
     """Builds or copies a model, each layer on its device.
 
@@ -98,35 +99,38 @@ def place(
         mixin: What extends the model's class.
         attributes: What the extended model has beside `layout`.
         needs_storage: Whether the model that it is given must have its variables.
+        finish: Called with the extended model, before it is compiled as the one given was.
 
     Raises:
         ValueError: If the model's layers cannot be placed.
     """
     _refuse_scope()
-    attributes = attributes or {}
+    how = (mixin, attributes or {}, finish)
     if isinstance(model_or_function, keras.Model):
-        return _copy_of(model_or_function, decide, mixin, attributes)
+        return _copy_of(model_or_function, decide, *how)
     if needs_storage:
-        return _copy_of(model_of(model_or_function), decide, mixin, attributes)
+        return _copy_of(model_of(model_or_function), decide, *how)
     try:
         built = StoragelessModel(lambda: model_of(model_or_function))
     except NeedsStorage:
-        return _copy_of(model_of(model_or_function), decide, mixin, attributes)
+        return _copy_of(model_of(model_or_function), decide, *how)
     layers = layers_in_order(check_model(built.model))
     layout = decide(built.model)
     placement = layout.placement
     if not all(built.waits_for(variable) for layer in layers for variable in layer.variables):
         # A layer from elsewhere has its variables already, on a device of its own.
         built.initialize_rest()
-        return _copy_of(built.model, lambda _: layout, mixin, attributes)
+        return _copy_of(built.model, lambda _: layout, *how)
     for layer in layers:
         built.initialize(layer.variables, placement[layer.name])
         extend(layer, PlacedLayer, _device=placement[layer.name])
     built.initialize_rest()
-    return extend(built.model, mixin, layout=layout, **attributes)
+    model = extend(built.model, mixin, layout=layout, **(attributes or {}))
+    finish(model)
+    return model
 
 
-def _copy_of(model: keras.Model, decide, mixin, attributes) -> keras.Model:
+def _copy_of(model: keras.Model, decide, mixin, attributes, finish) -> keras.Model:
     layout = decide(check_model(model))
     placement = layout.placement
 
@@ -141,6 +145,7 @@ def _copy_of(model: keras.Model, decide, mixin, attributes) -> keras.Model:
     copy = copy_layers(model, placed)
     complete(model, copy)
     extend(copy, mixin, layout=layout, **attributes)
+    finish(copy)
     compile_alike(model, copy)
     return copy
 

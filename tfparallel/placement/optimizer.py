@@ -15,7 +15,7 @@ from tfparallel.extend import extend
 from tfparallel.placement.audit import device_of, device_outside, noting
 from tfparallel.placement.update_order import one_large_update_at_a_time
 
-__all__ = ["place_updates"]
+__all__ = ["place_updates", "wrapped_by"]
 
 
 class PlacedOptimizer:
@@ -45,9 +45,14 @@ class PlacedOptimizer:
 def place_updates(optimizer: keras.Optimizer) -> None:
     """Makes an optimizer update each variable on its device, in place."""
     extend(optimizer, PlacedOptimizer)
-    inner = getattr(optimizer, "inner_optimizer", None)
-    for wrapped in [inner] if inner is not None else getattr(optimizer, "optimizers", []):
+    for wrapped in wrapped_by(optimizer):
         place_updates(wrapped)
+
+
+def wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """What an optimizer hands gradients on to."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))
 
 
 @contextlib.contextmanager

@@ -39,7 +39,11 @@ class PlacedModel(OneStep):
 
     def _trained(self):
         """The variables that hold what is trained."""
-        return self.trainable_weights
+        return self._parts(self.trainable_weights)
+
+    def _parts(self, variables):
+        """The variables that hold the values of these: themselves, unless they lie in parts."""
+        return variables
 
     def compile_from_config(self, config):
         """Compiles the model as a saved one, or another, was."""
@@ -123,7 +127,7 @@ class PlacedModel(OneStep):
     @property
     def _last_device(self) -> str:
         """Where the outputs are."""
-        return self.devices[-1]
+        return self.layout.device(pipeline=self.layout.mesh.pipeline - 1)
 
     def train_step(self, data):
         """One step of training, as Keras's own; every operation on its layer's device."""

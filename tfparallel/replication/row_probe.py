@@ -185,7 +185,9 @@ def first_difference(
         except Exception as error:
             raise NotTried(f"{type(error).__name__}: {error}") from error
         changed = [places[place] for place in updates]
-        made = list(filter(_is_small, weights))
+        # One that lies in parts has no value of its own.
+        parts = [part for weight in weights for part in getattr(weight, "parts", (weight,))]
+        made = list(filter(_is_small, parts))
         num_tried = 0
         for rows in batches:
             with _restored([*changed, *made]):

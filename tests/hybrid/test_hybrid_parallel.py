@@ -1,0 +1,279 @@
+"""Replicas that each span several devices: the weights of one device, equal copies everywhere."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+from tests import comparison
+from tests.comparison import seeded, state_of
+from tfparallel.layers.variable import parts_of
+from tfparallel.pipeline.batch_norm import grouped
+from tfparallel.placement.audit import device_of, short
+from tfparallel.placement.copies import copies_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
+
+DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+NUM_EXAMPLES, NUM_CLASSES = 23, 3
+MESHES = {
+    "2 x 2 x 1": tfparallel.Mesh(data=2, pipeline=2),
+    "2 x 1 x 2": tfparallel.Mesh(data=2, tensor=2),
+    "1 x 2 x 2": tfparallel.Mesh(pipeline=2, tensor=2),
+}
+
+
+def residual():
+    """Dropout, a skip from the first stage to the last, regularizers of all kinds."""
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, name="first", kernel_regularizer="l2")(inputs)
+    y = layers.Dropout(0.3, name="drop")(x)
+    y = layers.Dense(8, activation="relu", name="second", activity_regularizer="l1")(y)
+    y = layers.Dense(8, name="third")(y)
+    x = layers.LayerNormalization(name="normalize")(layers.Add(name="skip")([x, y]))
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, activation="softmax", name="out")(x))
+
+
+def masked_text():
+    """A mask that decides the divisor, sparse gradients, heads."""
+    inputs = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True, name="embed")(inputs)
+    x = layers.MultiHeadAttention(2, 3, name="attend")(x, x)
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, activation="softmax", name="out")(x))
+
+
+def normalized():
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, use_bias=False, name="first")(inputs)
+    x = layers.BatchNormalization(name="normalize", momentum=0.8)(x)
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, activation="softmax", name="out")(x))
+
+
+def data(build):
+    generator = np.random.default_rng(0)
+    if build is masked_text:
+        x = generator.integers(1, 9, size=(NUM_EXAMPLES, 7))
+        x[np.arange(7) >= generator.integers(1, 8, size=(NUM_EXAMPLES, 1))] = 0
+        return x.astype("int32"), generator.integers(0, NUM_CLASSES, size=x.shape)
+    return generator.normal(size=(NUM_EXAMPLES, 6)), np.arange(NUM_EXAMPLES) % NUM_CLASSES
+
+
+def compile_model(model, optimizer=None):
+    optimizer = optimizer or keras.optimizers.Adam(0.01, global_clipnorm=0.5)
+    model.compile(optimizer, "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+    return model
+
+
+def train(model, build=residual, epochs=3, **options):
+    """Batches of 10, 10 and 3: the last has fewer examples than there are pieces."""
+    x, y = data(build)
+    keras.utils.set_random_seed(5)
+    options = {"batch_size": 10, "shuffle": False, "verbose": 0} | options
+    history = model.fit(x, y, epochs=epochs, **options).history
+    seen = model.evaluate(x, y, batch_size=10, verbose=0)
+    return history | {"evaluated": seen, "predicted": model.predict(x, verbose=0)}, state_of(model)
+
+
+def assert_equal(found, expected):
+    comparison.assert_equal(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def assert_copies_are_equal(model):
+    for variable in parts_of([*model.variables, *model.optimizer._variables]):
+        first, *others = copies_of(variable)
+        for other in others:
+            np.testing.assert_array_equal(first, other, err_msg=variable.path)
+
+
+def hybrid(build=residual, mesh="2 x 2 x 1", **options):
+    options = {"balance": "memory", "num_micro_batches": 2} | options
+    return tfparallel.hybrid_parallel(
+        lambda: seeded(build), MESHES[mesh] if isinstance(mesh, str) else mesh, DEVICES, **options
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_trains_to_the_weights_of_one_device(mesh, schedule):
+    model = compile_model(hybrid(mesh=mesh, schedule=schedule))
+    assert_equal(train(model), train(compile_model(seeded(residual))))
+    assert_copies_are_equal(model)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mask_decides_the_divisor_of_all_replicas(mesh):
+    model = compile_model(hybrid(masked_text, mesh))
+    expected = train(compile_model(seeded(masked_text)), masked_text)
+    assert_equal(train(model, masked_text), expected)
+    assert_copies_are_equal(model)
+
+
+def test_replicas_of_one_device_each():
+    mesh = tfparallel.Mesh(data=4)
+    model = compile_model(hybrid(mesh=mesh))
+    assert_equal(train(model), train(compile_model(seeded(residual))))
+
+
+OPTIMIZERS = {
+    "moving averages of weights": lambda: keras.optimizers.AdamW(
+        0.01, use_ema=True, ema_momentum=0.5
+    ),
+    "accumulation": lambda: keras.optimizers.SGD(
+        0.1, momentum=0.9, gradient_accumulation_steps=2
+    ),
+    "scaled losses": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), initial_scale=2.0**10, dynamic_growth_steps=2
+    ),
+    "clipping by each weight": lambda: keras.optimizers.RMSprop(0.01, clipnorm=0.01),
+}
+
+
+@pytest.mark.parametrize("mesh", ["2 x 2 x 1", "2 x 1 x 2"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_each_replica_runs_the_whole_optimizer(make, mesh):
+    model = compile_model(hybrid(mesh=mesh), make())
+    assert_equal(train(model), train(compile_model(seeded(residual), make())))
+    assert_copies_are_equal(model)
+
+
+def test_swapped_averages_and_rates_of_a_callback_reach_all_copies():
+    def callbacks():
+        return [
+            keras.callbacks.SwapEMAWeights(),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+        ]
+
+    make = OPTIMIZERS["moving averages of weights"]
+    model = compile_model(hybrid(), make())
+    found = train(model, callbacks=callbacks())
+    assert_equal(found, train(compile_model(seeded(residual), make()), callbacks=callbacks()))
+    assert_copies_are_equal(model)
+
+
+def test_what_is_written_in_any_way_reaches_all_copies(tmp_path):
+    model = compile_model(hybrid())
+    kernel = model.get_layer("out").kernel
+    first, second = copies_of(kernel)
+    written = {
+        "assign": lambda: kernel.assign(np.full(kernel.shape, 1.0)),
+        "assign_add": lambda: kernel.assign_add(np.full(kernel.shape, 1.0)),
+        "of the value": lambda: kernel.value.assign(np.full(kernel.shape, 3.0)),
+        "set_weights": lambda: model.set_weights([w * 0 + 4.0 for w in model.get_weights()]),
+    }
+    for value, (name, write) in enumerate(written.items(), start=1):
+        write()
+        for copy in (first, second):
+            np.testing.assert_array_equal(copy, value, err_msg=name)
+    saved = tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))
+    kernel.assign(np.zeros(kernel.shape))
+    tf.train.Checkpoint(model=model).read(saved)
+    for copy in (first, second):
+        np.testing.assert_array_equal(copy, 4.0)
+
+
+def test_the_file_is_plain_keras_and_whole(tmp_path):
+    model = compile_model(hybrid(mesh="2 x 1 x 2"))
+    train(model, epochs=1)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert not hasattr(loaded, "layout")
+    x, _ = data(residual)
+    np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    assert_equal(({}, state_of(loaded)), ({}, state_of(model)))
+    again = tfparallel.hybrid_parallel(loaded, MESHES["2 x 2 x 1"], balance="memory")
+    assert_equal(train(again, epochs=1), train(loaded, epochs=1))
+
+
+def test_groups_of_deferred_batch_normalization_are_the_pieces():
+    model = compile_model(hybrid(normalized, batch_normalization="deferred"))
+    build = grouped(lambda: seeded(normalized), 2 * 2)
+    assert_equal(train(model), train(compile_model(build())))
+    assert_copies_are_equal(model)
+
+
+def test_everything_of_a_replica_is_on_its_devices():
+    mesh = tfparallel.Mesh(data=2, tensor=2)
+    model = compile_model(hybrid(mesh=mesh))
+    for variable in parts_of(model.trainable_variables):
+        first, second = (short(copy.device) for copy in copies_of(variable))
+        assert (first, second) in [("CPU:0", "CPU:2"), ("CPU:1", "CPU:3")]
+    for slot in model.optimizer._momentums:
+        first, second = (short(copy.device) for copy in copies_of(slot))
+        assert (first, second) in [("CPU:0", "CPU:2"), ("CPU:1", "CPU:3")]
+
+
+def test_products_of_a_part_are_on_its_device_backward_too():
+    model = compile_model(hybrid(mesh="2 x 1 x 2"))
+    x, y = (tf.constant(each[:10]) for each in data(residual))
+    model.make_train_function()
+    step = tf.function(model.train_step, autograph=False)
+    graph = step.get_concrete_function((x, y)).graph
+    products = [op for op in graph.get_operations() if op.type == "MatMul"]
+    by_device = {name: 0 for name in DEVICES}
+    for op in products:
+        by_device[short(device_of(op))] += 1
+    # Of three layers in parts: forward, and backward by weights and, but for the first, by inputs.
+    assert min(by_device.values()) >= 2 * 3, by_device
+    assert len(set(by_device.values())) == 1 or max(by_device.values()) < 2 * min(by_device.values())
+
+
+def test_a_loss_that_compares_examples_sees_all_rows():
+    def compares(y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(y_pred - keras.ops.mean(y_pred, 0)))
+
+    def compiled(model):
+        model.compile(keras.optimizers.SGD(0.1), compares)
+        return model
+
+    model = compiled(hybrid(schedule="gpipe"))
+    assert_equal(train(model), train(compiled(seeded(residual))))
+    assert model.why_joined
+
+
+def test_a_model_that_is_compiled_brings_its_optimizer_along():
+    source = compile_model(seeded(residual))
+    train(source, epochs=1)
+    model = tfparallel.hybrid_parallel(source, MESHES["2 x 2 x 1"], DEVICES, balance="memory")
+    assert_equal(train(model), train(source))
+
+
+def test_the_layout_tells_what_is_where():
+    assert str(hybrid(layers_per_stage=[3, 4]).layout) == (
+        "data=2, pipeline=2, 2 micro-batches by 1f1b\n"
+        "  replica 0  stage 0  CPU:0  first, drop, second\n"
+        "  replica 0  stage 1  CPU:1  third, skip, normalize, out\n"
+        "  replica 1  stage 0  CPU:2  first, drop, second\n"
+        "  replica 1  stage 1  CPU:3  third, skip, normalize, out\n"
+        "  gradients: added on the devices of replica 0"
+    )
+
+
+WRONG = {
+    "devices": (
+        {"mesh": tfparallel.Mesh(data=2), "layers_per_stage": [3]},
+        "A mesh of data=2 has 2 devices. Received: 4",
+    ),
+    "an axis": ({"mesh": {"datas": 2}}, "axes 'data', 'pipeline' and 'tensor'"),
+    "a size": ({"mesh": {"data": 0}}, "whole number of devices"),
+    "a schedule": ({"schedule": "2f2b"}, "`schedule` must be one of"),
+    "a layer to split": (
+        {"mesh": "2 x 1 x 2", "split": {"nowhere": "column"}},
+        "no such layer: nowhere",
+    ),
+    "batch normalization": ({"build": normalized}, "takes the moments of the whole batch"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_refused_in_words(options, said):
+    with pytest.raises(ValueError, match=said):
+        hybrid(**options)
+
+
+def test_a_batch_has_an_example_for_each_piece():
+    model = compile_model(hybrid())
+    x, y = data(residual)
+    with pytest.raises(ValueError, match="batches of 3 for 4 micro-batches"):
+        model.fit(x, y, batch_size=3, verbose=0)

@@ -1,0 +1,183 @@
+"""The builder `hybrid_parallel`: replicas of a plain Keras model that each span several devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+
+from tfparallel import devices as device_lib
+from tfparallel.hybrid.hybrid_model import HybridModel
+from tfparallel.layers.tensor_parallel import Asked, parts_planned, split_in_place
+from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.shorten import first_to_last
+from tfparallel.notice import notice
+from tfparallel.pipeline.batch_norm import batch_norms
+from tfparallel.pipeline.pipeline_parallel import in_micro_batches
+from tfparallel.placement.graph import layers_in_order
+from tfparallel.placement.problems import PlacementError, Problems, usable_devices
+
+__all__ = ["hybrid_parallel"]
+
+
+def hybrid_parallel(
+    model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
+    mesh: Mesh | Mapping[str, int],
+    devices: Sequence[str] | None = None,
+    *,
+    num_micro_batches: int | None = None,
+    schedule: str = "1f1b",
+    recompute: str = "never",
+    chunks_per_device: int | None = None,
+    batch_normalization: str | None = None,
+    layers_per_stage: Sequence[int] | None = None,
+    split: Mapping[str, str | None] | None = None,
+    allow_empty_stages: bool = False,
+    balance: str = "time",
+    device_memory: int | None = None,
+    batch_size: int = 32,
+    check_rows: bool = True,
+) -> keras.Model:
+    """Trains replicas of a model, each on several devices, to the weights of one device.
+
+    Use it when the model does not fit one device, and there are more devices than it needs: each
+    replica takes its share of the rows of every batch through its own stages.
+
+        piece (d, m)    micro-batch m of replica d: ⌈B/(D·M)⌉ rows at most
+        gradient        Σ_d Σ_m g_dm, added up on each replica's devices, then summed over d
+
+    Args:
+        model_or_function: As for `pipeline_parallel`.
+        mesh: How many devices there are along each axis: `tfparallel.Mesh(data=2, pipeline=2)`,
+            or `{"data": 2, "pipeline": 2}`.
+        devices: Names of the devices, D·K·T of them; the stages of a replica are neighbours.
+            Default: the first ones.
+        num_micro_batches: M, into how many parts the rows of each replica are cut. Default: 4 if
+            the mesh has a pipeline, else 1.
+        schedule: As for `pipeline_parallel`.
+        recompute: Likewise.
+        chunks_per_device: Likewise.
+        batch_normalization: Likewise; each piece is a group.
+        layers_per_stage: Likewise.
+        split: How single layers are split, as for `tensor_parallel`.
+        allow_empty_stages: Likewise.
+        balance: Likewise.
+        device_memory: Likewise.
+        batch_size: The examples of a batch, for what the best cut costs.
+        check_rows: As for `data_parallel`.
+
+    Returns:
+        A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
+        writes plain Keras. `print(model.layout)` tells what is where.
+
+    Raises:
+        ValueError: If the mesh does not fit the devices, and as for `pipeline_parallel`.
+
+    Example:
+        >>> model = tfparallel.hybrid_parallel(build_model, tfparallel.Mesh(data=2, pipeline=2))
+        >>> model.compile("adam", "mse")
+        >>> model.fit(x, y, batch_size=64)
+    """
+    problems = Problems()
+    mesh = _mesh_of(mesh)
+    names = usable_devices(devices or _first_devices(mesh.size), problems)
+    with problems.gathered():
+        if len(names) != mesh.size:
+            raise PlacementError(
+                f"A mesh of {mesh} has {mesh.size} devices. Received: {len(names)}: "
+                f"{', '.join(names)}."
+            )
+    if num_micro_batches is None:
+        num_micro_batches = 4 if mesh.pipeline > 1 else 1
+    parts = _Parts(mesh, split or {})
+    model = in_micro_batches(
+        model_or_function,
+        mesh,
+        names,
+        problems,
+        HybridModel,
+        parts.planned,
+        parts.spread,
+        num_micro_batches=num_micro_batches,
+        schedule=schedule,
+        recompute=recompute,
+        chunks_per_device=chunks_per_device,
+        batch_normalization=batch_normalization,
+        layers_per_stage=layers_per_stage,
+        allow_empty_stages=allow_empty_stages,
+        balance=balance,
+        device_memory=device_memory,
+        batch_size=batch_size,
+        check_rows=check_rows,
+    )
+    where = f"{model.layout.title} on {first_to_last(names)}"
+    reduction = model.layout.reduction
+    where = where if reduction is None else f"{where}; gradients: {reduction}"
+    notice(f"hybrid_parallel: {where}.", once=True)
+    return model
+
+
+class _Parts:
+    """How the layers of a model are split, along the mesh's axis of parts.
+
+    Args:
+        mesh: The mesh.
+        split: As `hybrid_parallel` takes it.
+    """
+
+    def __init__(self, mesh: Mesh, split: Mapping[str, str | None]):
+        self._number = mesh.tensor
+        self._split = split
+
+    def planned(self, model: keras.Model, stage_of: Mapping[str, int]) -> dict[str, str]:
+        """How each split layer is split, by name."""
+        if self._number == 1:
+            return {}
+        plans = parts_planned(model, self._number, self._asked(model), stage_of)
+        splits = {name: kind for _, kinds in plans for name, kind in kinds.items()}
+        if not splits:
+            raise PlacementError(
+                f"Nothing in model '{model.name}' can be split into {self._number} parts. "
+                f"Received: a mesh with tensor={self._number}. Take tensor=1."
+            )
+        return splits
+
+    def spread(self, model: HybridModel) -> None:
+        """Splits the layers, and copies what the other replicas read."""
+        layout = model.layout
+        if self._number > 1:
+            devices = {}
+            for layer in layers_in_order(model):
+                stage = layout.stage_of[layer.name] % layout.mesh.pipeline
+                own = [layout.device(0, stage, part) for part in range(self._number)]
+                devices |= dict.fromkeys(map(id, layer._flatten_layers()), own)
+            split_in_place(
+                model,
+                lambda layer: devices[id(layer)],
+                self._number,
+                self._asked(model),
+                lambda layer: None,
+                layout.stage_of,
+            )
+        model.copy_variables()
+
+    def _asked(self, model) -> Asked:
+        # What normalizes by the batch keeps its moments for the step's end as a whole.
+        whole = {layer.name: None for layer in batch_norms(model)}
+        return whole | dict(self._split), False
+
+
+def _mesh_of(mesh) -> Mesh:
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, Mapping):
+        try:
+            return Mesh(**mesh)
+        except TypeError:
+            pass
+    raise PlacementError(
+        "`mesh` must be a `tfparallel.Mesh`, or a dictionary with the axes 'data', 'pipeline' and "
+        f"'tensor'. Received: mesh={mesh!r}."
+    )
+
+
+def _first_devices(number: int) -> list[str]:
+    return device_lib.choose_devices(num_devices=number)
