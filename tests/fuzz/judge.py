@@ -31,6 +31,7 @@ from tests.parity.case import (
     SEED,
     Builder,
     DropIn,
+    Hybrid,
     Observed,
     Pipeline,
     Plain,
@@ -51,7 +52,9 @@ FORMS = (
     "model_parallel",
     "tensor_parallel",
     "pipeline_parallel",
+    "hybrid_parallel",
 )
+FOUR = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 SLACK, SMALLEST, NUM_MOVED = 100.0, 1e-9, 5
 # Keras's LoRA has weights of float32 whatever the policy is; the tolerance is that of parity.
 IN_FLOAT32, SMALLEST_IN_FLOAT32 = re.compile(r"enable_lora"), 1e-4
@@ -97,7 +100,15 @@ def form_of(name: str, program: Program) -> Plain:
         "pipeline_parallel": lambda: Pipeline(
             devices[:2], program.schedule, num_micro_batches=num_micro_batches(program)
         ),
+        "hybrid_parallel": lambda: Hybrid(
+            FOUR, " x ".join(map(str, mesh_of(program))), schedule=program.schedule
+        ),
     }[name]()
+
+
+def mesh_of(program: Program) -> tuple[int, int, int]:
+    """Two replicas of two stages, or of layers in two parts: by what else a program draws."""
+    return (2, 2, 1) if program.replicas % 2 else (2, 1, 2)
 
 
 def num_micro_batches(program: Program) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .judge import Outcome, num_micro_batches
+from .judge import FOUR, Outcome, mesh_of, num_micro_batches
 from .program import Program, source
 
 LINE = "# " + "-" * 78
@@ -51,6 +51,9 @@ def of_form(program: Program, form: str) -> list[str]:
         "tensor_parallel": f"devices={devices[:2]}",
         "pipeline_parallel": f"devices={devices[:2]}, num_micro_batches="
         f"{num_micro_batches(program)}, schedule={program.schedule!r}, balance='memory', "
+        "allow_empty_stages=True",
+        "hybrid_parallel": f"tfparallel.Mesh{mesh_of(program)}, {FOUR}, num_micro_batches="
+        f"{mesh_of(program)[1]}, schedule={program.schedule!r}, balance='memory', "
         "allow_empty_stages=True",
         "workers": "tfparallel.MultiWorkerMirroredStrategy()",
     }[form]

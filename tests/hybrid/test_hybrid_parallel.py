@@ -181,7 +181,7 @@ def test_the_file_is_plain_keras_and_whole(tmp_path):
     assert not hasattr(loaded, "layout")
     x, _ = data(residual)
     np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
-    assert_equal(({}, state_of(loaded)), ({}, state_of(model)))
+    assert_equal(({}, loaded.get_weights()), ({}, model.get_weights()))
     again = tfparallel.hybrid_parallel(loaded, MESHES["2 x 2 x 1"], balance="memory")
     assert_equal(train(again, epochs=1), train(loaded, epochs=1))
 
@@ -216,7 +216,7 @@ def test_products_of_a_part_are_on_its_device_backward_too():
         by_device[short(device_of(op))] += 1
     # Of three layers in parts: forward, and backward by weights and, but for the first, by inputs.
     assert min(by_device.values()) >= 2 * 3, by_device
-    assert len(set(by_device.values())) == 1 or max(by_device.values()) < 2 * min(by_device.values())
+    assert max(by_device.values()) < 2 * min(by_device.values()), by_device
 
 
 def test_a_loss_that_compares_examples_sees_all_rows():

@@ -247,10 +247,11 @@ class Hybrid(Plain):
     As many micro-batches as stages, and stages without a layer, as above.
     """
 
-    def __init__(self, devices: list[str], mesh: str):
+    def __init__(self, devices: list[str], mesh: str, **options):
         self.name = f"hybrid_parallel {mesh}"
         self.sizes = [int(size) for size in mesh.split(" x ")]
         self.devices = devices[: math.prod(self.sizes)]
+        self.options = options
 
     def make(self, build, compile=None) -> keras.Model:
         import tfparallel
@@ -263,6 +264,7 @@ class Hybrid(Plain):
             num_micro_batches=mesh.pipeline,
             balance="memory",
             allow_empty_stages=True,
+            **self.options,
         )
         if compile is not None:
             compile(model)

@@ -203,8 +203,9 @@ epoch, is compared by name. A cell is the worst of all its runs.
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two
 stages, on two devices; `tensor_parallel` has each layer that can be split in two parts;
 `pipeline_parallel` sends 4 micro-batches through two stages, by 1F1B; `hybrid_parallel` has a mesh
-of data x pipeline x tensor, with a micro-batch for each stage; `workers` is `data_parallel` on worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted
-below; of those not run for the page `make test` runs a sample.
+of data x pipeline x tensor, with a micro-batch for each stage; `workers` is `data_parallel` on
+worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted below. Of the cases
+that are not run for the page `make test` runs a sample.
 """
 
 UPSTREAM = """\

@@ -135,8 +135,8 @@ def balance_flags(values: flags.FlagValues) -> None:
         "balance",
         "memory",
         ("memory", "time", "both"),
-        "For model, pipeline and hybrid: what the cut between the devices spreads evenly. Without the "
-        "flag a pipeline is cut by time, and so is hybrid.",
+        "For model, pipeline and hybrid: what the cut between the devices spreads evenly. Without "
+        "the flag a pipeline is cut by time, and so is hybrid.",
         values,
     )
     flags.DEFINE_string(

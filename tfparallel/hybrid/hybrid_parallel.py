@@ -11,7 +11,7 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.notice import notice
 from tfparallel.pipeline.batch_norm import batch_norms
-from tfparallel.pipeline.pipeline_parallel import in_micro_batches
+from tfparallel.pipeline.pipeline_parallel import Choices, in_micro_batches
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 
@@ -88,14 +88,7 @@ def hybrid_parallel(
     if num_micro_batches is None:
         num_micro_batches = 4 if mesh.pipeline > 1 else 1
     parts = _Parts(mesh, split or {})
-    model = in_micro_batches(
-        model_or_function,
-        mesh,
-        names,
-        problems,
-        HybridModel,
-        parts.planned,
-        parts.spread,
+    chosen = Choices(
         num_micro_batches=num_micro_batches,
         schedule=schedule,
         recompute=recompute,
@@ -108,6 +101,8 @@ def hybrid_parallel(
         batch_size=batch_size,
         check_rows=check_rows,
     )
+    how = (problems, chosen, HybridModel, parts.planned, parts.spread)
+    model = in_micro_batches(model_or_function, mesh, names, *how)
     where = f"{model.layout.title} on {first_to_last(names)}"
     reduction = model.layout.reduction
     where = where if reduction is None else f"{where}; gradients: {reduction}"

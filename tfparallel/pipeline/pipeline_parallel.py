@@ -1,5 +1,6 @@
 """The builder `pipeline_parallel`: micro-batches of a plain Keras model through several devices."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import keras
@@ -19,7 +20,13 @@ from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.check_rows import make_quiet
 
-__all__ = ["TooFewLayersError", "in_micro_batches", "pipeline_parallel", "stages_by_layer"]
+__all__ = [
+    "Choices",
+    "TooFewLayersError",
+    "in_micro_batches",
+    "pipeline_parallel",
+    "stages_by_layer",
+]
 
 
 class TooFewLayersError(PlacementError):
@@ -39,6 +46,23 @@ class TooFewLayersError(PlacementError):
             f"(schedule={schedule.name!r}). Name fewer devices, or pass allow_empty_stages=True: "
             "the last stages then only hand on what they are given."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """How micro-batches go through stages: arguments of `pipeline_parallel`, told there."""
+
+    num_micro_batches: int
+    schedule: str
+    recompute: str
+    chunks_per_device: int | None
+    batch_normalization: str | None
+    layers_per_stage: Sequence[int] | None
+    allow_empty_stages: bool
+    balance: str
+    device_memory: int | None
+    batch_size: int
+    check_rows: bool
 
 
 def pipeline_parallel(
@@ -113,11 +137,7 @@ def pipeline_parallel(
     """
     problems = Problems()
     names = usable_devices(devices or device_lib.choose_devices(), problems)
-    return in_micro_batches(
-        model_or_function,
-        Mesh(pipeline=len(names)),
-        names,
-        problems,
+    chosen = Choices(
         num_micro_batches=num_micro_batches,
         schedule=schedule,
         recompute=recompute,
@@ -130,6 +150,8 @@ def pipeline_parallel(
         batch_size=batch_size,
         check_rows=check_rows,
     )
+    mesh = Mesh(pipeline=len(names))
+    return in_micro_batches(model_or_function, mesh, names, problems, chosen)
 
 
 def in_micro_batches(
@@ -137,29 +159,19 @@ def in_micro_batches(
     mesh: Mesh,
     names: Sequence[str],
     problems: Problems,
+    chosen: Choices,
     mixin: type[PipelinedModel] = PipelinedModel,
     splits_of: Callable[[keras.Model, dict[str, int]], dict[str, str]] = lambda *_: {},
     spread: Callable[[keras.Model], None] = lambda _: None,
-    *,
-    num_micro_batches: int,
-    schedule: str,
-    recompute: str,
-    chunks_per_device: int | None,
-    batch_normalization: str | None,
-    layers_per_stage: Sequence[int] | None,
-    allow_empty_stages: bool,
-    balance: str,
-    device_memory: int | None,
-    batch_size: int,
-    check_rows: bool,
 ) -> keras.Model:
     """Builds or copies a model in stages, the layers on the devices of the first replica.
 
     Args:
-        model_or_function: As for `pipeline_parallel`, and so are the options.
+        model_or_function: As for `pipeline_parallel`.
         mesh: How many devices there are along each axis.
         names: Of the devices.
         problems: What is known to be wrong with them.
+        chosen: What is asked for.
         mixin: What extends the model's class.
         splits_of: Says, by name, how layers are split, which have these stages.
         spread: Brings what is on the first device of a stage to the others.
@@ -168,33 +180,35 @@ def in_micro_batches(
         ValueError: As for `pipeline_parallel`; all that is wrong at once.
     """
     with problems.gathered():
-        planned = _plan(schedule, mesh.pipeline, num_micro_batches, chunks_per_device)
+        sizes = (mesh.pipeline, chosen.num_micro_batches, chosen.chunks_per_device)
+        planned = _plan(chosen.schedule, *sizes)
     with problems.gathered():
-        _check_choices(recompute, batch_normalization)
-    if layers_per_stage is None:
+        _check_choices(chosen.recompute, chosen.batch_normalization)
+    if chosen.layers_per_stage is None:
         with problems.gathered():
-            stages.check_balance(balance)
+            stages.check_balance(chosen.balance)
     elif problems:  # The model has not been seen; otherwise its layers are counted below.
-        num_stages = _num_stages(schedule, mesh.pipeline, chunks_per_device)
+        num_stages = _num_stages(chosen.schedule, mesh.pipeline, chosen.chunks_per_device)
         with problems.gathered():
-            layers = layers_in_order(seen_model(model_or_function))
-            _check_counts(layers_per_stage, len(layers), num_stages, allow_empty_stages)
+            number = len(layers_in_order(seen_model(model_or_function)))
+            counts, may_be_empty = chosen.layers_per_stage, chosen.allow_empty_stages
+            _check_counts(counts, number, num_stages, may_be_empty)
     problems.raise_all()
 
     def decide(model: keras.Model) -> Layout:
         with problems.gathered():
-            check_state(model, batch_normalization)
-        if layers_per_stage is None:
+            check_state(model, chosen.batch_normalization)
+        if chosen.layers_per_stage is None:
             problems.raise_all()  # The best cut would be measured in vain.
         with problems.gathered():
             stage_of = stages_by_layer(
                 model,
                 planned,
-                layers_per_stage=layers_per_stage,
-                allow_empty_stages=allow_empty_stages,
-                balance=balance,
-                device_memory=device_memory,
-                batch_size=batch_size,
+                layers_per_stage=chosen.layers_per_stage,
+                allow_empty_stages=chosen.allow_empty_stages,
+                balance=chosen.balance,
+                device_memory=chosen.device_memory,
+                batch_size=chosen.batch_size,
             )
         problems.raise_all()
         return Layout(
@@ -202,22 +216,25 @@ def in_micro_batches(
             names,
             stage_of,
             splits_of(model, stage_of),
-            schedule=schedule,
-            num_micro_batches=num_micro_batches,
+            schedule=chosen.schedule,
+            num_micro_batches=chosen.num_micro_batches,
             chunks_per_device=planned.chunks_per_device,
-            recompute=recompute,
+            recompute=chosen.recompute,
             reduction="added on the devices of replica 0" if mesh.data > 1 else None,
         )
 
     def finish(model: keras.Model) -> None:
         extend_random_layers(model)
-        if batch_normalization is not None:
+        if chosen.batch_normalization is not None:
             for layer in batch_norms(model):
                 extend(layer, DeferredBatchNormalization)
         make_quiet(model)
         spread(model)
 
-    attributes = {"batch_normalization": batch_normalization, "check_rows": check_rows}
+    attributes = {
+        "batch_normalization": chosen.batch_normalization,
+        "check_rows": chosen.check_rows,
+    }
     return place(model_or_function, decide, mixin, attributes, finish=finish)
 
 
