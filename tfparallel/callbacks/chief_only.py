@@ -82,7 +82,7 @@ def send_state(model: keras.Model, workers) -> None:
         workers: The strategy's `WorkerGroup`.
     """
     found = list(model.variables)
-    if model.optimizer is not None:
+    if getattr(model, "optimizer", None) is not None:
         known = {id(variable) for variable in found}
         found += [v for v in model.optimizer.variables if id(v) not in known]
     sent = workers.broadcast([tf.convert_to_tensor(variable.value) for variable in found])

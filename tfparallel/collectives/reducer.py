@@ -18,7 +18,7 @@ from tfparallel.collectives import indexed_slices, replica_sums
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.traffic import SLICES
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "over_workers"]
 
 # Of a variable: a gradient of each replica, or None of each.
 Terms = Sequence[tf.Tensor | tf.IndexedSlices | None]
@@ -81,14 +81,18 @@ class Reducer:
     def _sparse(self, terms, kinds) -> tf.IndexedSlices:
         by_reading = indexed_slices.joined(terms, kinds)
         if self._workers is not None:
-            by_reading = [self._over_workers(reading) for reading in by_reading]
+            by_reading = [over_workers(self._workers, reading) for reading in by_reading]
         return indexed_slices.together(by_reading, terms[0].dense_shape)
 
-    def _over_workers(self, reading: indexed_slices.Reading) -> indexed_slices.Reading:
-        if reading.kind == indexed_slices.ONCE:
-            return reading._replace(values=self._workers.all_reduce([reading.values])[0])
-        values, indices = self._workers.all_gather_uneven([reading.values, reading.indices], SLICES)
-        return indexed_slices.merged(reading._replace(values=values, indices=indices))
+
+def over_workers(
+    workers: WorkerGroup, reading: indexed_slices.Reading
+) -> indexed_slices.Reading:
+    """Sums a reading of a sparse gradient over the workers."""
+    if reading.kind == indexed_slices.ONCE:
+        return reading._replace(values=workers.all_reduce([reading.values])[0])
+    values, indices = workers.all_gather_uneven([reading.values, reading.indices], SLICES)
+    return indexed_slices.merged(reading._replace(values=values, indices=indices))
 
 
 def _on_the_first(terms: Terms) -> tf.Tensor:

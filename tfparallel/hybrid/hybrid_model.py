@@ -1,5 +1,9 @@
 """The Keras model with several replicas, each of which has its layers on several devices."""
 
+import inspect
+
+import keras
+
 from tfparallel.hybrid.optimizer import update_copies
 from tfparallel.hybrid.spread_call import SpreadCall
 from tfparallel.layers.optimizer import split_updates
@@ -7,34 +11,101 @@ from tfparallel.layers.split_model import NestedModel
 from tfparallel.layers.variable import parts_of
 from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.placement.copies import copy_to, replicas_of
+from tfparallel.placement.problems import PlacementError
+from tfparallel.replication.one_of_workers import OneOfWorkers
 
 __all__ = ["HybridModel"]
 
 
-class HybridModel(SpreadCall, NestedModel, PipelinedModel):
+class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
     """Extends a functional or Sequential model of placed layers, of which each replica has copies.
 
     A step takes D·M pieces of the batch: M micro-batches through the stages of each replica. Layers
-    of a stage may be split over the devices of the stage.
+    of a stage may be split over the devices of the stage. Of several workers each has some of the
+    replicas, and is given the whole batch.
     """
+
+    strategy = None  # What joins the workers of a job; None for one process.
 
     @property
     def split(self) -> dict[str, str]:
         """How each split layer is split, by name; the others are on their stage's first device."""
         return self.layout.split_of
 
+    def fit(self, *args, **kwargs):
+        """Trains the model, as `keras.Model.fit`; batch sizes are global."""
+        if self._workers is None:
+            return super().fit(*args, **kwargs)
+        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
+        with self._knowing_batches("fit", args, kwargs, hands_on=True):
+            return self._fit_as_worker(asked)
+
+    def evaluate(self, *args, **kwargs):
+        """Evaluates the model, as `keras.Model.evaluate`; each worker all rows."""
+        with self._guarded(keras.Model.evaluate, args, kwargs) as asked:
+            self._read_own_rows(asked, "x", "evaluate")
+            return super().evaluate(**asked)
+
+    def predict(self, *args, **kwargs):
+        """Predicts, as `keras.Model.predict`; each worker all rows."""
+        with self._guarded(keras.Model.predict, args, kwargs) as asked:
+            self._read_own_rows(asked, "x", "predict")
+            return super().predict(**asked)
+
+    def train_step(self, data):
+        """One step of training, for the global batch."""
+        self._compare(data, "fit")
+        return super().train_step(data)
+
+    def test_step(self, data):
+        """One step of evaluation, for the global batch."""
+        self._compare(data, "evaluate")
+        return super().test_step(data)
+
+    def predict_step(self, data):
+        """One step of prediction, for the global batch."""
+        self._compare(data, "predict")
+        return super().predict_step(data)
+
+    def save(self, filepath, overwrite=True, zipped=None, **kwargs):
+        """Saves plain Keras, as `keras.Model.save`; any worker may, alone or with all others."""
+        with self._path_to_write(filepath, overwrite) as path:
+            return super().save(path, overwrite, zipped, **kwargs)
+
+    def save_weights(self, filepath, overwrite=True, **kwargs):
+        """Saves the weights, as `keras.Model.save_weights`; any worker may, alone or with all."""
+        with self._path_to_write(filepath, overwrite) as path:
+            return super().save_weights(path, overwrite, **kwargs)
+
     def trace_each(self, is_needed: bool = True) -> None:
         """Has steps trace their micro-batches one by one, as layers in parts need, or the first."""
         # Of a function TensorFlow has the gradients computed on one device.
         super().trace_each(is_needed or self.layout.mesh.tensor > 1)
+
+    def _compare(self, data, kind):
+        """Stops a first step, on all workers, if their batches differ."""
+        if self._fingerprints is not None:
+            self._fingerprints.check(data, kind)
+
+    def _read_own_rows(self, asked, name, kind):
+        if getattr(asked.get(name), "_is_by_sample", False):
+            raise PlacementError(
+                "Each worker of `hybrid_parallel` is given the whole batch. Received: `"
+                f"{name}` of `{kind}`, marked by `tfparallel.data.by_sample` as this worker's own "
+                "rows. Give all workers the same data."
+            )
+
+    def _choose_all_reduce(self):
+        self.strategy.choose_all_reduce(self._trained())
 
     def _place_updates(self):
         if self.layout.mesh.tensor > 1:
             split_updates(self.optimizer)
         else:
             super()._place_updates()
-        if self.layout.mesh.data > 1:
-            update_copies(self.optimizer, replicas_of(self.layout))
+        replicas = replicas_of(self.layout)
+        if len(replicas) > 1:
+            update_copies(self.optimizer, replicas)
 
     def _parts(self, variables):
         return parts_of(variables)

@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import keras
 
 from tfparallel import devices as device_lib
+from tfparallel.callbacks.chief_only import send_state
+from tfparallel.cluster.spec import Cluster
+from tfparallel.extend import attach
 from tfparallel.hybrid.hybrid_model import HybridModel
 from tfparallel.layers.tensor_parallel import Asked, parts_planned, split_in_place
 from tfparallel.layout.mesh import Mesh
@@ -14,6 +17,7 @@ from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pipeline_parallel import Choices, in_micro_batches
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
+from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 
 __all__ = ["hybrid_parallel"]
 
@@ -35,6 +39,7 @@ def hybrid_parallel(
     device_memory: int | None = None,
     batch_size: int = 32,
     check_rows: bool = True,
+    allow_independent_workers: bool = False,
 ) -> keras.Model:
     """Trains replicas of a model, each on several devices, to the weights of one device.
 
@@ -48,8 +53,8 @@ def hybrid_parallel(
         model_or_function: As for `pipeline_parallel`.
         mesh: How many devices there are along each axis: `tfparallel.Mesh(data=2, pipeline=2)`,
             or `{"data": 2, "pipeline": 2}`.
-        devices: Names of the devices, D·K·T of them; the stages of a replica are neighbours.
-            Default: the first ones.
+        devices: Names of the devices of this process, D·K·T of them in all; the stages of a
+            replica are neighbours. Default: the first ones.
         num_micro_batches: M, into how many parts the rows of each replica are cut. Default: 4 if
             the mesh has a pipeline, else 1.
         schedule: As for `pipeline_parallel`.
@@ -63,13 +68,17 @@ def hybrid_parallel(
         device_memory: Likewise.
         batch_size: The examples of a batch, for what the best cut costs.
         check_rows: As for `data_parallel`.
+        allow_independent_workers: Likewise. Else the replicas are shared out to the workers of the
+            job that this process is part of, in order.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, and `save`
         writes plain Keras. `print(model.layout)` tells what is where.
 
     Raises:
-        ValueError: If the mesh does not fit the devices, and as for `pipeline_parallel`.
+        ValueError: If the mesh does not fit the devices or the workers, and as for
+            `pipeline_parallel`.
+        RuntimeError: If the workers do not meet.
 
     Example:
         >>> model = tfparallel.hybrid_parallel(build_model, tfparallel.Mesh(data=2, pipeline=2))
@@ -78,16 +87,25 @@ def hybrid_parallel(
     """
     problems = Problems()
     mesh = _mesh_of(mesh)
-    names = usable_devices(devices or _first_devices(mesh.size), problems)
+    cluster = Cluster() if allow_independent_workers else Cluster.from_env()
+    number = cluster.num_workers
+    if mesh.data % number:
+        raise PlacementError(
+            f"Each of the {number} workers ({cluster.source}) has as many replicas as the others. "
+            f"Received: a mesh of {mesh}. Take data={number}, or a multiple of it."
+        )
+    if devices is None:
+        devices = device_lib.choose_devices(num_devices=mesh.size // number)
+    names = usable_devices(devices, problems)
     with problems.gathered():
-        if len(names) != mesh.size:
+        if len(names) * number != mesh.size:
+            of_each = f", {mesh.size // number} on each worker" if number > 1 else ""
             raise PlacementError(
-                f"A mesh of {mesh} has {mesh.size} devices. Received: {len(names)}: "
+                f"A mesh of {mesh} has {mesh.size} devices{of_each}. Received: {len(names)}: "
                 f"{', '.join(names)}."
             )
     if num_micro_batches is None:
         num_micro_batches = 4 if mesh.pipeline > 1 else 1
-    parts = _Parts(mesh, split or {})
     chosen = Choices(
         num_micro_batches=num_micro_batches,
         schedule=schedule,
@@ -101,13 +119,31 @@ def hybrid_parallel(
         batch_size=batch_size,
         check_rows=check_rows,
     )
-    how = (problems, chosen, HybridModel, parts.planned, parts.spread)
+    strategy = None
+    if number > 1:
+        problems.raise_all()  # Before the others are waited for.
+        strategy = MultiWorkerMirroredStrategy.of_process(devices=names)
+    parts = _Parts(mesh, split or {})
+
+    def spread(model: HybridModel) -> None:
+        parts.spread(model)
+        attach(model, strategy=strategy)
+
+    how = (problems, chosen, HybridModel, parts.planned, spread, number)
     model = in_micro_batches(model_or_function, mesh, names, *how)
-    where = f"{model.layout.title} on {first_to_last(names)}"
-    reduction = model.layout.reduction
-    where = where if reduction is None else f"{where}; gradients: {reduction}"
-    notice(f"hybrid_parallel: {where}.", once=True)
+    if model._workers is not None:
+        send_state(model, model._workers)
+    if model._is_chief:
+        notice(f"hybrid_parallel: {_in_words(model)}.", once=True)
     return model
+
+
+def _in_words(model: HybridModel) -> str:
+    layout = model.layout
+    where = first_to_last(layout.devices)
+    where = f"{layout.workers} workers x {where}" if layout.workers > 1 else where
+    where = f"{layout.title} on {where}"
+    return where if layout.reduction is None else f"{where}; gradients: {layout.reduction}"
 
 
 class _Parts:
@@ -173,6 +209,3 @@ def _mesh_of(mesh) -> Mesh:
         f"'tensor'. Received: mesh={mesh!r}."
     )
 
-
-def _first_devices(number: int) -> list[str]:
-    return device_lib.choose_devices(num_devices=number)

@@ -37,7 +37,7 @@ class SpreadCall:
         attach(self, _is_spread=False)
         call = super().__call__
         if self.check_rows:
-            num_rows = 2 * self.layout.mesh.data + 1
+            num_rows = 2 * len(replicas_of(self.layout)) + 1
             check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
         outputs, losses = self._on_replicas(self, call, args, kwargs)
         self._clear_losses()
@@ -57,7 +57,7 @@ class SpreadCall:
 
     @contextlib.contextmanager
     def _spreading(self) -> Iterator[None]:
-        attach(self, _is_spread=self.layout.mesh.data > 1)
+        attach(self, _is_spread=len(replicas_of(self.layout)) > 1)
         try:
             yield
         finally:
@@ -72,7 +72,7 @@ class SpreadCall:
             The outputs of the whole batch, and the losses that layers added.
         """
         inputs = BatchInputs(args, kwargs)
-        replicas = replicas_of(self.layout)
+        replicas = replicas_of(self.layout)  # Each worker computes all rows.
         ranges = row_ranges(inputs.num_rows, len(replicas))
         own_shards = [
             Shard(k, len(replicas), start, size, inputs.num_rows)

@@ -35,7 +35,7 @@ class SplitModel(NestedModel, PlacedModel):
         return self.layout.split_of
 
     @property
-    def _held(self) -> dict[str, str]:
+    def _by_device(self) -> dict[str, str]:
         return {f"part {k} of each split layer": device for k, device in enumerate(self.devices)}
 
     @property

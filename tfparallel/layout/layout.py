@@ -30,7 +30,8 @@ class Layout:
 
     Attributes:
         mesh: How many devices there are along each axis.
-        devices: The device of each coordinate, in the order of `mesh.coordinates()`.
+        devices: The device of each coordinate, in the order of `mesh.coordinates()`. Of several
+            workers those of one, which are named alike on each.
         stages: The stage of each layer, by name, in topological order; empty where layers are not
             cut into stages. Given as a mapping or as pairs, kept as pairs.
         splits: How each split layer is split, by name; the others are whole, on the first part.
@@ -41,6 +42,7 @@ class Layout:
         chunks_per_device: v; stage s is on pipeline device s mod K.
         recompute: Of which micro-batches the forward pass is done again, for the backward one.
         reduction: What sums the gradients of the replicas, in words; None for one replica.
+        workers: W, over how many processes the replicas are shared out, the same number to each.
 
     Raises:
         LayoutError: If they do not fit together; says all that does not.
@@ -64,6 +66,7 @@ class Layout:
     chunks_per_device: int = 1
     recompute: str = "never"
     reduction: str | None = None
+    workers: int = 1
 
     def __post_init__(self):
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -76,9 +79,15 @@ class Layout:
             raise LayoutError("\n".join(problems))
 
     def _problems(self):
-        if len(self.devices) != self.mesh.size:
+        if self.mesh.data % self.workers:
             yield (
-                f"A mesh of {self.mesh} has {self.mesh.size} devices. Received: "
+                "Each worker has as many replicas as the others. Received: a mesh of "
+                f"{self.mesh} for {self.workers} workers."
+            )
+        elif len(self.devices) * self.workers != self.mesh.size:
+            of_each = f", {self.mesh.size // self.workers} a worker" if self.workers > 1 else ""
+            yield (
+                f"A mesh of {self.mesh} has {self.mesh.size} devices{of_each}. Received: "
                 f"{len(self.devices)}: {', '.join(self.devices)}."
             )
         twice = sorted({name for name in self.devices if self.devices.count(name) > 1})
@@ -137,8 +146,8 @@ class Layout:
         return {layer: self.device_of_stage(stage) for layer, stage in self.stages}
 
     def device(self, data: int = 0, pipeline: int = 0, tensor: int = 0) -> str:
-        """The device of a coordinate."""
-        return self.devices[self.mesh.index(Coordinate(data, pipeline, tensor))]
+        """The device of a coordinate, in its own process."""
+        return self.devices[self.mesh.index(Coordinate(data, pipeline, tensor)) % len(self.devices)]
 
     def device_of_stage(self, stage: int) -> str:
         """The first device of a stage, in the first replica."""
@@ -169,7 +178,7 @@ class Layout:
         return cls(**dict(values) | {"mesh": Mesh(**values["mesh"])})
 
     def __str__(self):
-        rows = [[*self._place(at), self.devices[i]] for i, at in enumerate(self.mesh.coordinates())]
+        rows = [[*self._place(at), self.device(*at)] for at in self.mesh.coordinates()]
         if self.stages:
             for row, at in zip(rows, self.mesh.coordinates(), strict=True):
                 row.append(self._layers_on(at.pipeline))
@@ -194,7 +203,8 @@ class Layout:
         words = {"data": "replica", "pipeline": "stage", "tensor": "part"}
         sizes = dataclasses.asdict(self.mesh)
         named = [(axis, n) for axis, n in at._asdict().items() if sizes[axis] > 1]
-        return [f"{words[axis]} {self._stages_at(n, axis)}" for axis, n in named]
+        worker = [f"worker {at.data * self.workers // self.mesh.data}"] if self.workers > 1 else []
+        return [*worker, *(f"{words[axis]} {self._stages_at(n, axis)}" for axis, n in named)]
 
     def _stages_at(self, place: int, axis: str) -> str:
         if axis != "pipeline":

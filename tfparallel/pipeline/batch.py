@@ -9,6 +9,7 @@ from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard, count_rows
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.cut import Key, LogitsOf, Values, functional_of
+from tfparallel.pipeline.others import Others
 
 __all__ = ["Batch", "Joined"]
 
@@ -42,16 +43,21 @@ class Batch:
         x: Inputs, as `fit` takes them.
         y: Targets, or None.
         sample_weight: Weights, or None.
-        num_micro_batches: M. The sizes differ by one at most; with fewer rows than M some
-            micro-batches compute one dummy row, which is dropped before anybody reads it.
+        num_micro_batches: M, of each replica. The sizes differ by one at most; with fewer rows
+            than pieces some compute one dummy row, which is dropped before anybody reads it.
+        others: How many replicas there are, and in which processes.
 
     Attributes:
-        shards: The rows of each micro-batch; `shard.replica` is its index.
+        shards: The rows of each piece; `shard.replica` is its index.
+        own: Those of the replicas of this process.
         num_rows: Of the whole batch, a tensor if it is not known when the step is traced.
         behind: Of which tensors that stages made there are logits, and what makes them of these.
     """
 
-    def __init__(self, model: keras.Model, x, y, sample_weight, num_micro_batches: int):
+    def __init__(
+        self, model: keras.Model, x, y, sample_weight, num_micro_batches: int, others: Others
+    ):
+        self._others = others
         self.x, self.y, self.sample_weight = x, y, sample_weight
         self.behind: dict[int, Logits] = {}
         self._functional = functional_of(model)
@@ -59,10 +65,12 @@ class Batch:
         self._flat = self._functional._standardize_inputs(given)
         first = next(tensor for tensor in self._flat if tensor is not None)
         self.num_rows = count_rows(first)
+        number = num_micro_batches * others.num_replicas
         self.shards = [
-            Shard(m, num_micro_batches, start, size, self.num_rows)
-            for m, (start, size) in enumerate(row_ranges(self.num_rows, num_micro_batches))
+            Shard(m, number, start, size, self.num_rows)
+            for m, (start, size) in enumerate(row_ranges(self.num_rows, number))
         ]
+        self.own = others.own(self.shards)
 
     @property
     def output_keys(self) -> list[int]:
@@ -116,7 +124,11 @@ class Batch:
         return self.packed(flat)
 
     def joined(self, key: int, values: list[Values]) -> Joined:
-        """Joins the micro-batches' parts of an output, its mask and its logits with it.
+        """Joins the pieces of an output, its mask and its logits with it.
+
+        Args:
+            key: The id of the symbolic output.
+            values: Of each piece here, in order.
 
         Raises:
             ValueError: If the output has no axis of the examples.
@@ -138,8 +150,9 @@ class Batch:
         return Joined(sources, behind, None if masks[0] is None else self._rows(masks))
 
     def _rows(self, parts: list[tf.Tensor]) -> tf.Tensor:
-        pairs = zip(self.shards, parts, strict=True)
-        return tf.concat([shard.without_dummy_row(part) for shard, part in pairs], 0)
+        pairs = zip(self.own, parts, strict=True)
+        own = tf.concat([shard.without_dummy_row(part) for shard, part in pairs], 0)
+        return self._others.joined(own, self.shards)
 
     def rows_of(self, shard: Shard, gradient: tf.Tensor) -> tf.Tensor:
         """A micro-batch's part of the gradient of an output; zeros for a dummy row."""

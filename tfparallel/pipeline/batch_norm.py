@@ -20,6 +20,7 @@ from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard
 from tfparallel.extend import extend, original_class
 from tfparallel.pipeline.micro_batch import StepMemory, current_pass
+from tfparallel.pipeline.others import Others
 from tfparallel.replication.batch_norm import SynchronizedBatchNormalization
 
 __all__ = ["DeferredBatchNormalization", "batch_norms", "grouped", "ungrouped", "write_averages"]
@@ -52,16 +53,23 @@ class DeferredBatchNormalization(SynchronizedBatchNormalization):
         return mean, variance
 
 
-def write_averages(memory: StepMemory) -> None:
-    """Moves the averages of each layer by the moments of the whole batch, on its device."""
+def write_averages(memory: StepMemory, others: Others) -> None:
+    """Moves the averages of each layer by the moments of the whole batch, on its device.
+
+    Args:
+        memory: What the passes here have seen.
+        others: The replicas in other processes.
+    """
     for (layer, *_), found in memory.moments.items():
         with tf.device(layer.moving_mean.value.device):
-            counts = tf.stack([count for count, _, _ in found])[:, None]
-            means = tf.stack([mean for _, mean, _ in found])
-            n = tf.reduce_sum(counts)
+            here = [tf.stack(each) for each in zip(*found, strict=True)]
+            counts, means, deviations = (
+                tf.concat(tf.unstack(each, num=each.shape[0]), 0) for each in others.stacked(here)
+            )
+            n, counts = tf.reduce_sum(counts), counts[:, None]
             mean = tf.reduce_sum(counts * means, 0) / n
             spread = tf.reduce_sum(counts * tf.math.squared_difference(means, mean), 0)
-            variance = (tf.add_n([deviations for _, _, deviations in found]) + spread) / n
+            variance = (tf.reduce_sum(deviations, 0) + spread) / n
             _move(layer, mean, variance)
 
 

@@ -34,6 +34,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
+from tfparallel.collectives.between_workers import is_summable
 from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.batch import Batch
@@ -43,6 +44,7 @@ from tfparallel.pipeline.gradient_sums import GradientSums
 from tfparallel.pipeline.loss import Part, check_equal
 from tfparallel.pipeline.micro_batch import StepMemory
 from tfparallel.pipeline.order import Order
+from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.pass_scope import PassScope, writable
 from tfparallel.pipeline.stage_call import LossCall, StageCall
 from tfparallel.pipeline.traced_once import MustTraceEach
@@ -76,7 +78,9 @@ class Step:
         stages: Its stages.
         schedule: What each device does.
         devices: Their names, those of the second replica behind those of the first.
-        replicas: Each has a copy of the weights, and takes as many micro-batches as the others.
+        replicas: Those of this process. Each has a copy of the weights, and takes as many
+            micro-batches as the others.
+        others: How many there are in all, and the workers that have them.
         recompute: "never", "always" or "except_last".
         metrics: The compiled metrics, where the loss is that of the micro-batches, added up; None
             where the outputs meet.
@@ -97,6 +101,7 @@ class Step:
         schedule: Schedule,
         devices: Sequence[str],
         replicas: Sequence[Replica],
+        others: Others,
         *,
         recompute: str = "never",
         metrics: StepMetrics | None = None,
@@ -111,11 +116,12 @@ class Step:
         self._schedule = schedule
         self._devices = devices
         self._replicas = replicas
+        self._others = others
         # What runs eagerly is done at once, and holds what it holds.
         self._recompute = "never" if tf.executing_eagerly() else recompute
         self._memory = StepMemory()
         self._writable = writable(model, recompute)
-        self._sums = GradientSums(model._trained(), self._kinds_of_readings)
+        self._sums = GradientSums(model._trained(), self._kinds_of_readings, others)
         self._taken: dict[tuple, Values] = {}  # By stage and micro-batch: what was sent.
         self._recorded: dict[tuple, Recorded] = {}  # Likewise.
         self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
@@ -136,10 +142,10 @@ class Step:
 
     def run(self, x, y, sample_weight) -> Found:
         """Runs the passes."""
-        number = self._schedule.num_micro_batches * len(self._replicas)
+        number, others = self._schedule.num_micro_batches, self._others
         if self._metrics is not None:
             y, sample_weight = aligned(x, y, sample_weight)
-        self._batch = Batch(self._model, x, y, sample_weight, number)
+        self._batch = Batch(self._model, x, y, sample_weight, number, others)
         batch, memory = self._batch, self._memory
         traced = {"each": self._traces_each, "compiles": self._compiles}
         trained = self._model._trained()
@@ -152,8 +158,8 @@ class Step:
                 ])  # fmt: skip
             self._losses.append(LossCall(self._model, batch, metrics=self._metrics, **traced))
         # By micro-batch: what stages made for others, and the losses that layers added.
-        self._values = [self._batch.inputs_of(shard) for shard in self._batch.shards]
-        self._added: list[list[tf.Tensor]] = [[] for _ in range(number)]
+        self._values = {shard.replica: batch.inputs_of(shard) for shard in batch.own}
+        self._added: dict[int, list[tf.Tensor]] = {shard.replica: [] for shard in batch.own}
         whole = None
         for device, instruction in self._schedule.in_order():
             if instruction.kind == "backward" and whole is None and self._begins_joined:
@@ -161,15 +167,16 @@ class Step:
             for replica in self._replicas:
                 self._follow(instruction, device, replica)
         if self._metrics is not None:
-            left = self._added_up()
+            gradients, left = self._added_up(trained)
         else:
             whole = whole or self._whole_loss()
+            gradients, _ = self._sums.of(trained)
             left = {"loss": whole.loss, "predictions": whole.predictions}
-        write_averages(self._memory)
+        write_averages(self._memory, others)
         return Found(
             num_rows=batch.num_rows,
             variables=trained,
-            gradients=self._sums.of(trained),
+            gradients=gradients,
             checked=self.checked,
             **left,
         )
@@ -177,7 +184,7 @@ class Step:
     def _follow(self, instruction, device, replica):
         """Does what a replica's device is to do."""
         number = self._schedule.num_micro_batches
-        m = replica.index * number + instruction.micro_batch
+        m = self._batch.own[replica.index * number + instruction.micro_batch].replica
         device += replica.index * self._schedule.num_devices
         own = dataclasses.replace(instruction, micro_batch=m)
         with at_work(replica), self.order.next(device, own) as done:
@@ -332,7 +339,8 @@ class Step:
         return index == len(self._stages) - 1
 
     def _replica_of(self, m) -> int:
-        return m // self._schedule.num_micro_batches
+        """The index here of the replica that has a piece."""
+        return m // self._schedule.num_micro_batches % len(self._replicas)
 
     def _calls_of(self, m) -> list[StageCall]:
         return self._calls[self._replica_of(m)]
@@ -372,8 +380,8 @@ class Step:
         """Joins the outputs; under "gpipe" the loss's gradients go on their way back."""
         batch, keys = self._batch, self._batch.output_keys
         with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
-            joined = [batch.joined(key, self._values) for key in keys]
-            extra = ExtraLosses(self._model, batch, self._added)
+            joined = [batch.joined(key, [*self._values.values()]) for key in keys]
+            extra = ExtraLosses(self._model, batch, [*self._added.values()], self._others)
             whole = WholeLoss(self._model, batch, joined, extra, differentiate=self._begins_joined)
             if not self._begins_joined:
                 self._check(whole, extra)
@@ -382,25 +390,34 @@ class Step:
             extra.add_gradients(self._sums, whole.gradient)
             for key, tensor in itertools.chain(*(own.sources.items() for own in joined)):
                 gradient = whole.gradient(tensor)
-                for m, shard in enumerate(batch.shards if gradient is not None else ()):
-                    rows = batch.rows_of(shard, gradient)
+                for shard in batch.own if gradient is not None else ():
+                    m, rows = shard.replica, batch.rows_of(shard, gradient)
                     self._upstream.setdefault((self._maker(key), m, key), []).append(rows)
         return whole
 
-    def _added_up(self) -> dict[str, Any]:
-        """The loss, and by what the metrics grow, of the micro-batches' own; fields of `Found`."""
-        batch = self._batch
+    def _added_up(self, trained) -> tuple[list[Any], dict[str, Any]]:
+        """The gradients, the loss, and by what the metrics grow: sums over the micro-batches.
+
+        Returns:
+            The gradients of what is trained, and other fields of `Found`.
+        """
+        batch, values = self._batch, [*self._values.values()]
         with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
-            extra = ExtraLosses(self._model, batch, self._added)
-            outputs = [self._values[0][key] for key in batch.output_keys]
-            shares = [part.shares for part in self._parts]
+            extra = ExtraLosses(self._model, batch, [*self._added.values()], self._others)
+            shares = _sums_by_place([part.shares for part in self._parts])
+            grown = _sums_by_place(self._growth)
+        extra.add_gradients(self._sums, lambda _: scale_of(self._model))
+        # Each collective is waited for: these go with the gradients, if every transport sums them.
+        beside = [*shares, *grown] if all(map(is_summable, grown)) else shares
+        gradients, beside = self._sums.of(trained, beside)
+        shares, grown = beside[: len(shares)], beside[len(shares) :] or self._others.summed(grown)
+        with tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)]):
+            outputs = [values[0][key] for key in batch.output_keys]
             loss = added_up(self._model, batch, shares, outputs, extra)
-            grown = [tf.add_n(list(of_all)) for of_all in zip(*self._growth, strict=True)]
             types = batch.packed(of_the_batch(outputs, batch.num_rows))
             keys = [batch.output_keys[place] for place in self._metrics.places(types)]
-            rows = [batch.joined(key, self._values).output() for key in keys]
-        extra.add_gradients(self._sums, lambda _: scale_of(self._model))
-        return {
+            rows = [batch.joined(key, values).output() for key in keys]
+        return gradients, {
             "loss": loss,
             "metrics": self._metrics,
             "growth": grown,
@@ -421,6 +438,11 @@ def _of(values: Values, keys) -> Values:
     """The values of some keys, with the logits behind them."""
     found = {key: values[key] for key in keys}
     return found | {key: values[key] for key in map(LogitsOf, keys) if key in values}
+
+
+def _sums_by_place(lists: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """Sums the first tensors of all lists, the second ones, and so on."""
+    return [tf.add_n(list(of_all)) for of_all in zip(*lists, strict=True)]
 
 
 def _sum(gradients):

@@ -1,6 +1,7 @@
 """Σ_m g_m for each weight, added up on its device, micro-batch by micro-batch.
 
-Of several replicas each adds up its own, and what they have come to is summed once.
+Of several replicas each adds up its own, and what they have come to is summed once, over those of
+other processes too.
 """
 
 import itertools
@@ -11,7 +12,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices
-from tfparallel.collectives.reducer import Reducer
+from tfparallel.collectives.reducer import over_workers
+from tfparallel.pipeline.others import Others
 
 __all__ = ["GradientSums"]
 
@@ -25,14 +27,17 @@ class GradientSums:
     Args:
         variables: The weights.
         kinds: Returns, by the weight's id, the kinds of its readings, where no graph is traced.
+        others: The replicas in other processes.
     """
 
     def __init__(
         self,
         variables: Sequence[keras.Variable],
-        kinds: Callable[[], dict[int, Any]] = dict,
+        kinds: Callable[[], dict[int, Any]],
+        others: Others,
     ):
         self._kinds = kinds
+        self._workers = others.workers
         self._dense: dict[int, dict[str, tf.Tensor]] = {id(v): {} for v in variables}
         # By weight, then by stage: of each micro-batch the same readings, in the same order.
         self._sparse: dict[int, dict[int, list[tf.IndexedSlices]]] = {id(v): {} for v in variables}
@@ -56,25 +61,51 @@ class GradientSums:
             own[device] = own[device] + gradient if device in own else gradient
         return [own[device]]
 
-    def of(self, variables: Sequence[keras.Variable]) -> list[Any]:
-        """The sum of each weight, on its device; None where no loss depends on it."""
-        return [self._total(variable) for variable in variables]
+    def of(
+        self, variables: Sequence[keras.Variable], beside: Sequence[tf.Tensor] = ()
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """Sums what was added.
 
-    def _total(self, variable):
-        dense, sparse = self._of_all_replicas(variable), self._sparse[id(variable)]
+        Args:
+            variables: The weights.
+            beside: What else is summed over the workers, in the same collective.
+
+        Returns:
+            The sum of each weight, on its device; None where no loss depends on it. And what was
+            summed beside.
+        """
+        dense = [self._over_replicas(variable) for variable in variables]
+        sparse = [self._joined(variable) for variable in variables]
+        if self._workers is not None:
+            places = [place for place, own in enumerate(dense) if own is not None]
+            sent = [*(dense[place] for place in places), *beside]
+            summed = self._workers.all_reduce_gradients(sent)
+            beside = summed[len(places) :]
+            for place, total in zip(places, summed, strict=False):
+                with tf.device(variables[place]._value.device):
+                    dense[place] = tf.identity(total)
+        totals = [
+            one if other is None else other if one is None else one + tf.convert_to_tensor(other)
+            for one, other in zip(dense, sparse, strict=True)
+        ]
+        return totals, list(beside)
+
+    def _over_replicas(self, variable):
+        own = [*self._dense[id(variable)].values()]
+        if len(own) < 2:
+            return own[0] if own else None
+        with tf.device(variable._value.device):
+            return tf.add_n([tf.convert_to_tensor(each) for each in own])
+
+    def _joined(self, variable):
+        sparse = self._sparse[id(variable)]
         if not sparse:
-            return dense
+            return None
         with tf.device(variable._value.device):
             kinds = self._kinds().get(id(variable))
-            of_all = [indexed_slices.joined(found, kinds) for found in sparse.values()]
+            readings = [indexed_slices.joined(found, kinds) for found in sparse.values()]
             (first, *_), *_ = sparse.values()
-            joined = indexed_slices.together([*itertools.chain(*of_all)], first.dense_shape)
-            return joined if dense is None else dense + tf.convert_to_tensor(joined)
-
-    def _of_all_replicas(self, variable):
-        own = self._dense[id(variable)]
-        if len(own) < 2:
-            return next(iter(own.values()), None)
-        with tf.device(variable._value.device):
-            (total,), _ = Reducer(None, None).totals([list(own.values())], list)
-        return total
+            of_all = [*itertools.chain(*readings)]
+            if self._workers is not None:
+                of_all = [over_workers(self._workers, reading) for reading in of_all]
+            return indexed_slices.together(of_all, first.dense_shape)

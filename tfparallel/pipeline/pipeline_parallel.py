@@ -163,18 +163,20 @@ def in_micro_batches(
     mixin: type[PipelinedModel] = PipelinedModel,
     splits_of: Callable[[keras.Model, dict[str, int]], dict[str, str]] = lambda *_: {},
     spread: Callable[[keras.Model], None] = lambda _: None,
+    workers: int = 1,
 ) -> keras.Model:
     """Builds or copies a model in stages, the layers on the devices of the first replica.
 
     Args:
         model_or_function: As for `pipeline_parallel`.
         mesh: How many devices there are along each axis.
-        names: Of the devices.
+        names: Of the devices of this process.
         problems: What is known to be wrong with them.
         chosen: What is asked for.
         mixin: What extends the model's class.
         splits_of: Says, by name, how layers are split, which have these stages.
         spread: Brings what is on the first device of a stage to the others.
+        workers: Over how many processes the replicas are shared out.
 
     Raises:
         ValueError: As for `pipeline_parallel`; all that is wrong at once.
@@ -221,6 +223,7 @@ def in_micro_batches(
             chunks_per_device=planned.chunks_per_device,
             recompute=chosen.recompute,
             reduction="added on the devices of replica 0" if mesh.data > 1 else None,
+            workers=workers,
         )
 
     def finish(model: keras.Model) -> None:

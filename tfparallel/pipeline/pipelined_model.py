@@ -13,6 +13,7 @@ from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
+from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.pieces import in_two
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.copies import replicas_of
@@ -140,6 +141,7 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
             self.schedule,
             self._devices_of_stages,
             replicas_of(self.layout),
+            Others(self.layout.mesh.data, self._workers),
             recompute=self.layout.recompute,
             metrics=way.metrics if way.rows_stay else None,
             traces_each=self._traces_each or not self._may_begin_anew,

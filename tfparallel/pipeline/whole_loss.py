@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import GradientSums
+from tfparallel.pipeline.others import Others
 from tfparallel.step.terms import whole_loss
 from tfparallel.step.where_rows_meet import of_the_batch
 
@@ -34,17 +35,24 @@ class ExtraLosses:
     Args:
         model: The model.
         batch: The whole batch.
-        added: What layers added, by micro-batch.
+        added: What layers added, by micro-batch here.
+        others: The replicas in other processes.
 
     Attributes:
         losses: For the whole batch, scalars.
     """
 
     def __init__(
-        self, model: keras.Model, batch: Batch, added: Sequence[Sequence[tf.Tensor]]
+        self,
+        model: keras.Model,
+        batch: Batch,
+        added: Sequence[Sequence[tf.Tensor]],
+        others: Others,
     ):
         self._regularized = list(_regularized(model))
-        self.losses = [*_average(batch, added), *(own.loss for own in self._regularized)]
+        self._others = others
+        averages = others.summed(_average(batch, added))
+        self.losses = [*averages, *(own.loss for own in self._regularized)]
 
     def add_gradients(
         self, sums: GradientSums, seed_of: Callable[[tf.Tensor], tf.Tensor | None]
@@ -55,7 +63,7 @@ class ExtraLosses:
             sums: The gradients of the weights.
             seed_of: The gradient that a regularizer's loss has; None if nothing reaches it.
         """
-        for own in self._regularized:
+        for own in self._regularized if self._others.is_first else ():
             with tf.device(own.parts[0]._value.device):
                 seed = seed_of(own.loss)
                 if seed is None:
@@ -69,21 +77,20 @@ class ExtraLosses:
 def added_up(
     model: keras.Model,
     batch: Batch,
-    shares: Sequence[Sequence[tf.Tensor]],
+    shares: Sequence[tf.Tensor],
     outputs: list[tf.Tensor],
     extra: ExtraLosses,
 ) -> tf.Tensor:
-    """The loss, of what each micro-batch has of each compiled loss; tells the losses' trackers.
+    """The loss, of what all micro-batches have of each compiled loss; tells the losses' trackers.
 
     Args:
         model: The model, compiled.
         batch: The whole batch.
-        shares: N_m / D by micro-batch, then by compiled loss.
+        shares: Σ_m N_m / D by compiled loss.
         outputs: Of any micro-batch, flat; their types count.
         extra: What comes to it.
     """
-    sums = [[tf.add_n(list(of_all))] for of_all in zip(*shares, strict=True)]
-    types = batch.packed(of_the_batch(outputs, batch.num_rows))
+    sums, types = [[share] for share in shares], batch.packed(of_the_batch(outputs, batch.num_rows))
     return whole_loss(model, sums, batch.y, types, batch.sample_weight, extra.losses)
 
 
@@ -130,11 +137,11 @@ class WholeLoss:
 
 
 def _average(batch: Batch, added: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Each loss that layers added, of the whole batch: Σ_m n_m/B of the micro-batches'."""
+    """Each loss that layers added: Σ_m n_m/B of the micro-batches' here."""
     return [
         tf.add_n([
             loss * shard.weight(loss.dtype)
-            for shard, loss in zip(batch.shards, terms, strict=True)
+            for shard, loss in zip(batch.own, terms, strict=True)
         ])
         for terms in zip(*added, strict=True)
     ]  # fmt: skip

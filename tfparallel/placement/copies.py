@@ -41,8 +41,9 @@ class Replica(NamedTuple):
 
     def device(self, name: str | None) -> str:
         """What stands in the place of a device; the first device for one that is none of these."""
-        own = self.devices
-        return own.get(canonical(name or ""), next(iter(own.values())))
+        own, asked = self.devices, canonical(name) if name else ""
+        here = asked.rpartition("/device:")[2]  # As a process names its own, in a job of several.
+        return own.get(asked) or own.get(here) or next(iter(own.values()))
 
 
 _WRITING = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
@@ -50,12 +51,12 @@ _current = threading.local()
 
 
 def replicas_of(layout: Layout) -> list[Replica]:
-    """The replicas of a layout, in order."""
+    """The replicas of a layout that one process has, in order."""
     size = layout.mesh.pipeline * layout.mesh.tensor
     first = [canonical(name) for name in layout.devices[:size]]
     return [
         Replica(k, dict(zip(first, layout.devices[k * size : (k + 1) * size], strict=True)))
-        for k in range(layout.mesh.data)
+        for k in range(layout.mesh.data // layout.workers)
     ]
 
 

@@ -51,17 +51,17 @@ class PlacedModel(OneStep):
 
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`."""
-        with naming_lost_process(self._held):
+        with naming_lost_process(self._by_device):
             return super().fit(*args, **kwargs)
 
     def evaluate(self, *args, **kwargs):
         """Tells loss and metrics, as `keras.Model.evaluate`."""
-        with naming_lost_process(self._held):
+        with naming_lost_process(self._by_device):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args, **kwargs):
         """Returns the outputs, as `keras.Model.predict`."""
-        with naming_lost_process(self._held):
+        with naming_lost_process(self._by_device):
             return super().predict(*args, **kwargs)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
@@ -120,7 +120,7 @@ class PlacedModel(OneStep):
         return list(self.layout.devices)
 
     @property
-    def _held(self) -> dict[str, str]:
+    def _by_device(self) -> dict[str, str]:
         """What is lost with a device, by name."""
         return self.placement
 

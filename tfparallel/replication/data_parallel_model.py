@@ -2,13 +2,11 @@
 
 import contextlib
 import inspect
-import os
 
 import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.checkpoint.whole_file import moved_into_place
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -151,11 +149,6 @@ class DataParallelModel(OneOfWorkers, OwnRows, ReplicatedLayer):
         """Saves the weights, as `keras.Model.save_weights`; any worker may, alone or with all."""
         with self._path_to_write(filepath, overwrite) as path:
             return super().save_weights(path, overwrite, **kwargs)
-
-    def _path_to_write(self, path, overwrite):
-        if self._workers is None or not overwrite:
-            return contextlib.nullcontext(path)
-        return moved_into_place(os.fspath(path))
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         self._build_before_steps(iterator, data_batch)

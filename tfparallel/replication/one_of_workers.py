@@ -9,11 +9,13 @@
 
 import contextlib
 import inspect
+import os
 
 import keras
 
 from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.stall import StallGuard
+from tfparallel.checkpoint.whole_file import moved_into_place
 from tfparallel.collectives.between_workers import naming_lost_worker
 from tfparallel.data import share
 from tfparallel.extend import attach
@@ -32,6 +34,12 @@ class OneOfWorkers:
     @property
     def _workers(self):
         return self.strategy.workers if self.strategy is not None else None
+
+    def _path_to_write(self, path, overwrite):
+        """Where to write a file that other workers may write too, at the same time."""
+        if self._workers is None or not overwrite:
+            return contextlib.nullcontext(path)
+        return moved_into_place(os.fspath(path))
 
     def _quiet_unless_chief(self, asked):
         return asked if self._is_chief else asked | {"verbose": 0}

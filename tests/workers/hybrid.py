@@ -1,0 +1,114 @@
+"""A worker's program for test_hybrid.py: replicas of two devices each, a replica a worker."""
+
+import os
+
+import keras
+import numpy as np
+from keras import layers
+
+import tfparallel
+
+NUM_EXAMPLES = 23
+
+
+def network(normalizes=False):
+    """Dropout, an activity regularizer, a regularized weight."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, name="first", kernel_regularizer="l2")(inputs)
+    x = layers.Dropout(0.3, name="drop")(x)
+    if normalizes:
+        x = layers.BatchNormalization(name="normalize", momentum=0.8)(x)
+    x = layers.Dense(8, activation="relu", name="second", activity_regularizer="l1")(x)
+    return keras.Model(inputs, layers.Dense(3, activation="softmax", name="out")(x))
+
+
+def text():
+    """A mask that decides the divisor, and sparse gradients."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True, name="embed")(inputs)
+    x = layers.Dense(6, activation="tanh", name="between")(x)
+    return keras.Model(inputs, layers.Dense(3, activation="softmax", name="out")(x))
+
+
+def data(build):
+    generator = np.random.default_rng(0)
+    if build is not text:
+        return generator.normal(size=(NUM_EXAMPLES, 6)), np.arange(NUM_EXAMPLES) % 3
+    x = generator.integers(1, 9, size=(NUM_EXAMPLES, 7))
+    x[np.arange(7) >= generator.integers(1, 8, size=(NUM_EXAMPLES, 1))] = 0
+    return x.astype("int32"), generator.integers(0, 3, size=x.shape)
+
+
+def compares(y_true, y_pred):
+    return keras.ops.mean(keras.ops.square(y_pred - keras.ops.mean(y_pred, 0)))
+
+
+def cases():
+    """By name: what builds the model, the options, the optimizer, the loss and the metrics."""
+    adam = lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5)  # noqa: E731
+    sgd = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)  # noqa: E731
+    cross = "sparse_categorical_crossentropy"
+    pipeline, tensor = {"pipeline": 2}, {"tensor": 2}
+    return {
+        "stages": (network, pipeline, {}, adam, cross, ["accuracy"]),
+        "parts": (network, tensor, {}, adam, cross, ["accuracy"]),
+        "a mask, sparse gradients": (text, pipeline, {}, sgd, cross, ["accuracy"]),
+        "joined outputs": (network, pipeline, {"schedule": "gpipe"}, adam, compares, ["accuracy"]),
+        "deferred": (
+            lambda: network(normalizes=True),
+            pipeline,
+            {"batch_normalization": "deferred"},
+            adam,
+            cross,
+            [],
+        ),
+    }
+
+
+def train(model, build, optimizer, loss, metrics):
+    """Batches of 10, 10 and 3: the last has fewer examples than there are pieces."""
+    x, y = data(build)
+    model.compile(optimizer(), loss, weighted_metrics=metrics)
+    keras.utils.set_random_seed(5)
+    history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0).history
+    return {
+        "history": [value for values in history.values() for value in values],
+        "evaluated": np.ravel(model.evaluate(x, y, batch_size=10, verbose=0)).tolist(),
+        "predicted": np.ravel(model.predict(x, verbose=0)).tolist(),
+        "weights": [float(v) for w in model.get_weights() for v in np.ravel(w)],
+    }
+
+
+def main(folder):
+    from tfparallel.pipeline.batch_norm import grouped
+
+    keras.config.set_floatx("float64")
+    seen = {}
+    models = {}
+    for name, (build, axes, options, *compiled) in cases().items():
+        mesh = tfparallel.Mesh(data=int(os.environ["NUM_REPLICAS"]), **axes)
+        models[name] = tfparallel.hybrid_parallel(
+            build, mesh, num_micro_batches=2, balance="memory", **options
+        )
+        pieces = 2 * mesh.data
+        single = grouped(build, pieces)() if "batch_normalization" in options else build()
+        expected = train(single, build, *compiled)
+        found = train(models[name], build, *compiled)
+        seen[name] = {
+            what: float(np.max(np.abs(np.array(found[what]) - np.array(expected[what]))))
+            for what in expected
+        }
+    first = models["stages"]
+    first.save(os.path.join(folder, "shared.keras"))
+    loaded = keras.models.load_model(os.path.join(folder, "shared.keras"))
+    apart = [
+        float(np.max(np.abs(one - other)))
+        for one, other in zip(loaded.get_weights(), first.get_weights(), strict=True)
+    ]
+    return {
+        "apart": seen,
+        "saved": max(apart),
+        "layout": str(first.layout).splitlines(),
+    }

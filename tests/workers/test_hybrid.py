@@ -1,0 +1,62 @@
+"""Replicas of several devices, shared out to workers: the weights of one device."""
+
+import pathlib
+
+import pytest
+
+from .jobs import JobFailed, run_workers
+
+PROGRAM = pathlib.Path(__file__).with_name("hybrid.py")
+
+pytestmark = pytest.mark.slow
+
+# A replica on each worker, and two.
+JOBS = {"1": (2, 2), "2": (4, 4)}
+
+
+@pytest.fixture(name="job", scope="module", params=JOBS)
+def run_job(request, tmp_path_factory):
+    num_replicas, num_devices = JOBS[request.param]
+    return run_workers(
+        PROGRAM,
+        2,
+        num_devices=num_devices,
+        arguments=[str(tmp_path_factory.mktemp("saved"))],
+        timeout_seconds=300,
+        environment={"NUM_REPLICAS": str(num_replicas)},
+    )
+
+
+def test_trains_to_the_weights_of_one_device(job):
+    for seen in job:
+        for name, apart in seen["apart"].items():
+            assert max(apart.values()) < 1e-9, (name, apart)
+
+
+def test_what_workers_save_at_once_is_whole(job):
+    assert all(seen["saved"] == 0 for seen in job)
+
+
+def test_the_layout_names_workers_and_replicas(job):
+    lines = job[1]["layout"]
+    assert lines == job[0]["layout"]
+    assert lines[1].split()[:6] == ["worker", "0", "replica", "0", "stage", "0"]
+    assert [line.split()[1] for line in lines if "worker" in line] == sorted(
+        line.split()[1] for line in lines if "worker" in line
+    )
+
+
+def test_a_mesh_whose_replicas_the_workers_cannot_share_is_refused():
+    program = """
+import keras, tfparallel
+
+def build():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+
+def main():
+    tfparallel.hybrid_parallel(build, tfparallel.Mesh(data=3, pipeline=2))
+"""
+    with pytest.raises(JobFailed, match="has as many replicas as the others"):
+        run_workers(program, 2, num_devices=2)
+
+
