@@ -181,15 +181,9 @@ def mesh_problems(values: flags.FlagValues) -> list[str]:
             "no --mesh. Add --mesh=data=2,pipeline=2, for example."
         ]
     try:
-        mesh = Mesh.parse(values.mesh)
+        Mesh.parse(values.mesh)
     except ValueError as error:
         return [f"--mesh: {error}"]
-    count = len(values.devices) if values.devices is not None else values.num_devices
-    if count is not None and count != mesh.size:
-        return [
-            f"A mesh of {mesh} has {mesh.size} devices. Received: --mesh={values.mesh} for {count} "
-            "devices. Drop --num_devices, or take another mesh."
-        ]
     return []
 
 
@@ -225,7 +219,7 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             "The number of workers must be at least 1. "
             f"Received: --num_workers={values.num_workers}."
         )
-    if values.num_workers is not None and values.parallel in ("none", "tensor", "hybrid"):
+    if values.num_workers is not None and values.parallel in ("none", "tensor"):
         problems.append(
             f"--parallel={values.parallel} has no workers. "
             f"Received: --num_workers={values.num_workers}. Use --parallel=data or model."
@@ -241,9 +235,9 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             "--strategy chooses among the forms of --parallel=data. Received: "
             f"--strategy={values.strategy} with --parallel={values.parallel}. Drop --strategy."
         )
-    if values.parallel != "data" and values.all_reduce is not None:
+    if values.parallel not in ("data", "hybrid") and values.all_reduce is not None:
         problems.append(
-            "--all_reduce says how the replicas of --parallel=data are summed. Received: "
+            "--all_reduce says what sums the replicas of --parallel=data and hybrid. Received: "
             f"--all_reduce={values.all_reduce} with --parallel={values.parallel}. "
             "Drop --all_reduce."
         )

@@ -127,7 +127,8 @@ class Form:
         if self.name == "tensor":
             return f"layers split over {number} ({names})"
         if self.name == "hybrid":
-            return f"a mesh of {self.cut['mesh']} on {number} ({names})"
+            of_workers = f"{self.num_workers} workers, each on " if self.workers is not None else ""
+            return f"a mesh of {self.cut['mesh']} on {of_workers}{number} ({names})"
         if self.name == "pipeline":
             return (
                 f"{self.cut['num_micro_batches']} micro-batches through {number} ({names}), "
@@ -158,7 +159,10 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
             device_lib.hide_gpus()
         cluster = Cluster.from_env()
         is_worker = (
-            cluster.num_workers > 1 and values.parallel == "data" and values.strategy != "mirrored"
+            cluster.num_workers > 1
+            and values.parallel in ("data", "hybrid")
+            and values.strategy != "mirrored"
+            and not (values.parallel == "hybrid" and values.allow_independent_workers)
         )
         is_stage = (
             cluster.num_workers > 1
@@ -176,7 +180,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
             devices = device_lib.choose_devices(devices=values.devices)
         else:
             devices = device_lib.choose_devices(
-                num_devices=_num_devices(values),
+                num_devices=_num_devices(values, cluster.num_workers if is_worker else 1),
                 device_type=values.device_type,
             )
         all_reduce = {} if is_worker else _all_reduce(values, devices)
@@ -205,7 +209,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         raise UsageError(str(error)) from error
     except RuntimeError as error:
         raise StartError(str(error)) from error
-    return Form(values.parallel, devices, strategy)
+    return Form(values.parallel, devices, strategy, cut=_cut(values))
 
 
 def _is_on_cpus(values) -> bool:
@@ -249,12 +253,20 @@ def compiling(
 def _all_reduce(values, devices) -> dict[str, Any]:
     if values.all_reduce is None:
         return {}
+    if values.parallel == "hybrid":
+        raise UsageError(
+            "In one process replicas of several devices are added on those of the first. Received: "
+            f"--all_reduce={values.all_reduce} with --parallel=hybrid, and no other workers. Drop "
+            "--all_reduce, or add --num_workers=2."
+        )
     if values.all_reduce != "auto":
         cross_device.make(values.all_reduce, devices)  # Before anything is loaded or traced.
     return {"all_reduce": values.all_reduce, "calibrate": values.calibrate}
 
 
 def _cut(values) -> dict[str, Any]:
+    if values.parallel == "data":
+        return {}
     if values.parallel == "tensor":
         return {"convolutions": values.convolutions}
     cut = {
@@ -264,13 +276,30 @@ def _cut(values) -> dict[str, Any]:
     }
     if values.parallel == "hybrid":
         cut["mesh"] = Mesh.parse(values.mesh)
+        cut["allow_independent_workers"] = values.allow_independent_workers
     return cut | pipeline_choices(values) if values.parallel in ("pipeline", "hybrid") else cut
 
 
-def _num_devices(values) -> int | None:
+def _num_devices(values, num_workers: int) -> int | None:
+    """How many devices of this process there are to be; None for all."""
     if values.parallel == "none":
         return 1
-    return Mesh.parse(values.mesh).size if values.parallel == "hybrid" else values.num_devices
+    if values.parallel != "hybrid":
+        return values.num_devices
+    mesh = Mesh.parse(values.mesh)
+    if mesh.data % num_workers:
+        raise UsageError(
+            f"Each of {num_workers} workers has as many replicas as the others. Received: --mesh="
+            f"{values.mesh}. Take data={num_workers}, or a multiple of it."
+        )
+    number = mesh.size // num_workers
+    if values.num_devices not in (None, number):
+        of_each = " on each worker" if num_workers > 1 else ""
+        raise UsageError(
+            f"A mesh of {mesh} has {number} devices{of_each}. Received: --mesh={values.mesh} with "
+            f"--num_devices={values.num_devices}. Drop --num_devices, or take another mesh."
+        )
+    return number
 
 
 def _devices_of_processes(values, cluster: Cluster, facts) -> list[str]:

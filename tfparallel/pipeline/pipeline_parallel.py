@@ -222,7 +222,7 @@ def in_micro_batches(
             num_micro_batches=chosen.num_micro_batches,
             chunks_per_device=planned.chunks_per_device,
             recompute=chosen.recompute,
-            reduction="added on the devices of replica 0" if mesh.data > 1 else None,
+            reduction=_reduction(mesh.data // workers, workers),
             workers=workers,
         )
 
@@ -239,6 +239,13 @@ def in_micro_batches(
         "check_rows": chosen.check_rows,
     }
     return place(model_or_function, decide, mixin, attributes, finish=finish)
+
+
+def _reduction(num_replicas: int, workers: int) -> str | None:
+    """What sums the gradients of replicas, of so many on each worker, in words."""
+    here = ["added on the devices of replica 0"] if num_replicas > 1 else []
+    there = [f"summed over {workers} workers"] if workers > 1 else []
+    return ", then ".join([*here, *there]) or None
 
 
 def stages_by_layer(
