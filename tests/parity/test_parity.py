@@ -73,8 +73,6 @@ FAST = {
     "on_batch methods",
     "run_eagerly",
     "steps_per_execution 4 of 6 batches",
-    "jit_compile dropout",
-    "jit_compile batch normalization",
     "train_step on compute_loss",
     "train_step with a raw loss",
     "GAN",

@@ -109,8 +109,9 @@ def test_plan(tmp_path):
     assert len(plan["stages"]) == 3 and plan["step_seconds"] > 0
     assert all(stage["held_bytes"] <= 45 * MIB for stage in plan["stages"])
     assert plan["largest"]["2"] > 45 * MIB
-    code, shown, _ = run("plan", task, "--num_devices=2", "--device_memory=8MiB")
-    assert code == 1 and "does not fit 2 devices of 8 MiB" in shown
+    small = ROOT / "models" / "mlp.py"
+    code, shown, _ = run("plan", small, "--num_devices=2", "--device_memory=8KiB")
+    assert code == 1 and "does not fit 2 devices of 8 KiB" in shown
     code, _, told = run("plan", task, "--device_memory=much", "--num_devices=0")
     assert code == 2 and "such as 16GiB" in told and "--num_devices=0" in told
 

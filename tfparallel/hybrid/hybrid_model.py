@@ -41,13 +41,13 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
             return self._fit_as_worker(asked)
 
     def evaluate(self, *args, **kwargs):
-        """Evaluates the model, as `keras.Model.evaluate`; each worker all rows."""
+        """Evaluates the model, as `keras.Model.evaluate`; all workers do, together."""
         with self._guarded(keras.Model.evaluate, args, kwargs) as asked:
             self._read_own_rows(asked, "x", "evaluate")
             return super().evaluate(**asked)
 
     def predict(self, *args, **kwargs):
-        """Predicts, as `keras.Model.predict`; each worker all rows."""
+        """Predicts, as `keras.Model.predict`; all workers do, and each gets all predictions."""
         with self._guarded(keras.Model.predict, args, kwargs) as asked:
             self._read_own_rows(asked, "x", "predict")
             return super().predict(**asked)
