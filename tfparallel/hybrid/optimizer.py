@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import extend
+from tfparallel.layers.variable import parts_of
 from tfparallel.placement.copies import (
     Replica,
     at_work,
@@ -42,6 +43,8 @@ class CopyingOptimizer:
             trainable_variables = list(trainable_variables)
             if not self.built:
                 self.build(trainable_variables)
+            # Each replica would update it once more.
+            copy_to(self._replicas, parts_of(trainable_variables))
         for replica in self._replicas:
             with at_work(replica):
                 own = _brought(grads, trainable_variables or self._trainable_variables)
