@@ -20,7 +20,7 @@ def code_cells(notebook):
 
 
 def test_there_is_a_notebook():
-    names = ["all_reduce", "data_parallel", "model_parallel", "multi_worker", "pipeline"]
+    names = ["all_reduce", "data_parallel", "hybrid", "model_parallel", "multi_worker", "pipeline"]
     assert [path.stem for path in NOTEBOOKS] == names
 
 
