@@ -89,6 +89,9 @@ FORMS = {
     "pipeline": lambda model: tfparallel.pipeline_parallel(
         model, devices=GPUS, num_micro_batches=2, batch_normalization="deferred"
     ),
+    "hybrid": lambda model: tfparallel.hybrid_parallel(
+        model, tfparallel.Mesh(data=2), GPUS, batch_normalization="deferred"
+    ),
 }
 
 
@@ -203,6 +206,7 @@ def rows_and_sent(step, network, form):
     whole = inputs + targets
     rows = {
         "data": (whole / 2, whole / 2),
+        "hybrid": (whole / 2, whole / 2),
         "model": (inputs, targets),
         "pipeline": (inputs, targets),
         "tensor": (whole, inputs),

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.shard import Shard, count_rows
+from tfparallel.data.shard import Shard, count_rows, where_it_is
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.cut import Key, LogitsOf, Values, functional_of
 from tfparallel.pipeline.others import Others
@@ -61,8 +61,10 @@ class Batch:
         self.x, self.y, self.sample_weight = x, y, sample_weight
         self.behind: dict[int, Logits] = {}
         self._functional = functional_of(model)
-        given = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
-        self._flat = self._functional._standardize_inputs(given)
+        leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+        with where_it_is(leaf):
+            given = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
+            self._flat = self._functional._standardize_inputs(given)
         first = next(tensor for tensor in self._flat if tensor is not None)
         self.num_rows = count_rows(first)
         number = num_micro_batches * others.num_replicas
@@ -78,11 +80,12 @@ class Batch:
         return [id(symbol) for symbol in self._functional.outputs]
 
     def inputs_of(self, shard: Shard) -> Values:
-        """A micro-batch's inputs, by the symbolic input's id."""
-        return {
-            id(symbol): None if tensor is None else shard.rows_used(tensor)
-            for symbol, tensor in zip(self._functional.inputs, self._flat, strict=True)
-        }
+        """A micro-batch's inputs, by the symbolic input's id; cut where the batch is."""
+        found = {}
+        for symbol, tensor in zip(self._functional.inputs, self._flat, strict=True):
+            with where_it_is(tensor):
+                found[id(symbol)] = None if tensor is None else shard.rows_used(tensor)
+        return found
 
     def note_logits(self, values: Values) -> None:
         """Adds to what a stage made the logits behind it.
@@ -103,11 +106,13 @@ class Batch:
             values[key.output] = behind.output(values[key], values[key.output])
 
     def targets_of(self, shard: Shard) -> tuple[Any, Any]:
-        """A micro-batch's targets and weights."""
-        return keras.tree.map_structure(
-            lambda t: t if t is None else shard.rows(tf.convert_to_tensor(t)),
-            (self.y, self.sample_weight),
-        )
+        """A micro-batch's targets and weights, cut where the batch is."""
+
+        def rows(tensor):
+            with where_it_is(tensor):
+                return None if tensor is None else shard.rows(tf.convert_to_tensor(tensor))
+
+        return keras.tree.map_structure(rows, (self.y, self.sample_weight))
 
     def outputs_of(self, shard: Shard, values: Values) -> Any:
         """A micro-batch's outputs in the model's own structure, without a dummy row."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.data.shard import Shard, of_any_number
+from tfparallel.data.shard import Shard, of_any_number, where_it_is
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.loss import MicroBatchLoss, Part
@@ -179,12 +179,8 @@ class LossCall:
     def _prepared(self, predictions) -> MicroBatchLoss:
         """Finds the loss's divisors, from shapes and masks of the whole batch's outputs."""
         batch, flat = self._batch, keras.tree.flatten(predictions)
-        with tf.control_dependencies(None):
-            whole = [
-                tf.zeros(tf.concat([[batch.num_rows], tf.shape(t)[1:]], 0), t.dtype) for t in flat
-            ]
-            for tensor, part in zip(whole, flat, strict=True):
-                tensor.set_shape([tensor.shape[0], *part.shape[1:]])
+        with tf.control_dependencies(None), where_it_is(None):  # The host, which has the batch.
+            whole = [_zeros(batch.num_rows, part) for part in flat]
             if any(getattr(part, "_keras_mask", None) is not None for part in flat):
                 # Masks come from the inputs; of this call nothing else is used, or computed.
                 shown = keras.tree.flatten(self._model(batch.x, training=False))
@@ -194,3 +190,11 @@ class LossCall:
             compiled = self._model._compile_loss
             predicted = batch.packed(whole)
             return MicroBatchLoss(compiled, batch.y, batch.sample_weight, predicted)
+
+
+def _zeros(num_rows, part: tf.Tensor) -> tf.Tensor:
+    """An output of the whole batch, of which only the shape counts, like that of a piece."""
+    with where_it_is(part):
+        shape = tf.shape(part)[1:]
+    whole = tf.zeros(tf.concat([[num_rows], shape], 0), part.dtype)
+    return tf.ensure_shape(whole, [whole.shape[0], *part.shape[1:]])
