@@ -81,13 +81,15 @@ def train(model, build, optimizer, loss, metrics):
     }
 
 
-def main(folder):
+def main(folder, names):
     from tfparallel.pipeline.batch_norm import grouped
 
     keras.config.set_floatx("float64")
     seen = {}
     models = {}
     for name, (build, axes, options, *compiled) in cases().items():
+        if names and name not in names:
+            continue
         mesh = tfparallel.Mesh(data=int(os.environ["NUM_REPLICAS"]), **axes)
         models[name] = tfparallel.hybrid_parallel(
             build, mesh, num_micro_batches=2, balance="memory", **options

@@ -10,18 +10,18 @@ PROGRAM = pathlib.Path(__file__).with_name("hybrid.py")
 
 pytestmark = pytest.mark.slow
 
-# A replica on each worker, and two.
-JOBS = {"1": (2, 2), "2": (4, 4)}
+# A replica on each worker, with all cases of the program, and two, with some of them.
+JOBS = {"1": (2, 2, []), "2": (4, 4, ["stages", "a mask, sparse gradients"])}
 
 
 @pytest.fixture(name="job", scope="module", params=JOBS)
 def run_job(request, tmp_path_factory):
-    num_replicas, num_devices = JOBS[request.param]
+    num_replicas, num_devices, names = JOBS[request.param]
     return run_workers(
         PROGRAM,
         2,
         num_devices=num_devices,
-        arguments=[str(tmp_path_factory.mktemp("saved"))],
+        arguments=[str(tmp_path_factory.mktemp("saved")), names],
         timeout_seconds=300,
         environment={"NUM_REPLICAS": str(num_replicas)},
     )
