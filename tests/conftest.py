@@ -49,8 +49,10 @@ def fixed_seeds():
 def in_float64():
     """Makes float64 what Keras takes where nothing else is said."""
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")  # Which Keras keeps once somebody has asked for it.
     yield
     keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
 
 
 def pytest_collection_finish():

@@ -167,6 +167,11 @@ def test_what_is_written_in_any_way_reaches_all_copies(tmp_path):
         write()
         for copy in (first, second):
             np.testing.assert_array_equal(copy, value, err_msg=name)
+    kernel.value[1:].assign(np.zeros([kernel.shape[0] - 1, kernel.shape[1]]))
+    kernel.value.scatter_nd_update([[0, 0]], [7.0])
+    np.testing.assert_array_equal(first, second)
+    assert np.sum(first) == 7.0 + 4.0 * (kernel.shape[1] - 1)
+    kernel.assign(np.full(kernel.shape, 4.0))
     saved = tf.train.Checkpoint(model=model).write(str(tmp_path / "checkpoint"))
     kernel.assign(np.zeros(kernel.shape))
     tf.train.Checkpoint(model=model).read(saved)
@@ -273,8 +278,120 @@ def test_what_does_not_fit_is_refused_in_words(options, said):
         hybrid(**options)
 
 
+class Traced(layers.Layer):
+    """Calls a `tf.function`, which keeps the variables of its first trace."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
+        self.product = tf.function(lambda x: tf.tanh(x @ self.kernel.value), autograph=False)
+
+    def call(self, x):
+        return self.product(x)
+
+
+class MeanOfRows(layers.Layer):
+    """Mixes rows, but not in training."""
+
+    def call(self, x, training=False):
+        return x if training else x - keras.ops.mean(x, 0)
+
+
+class Counts(layers.Layer):
+    """Changes a state in inference alone."""
+
+    def build(self, shape):
+        self.number = self.add_weight(shape=(), initializer="zeros", trainable=False, name="number")
+
+    def call(self, x, training=False):
+        if not training:
+            self.number.assign_add(1.0)
+        return x
+
+
+def between(layer):
+    def build():
+        return keras.Sequential([
+            keras.Input((6,)), layers.Dense(4, name="first"), layer(name="between"),
+            layers.Dense(NUM_CLASSES, activation="softmax", name="out"),
+        ])  # fmt: skip
+
+    return build
+
+
+@pytest.mark.parametrize("layer", [Traced, MeanOfRows, Counts])
+def test_a_layer_of_the_users_own(layer, capfd):
+    build = between(layer)
+    model = compile_model(hybrid(build))
+    assert_equal(train(model), train(compile_model(seeded(build))))
+    said = "is evaluated on the first replica alone" in capfd.readouterr().err
+    assert said == (layer is not Traced)
+
+
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """Keeps a state of its own."""
+
+    def __init__(self):
+        self.rate = tf.Variable(0.2, dtype="float64")
+
+    def __call__(self, step):
+        return self.rate.assign(self.rate * 0.5)
+
+
+def test_a_schedule_of_the_users_own_is_asked_once_a_step():
+    make = lambda: keras.optimizers.SGD(Halving())  # noqa: E731
+    model = compile_model(hybrid(), make())
+    assert_equal(train(model), train(compile_model(seeded(residual), make())))
+    assert_copies_are_equal(model)
+
+
+def test_a_loop_of_the_users_own():
+    def looped(model):
+        optimizer, (x, y) = keras.optimizers.Adam(0.01), data(residual)
+        model.compile(optimizer)
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                outputs = model(x, training=False)
+                losses = keras.losses.sparse_categorical_crossentropy(y, outputs)
+                loss = keras.ops.mean(losses)
+            weights = model.trainable_variables
+            model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {}, model.get_weights()
+
+    model = hybrid(mesh="2 x 1 x 2")
+    assert_equal(looped(model), looped(seeded(residual)))
+    assert_copies_are_equal(model)
+
+
+def test_factors_that_come_later_have_copies_too():
+    def adapted(model):
+        compile_model(model, keras.optimizers.Adam(0.01))
+        keras.utils.set_random_seed(9)
+        model.get_layer("out").enable_lora(2)
+        return train(compile_model(model, keras.optimizers.Adam(0.01)))
+
+    model = hybrid()
+    found, expected = adapted(model), adapted(seeded(residual))
+    comparison.assert_equal(found, expected, rtol=1e-5, atol=1e-6)  # Keras's factors are float32.
+    assert_copies_are_equal(model)
+
+
+def test_a_variable_that_keras_does_not_know_is_refused_in_inference():
+    class CountsByItself(layers.Layer):
+        def build(self, shape):
+            self.number = tf.Variable(0.0, trainable=False)
+
+        def call(self, x):
+            self.number.assign_add(1.0)
+            return x
+
+    model = compile_model(hybrid(between(CountsByItself), check_rows=False))
+    x, y = data(residual)
+    with pytest.raises(RuntimeError, match="once in each replica.*AssignAddVariableOp"):
+        model.predict(x, verbose=0)
+
+
 def test_a_batch_has_an_example_for_each_piece():
     model = compile_model(hybrid())
     x, y = data(residual)
-    with pytest.raises(ValueError, match="batches of 3 for 4 micro-batches"):
+    with pytest.raises(ValueError, match="batches of 3 for 2 replicas x 2 micro-batches"):
         model.fit(x, y, batch_size=3, verbose=0)

@@ -7,6 +7,7 @@ import zipfile
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 from keras.src.saving import saving_lib
 
@@ -130,3 +131,41 @@ def test_keras_gathers_a_file_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(saving_lib.io, "BytesIO", Watched)
     keras.Sequential([keras.Input((64,)), layers.Dense(64)]).save(tmp_path / "model.keras")
     assert max(largest) > 4 * 64 * 64
+
+
+class Keeps(layers.Layer):
+    """Keeps a weight's value, or a function that has read it."""
+
+    def __init__(self, in_function, **options):
+        super().__init__(**options)
+        self.in_function = in_function
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
+        if self.in_function:
+            self.product = tf.function(lambda x: x @ self.kernel.value, autograph=False)
+        else:
+            value = self.kernel.value
+            self.product = lambda x: x @ value
+
+    def call(self, x):
+        return self.product(x)
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_a_layer_that_keeps_what_it_reads_is_built_with_storage(in_function):
+    def build():
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.Input((6,)), Keeps(in_function, name="keeps"),
+                                 layers.Dense(2, name="out")])  # fmt: skip
+
+    def trained(model):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(np.ones((8, 6)), np.ones((8, 2)), epochs=2, verbose=0)
+        return model.get_weights()
+
+    with pytest.raises(NeedsStorage, match="keeps/kernel' is read before it has a value"):
+        StoragelessModel(build)
+    placed = tfparallel.model_parallel(build, devices=DEVICES, layers_per_stage=[1, 1])
+    for one, other in zip(trained(build()), trained(placed), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5)

@@ -111,7 +111,7 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
         return parts_of(variables)
 
     def copy_variables(self) -> None:
-        """Gives each replica a copy of all that layers read, but of what passes write.
+        """Gives each replica a copy of every variable, except those that a pass writes.
 
         Seeds are drawn once a step, for all pieces; a metric inside of a layer adds up all rows.
         """

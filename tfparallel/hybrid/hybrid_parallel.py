@@ -95,14 +95,14 @@ def hybrid_parallel(
             f"Received: a mesh of {mesh}. Take data={number}, or a multiple of it."
         )
     if devices is None:
-        devices = device_lib.choose_devices(num_devices=mesh.size // number)
+        devices = _first_devices(mesh, number)
     names = usable_devices(devices, problems)
     with problems.gathered():
         if len(names) * number != mesh.size:
             of_each = f", {mesh.size // number} on each worker" if number > 1 else ""
             raise PlacementError(
-                f"A mesh of {mesh} has {mesh.size} devices{of_each}. Received: {len(names)}: "
-                f"{', '.join(names)}."
+                f"A mesh of {mesh} has {mesh.size} devices{of_each}. Received: {len(names)} "
+                f"({', '.join(names)})."
             )
     if num_micro_batches is None:
         num_micro_batches = 4 if mesh.pipeline > 1 else 1
@@ -129,13 +129,29 @@ def hybrid_parallel(
         parts.spread(model)
         attach(model, strategy=strategy)
 
-    how = (problems, chosen, HybridModel, parts.planned, spread, number)
-    model = in_micro_batches(model_or_function, mesh, names, *how)
+    model = in_micro_batches(
+        model_or_function,
+        mesh,
+        names,
+        problems,
+        chosen,
+        mixin=HybridModel,
+        splits_of=parts.planned,
+        spread=spread,
+        workers=number,
+    )
     if model._workers is not None:
         send_state(model, model._workers)
     if model._is_chief:
         notice(f"hybrid_parallel: {_in_words(model)}.", once=True)
     return model
+
+
+def _first_devices(mesh: Mesh, num_workers: int) -> list[str]:
+    try:
+        return device_lib.choose_devices(num_devices=mesh.size // num_workers)
+    except ValueError as error:
+        raise PlacementError(f"A mesh of {mesh} has {mesh.size} devices. {error}") from error
 
 
 def _in_words(model: HybridModel) -> str:

@@ -1,10 +1,12 @@
-"""A call of a model without training, spread over its replicas: what `evaluate` and `predict` make.
+"""A call in inference, as `evaluate` and `predict` make it, spread over the replicas.
 
 Each replica, of all workers, takes its share of the rows through its own stages. The outputs are
-joined where the loss is, in order, with their masks and the logits behind them.
+joined where the loss is, in order, with their masks and the logits behind them. A model that cannot
+be computed so, as it mixes rows or changes a state, is computed on the first replica alone.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,32 +18,62 @@ from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard
 from tfparallel.extend import attach
 from tfparallel.logits import logits_of, output_of, sources_of
+from tfparallel.notice import notice
 from tfparallel.pipeline.others import Others
-from tfparallel.pipeline.pass_scope import PassScope, writable
+from tfparallel.pipeline.pass_scope import other_writes
 from tfparallel.placement.copies import at_work, replicas_of
-from tfparallel.replication.check_rows import check_rows
+from tfparallel.placement.problems import PlacementError
+from tfparallel.replication.check_rows import why_not_in_pieces
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
 
 __all__ = ["SpreadCall"]
 
 
-class SpreadCall:
-    """Extends a model with several replicas."""
+_IN_BOLD = re.compile(r"\x1b\[1m(.*?)\x1b\[0m", re.DOTALL)
 
-    _is_spread = False  # Whether the call that follows is.
+
+class _Inference(keras.StatelessScope):
+    """Keeps the losses that layers add in `losses`; refuses each write."""
+
+    def __init__(self):
+        super().__init__(collect_losses=True)
+
+    def add_update(self, update) -> None:
+        variable, _ = update
+        raise PlacementError(f"'{variable.path}' is written in inference, once in each replica")
+
+
+class SpreadCall:
+    """Extends a model with several replicas.
+
+    A step of `evaluate` or `predict` spreads the first call of the model that it makes: Keras's own
+    make one, and what a step of the user's own calls besides is computed on the first replica.
+    """
+
+    _spreads_next = False  # Whether the call that follows is spread.
+    _can_spread = True
 
     def __call__(self, *args, **kwargs):
         """Calls the model; within a step of `evaluate` or `predict`, on all replicas."""
-        if not self._is_spread:
+        if not self._spreads_next:
             return super().__call__(*args, **kwargs)
-        attach(self, _is_spread=False)
-        call = super().__call__
-        if self.check_rows:
-            num_rows = 2 * len(replicas_of(self.layout)) + 1
-            check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
-        others = Others(self.layout.mesh.data, self._workers)
-        outputs, losses = self._on_replicas(self, call, args, kwargs, others)
+        attach(self, _spreads_next=False)
+        call, others = super().__call__, Others(self.layout.mesh.data, self._workers)
+        try:
+            if self.check_rows:
+                num_rows = 2 * len(replicas_of(self.layout)) + 1
+                said = why_not_in_pieces(self, call, self._on_replicas, num_rows, args, kwargs)
+                if said is not None:
+                    raise PlacementError(said)
+            outputs, losses = self._on_replicas(self, call, args, kwargs, others)
+        except ValueError as error:  # Keras's own follows, if it is one of the program.
+            attach(self, _can_spread=False)
+            if self._is_chief:
+                wrapped = _IN_BOLD.search(str(error))  # As Keras sets what a layer's call raises.
+                said = (wrapped[1] if wrapped else str(error)).partition(". ")[0]
+                notice(f"Model '{self.name}' is evaluated on the first replica alone: {said}.")
+            return call(*args, **kwargs)
         self._clear_losses()
         if losses:
             keras.Layer.add_loss(self, losses)  # A functional model refuses its own.
@@ -59,11 +91,11 @@ class SpreadCall:
 
     @contextlib.contextmanager
     def _spreading(self) -> Iterator[None]:
-        attach(self, _is_spread=self.layout.mesh.data > 1)
+        attach(self, _spreads_next=self._can_spread and self.layout.mesh.data > 1)
         try:
             yield
         finally:
-            attach(self, _is_spread=False)
+            attach(self, _spreads_next=False)
 
     def _on_replicas(
         self,
@@ -95,16 +127,25 @@ class SpreadCall:
             for k, (start, size) in enumerate(row_ranges(inputs.num_rows, number))
         ]
         own_shards = others.own(all_shards)
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        before = 0 if graph is None else len(graph.get_operations())
         found, losses = [], []
         for replica, shard, rows in zip(
             replicas, own_shards, inputs.split(own_shards), strict=True
         ):
             own_args, own_kwargs = inputs.pack(rows)
-            scope = PassScope(writable(layer, "never"), False)
+            scope = _Inference()
             with at_work(replica), shards.working_on(shard), scope:
                 structure = call(*own_args, **own_kwargs)
             found.append([checked_output(layer, o) for o in keras.tree.flatten(structure)])
             losses.append([loss * shard.weight(loss.dtype) for loss in scope.losses])
+        for op in () if graph is None else other_writes(graph, before):
+            # Too late to be computed otherwise: the step has these operations.
+            raise RuntimeError(
+                "A layer that writes a variable in inference would do so once in each replica. A "
+                "variable that Keras knows is required, which is then written by one: "
+                f"`self.add_weight`. Received: {op.type} '{op.name}' in model '{self.name}'."
+            )
         with tf.device(self._last_device):
 
             def joined(parts):

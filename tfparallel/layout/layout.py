@@ -88,7 +88,7 @@ class Layout:
             of_each = f", {self.mesh.size // self.workers} a worker" if self.workers > 1 else ""
             yield (
                 f"A mesh of {self.mesh} has {self.mesh.size} devices{of_each}. Received: "
-                f"{len(self.devices)}: {', '.join(self.devices)}."
+                f"{len(self.devices)} ({', '.join(self.devices)})."
             )
         twice = sorted({name for name in self.devices if self.devices.count(name) > 1})
         if twice:

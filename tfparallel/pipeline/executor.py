@@ -49,7 +49,7 @@ from tfparallel.pipeline.pass_scope import PassScope, writable
 from tfparallel.pipeline.stage_call import LossCall, StageCall
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
-from tfparallel.placement.copies import Replica, at_work
+from tfparallel.placement.copies import Replica, at_work, copies_of
 from tfparallel.placement.gradients import gradients_of_a_part
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import Found
@@ -232,10 +232,13 @@ class Step:
         if begins:
             seeds = self.order.begun(seeds)
         sent, variables = self._returned(taken), self._variables_of(stage)
-        sources = [*sent.values(), *(v._value for v in variables)]
+        # A function of the user's own keeps the copies that it was traced with.
+        copies = [(variable, copy) for variable in variables for copy in copies_of(variable)]
+        sources = [*sent.values(), *(copy for _, copy in copies)]
         gradients = self._gradients(found.tape, targets, sources, seeds)
         done: list[Any] = []
-        for source, gradient in zip([*sent, *variables], gradients, strict=True):
+        of_whom = [*sent, *(variable for variable, _ in copies)]
+        for source, gradient in zip(of_whom, gradients, strict=True):
             if gradient is None:
                 continue
             if isinstance(source, keras.Variable):
@@ -252,7 +255,7 @@ class Step:
         shard, loss, grown = self._batch.shards[m], None, []
         with tf.GradientTape() as tape:
             tape.watch(list(self._returned(taken).values()))
-            tape.watch([variable._value for variable in self._variables_of(stage)])
+            tape.watch([c for variable in self._variables_of(stage) for c in copies_of(variable)])
             made = self._calls_of(shard.replica)[stage.index](taken, shard)
             self._read[stage.index] |= {id(value) for value in tape.watched_variables()}
             added = [(loss, tf.ones_like(loss) * shard.weight(loss.dtype)) for loss in made.losses]
@@ -270,10 +273,10 @@ class Step:
         seed = tf.cast(scale_of(self._model), part.loss.dtype)
         if noted:
             (seed,) = self.order.begun([seed])
-        sources = {key: t for key, t in found.made.items() if is_differentiable(t)}
+        sources = self._returned(found.made)
         gradients = self._gradients(tape, part.loss, [*sources.values()], seed)
         for key, gradient in zip(sources, gradients, strict=True):
-            if gradient is not None and self._maker(key) >= 0:
+            if gradient is not None:
                 gradient = tf.convert_to_tensor(gradient)
                 self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
 
@@ -357,7 +360,7 @@ class Step:
         return [
             variable
             for variable in self._model._trained()
-            if id(variable) in own or id(variable._value) in read[stage.index]
+            if id(variable) in own or read[stage.index].intersection(map(id, copies_of(variable)))
         ]
 
     def _kinds_of_readings(self) -> dict[int, Any]:

@@ -5,7 +5,7 @@ where one device changes it once, by the part where one device sees the whole.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import keras
 import tensorflow as tf
@@ -16,7 +16,7 @@ from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.checks import check_scales
 from tfparallel.seams.keras import GLOBAL_SEED_GENERATOR, get_global
 
-__all__ = ["STATEFUL_DRAWS", "PassScope", "check_state", "writable"]
+__all__ = ["STATEFUL_DRAWS", "PassScope", "check_state", "other_writes", "writable"]
 
 STATEFUL_DRAWS = {
     "Multinomial",
@@ -32,15 +32,18 @@ STATEFUL_DRAWS = {
 }
 
 
+_WRITES = ("AssignVariable", "AssignAdd", "AssignSub", "ResourceScatter", "ResourceStridedSlice")
+
+
 class PassScope(keras.StatelessScope):
     """Keeps the losses that layers add in `losses`; looks at each write.
 
     Args:
-        allowed: The ids of the variables that may be written.
+        allowed: The variables that may be written, by their ids.
         is_recomputed: Whether the pass is done again.
     """
 
-    def __init__(self, allowed: set[int], is_recomputed: bool):
+    def __init__(self, allowed: Mapping[int, keras.Variable], is_recomputed: bool):
         super().__init__(collect_losses=True)
         self._allowed = allowed
         self._is_recomputed = is_recomputed
@@ -55,12 +58,7 @@ class PassScope(keras.StatelessScope):
         if _is_global_seed(variable):
             self._refuse_recompute("Keras's global seed generator")
         elif id(variable) not in self._allowed:
-            raise PlacementError(
-                "A layer that changes its state in each call would change it once a micro-batch, "
-                "where one device does so once a step; and in each recompute. Layers without such "
-                f"a state are required. Received: a write to '{variable.path}'. Train this model "
-                "with `tfparallel.model_parallel`."
-            )
+            raise PlacementError(_changes_state(f"a write to '{variable.path}'"))
         value = keras.ops.cast(value, variable.dtype)
         shard = shards.current()
         if shard is not None and shard.may_be_idle and not _is_seed(variable):
@@ -68,19 +66,25 @@ class PassScope(keras.StatelessScope):
         variable._value.assign(value)
 
     @contextlib.contextmanager
-    def refusing_stateful_draws(self) -> Iterator[None]:
-        """Looks at the operations that are made, where the pass is done again.
+    def refusing_operations(self) -> Iterator[None]:
+        """Looks at the operations that are made.
 
         Raises:
-            ValueError: If one of them draws other numbers each time.
+            ValueError: If one of them writes a variable that Keras does not know; or draws other
+                numbers each time, where the pass is done again.
         """
-        if not self._is_recomputed or tf.executing_eagerly():
+        if tf.executing_eagerly():
             yield
             return
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         yield
-        for op in graph.get_operations()[before:]:
+        allowed = [variable._value for variable in self._allowed.values()]
+        generator = get_global(GLOBAL_SEED_GENERATOR)
+        allowed += [] if generator is None else [generator.state._value]
+        for op in other_writes(graph, before, allowed):
+            raise PlacementError(_changes_state(f"{op.type} '{op.name}'"))
+        for op in graph.get_operations()[before:] if self._is_recomputed else ():
             if op.type in STATEFUL_DRAWS:
                 self._refuse_recompute(f"{op.type} '{op.name}'")
 
@@ -93,17 +97,36 @@ class PassScope(keras.StatelessScope):
             )
 
 
-def writable(model: keras.Model, recompute: str) -> set[int]:
-    """The ids of the variables that may be written in a pass.
+def other_writes(
+    graph: tf.Graph, first: int, allowed: Iterable[tf.Variable] = ()
+) -> Iterator[tf.Operation]:
+    """Yields the operations of a graph, from the first-th on, that write other variables."""
+    handles = {id(variable.handle) for variable in allowed}
+    known = {id(inside) for outside, inside in graph.captures if id(outside) in handles} | handles
+    for op in graph.get_operations()[first:]:
+        if op.type.startswith(_WRITES) and id(op.inputs[0]) not in known:
+            yield op
+
+
+def _changes_state(received: str) -> str:
+    return (
+        "A layer that changes its state in each call would change it once a micro-batch, where one "
+        "device does so once a step; and in each recompute. Layers without such a state are "
+        f"required. Received: {received}. Train this model with `tfparallel.model_parallel`."
+    )
+
+
+def writable(model: keras.Model, recompute: str) -> dict[int, keras.Variable]:
+    """The variables that may be written in a pass, by their ids.
 
     A metric inside a layer sums over the micro-batches as over the batch, but not twice.
     """
-    found = set()
+    found = []
     for layer in model._flatten_layers():
-        found |= {id(generator.state) for generator in layer._seed_generators}
+        found += [generator.state for generator in layer._seed_generators]
         if recompute == "never":
-            found |= {id(variable) for metric in layer.metrics for variable in metric.variables}
-    return found
+            found += [variable for metric in layer.metrics for variable in metric.variables]
+    return {id(variable): variable for variable in found}
 
 
 def check_state(model: keras.Model, batch_normalization: str | None) -> None:

@@ -172,10 +172,12 @@ class PipelinedModel(WhereRowsMeet, PlacedModel):
             batch_size = next((size[0] for size in sizes if size.rank), None)
         elif batch_size is None and not hasattr(x, "__next__") and hasattr(x, "shape"):
             batch_size = KERAS_BATCH_SIZE
-        number = self.schedule.num_micro_batches * self.layout.mesh.data
+        of_each, replicas = self.schedule.num_micro_batches, self.layout.mesh.data
+        number = of_each * replicas
         if batch_size is not None and batch_size < number:
+            of_all = f"{replicas} replicas x {of_each}" if replicas > 1 else f"{of_each}"
             raise PlacementError(
                 "A batch must have an example for each micro-batch (the last of an epoch may have "
-                f"fewer). Received: batches of {batch_size} for {number} micro-batches. Take "
+                f"fewer). Received: batches of {batch_size} for {of_all} micro-batches. Take "
                 f"batch_size={number} or more, or fewer micro-batches."
             )

@@ -88,7 +88,7 @@ class StageCall:
         taken = dict(zip(self._given, tensors, strict=True))
         self._batch.attach_logits(taken)
         own, scope = Pass(self._memory, self._stage.index, shard), self._scope()
-        with computing(own), scope, scope.refusing_stateful_draws():
+        with computing(own), scope, scope.refusing_operations():
             made = self._stage.run(taken)
         self._batch.note_logits(made)
         self._made = [key for key in made if key not in taken]

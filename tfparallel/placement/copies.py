@@ -25,7 +25,16 @@ from tfparallel.device_names import canonical
 from tfparallel.extend import extend
 from tfparallel.layout.layout import Layout
 
-__all__ = ["Replica", "at_work", "copies_of", "copy_to", "first_copy", "here", "replicas_of"]
+__all__ = [
+    "Replica",
+    "at_work",
+    "copies_of",
+    "copy_to",
+    "first_copy",
+    "here",
+    "replicas_of",
+    "send_first",
+]
 
 
 class Replica(NamedTuple):
@@ -46,7 +55,12 @@ class Replica(NamedTuple):
         return own.get(asked) or own.get(here) or next(iter(own.values()))
 
 
-_WRITING = ("assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update")
+_WRITING = (
+    *("assign", "assign_add", "assign_sub", "batch_scatter_update", "scatter_add", "scatter_div"),
+    *("scatter_max", "scatter_min", "scatter_mul", "scatter_nd_add", "scatter_nd_max"),
+    *("scatter_nd_min", "scatter_nd_sub", "scatter_nd_update", "scatter_sub", "scatter_update"),
+    "_strided_slice_assign",  # What `variable[2:].assign` calls.
+)
 _current = threading.local()
 
 
@@ -123,12 +137,21 @@ def _writing_all(write: Callable, others: Sequence[tf.Variable]) -> Callable:
     """A method of the first copy that writes the others, too, unless a replica is at work."""
 
     @functools.wraps(write)
-    def write_all(value, *args, **kwargs):
+    def write_all(*args, **kwargs):
         for other in others if replica_at_work() is None else ():
-            getattr(other, write.__name__)(value, *args, **kwargs)
-        return write(value, *args, **kwargs)
+            getattr(other, write.__name__)(*args, **kwargs)
+        return write(*args, **kwargs)
 
     return write_all
+
+
+def send_first(variables: Iterable[keras.Variable]) -> None:
+    """Makes all copies of variables equal to the first."""
+    for variable in variables:
+        first, *others = copies_of(variable)
+        for other in others:
+            with tf.device(other.device):
+                other.assign(first)
 
 
 def copies_of(variable: keras.Variable) -> tuple[tf.Variable, ...]:

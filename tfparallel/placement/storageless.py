@@ -4,10 +4,15 @@ Keras makes variables so inside its own tracing (`keras.StatelessScope`), and in
 it is left. Here each is initialized later, on a device of our choice, by the same initializer and
 so with the same values.
 
-Rests on internals of Keras: the list of variables that wait, and how one is initialized.
+A variable that waits has a value while Keras works out shapes, and nowhere else: whoever keeps what
+it reads then, in a `build` or in a function that is traced once, would keep an initial value.
+
+Rests on internals of Keras: the list of variables that wait, how one is initialized, and the graph
+in which shapes are worked out.
 """
 
 import collections
+import functools
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,8 +27,31 @@ __all__ = ["NeedsStorage", "StoragelessModel"]
 _CANNOT_WAIT = "create a variable while in a stateless scope"
 
 
+_SHAPES = "scratch_graph"  # What Keras calls the graph in which it works out shapes.
+
+
 class NeedsStorage(Exception):
-    """A function makes a variable from a value, as `compile` does, and so needs storage at once."""
+    """A function makes a variable from a value, as `compile` does, or reads one that waits."""
+
+
+class _Waiting(list):
+    """The variables that wait; each tells if somebody else reads it than Keras, for its shape."""
+
+    is_open = True
+
+    def append(self, variable: keras.Variable) -> None:
+        """Notes a variable that has just been made."""
+        initializer = variable._initializer
+
+        @functools.wraps(initializer)
+        def noticed(*args, **kwargs):
+            graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+            if self.is_open and not getattr(graph, "name", "").startswith(_SHAPES):
+                raise NeedsStorage(f"'{variable.path}' is read before it has a value.")
+            return initializer(*args, **kwargs)
+
+        variable._initializer = noticed
+        super().append(variable)
 
 
 class StoragelessModel:
@@ -43,7 +71,8 @@ class StoragelessModel:
 
     def __init__(self, function: Callable[[], Any]):
         others = get_global(DEFERRED_VARIABLES) or []
-        set_global(DEFERRED_VARIABLES, [])
+        waiting = _Waiting()
+        set_global(DEFERRED_VARIABLES, waiting)
         self._scope = keras.StatelessScope(initialize_variables=False)
         drawn = random.getstate()
         numbers = dict(get_global(NAME_NUMBERS) or {})
@@ -51,13 +80,14 @@ class StoragelessModel:
             with self._scope:
                 self.model = function()
             self._waiting = {id(v): v for v in get_global(DEFERRED_VARIABLES)}
-        except ValueError as error:
-            if _CANNOT_WAIT not in str(error):
+        except (ValueError, NeedsStorage) as error:
+            if isinstance(error, ValueError) and _CANNOT_WAIT not in str(error):
                 raise
             random.setstate(drawn)
             set_global(NAME_NUMBERS, collections.defaultdict(int, numbers))
             raise NeedsStorage(str(error)) from error
         finally:
+            waiting.is_open = False
             set_global(DEFERRED_VARIABLES, others)
 
     def waits_for(self, variable: keras.Variable) -> bool:

@@ -12,7 +12,7 @@ from tfparallel.replication import row_probe
 from tfparallel.replication.state import global_seed_generator
 from tfparallel.step.known_rows import is_known_by_rows, rows_of_constants
 
-__all__ = ["check_rows", "make_quiet", "refusal"]
+__all__ = ["check_rows", "make_quiet", "refusal", "why_not_in_pieces"]
 
 _TURNS = 3  # Of ids and words there are few: those of one batch may happen to be alike.
 _NUM_WORDS = 8
@@ -38,7 +38,26 @@ def check_rows(
     args: tuple,
     kwargs: dict,
 ) -> None:
-    """Raises if the layer gives something else in pieces; looks once, and once more in training.
+    """Raises if the layer gives something else in pieces, as `why_not_in_pieces` finds.
+
+    Raises:
+        ValueError: With the layer that is at fault, and the ways out.
+    """
+    said = why_not_in_pieces(layer, call, in_pieces, num_rows, args, kwargs)
+    if said is not None:
+        _forget_steps(layer)
+        raise ValueError(said)
+
+
+def why_not_in_pieces(
+    layer: keras.Layer,
+    call: Callable,
+    in_pieces: InPieces,
+    num_rows: int,
+    args: tuple,
+    kwargs: dict,
+) -> str | None:
+    """Says which layer gives something else in pieces; looks once, and once more in training.
 
     Args:
         layer: The built layer, its parts extended.
@@ -48,20 +67,20 @@ def check_rows(
         args: What it is called with, tensors of shape `(batch, …)` among it.
         kwargs: Likewise.
 
-    Raises:
-        ValueError: With the layer that is at fault, and the ways out.
+    Returns:
+        An error's text, with the ways out; None where all is well.
     """
     looked_at = getattr(layer, "_rows_looked_at", ())
     training = bool(kwargs.get("training"))
-    if training in looked_at or True in looked_at or is_known_by_rows(layer):
-        return
+    if training in looked_at or is_known_by_rows(layer):
+        return None
     with tf.init_scope():
         probe = Probe(in_pieces, num_rows)
         found = probe.of(layer, call, args, kwargs)
         if found is not None:
-            _forget_steps(layer)
-            raise ValueError(refusal(layer, probe.culprit(layer, kwargs), found))
+            return refusal(layer, probe.culprit(layer, kwargs), found)
     attach(layer, _rows_looked_at=(*looked_at, training))
+    return None
 
 
 def refusal(layer: keras.Layer, culprit: keras.Layer, found: row_probe.Difference) -> str:

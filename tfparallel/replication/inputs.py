@@ -19,8 +19,8 @@ class BatchInputs:
     Args:
         args: Positional arguments of the call.
         kwargs: Keyword arguments.
-        may_be_empty: Whether there may be no rows at all, of dense tensors; a row of zeros then
-            stands for them.
+        may_be_empty: Whether there may be no rows at all, of dense tensors; a row of ones then
+            stands for them, or of empty texts.
 
     Raises:
         ValueError: If no tensor has a batch axis, or two disagree on its size.
@@ -104,8 +104,13 @@ def _has_batch_axis(leaf) -> bool:
 
 
 def _of_a_row_at_least(tensor: tf.Tensor) -> tf.Tensor:
-    """The same rows, or one of zeros (of empty texts) if there are none."""
+    """The same rows, or one of ones (of empty texts) if there are none.
+
+    Of zeros, which may be padding, all would be masked, and a mean of nothing is no number. It is
+    dropped, but not its gradient, 0 · NaN.
+    """
     shape = tf.shape(tensor)
     missing = tf.concat([[tf.cast(shape[0] == 0, shape.dtype)], shape[1:]], 0)
-    rows = tf.concat([tensor, tf.zeros(missing, tensor.dtype)], 0)
+    filled = tf.zeros if tensor.dtype == tf.string else tf.ones
+    rows = tf.concat([tensor, filled(missing, tensor.dtype)], 0)
     return tf.ensure_shape(rows, [None, *tensor.shape[1:]])
