@@ -94,7 +94,7 @@ def num_micro_batches(values: flags.FlagValues) -> int:
 def _mesh(values) -> Mesh:
     """What --mesh says; that of a single device where it says nothing, or nothing right."""
     with contextlib.suppress(ValueError):
-        return Mesh.parse(values.mesh or "")
+        return Mesh.parse(getattr(values, "mesh", None) or "")
     return Mesh()
 
 
