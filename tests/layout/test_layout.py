@@ -31,7 +31,7 @@ def test_all_that_does_not_fit_is_said_at_once():
         Layout(Mesh(pipeline=3), ["CPU:0", "CPU:0"], {"a": 0, "b": 3}, num_micro_batches=4)
     said = str(caught.value).splitlines()
     assert len(said) == 4
-    assert said[0] == "A mesh of pipeline=3 has 3 devices. Received: 2: CPU:0, CPU:0."
+    assert said[0] == "A mesh of pipeline=3 has 3 devices. Received: 2 (CPU:0, CPU:0)."
     assert "Received twice: CPU:0" in said[1] and "'b' in stage 3" in said[2]
     assert "num_micro_batches=4, chunks_per_device=1, schedule=None" in said[3]
     with pytest.raises(LayoutError, match="pipeline=2 without `stages`"):

@@ -162,7 +162,7 @@ def test_every_way_has_pairs_in_the_sample():
     for parameter in parameters(ALL, ""):
         _, form, replicas = parameter.values
         counted[form, replicas] = counted.get((form, replicas), 0) + 1
-    assert len(counted) == 7 and min(counted.values()) >= 2, counted
+    assert len(counted) == 9 and min(counted.values()) >= 2, counted
 
 
 @pytest.mark.slow

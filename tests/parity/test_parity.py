@@ -123,7 +123,7 @@ def sample_of(name: str) -> list[tuple[str, int | str]]:
     number = zlib.crc32(name.encode())
     if name not in FAST:
         return WAYS[:1] if number % 20 == 0 and name not in TAKE_HALF_A_MINUTE else []
-    return [WAYS[1 + (number >> 16) % (len(WAYS) - 1)]] if number % 2 else WAYS[:1]
+    return [WAYS[1 + (number >> 10) % (len(WAYS) - 1)]] if number % 2 else WAYS[:1]
 
 
 def parameters(cases: list[Case] = ALL, mode: str = table.MODE):
