@@ -59,7 +59,7 @@ def test_check_from_python_takes_a_form_of_the_users_own():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"parallel": "hybrid"}, "Unknown form.*data, model, tensor, pipeline.*'hybrid'"),
+        ({"parallel": "mixed"}, "Unknown form.*tensor, pipeline, hybrid.*'mixed'"),
         ({"parallel": make_same, "devices": ["CPU:0"]}, r"devices=\['CPU:0'\].*name the form"),
         ({"steps": 0}, "At least one step.*steps=0"),
         ({"devices": ["CPU:99"]}, "CPU:99 does not exist"),
