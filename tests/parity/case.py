@@ -362,7 +362,8 @@ def fit_arguments(case: Case, form: Plain | None = None) -> dict[str, Any]:
     """Keyword arguments of `fit` for a case: its data, 24 steps, no shuffling."""
     arguments = {"epochs": 4, "verbose": 0} | case.data() | case.fit
     # Placed layers train by Keras's own loop, which counts as it does on one device.
-    if type(form) in (Plain, Stages, Split, Pipeline) and "steps_per_epoch" not in arguments:
+    by_keras = (Plain, Stages, Split, Pipeline, Hybrid)
+    if type(form) in by_keras and "steps_per_epoch" not in arguments:
         arguments["x"] = of_known_size(arguments["x"])
     if isinstance(arguments["x"], (np.ndarray, dict, list, tuple)):
         arguments = {"batch_size": 17, "shuffle": False} | arguments

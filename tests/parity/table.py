@@ -194,7 +194,8 @@ epoch, is compared by name. A cell is the worst of all its runs.
   Under `MirroredStrategy(...).scope()` your code builds the model, so it has fewer cases below.
 - Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
   for its end, so there one device gets the same batches in a data set that says how many they are,
-  and so do `model_parallel`, `tensor_parallel` and `pipeline_parallel`, whose loop is Keras's own.
+  and so do `model_parallel`, `tensor_parallel`, `pipeline_parallel` and `hybrid_parallel`, whose
+  loop is Keras's own.
 - `ScheduleFreeAdamW`: compared is what plain Keras does with `run_eagerly=True`, or with its
   optimizer built before `fit`. Plain `compile` and `fit` set its momentum back to the weights at
   every step, a fault of Keras 3.15 ([upstream.md](upstream.md)): other weights than all forms here.
