@@ -60,3 +60,21 @@ def main():
         run_workers(program, 2, num_devices=2)
 
 
+
+
+def test_workers_that_cut_the_batch_in_different_ways_are_refused():
+    program = """
+import keras, numpy as np, tfparallel
+
+def build():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+
+def main():
+    mesh = tfparallel.Mesh(data=2, pipeline=2)
+    number = 2 + int(tfparallel.Cluster.from_env().worker_index)
+    model = tfparallel.hybrid_parallel(build, mesh, num_micro_batches=number, balance="memory")
+    model.compile("sgd", "mse")
+    model.fit(np.ones((12, 4)), np.ones((12, 2)), batch_size=12, verbose=0)
+"""
+    with pytest.raises(JobFailed, match="The workers disagree on what to train.*3 micro-batches"):
+        run_workers(program, 2, num_devices=2)

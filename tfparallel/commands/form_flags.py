@@ -13,7 +13,6 @@ __all__ = [
     "common_problems",
     "device_memory",
     "device_memory_problems",
-    "mesh_problems",
     "numbers_flags",
 ]
 
@@ -166,7 +165,7 @@ def device_memory_problems(values: flags.FlagValues) -> list[str]:
     return []
 
 
-def mesh_problems(values: flags.FlagValues) -> list[str]:
+def _mesh_problems(values: flags.FlagValues) -> list[str]:
     """Returns what is wrong with --mesh."""
     if values.parallel != "hybrid":
         if values.mesh is None:
@@ -251,7 +250,7 @@ def common_problems(values: flags.FlagValues) -> list[str]:
     except ValueError as error:
         problems.append(f"--bucket_bytes: {error}")
     problems += device_memory_problems(values)
-    problems += mesh_problems(values)
+    problems += _mesh_problems(values)
     problems += pipeline_problems(values)
     has_stages = values.parallel in ("model", "pipeline", "hybrid")
     if not has_stages and (values.device_memory or values.balance != "memory"):

@@ -67,7 +67,7 @@ class Form:
 
     @property
     def num_pieces(self) -> int:
-        """Into how many parts a pipeline, or several, cut a batch."""
+        """Into how many parts a batch is cut, over all replicas."""
         mesh = self.cut.get("mesh", Mesh())
         return mesh.data * self.cut.get("num_micro_batches", 1)
 
@@ -84,9 +84,9 @@ class Form:
             if self.name in _BUILDERS:
                 return _BUILDERS[self.name](build_model, self.devices, **self.cut)
             if self.name == "pipeline":
-                return self._in_stages(pipeline_parallel, build_model, devices=self.devices)
+                return self._in_stages(pipeline_parallel, build_model)
             if self.name == "hybrid":
-                return self._in_stages(hybrid_parallel, build_model, devices=self.devices)
+                return self._in_stages(hybrid_parallel, build_model)
         except PlacementError as error:
             raise UsageError(str(error)) from error
         if self.strategy is not None:
@@ -105,9 +105,10 @@ class Form:
             return None
         return all_reduce_report(model)
 
-    def _in_stages(self, builder, build_model, devices):
+    def _in_stages(self, builder, build_model):
         # The program is to run anyway; the function leaves the choice to its caller.
-        model = builder(build_model, devices=devices, allow_empty_stages=True, **self.cut)
+        options = {"devices": self.devices, "allow_empty_stages": True, **self.cut}
+        model = builder(build_model, **options)
         layout = model.layout
         empty = layout.num_stages - len(set(layout.stage_of.values()))
         if empty:
@@ -255,9 +256,10 @@ def _all_reduce(values, devices) -> dict[str, Any]:
         return {}
     if values.parallel == "hybrid":
         raise UsageError(
-            "In one process replicas of several devices are added on those of the first. Received: "
-            f"--all_reduce={values.all_reduce} with --parallel=hybrid, and no other workers. Drop "
-            "--all_reduce, or add --num_workers=2."
+            "--parallel=hybrid has an all-reduce between workers alone; within a process the first "
+            "replica's devices add up the gradients. Received: "
+            f"--all_reduce={values.all_reduce}, and no other workers. Drop --all_reduce, or add "
+            "--num_workers=2."
         )
     if values.all_reduce != "auto":
         cross_device.make(values.all_reduce, devices)  # Before anything is loaded or traced.

@@ -8,7 +8,7 @@ from absl import flags
 from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.mesh import Mesh
 
-__all__ = ["num_micro_batches", "pipeline_choices", "pipeline_flags", "pipeline_problems"]
+__all__ = ["pipeline_choices", "pipeline_flags", "pipeline_problems"]
 
 _PIPELINE_FLAGS = (
     "num_micro_batches",
@@ -67,7 +67,7 @@ def pipeline_problems(values: flags.FlagValues) -> list[str]:
             for name in given
         ]
     problems = []
-    number, mesh = num_micro_batches(values), _mesh(values)
+    number, mesh = _num_micro_batches(values), _mesh(values)
     if number < 1 or number * mesh.data > values.global_batch_size:
         of_each = f", for {mesh.data} replicas," if mesh.data > 1 else ""
         problems.append(
@@ -82,7 +82,7 @@ def pipeline_problems(values: flags.FlagValues) -> list[str]:
     return problems
 
 
-def num_micro_batches(values: flags.FlagValues) -> int:
+def _num_micro_batches(values: flags.FlagValues) -> int:
     """Into how many parts the rows of a replica are cut."""
     if values.num_micro_batches is not None:
         return values.num_micro_batches
@@ -101,7 +101,7 @@ def _mesh(values) -> Mesh:
 def pipeline_choices(values: flags.FlagValues) -> dict[str, Any]:
     """What the flags say of a pipeline, as `pipeline_parallel` takes it."""
     return {
-        "num_micro_batches": num_micro_batches(values),
+        "num_micro_batches": _num_micro_batches(values),
         "schedule": values.schedule or _SCHEDULE,
         "recompute": values.recompute or _RECOMPUTE,
         "chunks_per_device": values.chunks_per_device,

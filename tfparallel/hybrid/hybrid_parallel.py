@@ -63,7 +63,7 @@ def hybrid_parallel(
         batch_normalization: Likewise; each piece is a group.
         layers_per_stage: Likewise.
         split: How single layers are split, as for `tensor_parallel`.
-        allow_empty_stages: Likewise.
+        allow_empty_stages: As for `pipeline_parallel`.
         balance: Likewise.
         device_memory: Likewise.
         batch_size: The examples of a batch, for what the best cut costs.

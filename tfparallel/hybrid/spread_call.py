@@ -142,9 +142,10 @@ class SpreadCall:
         for op in () if graph is None else other_writes(graph, before):
             # Too late to be computed otherwise: the step has these operations.
             raise RuntimeError(
-                "A layer that writes a variable in inference would do so once in each replica. A "
-                "variable that Keras knows is required, which is then written by one: "
-                f"`self.add_weight`. Received: {op.type} '{op.name}' in model '{self.name}'."
+                "A `tf.Variable` that a layer writes in inference is written once in each replica. "
+                "A variable that Keras knows is required: the model is then evaluated on one "
+                f"replica. Received: {op.type} '{op.name}' in model '{self.name}'. Make it by "
+                "`self.add_weight`."
             )
         with tf.device(self._last_device):
 

@@ -20,14 +20,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.seams.keras import DEFERRED_VARIABLES, NAME_NUMBERS, get_global, set_global
+from tfparallel.seams.keras import (
+    DEFERRED_VARIABLES,
+    NAME_NUMBERS,
+    SHAPES_GRAPH,
+    get_global,
+    set_global,
+)
 
 __all__ = ["NeedsStorage", "StoragelessModel"]
 
 _CANNOT_WAIT = "create a variable while in a stateless scope"
-
-
-_SHAPES = "scratch_graph"  # What Keras calls the graph in which it works out shapes.
 
 
 class NeedsStorage(Exception):
@@ -46,7 +49,7 @@ class _Waiting(list):
         @functools.wraps(initializer)
         def noticed(*args, **kwargs):
             graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-            if self.is_open and not getattr(graph, "name", "").startswith(_SHAPES):
+            if self.is_open and not getattr(graph, "name", "").startswith(SHAPES_GRAPH):
                 raise NeedsStorage(f"'{variable.path}' is read before it has a value.")
             return initializer(*args, **kwargs)
 

@@ -38,6 +38,7 @@ def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
         "order": getattr(share.readings_of(asked.get("x")), "facts", dict)(),
         "weights": [f"{v.name} {tuple(v.shape)} {v.dtype}" for v in model.variables],
         "optimizer": _configuration(model.optimizer),
+        "layout": model.layout.title,
     }
     found = differences(dict(enumerate(workers.exchange(facts))))
     if found:

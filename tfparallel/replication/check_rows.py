@@ -30,20 +30,17 @@ def make_quiet(layer: keras.Layer) -> None:
             extend(part, row_probe.QuietInProbe)
 
 
-def check_rows(
-    layer: keras.Layer,
-    call: Callable,
-    in_pieces: InPieces,
-    num_rows: int,
-    args: tuple,
-    kwargs: dict,
-) -> None:
-    """Raises if the layer gives something else in pieces, as `why_not_in_pieces` finds.
+def check_rows(layer: keras.Layer, *how: Any) -> None:
+    """Raises if the layer gives something else in pieces.
+
+    Args:
+        layer: The built layer, its parts extended.
+        *how: As for `why_not_in_pieces`.
 
     Raises:
         ValueError: With the layer that is at fault, and the ways out.
     """
-    said = why_not_in_pieces(layer, call, in_pieces, num_rows, args, kwargs)
+    said = why_not_in_pieces(layer, *how)
     if said is not None:
         _forget_steps(layer)
         raise ValueError(said)

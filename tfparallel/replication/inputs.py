@@ -106,8 +106,8 @@ def _has_batch_axis(leaf) -> bool:
 def _of_a_row_at_least(tensor: tf.Tensor) -> tf.Tensor:
     """The same rows, or one of ones (of empty texts) if there are none.
 
-    Of zeros, which may be padding, all would be masked, and a mean of nothing is no number. It is
-    dropped, but not its gradient, 0 · NaN.
+    A row of zeros may be nothing but padding: all of it is masked, and the mean of what is left is
+    NaN. What the row makes is dropped, but the weights' gradients would have 0 · NaN of it.
     """
     shape = tf.shape(tensor)
     missing = tf.concat([[tf.cast(shape[0] == 0, shape.dtype)], shape[1:]], 0)

@@ -33,6 +33,7 @@ __all__ = [
     "LAYER_MODULE",
     "NAME_NUMBERS",
     "OPTIMIZER_MODULE",
+    "SHAPES_GRAPH",
     "TRAINER_MODULE",
     "CompileLoss",
     "CompileMetrics",
@@ -69,6 +70,7 @@ GLOBAL_SEED_GENERATOR = seed_generator.GLOBAL_SEED_GENERATOR
 DTYPE_POLICY = "dtype_policy"
 NAME_NUMBERS = "object_name_uids"
 DEFERRED_VARIABLES = "uninitialized_variables"
+SHAPES_GRAPH = "scratch_graph"  # How the name of a graph begins in which shapes are worked out.
 _CALL = "current_call_ctx"
 
 
