@@ -40,7 +40,8 @@ def test_half_precision_may_be_wrong_by_what_it_is_wrong_by_on_one_device():
     """TensorFlow adds up the gradient of a bias in bfloat16: as one piece it loses a tenth."""
     code, shown, errors = tfparallel(
         *("check", TASKS.parents[1] / "models/transformer.py", "--parallel=data"),
-        *("--num_devices=2", "--device_type=cpu", "--precision=mixed_bfloat16", "--steps=4"),
+        *("--num_devices=2", "--device_type=cpu", "--precision=mixed_bfloat16", "--steps=2"),
+        "--global_batch_size=16",
     )
     assert code == 0, shown + errors
     assert "computed in bfloat16" in shown

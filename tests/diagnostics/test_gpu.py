@@ -79,9 +79,26 @@ PAIR = ["CPU:0", "CPU:1"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trial", [gpu_trials.compiled, gpu_trials.precision])
+def test_each_form_is_compiled_and_computes_in_half_precision(trial, monkeypatch):
+    """One form of them; `doctor --gpu` takes all."""
+    one = {"data_parallel": gpu_training.forms(PAIR)["data_parallel"]}
+    monkeypatch.setattr(gpu_trials, "_devices", lambda device_type: PAIR)
+    monkeypatch.setattr(gpu_trials, "forms", lambda devices: one)
+    rows = [row for row in trial("cpu") if len(row) == 3]
+    assert {verdict for _, verdict, _ in rows} == {"ok"}, rows
+    said = {name: text for name, _, text in rows}
+    if trial is gpu_trials.precision:
+        text = said["mixed_float16, data_parallel"]
+        assert "of 9 updates skipped" in text and "; 0 of 9" not in text
+    else:
+        assert said["jit_compile=True, data_parallel"].startswith("as on one device")
+
+
+@pytest.mark.slow
 def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trials = "hardware,sums,compiled,precision,workers,lost_workers,profile"
+    trials = "hardware,sums,workers,lost_workers,profile"
     command = ["doctor", "--gpu", "--device_type=cpu", f"--trials={trials}", "--report=r.json"]
     code = main(command)
     said = capsys.readouterr().out
@@ -91,11 +108,6 @@ def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
     assert report["verdict"] == "ok"
     assert by_check["sums: nccl"]["meaning"].startswith("skipped: NCCL joins GPUs")
     assert "1 to 2^20" in by_check["sums: auto"]["meaning"]
-    for form in ("data_parallel", "model_parallel", "tensor_parallel", "pipeline_parallel"):
-        text = by_check[f"precision: mixed_float16, {form}"]["meaning"]
-        assert "of 9 updates skipped" in text and "0 of 9" not in text
-        text = by_check[f"compiled: jit_compile=True, {form}"]["meaning"]
-        assert text.startswith("as on one device")
     assert by_check["workers: two workers"]["meaning"].startswith("the weights of one device")
     assert "all have ended" in by_check["lost_workers: hang"]["meaning"]
     assert "| sums: tree | ok |" in (tmp_path / "r.md").read_text()

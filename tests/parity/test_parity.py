@@ -95,8 +95,6 @@ TAKE_LONG = {
     "structure nested",
     "VAE with add_loss",
 }
-# What is not in `FAST`, and takes so long to trace that `make parity` alone runs it.
-TAKE_HALF_A_MINUTE = {"other masks per output", "random LSTM with dropout"}
 
 
 # All pairs of a case: every form, on as many devices as the page says.
@@ -117,12 +115,11 @@ def sample_of(name: str) -> list[tuple[str, int | str]]:
     """The ways in which `make test` trains a case, from the case's name alone.
 
     A case of `FAST` has one: `data_parallel` on 3 replicas for one in two, another for the rest.
-    One in 20 of the other cases has the first way, but for those that take half a minute. No case
-    changes what another one has.
+    `make parity` alone runs the other cases. No case changes what another one has.
     """
     number = zlib.crc32(name.encode())
     if name not in FAST:
-        return WAYS[:1] if number % 20 == 0 and name not in TAKE_HALF_A_MINUTE else []
+        return []
     return [WAYS[1 + (number >> 10) % (len(WAYS) - 1)]] if number % 2 else WAYS[:1]
 
 

@@ -77,7 +77,7 @@ def test_the_page_begins_with_the_introduction_and_says_what_was_not_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(upstream.TASKS)[: None if table.MODE else 1])
+@pytest.mark.parametrize("name", list(upstream.TASKS) if table.MODE else ["gan"])
 def test_what_tensorflows_own_strategy_does_with_the_task(name):
     row = upstream.table_row(name)
     if table.MODE != "write":
