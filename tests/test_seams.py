@@ -4,6 +4,11 @@ import ast
 import pathlib
 from collections.abc import Iterator
 
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.seams.tensorflow import ResourceVariable
+
 TOP = pathlib.Path(__file__).parents[1]
 PACKAGE = TOP / "tfparallel"
 PRIVATE = ("tensorflow.python", "keras.src")
@@ -57,3 +62,10 @@ def test_what_the_seams_offer_is_taken():
             if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
         ]
         assert set(offered) <= taken
+
+
+def test_a_variable_of_a_strategys_scope_has_copies():
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        assert hasattr(tf.Variable(0.0), "values")
+        assert not hasattr(ResourceVariable(0.0), "values")

@@ -123,8 +123,11 @@ class Checkpoint(keras.callbacks.Callback):
             return
         content, specs = found
         self._check(content, specs)
-        training, metrics, seeds = self._send(content, specs)
+        training, metrics, seeds, *unsent = self._send(content, specs)
         state.restore_training(self.model, training, seeds)
+        if unsent:  # Checkpoints of former versions have none.
+            names = [name for name, *_ in specs[sum(content["num_arrays"][:3]) :]]
+            state.restore_unsent(self.model, names, *unsent)
         self._metrics = list(metrics)
         self.resumed = {name: content[name] for name in ("step", "epoch", "step_in_epoch")}
         self._written_at = content["step"]
@@ -176,6 +179,8 @@ class Checkpoint(keras.callbacks.Callback):
         self.model._initial_epoch = None
 
     def _write(self, step, epoch, step_in_epoch, history):
+        if hasattr(self.model, "settle"):
+            self.model.settle()  # Of workers that step by themselves each has its own weights.
         content = {
             "step": step,
             "epoch": epoch,

@@ -1,10 +1,11 @@
 """The state of a run: its variables, by name, as arrays.
 
-Three groups, which are read and written at different moments:
+Four groups, which are read and written at different moments:
 
 * `training`: weights, the random layers' counters, the optimizers' slots, steps and accumulators;
 * `metrics`: the running sums of the epoch, which Keras resets when it begins;
-* `seeds`: the counter of Keras's own generator, from which layers without one draw.
+* `seeds`: the counter of Keras's own generator, from which layers without one draw;
+* `unsent`: what the workers' compressed gradients have left over (`collectives/compression.py`).
 
 Keras's weights files hold the first of them without the counters, so that a run resumed from one
 would repeat its dropout masks.
@@ -35,10 +36,11 @@ __all__ = [
     "differences",
     "restore_metrics",
     "restore_training",
+    "restore_unsent",
     "summed_values",
 ]
 
-GROUPS = ("training", "metrics", "seeds")
+GROUPS = ("training", "metrics", "seeds", "unsent")
 _SHOWN = 8
 _PLAIN = keras.optimizers.Optimizer  # Its slots are saved and loaded one by one.
 
@@ -70,10 +72,14 @@ def build(model: keras.Model) -> None:
 
 def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
     """Returns `[name, shape, dtype]` of each variable, by group, in the order of `capture`."""
-    return {
+    found = {
         group: [_spec(variable) for variable in variables]
         for group, variables in _variables(model).items()
     }
+    workers, compression = _compression(model)
+    weights = model.trainable_variables
+    unsent = [] if compression is None else compression.describe(workers, weights)
+    return found | {"unsent": unsent}
 
 
 def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
@@ -88,7 +94,11 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
             return values[id(variable)]
         return tf.convert_to_tensor(variable.value).numpy()
 
-    return {group: map(read, variables) for group, variables in _variables(model).items()}
+    found = {group: map(read, variables) for group, variables in _variables(model).items()}
+    workers, compression = _compression(model)
+    weights = model.trainable_variables
+    unsent = [] if compression is None else compression.capture(workers, weights)
+    return found | {"unsent": iter(unsent)}
 
 
 def summed_values(model: keras.Model) -> dict[int, np.ndarray]:
@@ -138,6 +148,20 @@ def restore_training(
                 make_global_seed_generator()
                 random.setstate(python_state)
             _seed_variables()[0].assign(value)
+
+
+def restore_unsent(
+    model: keras.Model, names: Sequence[str], arrays: Iterable[np.ndarray]
+) -> None:
+    """Gives the workers what was left over; a run without compression has no use for it."""
+    workers, compression = _compression(model)
+    if compression is not None:
+        compression.restore(workers, model.trainable_variables, names, arrays)
+
+
+def _compression(model):
+    workers = getattr(model.distribute_strategy, "workers", None)
+    return workers, getattr(workers, "compression", None)
 
 
 def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any) -> bool:
@@ -216,7 +240,7 @@ def _spec(variable) -> list[Any]:
 def _variables(model) -> dict[str, list[keras.Variable]]:
     return dict(
         zip(
-            GROUPS,
+            GROUPS[:3],
             (_training_variables(model), _metric_variables(model), _seed_variables()),
             strict=True,
         )

@@ -25,9 +25,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.collectives.buckets import buckets
+from tfparallel.collectives.compression import Compression
 from tfparallel.collectives.lost import WorkerLostError
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.collectives.vectors import by_dtype, in_vectors
@@ -72,8 +74,8 @@ class WorkerGroup:
     """The workers of a job, one device each, that sum and join tensors.
 
     Every worker must make the same calls in the same order. `transport` says what carries the
-    tensors: see `tfparallel.collectives.transport`; `bucket_bytes` in how many sums gradients go;
-    `traffic` counts what is handed to it.
+    tensors: see `tfparallel.collectives.transport`; `bucket_bytes` in how many sums gradients go,
+    `compression` in how many bytes; `traffic` counts what is handed to it.
 
     Args:
         num_workers: W, at least 2.
@@ -103,6 +105,7 @@ class WorkerGroup:
         self._host = _host_of(device)
         self.transport = "ring_tuned"
         self.bucket_bytes: int | None = None
+        self.compression: Compression | None = None
         self.traffic = Traffic()
         self._take_keys()
         self._ordering_tokens = {}
@@ -180,12 +183,30 @@ class WorkerGroup:
                 )
         return results
 
-    def all_reduce_gradients(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums gradients, in the order of their layers, in buckets of `bucket_bytes`."""
+    def all_reduce_halves(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums numbers of one 16-bit type over the workers, which travel in 16 bits.
+
+        But for bfloat16 over NCCL, which not every NCCL sums.
+        """
+        return self.all_reduce(tensors)
+
+    def all_reduce_gradients(
+        self, gradients: Sequence[tf.Tensor], weights: Sequence[keras.Variable | None]
+    ) -> list[tf.Tensor]:
+        """Sums gradients over the workers, in buckets of `bucket_bytes`, by `compression`.
+
+        Args:
+            gradients: In the order of their layers.
+            weights: What each is the gradient of; None for a sum that goes with them.
+        """
         results: list = [None] * len(gradients)
         sizes = [(g.shape.num_elements() or 0) * g.dtype.size for g in gradients]
         for indices in buckets(sizes, self.bucket_bytes):
-            summed = self.all_reduce([gradients[i] for i in indices])
+            bucket = [gradients[i] for i in indices]
+            if self.compression is None:
+                summed = self.all_reduce(bucket)
+            else:
+                summed = self.compression.totals(self, bucket, [weights[i] for i in indices])
             for i, total in zip(indices, summed, strict=True):
                 results[i] = total
         return results

@@ -12,6 +12,7 @@ What computes gradients knows neither devices nor wires; what carries them (`cro
 
 from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices, replica_sums
@@ -41,6 +42,7 @@ class Reducer:
         by_variable: Sequence[Terms],
         kinds_of_readings: Callable[[], Sequence],
         beside: Sequence[tf.Tensor] = (),
+        variables: Sequence[keras.Variable] | None = None,
     ) -> tuple[list[tf.Tensor | tf.IndexedSlices | None], list[tf.Tensor]]:
         """Sums the gradients of all variables.
 
@@ -50,6 +52,8 @@ class Reducer:
                 is joined; None where the gradient itself tells (`traced_readings.py`).
             beside: Sums of this worker, of types that `is_summable` takes, to be summed over the
                 workers in the same collective, or in the first of several buckets.
+            variables: The variables, by which workers know a gradient again that they compress;
+                None leaves the gradients as they are.
 
         Returns:
             For each variable, equal on all workers; None where nothing reaches it. And what was
@@ -62,7 +66,9 @@ class Reducer:
         own = self._dense([by_variable[i] for i in dense])
         summed = [*own, *beside]  # Buckets are filled from the last to the first.
         if self._workers is not None:
-            summed = self._workers.all_reduce_gradients(summed)
+            known = variables or [None] * len(by_variable)
+            weights = [*(known[i] for i in dense), *[None] * len(beside)]
+            summed = self._workers.all_reduce_gradients(summed, weights)
         for i, total in zip(dense, summed[: len(dense)], strict=True):
             results[i] = total
         kinds = kinds_of_readings() if sparse else ()

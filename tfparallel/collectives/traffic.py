@@ -10,6 +10,7 @@ import tensorflow as tf
 __all__ = ["KINDS", "ROWS", "SLICES", "SUMS", "Traffic"]
 
 SUMS, SLICES, ROWS = KINDS = ("sums", "slices", "rows")
+_CALLS = "calls"
 
 
 class Traffic:
@@ -22,12 +23,15 @@ class Traffic:
     def __init__(self):
         # In a graph a variable counts, since its collectives run without Python.
         with tf.init_scope(), tf.device("CPU:0"):
-            self._in_graphs = {k: tf.Variable(0, trainable=False, dtype=tf.int64) for k in KINDS}
-        self._in_python = dict.fromkeys(KINDS, 0)
+            self._in_graphs = {
+                k: tf.Variable(0, trainable=False, dtype=tf.int64) for k in (*KINDS, _CALLS)
+            }
+        self._in_python = dict.fromkeys((*KINDS, _CALLS), 0)
 
     def add(self, kind: str, num_bytes: int) -> None:
         """Counts bytes now."""
         self._in_python[kind] += num_bytes
+        self._in_python[_CALLS] += kind == SUMS
 
     def add_tensor(self, kind: str, tensor: tf.Tensor) -> None:
         """Counts a tensor's bytes: now, or whenever the graph that is being traced runs."""
@@ -38,7 +42,17 @@ class Traffic:
         with tf.device("CPU:0"):
             size = tf.size(tensor, tf.int64) if size is None else size
             self._in_graphs[kind].assign_add(size * tensor.dtype.size, read_value=False)
+            if kind == SUMS:
+                self._in_graphs[_CALLS].assign_add(1, read_value=False)
+
+    @property
+    def num_sums(self) -> int:
+        """How many collectives have carried sums so far."""
+        return self._of(_CALLS)
 
     def read(self) -> dict[str, int]:
         """Returns the bytes so far, of each kind."""
-        return {k: self._in_python[k] + int(self._in_graphs[k].numpy()) for k in KINDS}
+        return {kind: self._of(kind) for kind in KINDS}
+
+    def _of(self, name):
+        return self._in_python[name] + int(self._in_graphs[name].numpy())

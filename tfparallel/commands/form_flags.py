@@ -2,9 +2,11 @@
 
 from absl import flags
 
+from tfparallel.collectives.compression_name import FORMS, CompressionName
 from tfparallel.commands.flags import parse_bytes
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
 from tfparallel.layout.mesh import Mesh
+from tfparallel.replication import synchronization
 
 __all__ = [
     "balance_flags",
@@ -87,6 +89,19 @@ def common_flags() -> flags.FlagValues:
         None,
         "Between workers: sum gradients in pieces of this size, such as 4MiB, while the rest is "
         "computed; all at once if absent.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "compression",
+        None,
+        f"Between workers: how gradients travel, {FORMS}. Not exact; as they are if absent.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "sync",
+        None,
+        f"For data, between workers: when they agree on their weights, {synchronization.FORMS}. "
+        "every_step if absent; the others are not exact.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -186,6 +201,28 @@ def _mesh_problems(values: flags.FlagValues) -> list[str]:
     return []
 
 
+def _sync_problems(values: flags.FlagValues) -> list[str]:
+    """Returns what is wrong with --sync."""
+    if values.sync is None:
+        return []
+    if values.parallel != "data":
+        return [
+            "--sync is of replicas that each hold the whole model, on several workers. Received: "
+            f"--sync={values.sync} with --parallel={values.parallel}. Take --parallel=data, or "
+            "drop --sync."
+        ]
+    try:
+        policy = synchronization.Synchronization.parse(values.sync)
+    except ValueError as error:
+        return [f"--sync: {error}"]
+    if policy.is_local and values.compression is not None:
+        return [
+            "--compression is of gradients, and workers that step by themselves send weights. "
+            f"Received: --sync={values.sync} with --compression={values.compression}. Drop one."
+        ]
+    return []
+
+
 def common_problems(values: flags.FlagValues) -> list[str]:
     """Returns what is wrong with the common flags, alone and together."""
     problems = []
@@ -249,6 +286,11 @@ def common_problems(values: flags.FlagValues) -> list[str]:
         bucket_bytes(values)
     except ValueError as error:
         problems.append(f"--bucket_bytes: {error}")
+    try:
+        CompressionName.parse(values.compression)
+    except ValueError as error:
+        problems.append(f"--compression: {error}")
+    problems += _sync_problems(values)
     problems += device_memory_problems(values)
     problems += _mesh_problems(values)
     problems += pipeline_problems(values)

@@ -42,6 +42,7 @@ class Form:
         cut: How layers are shared out to the devices, as the form's builder takes it.
         all_reduce: What sums the replicas of this process, as `tfparallel.MirroredStrategy` takes
             it: `all_reduce` and `calibrate`.
+        sync: When workers agree on their weights, as `data_parallel` takes it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Form:
     strategy: MultiWorkerMirroredStrategy | None = None
     cut: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     all_reduce: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sync: str = "every_step"
 
     @property
     def workers(self):
@@ -90,7 +92,7 @@ class Form:
         except PlacementError as error:
             raise UsageError(str(error)) from error
         if self.strategy is not None:
-            return data_parallel(build_model, self.strategy)
+            return data_parallel(build_model, self.strategy, sync=self.sync)
         if self.all_reduce and len(self.devices) > 1:
             try:
                 strategy = MirroredStrategy(self.devices, **self.all_reduce)
@@ -137,9 +139,10 @@ class Form:
             )
         if self.workers is not None:
             by = "auto" if self.strategy.all_reduce_is_open else self.workers.transport
+            local = "" if self.sync == "every_step" else f", sync {self.sync}"
             return (
                 f"data parallel on {self.workers.num_workers} workers, {number} each ({names}), "
-                f"all-reduce by {by}"
+                f"all-reduce by {by}{local}"
             )
         return f"data parallel on {number} ({names})"
 
@@ -188,12 +191,13 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not is_worker:
-        if values.bucket_bytes is not None:
-            raise UsageError(
-                "--bucket_bytes is for gradients that travel between workers. Received: "
-                f"--bucket_bytes={values.bucket_bytes}, and no other workers. Drop the flag, or "
-                "add --num_workers=2."
-            )
+        for name in ("bucket_bytes", "compression", "sync"):
+            if getattr(values, name) not in (None, "every_step"):
+                raise UsageError(
+                    f"--{name} is for what travels between workers. Received: "
+                    f"--{name}={getattr(values, name)}, and no other workers. Drop the flag, or "
+                    "add --num_workers=2."
+                )
         return Form(values.parallel, devices, cut=_cut(values), all_reduce=all_reduce)
     try:
         with quiet_stderr():
@@ -203,6 +207,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
                 stall_timeout=values.stall_timeout,
                 all_reduce=values.all_reduce,
                 bucket_bytes=bucket_bytes(values),
+                compression=values.compression,
                 calibrate=values.calibrate,
                 facts=facts,
             )
@@ -210,7 +215,8 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         raise UsageError(str(error)) from error
     except RuntimeError as error:
         raise StartError(str(error)) from error
-    return Form(values.parallel, devices, strategy, cut=_cut(values))
+    sync = values.sync or "every_step"
+    return Form(values.parallel, devices, strategy, cut=_cut(values), sync=sync)
 
 
 def _is_on_cpus(values) -> bool:

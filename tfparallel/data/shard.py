@@ -19,6 +19,7 @@ class Shard(NamedTuple):
         num_global_rows: B, the rows of the global batch.
         inputs: The first row and the end of the inputs that it is cut from, where those are not
             the global batch. A single row stands for none.
+        stream: Which draws it has, where others work on a batch of their own at the same time.
     """
 
     replica: int
@@ -27,6 +28,7 @@ class Shard(NamedTuple):
     num_rows: Any
     num_global_rows: Any
     inputs: tuple[Any, Any] | None = None
+    stream: int = 0
 
     @property
     def may_be_idle(self) -> bool:
@@ -56,15 +58,7 @@ class Shard(NamedTuple):
         start, number = self.first_row_used, self.num_rows_used
         if self.inputs is not None:
             start -= self.inputs[0]
-        if isinstance(tensor, tf.SparseTensor):
-            begin = tf.concat([[start], tf.zeros_like(tensor.dense_shape[1:], tf.int32)], 0)
-            size = tf.concat([[number], tf.cast(tensor.dense_shape[1:], tf.int32)], 0)
-            return tf.sparse.slice(tensor, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
-        rows = of_any_number(tensor[start : start + number])
-        mask = getattr(tensor, "_keras_mask", None)
-        if mask is not None:
-            rows._keras_mask = of_any_number(mask[start : start + number])
-        return rows
+        return cut(tensor, start, number)
 
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """The rows of a global tensor, shape `(B, …)`, that belong to this replica."""
@@ -83,6 +77,19 @@ class Shard(NamedTuple):
     def weight(self, dtype) -> tf.Tensor:
         """The replica's share of the global batch, n_k / B."""
         return tf.cast(self.num_rows, dtype) / tf.cast(self.num_global_rows, dtype)
+
+
+def cut(tensor, start, size):
+    """The rows of an input, shape `(B, …)`, dense, ragged or sparse, from one on; may be none."""
+    if isinstance(tensor, tf.SparseTensor):
+        begin = tf.concat([[start], tf.zeros_like(tensor.dense_shape[1:], tf.int32)], 0)
+        sizes = tf.concat([[size], tf.cast(tensor.dense_shape[1:], tf.int32)], 0)
+        return tf.sparse.slice(tensor, tf.cast(begin, tf.int64), tf.cast(sizes, tf.int64))
+    rows = of_any_number(tensor[start : start + size])
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        rows._keras_mask = of_any_number(mask[start : start + size])
+    return rows
 
 
 def of_any_number(rows):

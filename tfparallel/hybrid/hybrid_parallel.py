@@ -7,6 +7,7 @@ import keras
 from tfparallel import devices as device_lib
 from tfparallel.callbacks.chief_only import send_state
 from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.extend import attach
 from tfparallel.hybrid.hybrid_model import HybridModel
 from tfparallel.layers.tensor_parallel import Asked, parts_planned, split_in_place
@@ -38,6 +39,7 @@ def hybrid_parallel(
     balance: str = "time",
     device_memory: int | None = None,
     batch_size: int = 32,
+    compression: str | None = None,
     check_rows: bool = True,
     allow_independent_workers: bool = False,
 ) -> keras.Model:
@@ -67,7 +69,8 @@ def hybrid_parallel(
         balance: Likewise.
         device_memory: Likewise.
         batch_size: The examples of a batch, for what the best cut costs.
-        check_rows: As for `data_parallel`.
+        compression: Of the gradients that travel between workers, as for `data_parallel`.
+        check_rows: Likewise.
         allow_independent_workers: Likewise. Else the replicas are shared out to the workers of the
             job that this process is part of, in order.
 
@@ -86,6 +89,7 @@ def hybrid_parallel(
         >>> model.fit(x, y, batch_size=64)
     """
     problems = Problems()
+    CompressionName.parse(compression)
     mesh = _mesh_of(mesh)
     cluster = Cluster() if allow_independent_workers else Cluster.from_env()
     number = cluster.num_workers
@@ -122,7 +126,7 @@ def hybrid_parallel(
     strategy = None
     if number > 1:
         problems.raise_all()  # Before the others are waited for.
-        strategy = MultiWorkerMirroredStrategy.of_process(devices=names)
+        strategy = MultiWorkerMirroredStrategy.of_process(devices=names, compression=compression)
     parts = _Parts(mesh, split or {})
 
     def spread(model: HybridModel) -> None:

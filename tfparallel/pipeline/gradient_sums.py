@@ -79,7 +79,8 @@ class GradientSums:
         if self._workers is not None:
             places = [place for place, own in enumerate(dense) if own is not None]
             sent = [*(dense[place] for place in places), *beside]
-            summed = self._workers.all_reduce_gradients(sent)
+            weights = [*(variables[place] for place in places), *[None] * len(beside)]
+            summed = self._workers.all_reduce_gradients(sent, weights)
             beside = summed[len(places) :]
             for place, total in zip(places, summed, strict=False):
                 with tf.device(variables[place]._value.device):

@@ -39,6 +39,7 @@ def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
         "weights": [f"{v.name} {tuple(v.shape)} {v.dtype}" for v in model.variables],
         "optimizer": _configuration(model.optimizer),
         "layout": model.layout.title,
+        "sync": str(getattr(model, "_sync", "every_step")),
     }
     found = differences(dict(enumerate(workers.exchange(facts))))
     if found:

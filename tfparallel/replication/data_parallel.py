@@ -8,6 +8,7 @@ import keras
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
+from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.data.partition import check_weights
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.shorten import first_to_last
@@ -15,6 +16,7 @@ from tfparallel.notice import notice
 from tfparallel.replication import clone
 from tfparallel.replication.data_parallel_model import extend_model
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfparallel.replication.synchronization import Synchronization
 from tfparallel.seams.tensorflow import DistributedVariable
 
 
@@ -24,6 +26,8 @@ def data_parallel(
     *,
     devices: Sequence[str] | None = None,
     all_reduce: str | None = None,
+    compression: str | None = None,
+    sync: str = "every_step",
     replica_weights: Sequence[int] | None = None,
     synchronize_batch_norm: bool = True,
     check_rows: bool = True,
@@ -52,6 +56,13 @@ def data_parallel(
         all_reduce: Under `"auto"`, the algorithm that sums the gradients: in one process as
             `tfparallel.MirroredStrategy` takes it, a name or `"auto"` for the fastest; between
             workers as `tfparallel.MultiWorkerMirroredStrategy` does.
+        compression: Under `"auto"`, in how many bytes gradients travel between workers, as
+            `tfparallel.MultiWorkerMirroredStrategy` takes it: `"bf16"`, `"powersgd:2"`. Not exact.
+            Within a process nothing travels, and nothing is compressed. Default: as they are.
+        sync: When workers agree on their weights: `"every_step"`, by summing gradients, which is
+            one device's training; `"local_sgd:8"`, by averaging weights every 8 steps, in which
+            each trains by itself; `"post_local_sgd:1000,8"`, so from step 1,000 on. See
+            `docs/synchronization.md`. Within a process replicas always agree.
         replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
             replica computes three. One whole number for each replica of all workers; the
             weights that come out are the same. Default: equal shares.
@@ -71,8 +82,9 @@ def data_parallel(
 
     Raises:
         ValueError: If the environment names no valid cluster, a device is unknown or named twice,
-            the algorithm cannot run there, the function returns no model, or the model was built in
-            another strategy's scope or cannot be cloned.
+            the algorithm cannot run there, there is no such compression or `sync`, the function
+            returns no model, or the model was built in another strategy's scope or cannot be
+            cloned.
         RuntimeError: If a job of several workers would train a model in each, unless
             `allow_independent_workers`; or if the workers do not meet.
 
@@ -85,7 +97,10 @@ def data_parallel(
         The step is synchronous stochastic gradient descent: Jianmin Chen et al., "Revisiting
         Distributed Synchronous SGD", arXiv:1604.00981, 2016.
     """
-    strategy = _resolve_strategy(strategy, devices, all_reduce, allow_independent_workers)
+    policy = Synchronization.parse(sync)
+    strategy = _resolve_strategy(
+        strategy, devices, all_reduce, compression, allow_independent_workers
+    )
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
     if isinstance(model_or_function, keras.Model):
@@ -98,6 +113,7 @@ def data_parallel(
         None if isinstance(strategy, _OneDevice) else strategy,
         synchronize_batch_norm=synchronize_batch_norm,
         check_rows=check_rows,
+        sync=policy,
     )
     if model._is_chief:
         notice(f"data_parallel: {_in_words(model.layout)}.", once=True)
@@ -126,11 +142,11 @@ class _OneDevice:
         return contextlib.nullcontext()
 
 
-def _resolve_strategy(strategy, devices, all_reduce, allow_independent_workers):
+def _resolve_strategy(strategy, devices, all_reduce, compression, allow_independent_workers):
     cluster = None if allow_independent_workers else Cluster.from_env()
     if isinstance(strategy, MultiWorkerMirroredStrategy | MirroredStrategy):
         _refuse_independent_workers(strategy, cluster)
-        given = {"devices": devices, "all_reduce": all_reduce}
+        given = {"devices": devices, "all_reduce": all_reduce, "compression": compression}
         for name, value in given.items():
             if value is not None:
                 raise ValueError(
@@ -147,7 +163,10 @@ def _resolve_strategy(strategy, devices, all_reduce, allow_independent_workers):
             "clips and averages on each replica; replace `tf.distribute.` by `tfparallel.`."
         )
     if cluster is not None and cluster.num_workers > 1:
-        return MultiWorkerMirroredStrategy.of_process(devices=devices, all_reduce=all_reduce)
+        return MultiWorkerMirroredStrategy.of_process(
+            devices=devices, all_reduce=all_reduce, compression=compression
+        )
+    CompressionName.parse(compression)  # A wrong name is one in a single process, too.
     names = device_lib.choose_devices(devices=devices)
     default = (device_lib.list_devices("GPU") or device_lib.list_devices("CPU"))[:1]
     if names != default:

@@ -20,9 +20,11 @@ from tfparallel.replication import (
     state,
 )
 from tfparallel.replication.check_rows import make_quiet
+from tfparallel.replication.local_steps import LocalSteps
 from tfparallel.replication.one_of_workers import OneOfWorkers
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.replicated_layer import ReplicatedLayer
+from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.seams.keras import batches_of
 from tfparallel.step.ahead import build_ahead, types_of_batches
 
@@ -33,7 +35,7 @@ def _is_symbolic(leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and tf.is_symbolic_tensor(leaf)
 
 
-class DataParallelModel(OneOfWorkers, OwnRows, ReplicatedLayer):
+class DataParallelModel(LocalSteps, OneOfWorkers, OwnRows, ReplicatedLayer):
     """Extends the user's model class: the same methods, on all replicas.
 
     `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, on which only the
@@ -202,7 +204,8 @@ class DataParallelModel(OneOfWorkers, OwnRows, ReplicatedLayer):
         if self.strategy is None:
             return super().train_step(data)
         extend_parts(self)
-        data, worker_rows = sample_partition.held(data, self.strategy)
+        if not self._steps_alone:
+            data, worker_rows = sample_partition.held(data, self.strategy)
         object.__setattr__(self, "_in_train_step", True)
         try:
             # Of a step whose data has run out, ops that need no data (the count of the steps, the
@@ -211,9 +214,13 @@ class DataParallelModel(OneOfWorkers, OwnRows, ReplicatedLayer):
             tensors = [leaf for leaf in keras.tree.flatten(data) if _is_symbolic(leaf)]
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
             with tf.control_dependencies(arrived):
+                if self._steps_alone:
+                    return self._train_alone(data)
                 if self._fingerprints is not None and worker_rows is None:
                     self._fingerprints.check(data, "fit")
                 way = self._way(data, "fit")
+                if self._is_ever_alone:
+                    self._refuse_joined(way)
                 data, worker_rows = self._whole_if_needed(way, data, worker_rows)
                 if way.rows_stay:
                     return self._train_on_own_rows(data, way.metrics, worker_rows)
@@ -256,6 +263,7 @@ def extend_model(
     *,
     synchronize_batch_norm: bool = True,
     check_rows: bool | None = None,
+    sync: Synchronization = EVERY_STEP,
 ) -> keras.Model:
     """Makes `model`, whose variables `strategy` holds, data parallel, in place.
 
@@ -264,6 +272,7 @@ def extend_model(
         strategy: The `tfparallel.MirroredStrategy`; None for one device.
         synchronize_batch_norm: Whether batch normalization takes the global batch's moments.
         check_rows: Whether a model that mixes examples is refused; None as the strategy says.
+        sync: When the workers agree on their weights.
 
     Returns:
         The same object, its class extended.
@@ -274,6 +283,7 @@ def extend_model(
         _strategy=strategy,
         _synchronize_batch_norm=synchronize_batch_norm,
         _check_rows=check_rows,
+        _sync=sync,
         _in_train_step=False,
         _gathers=True,
         _predict_own_rows=(None, None),

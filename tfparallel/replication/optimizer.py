@@ -45,17 +45,17 @@ class _Update:
     Args:
         partials: One `PartialSums` or None for each variable.
         accumulators: The Keras variables that accumulate them.
+        weights: What they are the gradients of.
         strategy: The strategy that the optimizer acts under.
     """
 
-    def __init__(self, partials, accumulators, strategy):
+    def __init__(self, partials, accumulators, weights, strategy):
         self._workers = strategy.workers
         self._strategy = strategy
-        self._pairs = [
-            (partial, accumulator)
-            for partial, accumulator in zip(partials, accumulators, strict=True)
-            if partial is not None
-        ]
+        found = zip(partials, accumulators, weights, strict=True)
+        found = [each for each in found if each[0] is not None]
+        self._pairs = [(partial, accumulator) for partial, accumulator, _ in found]
+        self._weights = [weight for *_, weight in found]
         self._totals: dict = {}
         for partial, _ in self._pairs:
             partial.update = self
@@ -66,7 +66,9 @@ class _Update:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         if graph not in self._totals:
             sums = self._sums()
-            self._totals[graph] = self._workers.all_reduce(sums) if self._workers else sums
+            if self._workers is not None:
+                sums = self._workers.all_reduce_gradients(sums, self._weights)
+            self._totals[graph] = sums
         index = next(i for i, (pair, _) in enumerate(self._pairs) if pair is partial)
         return self._totals[graph][index]
 
@@ -125,7 +127,7 @@ class AccumulatingOptimizer(ProgramOptimizer):
                 self._accumulated_gradients[self._get_variable_index(variable)]
                 for variable in trainable_variables
             ]
-            _Update(grads, own, self._distribution_strategy)
+            _Update(grads, own, trainable_variables, self._distribution_strategy)
         return super().apply(grads, trainable_variables)
 
     def _partial(self, gradient, variable):

@@ -29,13 +29,21 @@ class ReplicaSeedGenerator:
         """Returns the next seed, with the replica's index folded into its first word."""
         seed = super().next(ordered)
         shard = shards.current()
-        if shard is None or shard.replica == 0:
+        if shard is None or shard.replica == shard.stream == 0:
             return seed
-        return seed + tf.cast(tf.constant([shard.replica * _FOLD % 2**31, 0], tf.int64), seed.dtype)
+        return seed + _folded(shard.replica, shard.stream, seed.dtype)
 
     def next_global(self):
-        """Returns the next seed as one device draws it."""
-        return super().next()
+        """Returns the next seed as one device draws it, for the batch of the replica."""
+        seed, shard = super().next(), shards.current()
+        if shard is None or shard.stream == 0:
+            return seed
+        return seed + _folded(0, shard.stream, seed.dtype)
+
+
+def _folded(replica, stream, dtype):
+    words = [replica * _FOLD % 2**31, stream * _FOLD % 2**31]
+    return tf.cast(tf.constant(words, tf.int64), dtype)
 
 
 class IndexedDropout:

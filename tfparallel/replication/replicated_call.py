@@ -208,7 +208,9 @@ class ReplicatedCall:
         if self._worker_rows is None:
             ranges = partition.row_ranges(num_rows, num_replicas, weights)[own]
             return [
-                shards.Shard(own.start + k, num_replicas, start, size, num_rows)
+                shards.Shard(
+                    own.start + k, num_replicas, start, size, num_rows, stream=strategy.stream
+                )
                 for k, (start, size) in enumerate(ranges)
             ]
         index = strategy.workers.worker_index
@@ -245,7 +247,7 @@ class ReplicatedCall:
     def _local_index(self) -> int:
         """Which of this worker's replicas is running."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return int(tf.get_static_value(replica)) - self._strategy.first_replica
+        return int(tf.get_static_value(replica)) % len(self._strategy.devices)
 
     def _of_known_size(self, joined, num_rows):
         """Gives outputs the batch size that their rows lost on the way in (`Shard.rows_used`).
@@ -339,7 +341,10 @@ class ReplicatedCall:
             ]
         reducer = Reducer(self._strategy.all_reduce_ops, self._strategy.workers)
         totals, beside = reducer.totals(
-            by_variable, lambda: self._kinds_of_readings(inputs), self._waiting
+            by_variable,
+            lambda: self._kinds_of_readings(inputs),
+            self._waiting,
+            self._trainable,
         )
         if self._waiting:
             self._arrived = beside

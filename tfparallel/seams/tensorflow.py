@@ -29,6 +29,7 @@ from tensorflow.python.distribute.values import (
 from tensorflow.python.eager import context, record
 from tensorflow.python.framework.errors import InaccessibleTensorError
 from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.util import nest
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "MirroredExtended",
     "MirroredVariable",
     "PerReplica",
+    "ResourceVariable",
     "SyncOnReadVariable",
     "all_gather_v2",
     "all_reduce_v2",

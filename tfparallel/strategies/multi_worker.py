@@ -26,6 +26,7 @@ from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import transport, worker_choice
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.choice import Choice
+from tfparallel.collectives.compression import compression_of
 from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.device_names import canonical
 from tfparallel.notice import notice
@@ -104,13 +105,18 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             --transport=mpi` sets, stands before both.
         bucket_bytes: How much of the gradients is summed at once, while the rest is still computed;
             None, the default, sums all of them together (see `docs/mpi.md` for when it gains).
+        compression: In how many bytes gradients travel between the workers, which is not exact:
+            "bf16", "fp16", "topk:FRACTION" or "powersgd:RANK" (see `docs/synchronization.md`).
+            Custom loops, which call `reduce_gradients`, and the gradients of embeddings are not
+            compressed.
         calibrate: Whether "auto" may measure.
         facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
             it: a seed, a batch size.
 
     Raises:
         ValueError: If the environment does not describe a cluster, a device is unknown,
-            `all_reduce` is unknown or cannot run here, or the profile is another machine's.
+            `all_reduce` is unknown or cannot run here, `compression` is none of these, or the
+            profile is another machine's.
         RuntimeError: If TensorFlow's runtime has started already, a worker is missing at the
             deadline, a port is taken, or the workers disagree.
 
@@ -136,6 +142,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         stall_timeout: float = 1800.0,
         all_reduce: str | None = None,
         bucket_bytes: int | None = None,
+        compression: str | None = None,
         calibrate: bool = True,
         facts: Mapping[str, Any] | None = None,
     ):
@@ -149,6 +156,8 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 "`bucket_bytes` must be a number of bytes of at least 1, or None for one bucket. "
                 f"Received: bucket_bytes={bucket_bytes!r}."
             )
+        self.compression = compression
+        compressed = compression_of(compression)
         given, named = all_reduce, transport.named_by(communication_options)
         all_reduce = transport.chosen(all_reduce or named)
         _refuse_late_start()
@@ -160,6 +169,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             cluster_resolver = _resolver_of(cluster)
         num_devices = len(device_lib.choose_devices(devices=devices))
         same = {"all_reduce": all_reduce, "bucket_bytes": bucket_bytes, "calibrate": calibrate}
+        same["compression"] = compression
         facts = {"devices a worker": num_devices, **same, **(facts or {})}
         _meet(cluster_resolver, facts, start_timeout)
         options = transport.options(all_reduce, communication_options)
@@ -180,7 +190,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             )
             keep_freed_memory()
             _recommend_a_process_for_each_gpu(self.devices, self.workers.worker_index)
-            self.workers.bucket_bytes = bucket_bytes
+            self.workers.bucket_bytes, self.workers.compression = bucket_bytes, compressed
             if all_reduce is None:
                 self.workers, self.all_reduce_choice = worker_choice.by_default(self.workers)
             else:
@@ -194,8 +204,22 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
 
     @classmethod
     def of_process(cls, **kwargs) -> "MultiWorkerMirroredStrategy":
-        """Returns the strategy that this process started, or starts one."""
-        return cls._of_process or cls(**kwargs)
+        """Returns the strategy that this process started, or starts one.
+
+        Raises:
+            ValueError: If one was started that compresses gradients in another way.
+        """
+        strategy = cls._of_process
+        if strategy is None:
+            return cls(**kwargs)
+        asked = kwargs.get("compression")
+        if asked is not None and strategy.compression != asked:
+            raise ValueError(
+                "The workers of a job have one strategy, which says how gradients travel. "
+                f"Received: compression={asked!r} in a process whose strategy has "
+                f"{strategy.compression!r}. Name it where the strategy is made, in the first call."
+            )
+        return strategy
 
     @property
     def all_reduce_is_open(self) -> bool:

@@ -78,9 +78,26 @@ class ProgramStrategy:
     workers: WorkerGroup | None = None  # What joins the workers of the job; None for one.
     all_reduce_ops: tf.distribute.CrossDeviceOps | None = None  # None: on the first device.
     all_reduce_is_open = False  # Whether what sums over the workers is still to be chosen.
+    compression: str | None = None  # How gradients travel between workers; None: as they are.
     check_rows = True  # Whether a call that mixes examples is refused; see `data_parallel`.
+    stream = 0  # Which draws the replicas have: the worker, where it is apart.
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it the replicas of this worker are all that there are.
+
+        What is traced meanwhile is the program of a job of one worker, on a batch of its own.
+        """
+        workers, first, weights = self.workers, self.first_replica, self._replica_weights
+        self.workers = None
+        self.stream = 0 if workers is None else workers.worker_index
+        self._replica_weights = weights and weights[first : first + len(self.devices)]
+        try:
+            yield
+        finally:
+            self.workers, self._replica_weights, self.stream = workers, weights, 0
 
     @property
     def replica_weights(self) -> tuple[int, ...] | None:
@@ -125,7 +142,8 @@ class ProgramStrategy:
         choice = choice_of(self)
         if choice is None or self.all_reduce_is_open:
             return f"all-reduce, chosen {self._how_chosen()} when training begins"
-        return f"all-reduce by {choice.algorithm} ({choice.what_runs})"
+        compressed = f", compressed by {self.compression}" if self.compression else ""
+        return f"all-reduce by {choice.algorithm} ({choice.what_runs}){compressed}"
 
     def _how_chosen(self) -> str:
         """By what "auto" will choose."""

@@ -1,0 +1,205 @@
+"""What each worker of `test_local_steps.py` runs."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfparallel
+
+ROWS = 8
+
+
+def data(num_batches, last=ROWS):
+    generator = np.random.default_rng(0)
+    number = ROWS * (num_batches - 1) + last
+    x = generator.normal(size=(number, 5))
+    return x, (x.sum(1) > 0).astype("int64")
+
+
+def build(dropout=0.0):
+    layers = [keras.Input((5,)), keras.layers.Dense(16, activation="tanh")]
+    layers += [keras.layers.Dropout(dropout)] if dropout else []
+    return keras.Sequential([*layers, keras.layers.Dense(2)])
+
+
+def trained(sync, num_batches=5, last=ROWS, epochs=2, optimizer=None, callbacks=(), **options):
+    keras.utils.set_random_seed(5)
+    model = tfparallel.data_parallel(build, sync=sync)
+    model.compile(
+        optimizer or keras.optimizers.SGD(0.1),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        **options,
+    )
+    x, y = data(num_batches, last)
+    history = model.fit(
+        x, y, batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0,
+        validation_data=(x, y), callbacks=list(callbacks),
+    )  # fmt: skip
+    return model, history.history
+
+
+def by_hand(every, num_batches, last, epochs=2, rate=0.1):
+    """Plain Keras on the rows of each worker, averaged by hand."""
+    x, y = data(num_batches, last)
+    keras.utils.set_random_seed(5)
+    models = [build() for _ in range(2)]
+    for model in models:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(rate), loss)
+        model.set_weights(models[0].get_weights())
+    rows, steps = np.zeros(len(models)), 0
+
+    def average():
+        nonlocal rows, steps
+        if not rows.sum():
+            return
+        shares = rows / rows.sum()
+        by_weight = zip(*(model.get_weights() for model in models), strict=True)
+        mean = [sum(s * w for s, w in zip(shares, each, strict=True)) for each in by_weight]
+        for model in models:
+            model.set_weights(mean)
+        rows, steps = np.zeros(len(models)), 0
+
+    for _ in range(epochs):
+        for start in range(0, len(x), ROWS):
+            batch = slice(start, min(start + ROWS, len(x)))
+            size = batch.stop - batch.start
+            for w, model in enumerate(models):
+                first, end = size * w // len(models), size * (w + 1) // len(models)
+                own = slice(batch.start + first, batch.start + end)
+                if end > first:
+                    model.train_on_batch(x[own], y[own])
+                rows[w] += end - first
+            steps += 1
+            if steps == every:
+                average()
+        average()
+    return models[0].get_weights()
+
+
+def apart(one, other):
+    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+
+
+def largest(history, other):
+    return max(float(np.abs(np.subtract(history[k], other[k])).max()) for k in other)
+
+
+class Evaluates(keras.callbacks.Callback):
+    """In the middle of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            x, y = data(2)
+            self.seen.append(self.model.evaluate(x, y, batch_size=ROWS, verbose=0))
+
+
+def refused(function):
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+class OwnStep(keras.Model):
+    """Whatever it does in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def masks():
+    """The loss of ones behind a dropout layer, before any average: of this worker's rows."""
+    keras.utils.set_random_seed(5)
+    model = tfparallel.data_parallel(lambda: build(0.5), sync="local_sgd:100")
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    losses = []
+
+    class Reads(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            losses.append(float(logs["loss"]))
+
+    x = np.ones((2 * ROWS, 5))
+    model.fit(
+        x, np.zeros((2 * ROWS, 2)), batch_size=ROWS, verbose=0, callbacks=[Reads()]
+    )
+    return losses
+
+
+def main(folder):
+    keras.config.set_floatx("float64")
+    workers = tfparallel.MultiWorkerMirroredStrategy().workers
+    found = {}
+    exact, exact_history = trained("every_step", last=5)
+    model, history = trained("local_sgd:1", last=5)
+    found["every step"] = apart(exact.get_weights(), model.get_weights())
+    of_validation = {k: v for k, v in exact_history.items() if k.startswith("val")}
+    found["validation"] = largest(history, of_validation)
+    for every, last in ((2, 5), (3, 1), (100, ROWS)):
+        model, history = trained(f"local_sgd:{every}", last=last)
+        flat = np.concatenate([w.ravel() for w in model.get_weights()])[None]
+        of_all = workers.all_gather([tf.constant(flat)], [1] * workers.num_workers)[0].numpy()
+        found[f"{every}, {last}"] = {
+            "by hand": apart(model.get_weights(), by_hand(every, 5, last)),
+            "between workers": float(np.abs(of_all - of_all[0]).max()),
+            "history": history,
+            "examples": 4 * ROWS + last,
+        }
+    model, _ = trained("post_local_sgd:10,4", last=5)
+    found["until it begins"] = apart(exact.get_weights(), model.get_weights())
+    exact, _ = trained("every_step", last=5, epochs=3)
+    model, history = trained("post_local_sgd:7,2", last=5, epochs=3)
+    found["post_local_sgd"] = {
+        "from exact": apart(exact.get_weights(), model.get_weights()),
+        "history": history,
+        "examples": 4 * ROWS + 5,
+    }
+    found["bytes"] = {}
+    for name, sync in (("every step", "every_step"), ("local", "local_sgd:4")):
+        before = workers.traffic.read()["sums"]
+        trained(sync, num_batches=40, epochs=1)
+        found["bytes"][name] = workers.traffic.read()["sums"] - before
+    reads = Evaluates()
+    _, history = trained("local_sgd:2", callbacks=[reads])
+    found["in the middle"] = {"evaluated": reads.seen, "history": history}
+
+    def with_adam(epochs, *callbacks):
+        optimizer = keras.optimizers.Adam(0.05)
+        model, _ = trained("local_sgd:3", epochs=epochs, optimizer=optimizer, callbacks=callbacks)
+        return model.get_weights()
+
+    whole = with_adam(2)
+    with_adam(1, tfparallel.callbacks.Checkpoint(folder))
+    found["resumed"] = apart(whole, with_adam(2, tfparallel.callbacks.Checkpoint(folder)))
+    plain = trained("local_sgd:2")[0].get_weights()
+    for option, value in (("jit_compile", True), ("steps_per_execution", 2)):
+        model, _ = trained("local_sgd:2", **{option: value})
+        found[option] = apart(model.get_weights(), plain)
+    found["masks"] = masks()
+    sgd = keras.optimizers.SGD
+    scaled = keras.optimizers.LossScaleOptimizer(sgd(0.1))
+    found["scales"] = refused(lambda: trained("local_sgd:2", optimizer=scaled))
+    accumulating = sgd(0.1, gradient_accumulation_steps=2)
+    found["accumulates"] = refused(lambda: trained("local_sgd:2", optimizer=accumulating))
+
+    def of_the_batch(y, outputs):
+        return keras.ops.mean((outputs - keras.ops.mean(outputs, 0)) ** 2, -1)
+
+    for name, function, loss in (("joins", build, of_the_batch), ("own step", OwnStep, "mse")):
+        model = tfparallel.data_parallel(function, sync="local_sgd:2")
+        model.compile("sgd", loss)
+        found[name] = refused(lambda model=model: model.fit(*data(2), verbose=0))
+    return found

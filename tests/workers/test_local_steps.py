@@ -1,0 +1,140 @@
+"""Workers that step by themselves, against plain Keras on each one's rows, averaged by hand."""
+
+import json
+
+import pytest
+
+from tests.commands.command_line import TASKS, tfparallel
+from tfparallel.replication.synchronization import Synchronization
+
+from .jobs import ROOT, run_workers
+
+PROGRAM = ROOT / "tests/workers/local_steps.py"
+AVERAGED = ["2, 5", "3, 1", "100, 8"]
+
+
+@pytest.fixture(name="job", scope="module")
+def run_job(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return run_workers(PROGRAM, 2, 2, [folder], timeout_seconds=300)
+
+
+@pytest.mark.slow
+def test_averaged_after_each_step_of_plain_sgd_it_is_every_step(job):
+    for seen in job:
+        assert seen["every step"] < 1e-12 and seen["validation"] < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", AVERAGED)
+def test_weights_are_the_average_by_rows(job, case):
+    """Of short batches too, of which a worker may have none."""
+    for seen in job:
+        assert seen[case]["by hand"] < 1e-12 and seen[case]["between workers"] == 0
+
+
+@pytest.mark.slow
+def test_metrics_are_of_all_rows_and_the_same_on_all_workers(job):
+    for case in (*AVERAGED, "post_local_sgd"):
+        history = job[0][case]["history"]
+        assert history == job[1][case]["history"]
+        # Of 37, 33 and 40 examples: a sum of whole numbers, divided by how many there are.
+        for accuracy in history["accuracy"]:
+            correct = accuracy * job[0][case]["examples"]
+            assert abs(correct - round(correct)) < 1e-9
+
+
+@pytest.mark.slow
+def test_until_it_begins_every_step_is_exact(job):
+    for seen in job:
+        assert seen["until it begins"] == 0 < seen["post_local_sgd"]["from exact"]
+
+
+@pytest.mark.slow
+def test_little_is_sent(job):
+    assert job[0]["bytes"]["local"] < 0.35 * job[0]["bytes"]["every step"]
+
+
+@pytest.mark.slow
+def test_a_callback_may_evaluate_in_the_middle_of_an_epoch(job):
+    found = job[0]["in the middle"]
+    assert found == job[1]["in the middle"] and len(found["evaluated"]) == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(job):
+    assert [seen["resumed"] for seen in job] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["jit_compile", "steps_per_execution"])
+def test_options_of_keras(job, option):
+    assert all(seen[option] < 1e-12 for seen in job)
+
+
+@pytest.mark.slow
+def test_workers_draw_different_masks(job):
+    assert job[0]["masks"] != job[1]["masks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("accumulates", "Received: an optimizer that accumulates gradients"),
+        ("scales", "Received: a LossScaleOptimizer"),
+        ("joins", "may look at several examples"),
+        ("own step", "Received: a model with a `train_step` of its own"),
+    ],
+)
+def test_what_only_all_workers_can_do_is_refused(job, case, message):
+    assert message in job[0][case] and "Take sync='every_step'" in job[0][case]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [("--sync=local_sgd:8",), ("--compression=powersgd:2",)], ids=lambda flags: flags[0]
+)
+def test_a_task_is_trained_and_reported(tmp_path, flags):
+    report = tmp_path / "report.json"
+    code, _, errors = tfparallel(
+        *("train", TASKS / "blobs.py", "--num_workers=2", "--num_devices=1", "--device_type=cpu"),
+        *("--epochs=2", "--global_batch_size=16", f"--report={report}", *flags),
+    )
+    assert code == 0, errors
+    found = json.loads(report.read_text())
+    name, _, value = flags[0].removeprefix("--").partition("=")
+    assert found[name] == value
+    assert found["sent_bytes"]["sums"] > 0 and found["num_reductions"] > 0
+
+
+@pytest.mark.parametrize("spec", ["every_step", "local_sgd:8", "post_local_sgd:100,8"])
+def test_it_prints_as_it_was_asked_for(spec):
+    assert str(Synchronization.parse(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["never", "local_sgd", "local_sgd:0", "local_sgd:x", "post_local_sgd:8", "local_sgd:2,3"],
+)
+def test_what_cannot_be_is_refused(spec):
+    with pytest.raises(ValueError, match="`sync` must be every_step, .* Received: "):
+        Synchronization.parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("train", "--sync=local_sgd:8"), "and no other workers"),
+        (("train", "--sync=local_sgd:0"), "--sync: `sync` must be"),
+        (("train", "--sync=local_sgd:8", "--parallel=pipeline"), "Take --parallel=data"),
+        (("train", "--sync=local_sgd:8", "--compression=bf16"), "Drop one"),
+        (("check", "--sync=local_sgd:8"), "Received: --sync=local_sgd:8. Drop it"),
+    ],
+)
+def test_flags_that_do_not_fit(flags, message):
+    command, *others = flags
+    code, _, errors = tfparallel(
+        command, TASKS / "blobs.py", "--num_devices=2", "--device_type=cpu", *others
+    )
+    assert code == 2 and message in errors

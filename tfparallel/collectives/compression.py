@@ -1,0 +1,355 @@
+"""Gradients that travel between workers in fewer bytes: `compression=`.
+
+| name | what travels of n elements, m x k as a matrix | bytes |
+| --- | --- | --- |
+| `bf16`, `fp16` | each in 16 bits | 1/2 |
+| `topk:F` | the F·n largest, by magnitude, with their places | 2F |
+| `powersgd:R` | two factors of rank R, m x R and k x R | R(m + k)/mk |
+
+All of them lose something. What a worker's gradient g lost, it adds to the next one (error
+feedback), so that it comes late and not never:
+
+    sent = C(g + e)        e ← g + e - sent        total = Σ_w sent
+
+What is left over is state of the worker: one number for each element of a gradient. Weights are
+those of one device only as far as the training forgives. What is small is sent as it is: biases,
+and under `powersgd` what two factors would not make smaller. So are the gradients of embeddings,
+of which the rows that were read travel, sums of losses and metrics, and moments.
+
+References:
+    Error feedback: Sai Praneeth Karimireddy et al., "Error Feedback Fixes SignSGD and other
+    Gradient Compression Schemes", arXiv:1901.09847, 2019.
+    Top-k: Yujun Lin et al., "Deep Gradient Compression", arXiv:1712.01887, 2018, without its
+    correction of momentum, which would have to know the optimizer.
+    Low rank: Thijs Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization", arXiv:1905.13727, 2019.
+"""
+
+import abc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.collectives.compression_name import CompressionName
+from tfparallel.seams.tensorflow import ResourceVariable
+
+__all__ = ["Compression", "compression_of"]
+
+_COMPRESSED = (tf.float32, tf.float64)
+# Of fewer elements no fraction is taken: biases, scales.
+_SMALL = 1024
+
+
+class _State:
+    """A tensor for each weight, as long as the weight is there."""
+
+    def __init__(self):
+        self._held: dict[int, tuple[weakref.ref, tf.Variable]] = {}
+
+    def get(self, weight: keras.Variable) -> tf.Variable | None:
+        """Returns the weight's; None if none was made."""
+        owner, variable = self._held.get(id(weight), (lambda: None, None))
+        return variable if owner() is weight else None
+
+    def made(
+        self, weight: keras.Variable, device: str, initial: Callable[[], tf.Tensor]
+    ) -> tf.Variable:
+        """Returns the weight's, made now if there is none, in whatever scope this is."""
+        variable = self.get(weight)
+        if variable is None:
+            alive = {key: pair for key, pair in self._held.items() if pair[0]() is not None}
+            with tf.init_scope(), tf.device(device):
+                variable = ResourceVariable(initial(), trainable=False)
+            self._held = alive | {id(weight): (weakref.ref(weight), variable)}
+        return variable
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class Compression(abc.ABC):
+    """What stands between a worker's gradients and the collective that sums them.
+
+    Args:
+        spec: What the user wrote.
+    """
+
+    def __init__(self, spec: str):
+        self.spec = spec
+        self._left_over = _State()
+
+    def __str__(self) -> str:
+        return self.spec
+
+    def left_over(self, weight: keras.Variable) -> tf.Variable | None:
+        """What this worker has not sent yet of a weight's gradient; None before the first step."""
+        return self._left_over.get(weight)
+
+    @property
+    def _states(self) -> dict[str, tuple[_State, bool]]:
+        """What is kept for each weight, by name, and whether it is each worker's own."""
+        return {"left over": (self._left_over, True)}
+
+    def describe(self, workers, weights: Sequence[keras.Variable]) -> list[list]:
+        """Returns `[name, shape, dtype]` of each array of `capture`."""
+        return [
+            [name, [workers.num_workers] * is_own + list(kept.shape), kept.dtype.name]
+            for name, kept, is_own in self._kept(weights)
+        ]
+
+    def capture(self, workers, weights: Sequence[keras.Variable]) -> Iterator[np.ndarray]:
+        """Returns the state of all workers; every worker must call it, and read all of it."""
+        for _, kept, is_own in self._kept(weights):
+            value = kept.read_value()
+            if is_own:
+                (value,) = workers.all_gather([value[None]], [1] * workers.num_workers)
+            yield value.numpy()
+
+    def restore(
+        self,
+        workers,
+        weights: Sequence[keras.Variable],
+        names: Sequence[str],
+        arrays: Iterable[np.ndarray],
+    ) -> None:
+        """Takes the state of `capture`, of any number of workers.
+
+        Another number than now goes on with all of it on the first worker. What another
+        compression had beside is dropped.
+        """
+        by_place = {str(i): weight for i, weight in enumerate(weights)}
+        for name, array in zip(names, arrays, strict=True):
+            place, _, kind = name.partition("/")
+            held, is_own = self._states.get(kind, (None, False))
+            if held is None or place not in by_place:
+                continue
+            if is_own:
+                is_same = len(array) == workers.num_workers
+                own = array if is_same else _on_the_first(array, workers.num_workers)
+                array = own[workers.worker_index]
+            kept = held.made(by_place[place], workers.device, lambda array=array: array)
+            kept.assign(array)
+
+    def _kept(self, weights):
+        for i, weight in enumerate(weights):
+            for kind, (held, is_own) in self._states.items():
+                if (kept := held.get(weight)) is not None:
+                    yield f"{i}/{kind}", kept, is_own
+
+    def totals(
+        self,
+        workers,
+        gradients: Sequence[tf.Tensor],
+        weights: Sequence[keras.Variable | None],
+    ) -> list[tf.Tensor]:
+        """Sums gradients over the workers.
+
+        Args:
+            workers: The `WorkerGroup`.
+            gradients: Of the same shapes on all workers.
+            weights: What each is the gradient of; None for what is no gradient, and is summed as
+                it is.
+
+        Returns:
+            The sums, equal to the last bit on all workers.
+        """
+        results: list = [None] * len(gradients)
+        places = [
+            i for i, pair in enumerate(zip(gradients, weights, strict=True)) if self._takes(*pair)
+        ]
+        rest = [i for i in range(len(gradients)) if i not in places]
+        left_over = [
+            self._left_over.made(
+                weights[i],
+                workers.device,
+                lambda like=gradients[i]: tf.zeros(like.shape, like.dtype),
+            )
+            for i in places
+        ]
+        corrected = [
+            gradients[i] + kept.read_value() for i, kept in zip(places, left_over, strict=True)
+        ]
+        totals, sent, others = self._sums(
+            workers, corrected, [weights[i] for i in places], [gradients[i] for i in rest]
+        )
+        for kept, whole, part in zip(left_over, corrected, sent, strict=True):
+            _keep_if_finite(kept, whole - part)
+        for i, total in zip([*places, *rest], [*totals, *others], strict=True):
+            results[i] = total
+        return results
+
+    def _takes(self, gradient, weight) -> bool:
+        is_known = gradient.shape.is_fully_defined()
+        return weight is not None and is_known and gradient.dtype in _COMPRESSED
+
+    @abc.abstractmethod
+    def _sums(self, workers, gradients, weights, rest):
+        """Sums over the workers what each sends of its gradients.
+
+        Returns:
+            The sums, what this worker sent as part of each, and the sums of `rest`.
+        """
+
+
+class Halved(Compression):
+    """`bf16` and `fp16`: 16 bits an element."""
+
+    def __init__(self, spec: str, dtype: tf.DType):
+        super().__init__(spec)
+        self._dtype = dtype
+
+    def _sums(self, workers, gradients, weights, rest):
+        halves = [self._rounded(gradient, workers.num_workers) for gradient in gradients]
+        found = workers.all_reduce_halves(halves) if halves else []
+        totals, sent = (
+            [tf.cast(half, gradient.dtype) for half, gradient in zip(some, gradients, strict=True)]
+            for some in (found, halves)
+        )
+        return totals, sent, workers.all_reduce(rest)
+
+    def _rounded(self, gradient, num_workers):
+        if self._dtype == tf.float16:
+            # The sum of all must not overflow where no term does; what is cut off is left over.
+            largest = self._dtype.max / num_workers
+            kept = tf.clip_by_value(gradient, -largest, largest)
+            gradient = tf.where(tf.math.is_finite(gradient), kept, gradient)
+        return tf.cast(gradient, self._dtype)
+
+
+class TopK(Compression):
+    """`topk`: the largest elements of each gradient, and where they are."""
+
+    def __init__(self, spec: str, fraction: float):
+        super().__init__(spec)
+        self._fraction = fraction
+
+    def _takes(self, gradient, weight):
+        return super()._takes(gradient, weight) and gradient.shape.num_elements() >= _SMALL
+
+    def _sums(self, workers, gradients, weights, rest):
+        others = workers.all_reduce(rest)
+        if not gradients:
+            return [], [], others
+        counts = [
+            max(1, round(self._fraction * gradient.shape.num_elements())) for gradient in gradients
+        ]
+        found = [_largest(*pair) for pair in zip(gradients, counts, strict=True)]
+        sent = [
+            _put([value], [place], gradient)
+            for (value, place), gradient in zip(found, gradients, strict=True)
+        ]
+        by_dtype: dict[tf.DType, list[int]] = {}
+        for i, gradient in enumerate(gradients):
+            by_dtype.setdefault(gradient.dtype, []).append(i)
+        totals: list = [None] * len(gradients)
+        for indices in by_dtype.values():
+            both = [tf.concat([found[i][n] for i in indices], 0)[None] for n in (0, 1)]
+            joined = workers.all_gather(both, [1] * workers.num_workers)
+            widths = [counts[i] for i in indices]
+            by_gradient = zip(*(tf.split(each, widths, axis=1) for each in joined), strict=True)
+            for i, (values, places) in zip(indices, by_gradient, strict=True):
+                totals[i] = _put(tf.unstack(values), tf.unstack(places), gradients[i])
+        return totals, sent, others
+
+
+def _largest(gradient, count):
+    flat = tf.reshape(gradient, [-1])
+    _, places = tf.math.top_k(tf.abs(flat), count, sorted=False)
+    values = tf.gather(flat, places)
+    # A number that is none would be left behind, and no other worker would know of it.
+    return tf.where(_is_finite(flat), values, values * float("nan")), places
+
+
+def _put(values, places, like):
+    """Adds up the workers' terms one after the other, so that each element has one order."""
+    total = tf.zeros([like.shape.num_elements()], like.dtype)
+    for value, place in zip(values, places, strict=True):
+        total = tf.tensor_scatter_nd_add(total, place[:, None], value)
+    return tf.reshape(total, like.shape)
+
+
+class PowerSgd(Compression):
+    """`powersgd`: a gradient as M ≈ P Qᵀ. One step of the power iteration, from the last Q."""
+
+    def __init__(self, spec: str, rank: int):
+        super().__init__(spec)
+        self._rank = rank
+        self._factors = _State()  # The Q of each gradient, equal on all workers.
+
+    @property
+    def _states(self):
+        return super()._states | {f"factor of rank {self._rank}": (self._factors, False)}
+
+    def _takes(self, gradient, weight):
+        if not super()._takes(gradient, weight) or gradient.shape.rank < 2:
+            return False
+        height, width = _sides(gradient)
+        return self._rank * (height + width) < height * width
+
+    def _sums(self, workers, gradients, weights, rest):
+        matrices = [tf.reshape(gradient, _sides(gradient)) for gradient in gradients]
+        factors = [
+            self._factors.made(
+                weight, workers.device, lambda matrix=matrix: self._first_factor(matrix)
+            )
+            for weight, matrix in zip(weights, matrices, strict=True)
+        ]
+        left = [
+            matrix @ factor.read_value() for matrix, factor in zip(matrices, factors, strict=True)
+        ]
+        left, others = _split(workers.all_reduce([*left, *rest]), len(left))
+        left = [tf.linalg.qr(each).q for each in left]
+        own = [
+            tf.linalg.matmul(matrix, each, transpose_a=True)
+            for matrix, each in zip(matrices, left, strict=True)
+        ]
+        right = workers.all_reduce(own)
+        totals, sent = [], []
+        for i, gradient in enumerate(gradients):
+            _keep_if_finite(factors[i], right[i])
+            for results, factor in ((totals, right[i]), (sent, own[i])):
+                product = tf.linalg.matmul(left[i], factor, transpose_b=True)
+                results.append(tf.reshape(product, gradient.shape))
+        return totals, sent, others
+
+    def _first_factor(self, matrix):
+        shape = [matrix.shape[1], self._rank]  # Equal on all workers, whatever was drawn before.
+        return tf.random.stateless_normal(shape, [len(self._factors), 0], dtype=matrix.dtype)
+
+
+def _on_the_first(array, num_workers):
+    others = np.zeros([num_workers - 1, *array.shape[1:]], array.dtype)
+    return np.concatenate([array.sum(0)[None], others])
+
+
+def _sides(gradient) -> list[int]:
+    width = gradient.shape[-1]
+    return [gradient.shape.num_elements() // max(width, 1), width]
+
+
+def _split(tensors, count):
+    return tensors[:count], tensors[count:]
+
+
+def _is_finite(tensor):
+    return tf.reduce_all(tf.math.is_finite(tensor))
+
+
+def _keep_if_finite(variable, value) -> None:
+    """Of a step with an overflow, which loss scaling skips, nothing stays."""
+    variable.assign(tf.where(_is_finite(value), value, variable.read_value()), read_value=False)
+
+
+def compression_of(spec: str | None) -> Compression | None:
+    """Returns what `compression=` asks for; see `CompressionName.parse`."""
+    name = CompressionName.parse(spec)
+    if name is None:
+        return None
+    if name.kind == "topk":
+        return TopK(spec, name.number)
+    if name.kind == "powersgd":
+        return PowerSgd(spec, name.number)
+    return Halved(spec, tf.bfloat16 if name.kind == "bf16" else tf.float16)

@@ -1,0 +1,53 @@
+"""What `compression=` may say. TensorFlow is not needed to read it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["FORMS", "CompressionName"]
+
+FORMS = "bf16, fp16, topk:FRACTION such as topk:0.01, or powersgd:RANK such as powersgd:2"
+
+
+class CompressionName(NamedTuple):
+    """A kind of compression, and its number.
+
+    Attributes:
+        kind: "bf16", "fp16", "topk" or "powersgd".
+        number: The fraction of the elements that travel, or the rank of the factors.
+    """
+
+    kind: str
+    number: float | int | None = None
+
+    @classmethod
+    def parse(cls, spec: str | None) -> "CompressionName | None":
+        """Reads "bf16", "fp16", "topk:0.01" or "powersgd:2"; None is none.
+
+        Raises:
+            ValueError: If it is none of these, or the number does not fit.
+        """
+        if spec is None:
+            return None
+        kind, _, number = str(spec).partition(":")
+        if spec in ("bf16", "fp16"):
+            return cls(kind)
+        if kind == "topk":
+            fraction = _read(float, number)
+            if fraction is not None and 0 < fraction <= 1:
+                return cls(kind, fraction)
+            wanted = "topk takes the fraction of the elements that travel, above 0 and at most 1"
+        elif kind == "powersgd":
+            rank = _read(int, number)
+            if rank is not None and rank >= 1:
+                return cls(kind, rank)
+            wanted = "powersgd takes the rank of two factors, a whole number of at least 1"
+        else:
+            wanted = "there is none of that name"
+        raise ValueError(f"`compression` must be {FORMS}. Received: {spec!r}; {wanted}.")
+
+
+def _read(kind: Callable, text: str):
+    try:
+        return kind(text)
+    except ValueError:
+        return None

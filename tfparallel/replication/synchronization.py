@@ -1,0 +1,67 @@
+"""When the workers of a job agree on their weights: what `sync=` may say. Needs no TensorFlow."""
+
+from typing import NamedTuple
+
+__all__ = ["EVERY_STEP", "FORMS", "Synchronization"]
+
+FORMS = "every_step, local_sgd:H such as local_sgd:8, or post_local_sgd:START,H"
+
+
+class Synchronization(NamedTuple):
+    """A policy.
+
+    Attributes:
+        every: H, after how many steps the workers' weights are averaged; None sums their gradients
+            in every step.
+        start: How many steps sum gradients before that begins.
+    """
+
+    every: int | None = None
+    start: int = 0
+
+    @classmethod
+    def parse(cls, spec: str) -> "Synchronization":
+        """Reads "every_step", "local_sgd:8" or "post_local_sgd:1000,8".
+
+        Raises:
+            ValueError: If it is none of these, or the numbers do not fit.
+        """
+        kind, _, numbers = str(spec).partition(":")
+        if spec == "every_step":
+            return cls()
+        if kind == "local_sgd":
+            found, wanted = _whole(numbers), "local_sgd takes the steps between two averages"
+            if len(found) == 1 and found[0] >= 1:
+                return cls(found[0])
+        elif kind == "post_local_sgd":
+            found = _whole(numbers)
+            wanted = "post_local_sgd takes the steps before it begins, and those between averages"
+            if len(found) == 2 and found[0] >= 0 and found[1] >= 1:
+                return cls(found[1], found[0])
+        else:
+            raise ValueError(f"`sync` must be {FORMS}. Received: {spec!r}; there is none such.")
+        raise ValueError(
+            f"`sync` must be {FORMS}. Received: {spec!r}; {wanted}, whole numbers of at least 1."
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether workers ever step by themselves."""
+        return self.every is not None
+
+    def __str__(self) -> str:
+        if self.every is None:
+            return "every_step"
+        if self.start:
+            return f"post_local_sgd:{self.start},{self.every}"
+        return f"local_sgd:{self.every}"
+
+
+EVERY_STEP = Synchronization()
+
+
+def _whole(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        return []
