@@ -1,5 +1,6 @@
 """Writes the state of a run while it trains, and goes on from there when it is started again."""
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable
@@ -157,7 +158,9 @@ class Checkpoint(keras.callbacks.Callback):
             return
         step = self._epoch_start + batch
         every = self._every_steps
-        if every is not None and step // every > self._written_at // every:
+        is_time = every is not None and step // every > self._written_at // every
+        # Gradients that wait for an update are in no file; one of the next steps has none.
+        if is_time and getattr(self.model, "is_between_updates", True):
             self._write(step, self._epoch, batch, self._history().history)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -179,8 +182,6 @@ class Checkpoint(keras.callbacks.Callback):
         self.model._initial_epoch = None
 
     def _write(self, step, epoch, step_in_epoch, history):
-        if hasattr(self.model, "settle"):
-            self.model.settle()  # Of workers that step by themselves each has its own weights.
         content = {
             "step": step,
             "epoch": epoch,
@@ -190,11 +191,13 @@ class Checkpoint(keras.callbacks.Callback):
             "configuration": self._configuration,
             "layout": self._layout and self._layout.to_json(),
         }
-        specs, captured = state.describe(self.model), state.capture(self.model)
+        # Workers that step by themselves have weights and metrics of their own.
+        with getattr(self.model, "settled", contextlib.nullcontext)():
+            specs, captured = state.describe(self.model), state.capture(self.model)
+            arrays: Iterable[np.ndarray] = itertools.chain.from_iterable(captured.values())
+            if self._workers is not None:
+                arrays = list(arrays)  # To read a variable may take all workers.
         content["num_arrays"] = [len(specs[group]) for group in state.GROUPS]
-        arrays: Iterable[np.ndarray] = itertools.chain.from_iterable(captured.values())
-        if self._workers is not None:
-            arrays = list(arrays)  # To read a variable may take all workers.
         self._by_chief(
             lambda: self._folder.write(step, sum(specs.values(), []), arrays, content)
         )

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from tfparallel.checkpoint import state
+from tfparallel.extend import original_class
 
 __all__ = ["PassedSteps"]
 
@@ -59,6 +60,9 @@ class PassedSteps:
                     "covers the steps from here on. The weights are not concerned.",
                     stacklevel=2,
                 )
-            self._logs = self._model.get_metrics_result()
+            if hasattr(self._model, "metrics_were_restored"):
+                self._model.metrics_were_restored()
+            # What extends it takes the first call outside of a step for the end of the epoch.
+            self._logs = original_class(self._model).get_metrics_result(self._model)
         self.num_calls += 1
         return self._logs

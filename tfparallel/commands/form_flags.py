@@ -100,8 +100,8 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "sync",
         None,
-        f"For data, between workers: when they agree on their weights, {synchronization.FORMS}. "
-        "every_step if absent; the others are not exact.",
+        f"For data: when the weights are updated, and workers agree, {synchronization.FORMS}. "
+        "every_step if absent; the last two are not exact, and for several workers.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -207,7 +207,7 @@ def _sync_problems(values: flags.FlagValues) -> list[str]:
         return []
     if values.parallel != "data":
         return [
-            "--sync is of replicas that each hold the whole model, on several workers. Received: "
+            "--sync is of replicas that each hold the whole model. Received: "
             f"--sync={values.sync} with --parallel={values.parallel}. Take --parallel=data, or "
             "drop --sync."
         ]

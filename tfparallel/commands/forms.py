@@ -24,6 +24,7 @@ from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfparallel.replication.synchronization import Synchronization
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
 __all__ = ["Form", "compiling", "start_form", "use_precision"]
@@ -98,8 +99,8 @@ class Form:
                 strategy = MirroredStrategy(self.devices, **self.all_reduce)
             except ValueError as error:  # Another machine's profile.
                 raise UsageError(f"--all_reduce: {error}") from error
-            return data_parallel(build_model, strategy)
-        return data_parallel(build_model, devices=self.devices)
+            return data_parallel(build_model, strategy, sync=self.sync)
+        return data_parallel(build_model, devices=self.devices, sync=self.sync)
 
     def all_reduce_report(self, model: keras.Model) -> dict[str, Any] | None:
         """What summed the gradients, for a report; None where nobody chose it."""
@@ -137,14 +138,14 @@ class Form:
                 f"{self.cut['num_micro_batches']} micro-batches through {number} ({names}), "
                 f"schedule {self.cut['schedule']}"
             )
+        sync = "" if self.sync == "every_step" else f", sync {self.sync}"
         if self.workers is not None:
             by = "auto" if self.strategy.all_reduce_is_open else self.workers.transport
-            local = "" if self.sync == "every_step" else f", sync {self.sync}"
             return (
                 f"data parallel on {self.workers.num_workers} workers, {number} each ({names}), "
-                f"all-reduce by {by}{local}"
+                f"all-reduce by {by}{sync}"
             )
-        return f"data parallel on {number} ({names})"
+        return f"data parallel on {number} ({names}){sync}"
 
 
 def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
@@ -190,15 +191,20 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         all_reduce = {} if is_worker else _all_reduce(values, devices)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    sync = values.sync or "every_step"
     if not is_worker:
-        for name in ("bucket_bytes", "compression", "sync"):
-            if getattr(values, name) not in (None, "every_step"):
+        names = ["bucket_bytes", "compression"]
+        if Synchronization.parse(sync).is_local:
+            names.append("sync")
+        for name in names:
+            if getattr(values, name) is not None:
                 raise UsageError(
                     f"--{name} is for what travels between workers. Received: "
                     f"--{name}={getattr(values, name)}, and no other workers. Drop the flag, or "
                     "add --num_workers=2."
                 )
-        return Form(values.parallel, devices, cut=_cut(values), all_reduce=all_reduce)
+        cut = _cut(values)
+        return Form(values.parallel, devices, cut=cut, all_reduce=all_reduce, sync=sync)
     try:
         with quiet_stderr():
             strategy = MultiWorkerMirroredStrategy.of_process(
@@ -215,7 +221,6 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         raise UsageError(str(error)) from error
     except RuntimeError as error:
         raise StartError(str(error)) from error
-    sync = values.sync or "every_step"
     return Form(values.parallel, devices, strategy, cut=_cut(values), sync=sync)
 
 

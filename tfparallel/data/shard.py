@@ -8,6 +8,20 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 
+class Place(NamedTuple):
+    """Where a worker's rows lie in the batch of all, of which it sees no others.
+
+    Attributes:
+        replica: Index of the worker's first replica.
+        start: Its first row.
+        num_rows: Of the batch of all workers.
+    """
+
+    replica: int
+    start: Any
+    num_rows: Any
+
+
 class Shard(NamedTuple):
     """One replica's part of a replicated call.
 
@@ -20,6 +34,7 @@ class Shard(NamedTuple):
         inputs: The first row and the end of the inputs that it is cut from, where those are not
             the global batch. A single row stands for none.
         stream: Which draws it has, where others work on a batch of their own at the same time.
+        num_drawn_rows: Of how many rows its draws are a part, where those are more than B.
     """
 
     replica: int
@@ -29,6 +44,16 @@ class Shard(NamedTuple):
     num_global_rows: Any
     inputs: tuple[Any, Any] | None = None
     stream: int = 0
+    num_drawn_rows: Any = None
+
+    def at(self, place: Place) -> "Shard":
+        """The same rows, which lie there in the batch of all workers."""
+        return self._replace(
+            replica=place.replica + self.replica,
+            start=place.start + self.start,
+            inputs=(place.start, place.start + self.num_global_rows),
+            num_drawn_rows=place.num_rows,
+        )
 
     @property
     def may_be_idle(self) -> bool:

@@ -59,9 +59,11 @@ def data_parallel(
         compression: Under `"auto"`, in how many bytes gradients travel between workers, as
             `tfparallel.MultiWorkerMirroredStrategy` takes it: `"bf16"`, `"powersgd:2"`. Not exact.
             Within a process nothing travels, and nothing is compressed. Default: as they are.
-        sync: When workers agree on their weights: `"every_step"`, by summing gradients, which is
-            one device's training; `"local_sgd:8"`, by averaging weights every 8 steps, in which
-            each trains by itself; `"post_local_sgd:1000,8"`, so from step 1,000 on. See
+        sync: When the weights are updated, and workers agree on them: `"every_step"`, by summing
+            gradients, which is one device's training; `"accumulate:4"`, after every four steps, by
+            the sum of their gradients, which is that with batches four times as large;
+            `"local_sgd:8"`, by averaging weights every 8 steps, in which each worker trains by
+            itself; `"post_local_sgd:1000,8"`, so from step 1,000 on. See
             `docs/synchronization.md`. Within a process replicas always agree.
         replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
             replica computes three. One whole number for each replica of all workers; the
@@ -101,6 +103,8 @@ def data_parallel(
     strategy = _resolve_strategy(
         strategy, devices, all_reduce, compression, allow_independent_workers
     )
+    if isinstance(strategy, _OneDevice) and policy.accumulated > 1:
+        strategy = MirroredStrategy(device_lib.choose_devices(num_devices=1))
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
     if isinstance(model_or_function, keras.Model):

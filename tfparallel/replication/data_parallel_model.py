@@ -19,6 +19,7 @@ from tfparallel.replication import (
     sample_partition,
     state,
 )
+from tfparallel.replication.accumulated_steps import AccumulatedSteps
 from tfparallel.replication.check_rows import make_quiet
 from tfparallel.replication.local_steps import LocalSteps
 from tfparallel.replication.one_of_workers import OneOfWorkers
@@ -35,7 +36,7 @@ def _is_symbolic(leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and tf.is_symbolic_tensor(leaf)
 
 
-class DataParallelModel(LocalSteps, OneOfWorkers, OwnRows, ReplicatedLayer):
+class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, ReplicatedLayer):
     """Extends the user's model class: the same methods, on all replicas.
 
     `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, on which only the
@@ -204,7 +205,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, OwnRows, ReplicatedLayer):
         if self.strategy is None:
             return super().train_step(data)
         extend_parts(self)
-        if not self._steps_alone:
+        worker_rows = None
+        if not self._is_silent:
             data, worker_rows = sample_partition.held(data, self.strategy)
         object.__setattr__(self, "_in_train_step", True)
         try:
@@ -214,6 +216,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, OwnRows, ReplicatedLayer):
             tensors = [leaf for leaf in keras.tree.flatten(data) if _is_symbolic(leaf)]
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
             with tf.control_dependencies(arrived):
+                if self._accumulates:
+                    return self._train_accumulating(data)
                 if self._steps_alone:
                     return self._train_alone(data)
                 if self._fingerprints is not None and worker_rows is None:

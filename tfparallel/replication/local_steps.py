@@ -14,30 +14,23 @@ References:
     Use Local SGD", arXiv:1808.07217, 2018.
 """
 
-import contextlib
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.callbacks import chief_only
-from tfparallel.data import shard as shards
-from tfparallel.data import share
-from tfparallel.data.shard import count_rows
 from tfparallel.extend import attach, original_class
-from tfparallel.replication import sample_partition
-from tfparallel.replication.synchronization import EVERY_STEP
+from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics
 from tfparallel.seams.tensorflow import ResourceVariable
 
-__all__ = ["BeginsLocalSteps", "LocalSteps"]
+__all__ = ["LocalSteps"]
 
 
-class LocalSteps:
+class LocalSteps(OwnMetrics):
     """Extends a replicated model, one of several workers'."""
 
-    _sync = EVERY_STEP
     _has_begun = False  # Whether the steps before `start` are over.
-    _sums_metrics = False  # Whether the metrics are this worker's own, until the epoch ends.
 
     @property
     def _is_ever_alone(self) -> bool:
@@ -53,36 +46,24 @@ class LocalSteps:
             self._check_sync()
             attach(self, _has_begun=self._num_updates >= self._sync.start)
             # Behind those of the user, of which one may restore a run.
-            callbacks = [*chief_only.flatten(asked.get("callbacks")), BeginsLocalSteps()]
+            callbacks = [*chief_only.flatten(asked.get("callbacks")), BeginsEpochs()]
             asked = asked | {"callbacks": callbacks}
         return super()._fit_as_worker(asked)
-
-    def evaluate(self, *args, **kwargs):
-        """Evaluates the model, as `keras.Model.evaluate`, with what all workers have."""
-        with self._settled():
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args, **kwargs):
-        """Predicts, as `keras.Model.predict`, with what all workers have."""
-        with self._settled():
-            return super().predict(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _settled(self):
-        """Within an epoch too, where a callback calls for it."""
-        are_own = self._sums_metrics
-        attach(self, _sums_metrics=False)
-        self.settle()
-        try:
-            yield
-        finally:
-            if are_own:
-                self._let_chief_have_metrics()
-            attach(self, _sums_metrics=are_own)
 
     @property
     def _num_updates(self) -> int:
         return int(self.optimizer.iterations)
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._steps_alone or super()._is_silent
+
+    def _begin_step(self) -> None:
+        """Until they begin, looks how many steps were done, for which it waits."""
+        if self._is_ever_alone and not self._has_begun and self._num_updates >= self._sync.start:
+            attach(self, _has_begun=True, _is_in_epoch=True)
+            self.metrics_were_restored()
+            self.make_train_function(force=True)
 
     def _check_sync(self) -> None:
         """Raises where a worker cannot step by itself.
@@ -102,20 +83,9 @@ class LocalSteps:
             return
         self._refuse("Keras's own step, an update in each, and whole gradients are required", what)
 
-    def _refuse(self, required, received):
-        raise ValueError(
-            f"Under sync='{self._sync}' workers step by themselves, and send their weights. "
-            f"{required}. Received: {received}. Take sync='every_step'."
-        )
-
-    def _refuse_joined(self, way) -> None:
-        if not way.all_stay:
-            required = "Losses and metrics that are sums over the rows are required"
-            self._refuse(required, way.why_joined)
-
     def _train_alone(self, data) -> dict[str, Any]:
         """A step on this worker's rows, and every H steps the average."""
-        own, num_rows = self._own_of(data)
+        own, num_rows, _ = self._rows_here(data)
         way = self._way(own, "fit")
         self._refuse_joined(way)
         rows, steps = self._since_average
@@ -134,18 +104,6 @@ class LocalSteps:
 
         tf.cond(is_time, average, lambda: False)
         return logs
-
-    def _own_of(self, data):
-        """This worker's rows of what the step was given, and how many they are."""
-        own = sample_partition.unmarked(data)
-        if own is not data:
-            return own, tf.convert_to_tensor(count_rows(_first(own)))
-        start, size = share.rows_of_worker(self.strategy)(count_rows(_first(data)))
-
-        def cut(leaf):
-            return None if leaf is None else shards.cut(leaf, start, size)
-
-        return keras.tree.map_structure(cut, data), tf.convert_to_tensor(size)
 
     @property
     def _since_average(self) -> tuple[tf.Variable, tf.Variable]:
@@ -186,49 +144,3 @@ class LocalSteps:
         state = [v for v in state if tf.as_dtype(v.dtype).is_floating]
         with self.strategy.program():
             self._average([*self._weights(), *state])
-
-    def get_metrics_result(self):
-        """Returns the metrics by name; at the end of an epoch, those of all workers."""
-        if self._sums_metrics and not self._in_train_step:
-            attach(self, _sums_metrics=False)
-            self.settle()
-            variables = self.metrics_variables
-            values = [tf.convert_to_tensor(variable.value) for variable in variables]
-            self._assign_metrics(self._workers.all_reduce(values))
-        return super().get_metrics_result()
-
-    def _begin_alone(self) -> None:
-        """From now on the steps are local; what metrics have summed up is of all workers."""
-        attach(self, _has_begun=True, _sums_metrics=True)
-        self._let_chief_have_metrics()
-        self.make_train_function(force=True)
-
-    def _let_chief_have_metrics(self) -> None:
-        """Of sums over all workers, which each of them has, one is kept."""
-        if not self._is_chief:
-            self._assign_metrics([tf.zeros_like(v.value) for v in self.metrics_variables])
-
-    def _assign_metrics(self, values) -> None:
-        with self.strategy.program():
-            for variable, value in zip(self.metrics_variables, values, strict=True):
-                variable.assign(value)
-
-
-class BeginsLocalSteps(keras.callbacks.Callback):
-    """Tells a model when its steps begin to be local, and when an epoch begins."""
-
-    async_safe = takes_tensors = True  # It reads no logs.
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """What metrics sum up in an epoch of local steps is this worker's own."""
-        attach(self.model, _sums_metrics=self.model._steps_alone)
-
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Until they begin, looks how many steps were done, for which it waits."""
-        model = self.model
-        if not model._has_begun and model._num_updates >= model._sync.start:
-            model._begin_alone()
-
-
-def _first(data):
-    return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)

@@ -91,6 +91,7 @@ class OwnRows(WhereRowsMeet, OneStep):
             growth=found.growth(sums),
             outputs=found.outputs,
             rows=found.sums.rows,
+            divisor=found.divisor(sums),
         )
         return self._trained_on(left, x, y, sample_weight)
 
@@ -184,6 +185,12 @@ class _Terms(NamedTuple):
             added,
             tells_trackers=tells_trackers,
         )
+
+    def divisor(self, sums):
+        """By what the loss is divided; None where its terms are by different numbers."""
+        if all(length == 1 for length in self.lengths):
+            return self.num_rows
+        return sums[1] if self.lengths == [2] else None
 
     def growth(self, sums) -> list[tf.Tensor]:
         """What the states of the metrics grow by."""

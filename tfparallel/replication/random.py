@@ -72,7 +72,9 @@ class IndexedDropout:
         if axis == 0:
             return uniform_of_rows(shape, inputs.dtype, seed, shard)
         # Rows lie apart in it, so the numbers of all of them are drawn.
-        everything = [*shape[:axis], shard.num_global_rows, *shape[axis + 1 :]]
+        num_rows = shard.num_drawn_rows
+        num_rows = shard.num_global_rows if num_rows is None else num_rows
+        everything = [*shape[:axis], num_rows, *shape[axis + 1 :]]
         whole = shard._replace(start=0, num_rows=1)
         drawn = uniform_of_rows(everything, inputs.dtype, seed, whole)
         begin = tf.one_hot(axis, len(shape), shard.first_row_used, dtype=tf.int32)

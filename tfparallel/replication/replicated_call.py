@@ -147,7 +147,7 @@ class ReplicatedCall:
         call_state.combine(
             [replica.scope for replica in replicas],
             [replica.shard for replica in replicas],
-            self._summed,
+            self._summed if self._strategy.place is None else self._refuse_state,
         )
         first = replicas[0]
         num_joined = len(first.joined)
@@ -207,12 +207,14 @@ class ReplicatedCall:
         own = slice(strategy.first_replica, strategy.first_replica + len(strategy.devices))
         if self._worker_rows is None:
             ranges = partition.row_ranges(num_rows, num_replicas, weights)[own]
-            return [
+            found = [
                 shards.Shard(
                     own.start + k, num_replicas, start, size, num_rows, stream=strategy.stream
                 )
                 for k, (start, size) in enumerate(ranges)
             ]
+            place = strategy.place
+            return found if place is None else [shard.at(place) for shard in found]
         index = strategy.workers.worker_index
         own_rows = self._worker_rows[index]
         before = tf.add_n([tf.zeros_like(own_rows), *self._worker_rows[:index]])
@@ -276,6 +278,17 @@ class ReplicatedCall:
         # Gathered, not all-reduced: so the loss of a worker is noticed at once.
         gathered = workers.all_gather(rows, [1] * workers.num_workers)
         return [tf.reduce_sum(each, 0) for each in gathered]
+
+    def _refuse_state(self, terms):
+        if terms:
+            raise ValueError(
+                "Workers that accumulate gradients send nothing between two updates, and what a "
+                "layer keeps of the rows of each step would be another on each. Layers without "
+                f"such a state are required. Received: layer '{self._layer.name}', which writes "
+                f"{len(terms)} variables when it is called. Take sync='every_step', with "
+                "`gradient_accumulation_steps` of the optimizer."
+            )
+        return terms
 
     def _backward(self, replicas, upstream, sources, needed, inputs):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""

@@ -4,24 +4,28 @@ from typing import NamedTuple
 
 __all__ = ["EVERY_STEP", "FORMS", "Synchronization"]
 
-FORMS = "every_step, local_sgd:H such as local_sgd:8, or post_local_sgd:START,H"
+FORMS = (
+    "every_step, accumulate:N such as accumulate:4, local_sgd:H such as local_sgd:8, or "
+    "post_local_sgd:START,H"
+)
 
 
 class Synchronization(NamedTuple):
     """A policy.
 
     Attributes:
-        every: H, after how many steps the workers' weights are averaged; None sums their gradients
-            in every step.
+        every: H, after how many steps the workers' weights are averaged; None sums their gradients.
         start: How many steps sum gradients before that begins.
+        accumulated: N, of how many steps an update is.
     """
 
     every: int | None = None
     start: int = 0
+    accumulated: int = 1
 
     @classmethod
     def parse(cls, spec: str) -> "Synchronization":
-        """Reads "every_step", "local_sgd:8" or "post_local_sgd:1000,8".
+        """Reads "every_step", "accumulate:4", "local_sgd:8" or "post_local_sgd:1000,8".
 
         Raises:
             ValueError: If it is none of these, or the numbers do not fit.
@@ -29,7 +33,11 @@ class Synchronization(NamedTuple):
         kind, _, numbers = str(spec).partition(":")
         if spec == "every_step":
             return cls()
-        if kind == "local_sgd":
+        if kind == "accumulate":
+            found, wanted = _whole(numbers), "accumulate takes the steps of an update"
+            if len(found) == 1 and found[0] >= 1:
+                return cls(accumulated=found[0])
+        elif kind == "local_sgd":
             found, wanted = _whole(numbers), "local_sgd takes the steps between two averages"
             if len(found) == 1 and found[0] >= 1:
                 return cls(found[0])
@@ -51,7 +59,7 @@ class Synchronization(NamedTuple):
 
     def __str__(self) -> str:
         if self.every is None:
-            return "every_step"
+            return "every_step" if self.accumulated == 1 else f"accumulate:{self.accumulated}"
         if self.start:
             return f"post_local_sgd:{self.start},{self.every}"
         return f"local_sgd:{self.every}"

@@ -40,6 +40,7 @@ class Found(NamedTuple):
         outputs: The outputs' types, in their structure, where one of the metrics is not.
         rows: The joined rows of the outputs that it looks at.
         checked: What must be done before the weights may change.
+        divisor: By what the loss is divided, if all of it is by one number.
     """
 
     loss: tf.Tensor
@@ -52,6 +53,7 @@ class Found(NamedTuple):
     outputs: Any = None
     rows: Sequence[tf.Tensor] = ()
     checked: Sequence[tf.Operation] = ()
+    divisor: Any = None
 
 
 class OneStep(CompiledByDevice):
@@ -108,8 +110,7 @@ class OneStep(CompiledByDevice):
                 gradients = found.gradients
                 if found.checked:
                     gradients = [_where_it_is(gradient) for gradient in gradients]
-            with compiled_if(self._compiles):
-                self.optimizer.apply_gradients(zip(gradients, found.variables, strict=True))
+            self._apply_found(found._replace(gradients=gradients))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         with self._beside_the_loss():
@@ -117,6 +118,11 @@ class OneStep(CompiledByDevice):
                 return self.compute_metrics(x, y, found.predictions, sample_weight=sample_weight)
             found.metrics.update(found.growth, y, found.outputs, found.rows, sample_weight)
             return self.get_metrics_result()
+
+    def _apply_found(self, found: Found) -> None:
+        """Changes the weights as the gradients of the batch say."""
+        with compiled_if(self._compiles):
+            self.optimizer.apply_gradients(zip(found.gradients, found.variables, strict=True))
 
 
 def _where_it_is(gradient):

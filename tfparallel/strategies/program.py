@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.choice import choice_of
 from tfparallel.data.partition import check_weights
+from tfparallel.data.shard import Place
 from tfparallel.device_names import canonical
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -81,23 +82,30 @@ class ProgramStrategy:
     compression: str | None = None  # How gradients travel between workers; None: as they are.
     check_rows = True  # Whether a call that mixes examples is refused; see `data_parallel`.
     stream = 0  # Which draws the replicas have: the worker, where it is apart.
+    place: Place | None = None  # Where its rows lie in the batch of all, where it is apart.
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self, place: Place | None = None) -> Iterator[None]:
         """Within it the replicas of this worker are all that there are.
 
         What is traced meanwhile is the program of a job of one worker, on a batch of its own.
+
+        Args:
+            place: Where that lies in the batch of all, as part of which its replicas draw. Without
+                it they draw as no other worker does.
         """
         workers, first, weights = self.workers, self.first_replica, self._replica_weights
-        self.workers = None
-        self.stream = 0 if workers is None else workers.worker_index
+        self.workers, self.place = None, place
+        if place is None and workers is not None:
+            self.stream = workers.worker_index
         self._replica_weights = weights and weights[first : first + len(self.devices)]
         try:
             yield
         finally:
-            self.workers, self._replica_weights, self.stream = workers, weights, 0
+            self.workers, self._replica_weights = workers, weights
+            self.stream, self.place = 0, None
 
     @property
     def replica_weights(self) -> tuple[int, ...] | None:

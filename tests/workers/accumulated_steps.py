@@ -1,0 +1,176 @@
+"""What each worker of `test_accumulated_steps.py` runs."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+
+ROWS, STEPS, WORDS = 8, 3, 6
+
+
+def build(dropout=0.0):
+    parts = [keras.Input((5,)), layers.Dense(16, "tanh", kernel_regularizer="l2")]
+    parts += [layers.Dropout(dropout, seed=3)] if dropout else []
+    return keras.Sequential([*parts, layers.Dense(2)])
+
+
+def build_masked():
+    x = keras.Input((WORDS,), dtype="int32")
+    embedded = layers.Embedding(9, 4, mask_zero=True)(x)
+    return keras.Model(x, layers.Dense(2)(layers.LSTM(5, return_sequences=True)(embedded)))
+
+
+def build_normalized():
+    return keras.Sequential([keras.Input((5,)), layers.BatchNormalization(), layers.Dense(2)])
+
+
+class Counts(layers.Layer):
+    """Keeps a mean of the rows."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.mean.assign(keras.ops.mean(x, 0))
+        return x
+
+
+def build_with_state():
+    return keras.Sequential([keras.Input((5,)), Counts(), layers.Dense(2)])
+
+
+def data(number, masked=False):
+    generator = np.random.default_rng(0)
+    if masked:
+        x = generator.integers(1, 9, (number, WORDS))
+        for row, words in enumerate(generator.integers(1, WORDS + 1, number)):
+            x[row, words:] = 0
+        return x, generator.normal(size=(number, WORDS, 2))
+    x = generator.normal(size=(number, 5))
+    return x, np.stack([x.sum(1), x.max(1)], 1)
+
+
+def trained(
+    model, batch_size, number=57, epochs=2, optimizer=None, callbacks=(), loss="mse", **options
+):
+    model.compile(optimizer or keras.optimizers.Adam(0.05), loss, metrics=["mae"], **options)
+    x, y = data(number, model.input_shape == (None, WORDS))
+    fitted = {"batch_size": batch_size, "epochs": epochs, "shuffle": False, "verbose": 0}
+    own = {"validation_data": (x, y), "callbacks": list(callbacks)}
+    return model.fit(x, y, **fitted, **own).history
+
+
+def parallel(function, sync=f"accumulate:{STEPS}", **options):
+    keras.utils.set_random_seed(5)
+    return tfparallel.data_parallel(function, sync=sync, **options)
+
+
+def alone(function):
+    keras.utils.set_random_seed(5)
+    return function()
+
+
+def apart(model, other):
+    pairs = list(zip(model.get_weights(), other.get_weights(), strict=True))
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def largest(history, other):
+    return max(float(np.abs(np.subtract(history[k], other[k])).max()) for k in other)
+
+
+def refused(function):
+    try:
+        trained(parallel(function), ROWS)
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+class Evaluates(keras.callbacks.Callback):
+    """In the middle of an epoch, and of an update."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            x, y = data(16)
+            self.model.evaluate(x, y, batch_size=ROWS, verbose=0)
+
+
+def main(folder):
+    keras.config.set_floatx("float64")
+    workers = tfparallel.MultiWorkerMirroredStrategy().workers
+    found = {"larger batch": {}}
+    for name, function in (("dense", build), ("masked", build_masked)):
+        one, model = alone(function), parallel(function)
+        # The last step has one row, so that a worker has none; it is an update of its own, too.
+        expected, history = trained(one, ROWS * STEPS), trained(model, ROWS)
+        seen = {"weights": apart(model, one)}
+        if function is build:
+            seen["history"] = largest(history, expected)
+        flat = np.concatenate([w.ravel() for w in model.get_weights()])[None]
+        of_all = workers.all_gather([tf.constant(flat)], [1] * workers.num_workers)[0].numpy()
+        seen["between workers"] = float(np.abs(of_all - of_all[0]).max())
+        found["larger batch"][name] = seen
+    whole = parallel(build)
+    trained(whole, ROWS)
+    for name, options in (
+        ("jit_compile", {"jit_compile": True}),
+        ("steps_per_execution", {"steps_per_execution": 2}),
+        ("evaluates", {"callbacks": [Evaluates()]}),
+    ):
+        model = parallel(build)
+        trained(model, ROWS, **options)
+        found[name] = apart(model, whole)
+    one_device = tfparallel.data_parallel(
+        lambda: alone(lambda: build(0.5)),
+        tfparallel.MirroredStrategy(["CPU:0"]),
+        sync=f"accumulate:{STEPS}",
+        allow_independent_workers=True,
+    )
+    trained(one_device, ROWS)
+    model = parallel(lambda: build(0.5))
+    trained(model, ROWS)
+    found["dropout"] = apart(model, one_device)
+    found["sums"] = {}
+    for sync in ("every_step", "accumulate:4"):
+        before = workers.traffic.read()
+        trained(parallel(build, sync), ROWS, number=40 * ROWS, epochs=1)
+        after = workers.traffic.read()
+        found["sums"][sync] = after["sums"] - before["sums"]
+    checkpoint = tfparallel.callbacks.Checkpoint(folder, every_steps=2)
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 5:
+                raise KeyboardInterrupt
+
+    expected = trained(whole := parallel(build), ROWS)
+    try:
+        trained(parallel(build), ROWS, callbacks=[checkpoint, Interrupts()])
+    except KeyboardInterrupt:
+        pass
+    checkpoint = tfparallel.callbacks.Checkpoint(folder, every_steps=2)
+    history = trained(model := parallel(build), ROWS, callbacks=[checkpoint])
+    found["resumed"] = {
+        "step": checkpoint.resumed["step"],
+        "weights": apart(model, whole),
+        "history": largest(history, expected),
+    }
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    one, model = alone(build), parallel(build)
+    trained(one, ROWS * STEPS, optimizer=scaled)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    trained(model, ROWS, optimizer=scaled)
+    found["loss scaling"] = apart(model, one)
+    found["compressed"] = apart(parallel_compressed(), whole)
+    found["normalized"] = refused(build_normalized)
+    found["state"] = refused(build_with_state)
+    return found
+
+
+def parallel_compressed():
+    model = parallel(build, compression="bf16")
+    trained(model, ROWS)
+    return model

@@ -1,0 +1,69 @@
+"""An update of several steps on several workers, against plain Keras with a larger batch."""
+
+import pytest
+
+from .jobs import ROOT, run_workers
+
+PROGRAM = ROOT / "tests/workers/accumulated_steps.py"
+
+
+@pytest.fixture(name="job", scope="module")
+def run_job(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return run_workers(PROGRAM, 2, 2, [folder], timeout_seconds=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dense", "masked"])
+def test_it_is_one_step_on_a_larger_batch(job, model):
+    """With a last batch of one row, of which a worker has none."""
+    for seen in job:
+        found = seen["larger batch"][model]
+        assert found["weights"] < 1e-9 and found["between workers"] == 0
+        assert found.get("history", 0) < 1e-5  # Metrics are float32.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["jit_compile", "steps_per_execution", "evaluates"])
+def test_options_of_keras(job, option):
+    """A callback may evaluate in the middle of an epoch, too."""
+    assert all(seen[option] < 1e-12 for seen in job)
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_masks_of_each_batch(job):
+    assert all(seen["dropout"] < 1e-9 for seen in job)
+
+
+@pytest.mark.slow
+def test_loss_scaling_sees_whole_gradients(job):
+    assert all(seen["loss scaling"] < 1e-9 for seen in job)
+
+
+@pytest.mark.slow
+def test_little_is_sent(job):
+    assert job[0]["sums"]["accumulate:4"] < 0.3 * job[0]["sums"]["every_step"]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(job):
+    for seen in job:
+        assert seen["resumed"]["step"] == 3  # A sum of gradients is in no file.
+        assert seen["resumed"]["weights"] < 1e-12 and seen["resumed"]["history"] < 1e-6
+
+
+@pytest.mark.slow
+def test_what_is_sent_may_be_compressed(job):
+    assert all(0 < seen["compressed"] < 0.1 for seen in job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("normalized", "batch normalization of all workers' rows, in layer"),
+        ("state", "which writes 1 variables when it is called"),
+    ],
+)
+def test_what_follows_from_the_rows_of_all_workers_is_refused(job, case, message):
+    assert message in job[0][case] and "Take sync='every_step'" in job[0][case]

@@ -1,0 +1,139 @@
+"""A learning rate that grows with the batch, and to which training warms up."""
+
+import math
+import numbers
+from typing import Any
+
+import keras
+
+__all__ = ["LearningRateWarmup"]
+
+_SCALINGS = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
+
+
+class LearningRateWarmup(keras.callbacks.Callback):
+    """Raises the learning rate, update by update, from a fraction of it to all of it.
+
+    Update u of the first N takes η (f + (1 − f) (u + 1) / N), and the last of them η. From then on
+    the rate is left alone, so that another callback may lower it. A run that is resumed goes on
+    where it was: what counts is `optimizer.iterations`.
+
+    More devices make larger batches possible, and those often take a larger rate. `scaling` makes
+    η of the one that was found for a smaller batch; it is off unless asked for.
+
+    Args:
+        learning_rate: The rate to reach; under `scaling`, the one that `base_batch_size` takes.
+        num_steps: N, how many updates it takes, at least 1. An update of `sync="accumulate:4"` is
+            one of four steps.
+        initial: f, the fraction to begin with, in [0, 1].
+        scaling: `"linear"`, η times `batch_size / base_batch_size` (Goyal et al. 2017), for SGD;
+            `"sqrt"`, times its square root, for Adam and its like; None leaves η as it is.
+        batch_size: Rows of an update, of all devices and workers.
+        base_batch_size: Rows that `learning_rate` was found for.
+
+    Attributes:
+        target: The rate that is reached.
+
+    Raises:
+        ValueError: If a number is out of its range, or `scaling` and the batch sizes do not come
+            together. When training begins, if the optimizer has a schedule, or is several.
+
+    Example:
+        >>> warmup = tfparallel.callbacks.LearningRateWarmup(
+        ...     0.1, num_steps=500, scaling="linear", batch_size=2048, base_batch_size=256
+        ... )
+        >>> model.fit(x, y, batch_size=2048, callbacks=[warmup])
+
+    References:
+        Priya Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
+        arXiv:1706.02677, 2017. Its correction of the momentum while the rate changes is not done.
+        For the square root: Alex Krizhevsky, "One weird trick for parallelizing convolutional
+        neural networks", arXiv:1404.5997, 2014.
+    """
+
+    async_safe = takes_tensors = True  # It reads no logs.
+
+    def __init__(
+        self,
+        learning_rate: float,
+        num_steps: int,
+        *,
+        initial: float = 0.0,
+        scaling: str | None = None,
+        batch_size: int | None = None,
+        base_batch_size: int | None = None,
+    ):
+        super().__init__()
+        _check(learning_rate, num_steps, initial)
+        self.target = float(learning_rate) * _factor(scaling, batch_size, base_batch_size)
+        self._num_steps = int(num_steps)
+        self._initial = float(initial)
+        self._is_over = False
+
+    def rate(self, update: int) -> float:
+        """The rate of an update, counted from 0."""
+        done = min((update + 1) / self._num_steps, 1.0)
+        return self.target * (self._initial + (1.0 - self._initial) * done)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Looks at the optimizer.
+
+        Raises:
+            ValueError: If something else decides its rate.
+        """
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+            raise ValueError(
+                "LearningRateWarmup sets the rate of one optimizer. Received: a MultiOptimizer. "
+                "Give each of its optimizers a schedule."
+            )
+        given = optimizer.get_config()["learning_rate"]
+        if not isinstance(given, numbers.Real):
+            name = given["class_name"] if isinstance(given, dict) else given
+            raise ValueError(
+                "LearningRateWarmup sets the optimizer's learning rate, and a schedule does so in "
+                f"each step. A number is required. Received: learning_rate={name}. Take a schedule "
+                "with a warm-up, such as CosineDecay(warmup_steps=…), and no callback; or a number "
+                "with this one."
+            )
+        self._is_over = False
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the rate of the update to come; for the count of them it waits, until it is over."""
+        if self._is_over:
+            return
+        update = int(self.model.optimizer.iterations)
+        self._is_over = update >= self._num_steps
+        if not self._is_over:
+            self.model.optimizer.learning_rate = self.rate(update)
+
+
+def _check(learning_rate, num_steps, initial):
+    for name, value, holds, required in (
+        ("learning_rate", learning_rate, learning_rate > 0, "a number above 0"),
+        ("num_steps", num_steps, int(num_steps) == num_steps >= 1, "a whole number of at least 1"),
+        ("initial", initial, 0 <= initial <= 1, "a fraction, from 0 to 1,"),
+    ):
+        if not holds:
+            raise ValueError(f"`{name}`: {required} is required. Received: {name}={value!r}.")
+
+
+def _factor(scaling, batch_size, base_batch_size) -> float:
+    received = (
+        f"Received: scaling={scaling!r}, batch_size={batch_size!r}, "
+        f"base_batch_size={base_batch_size!r}."
+    )
+    sizes = (batch_size, base_batch_size)
+    if scaling is None:
+        if sizes != (None, None):
+            raise ValueError(
+                "Batch sizes are for a rate that is scaled, and `scaling` must say how: 'linear' "
+                f"or 'sqrt'. {received}"
+            )
+        return 1.0
+    if scaling not in _SCALINGS or not all(size is not None and size >= 1 for size in sizes):
+        raise ValueError(
+            "`scaling` must be 'linear' or 'sqrt', with the rows of an update, `batch_size`, and "
+            f"those that the rate was found for, `base_batch_size`, both of at least 1. {received}"
+        )
+    return _SCALINGS[scaling](batch_size / base_batch_size)

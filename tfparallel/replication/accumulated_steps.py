@@ -1,0 +1,196 @@
+"""One update of N steps, and one sum of gradients: `sync="accumulate:4"`.
+
+    worker 0   θ   a ← a + d g    a ← a + d g    …    a ← a + d g ──┐
+    worker 1   θ   a ← a + d g    a ← a + d g    …    a ← a + d g ──┴── θ ← update(θ, Σ a / Σ d)
+
+g is the gradient of the loss of a step's rows, of those of this worker alone, and d what that loss
+is divided by: rows, valid tokens, a sum of weights. So Σ d g is the gradient of the sum of all the
+rows' losses, and Σ a / Σ d that of the loss of N batches as one, whatever their sizes, and whoever
+had them. Between two updates nothing is sent; metrics are summed when the epoch ends, where an
+update takes what is left, as a last batch would be shorter.
+
+Dropout draws the masks of each step's batch. `gradient_accumulation_steps` of Keras's optimizers
+takes the mean of the steps' gradients, which is another number where batches differ.
+"""
+
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.callbacks import chief_only
+from tfparallel.extend import attach, original_class
+from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics
+from tfparallel.seams.tensorflow import ResourceVariable
+from tfparallel.step.one_step import Found
+from tfparallel.step.xla import compiled_if
+
+__all__ = ["AccumulatedSteps"]
+
+
+class AccumulatedSteps(OwnMetrics):
+    """Extends a replicated model, of one process or of several workers."""
+
+    @property
+    def _accumulates(self) -> bool:
+        return self._sync.accumulated > 1
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._accumulates or super()._is_silent
+
+    def fit(self, *args, **kwargs):
+        """Trains the model, as `keras.Model.fit`; an update is of several steps."""
+        if not self._accumulates:
+            return super().fit(*args, **kwargs)
+        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
+        asked = {name: value for name, value in asked.items() if name != "self"}
+        callbacks = [*chief_only.flatten(asked.get("callbacks")), BeginsEpochs()]
+        self._forget_gradients()
+        return super().fit(**asked | {"callbacks": callbacks})
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether no gradients are held; only then a checkpoint holds all that there is."""
+        return not self._accumulates or float(self._since_update[1]) == 0
+
+    def _check_accumulation(self) -> None:
+        """Raises where gradients of several steps do not add up to those of one.
+
+        Raises:
+            ValueError: For a step, an optimizer or a layer of such a kind.
+        """
+        losses = {loss.reduction == "sum" for loss in self._losses_of_outputs()}
+        if original_class(self).train_step is not keras.Model.train_step:
+            what = "a model with a `train_step` of its own"
+        elif getattr(self.optimizer, "gradient_accumulation_steps", None):
+            what = "an optimizer that accumulates gradients itself"
+        elif losses == {True, False}:
+            what = "a loss with reduction='sum' beside others"
+        elif self._workers is not None and (layer := self._looks_at_all_rows()) is not None:
+            what = f"batch normalization of all workers' rows, in layer '{layer.name}'"
+        else:
+            return
+        self._refuse("Keras's own step, of losses of one kind, is required", what)
+
+    def _losses_of_outputs(self):
+        return [found.loss for found in self._compile_loss._flat_losses]
+
+    def _looks_at_all_rows(self):
+        for layer in self._flatten_layers():
+            if isinstance(layer, keras.layers.BatchNormalization):
+                if layer.trainable and getattr(layer, "synchronize", False):
+                    return layer
+        return None
+
+    def _train_accumulating(self, data) -> dict[str, Any]:
+        """A step's gradients of the rows here, and in every N-th the update."""
+        if self._workers is None:
+            way = self._way(data, "fit")
+            self._refuse_joined(way)
+            logs = self._train_on_own_rows(data, way.metrics)
+        else:
+            own, num_rows, place = self._rows_here(data)
+            way = self._way(own, "fit")
+            self._refuse_joined(way)
+            with self.strategy.apart(place):
+                logs = tf.cond(
+                    num_rows > 0,
+                    lambda: self._train_on_own_rows(own, way.metrics),
+                    self.get_metrics_result,
+                )
+        _, steps = self._since_update
+        is_time = steps.assign_add(1.0) >= float(self._sync.accumulated)
+
+        def update():
+            self._update_of_steps()
+            return True  # As the other branch: Python's None would be an operation in one alone.
+
+        tf.cond(is_time, update, lambda: False)
+        return logs
+
+    def _apply_found(self, found: Found) -> None:
+        if not self._accumulates:
+            return super()._apply_found(found)
+        self._check_accumulation()
+        divisor = self._divisor_of(found)
+        held = self._held_gradients(found)
+        for gradient, accumulated in zip(found.gradients, held, strict=True):
+            if gradient is not None:
+                gradient = tf.convert_to_tensor(gradient)
+                term = gradient * tf.cast(divisor, gradient.dtype)
+                accumulated.assign_add(term, read_value=False)
+        divisors, _ = self._since_update
+        divisors.assign_add(tf.cast(divisor, divisors.dtype), read_value=False)
+        return None
+
+    def _divisor_of(self, found: Found):
+        required = "One divisor of the whole loss is required"
+        losses = self._losses_of_outputs()
+        if found.divisor is None:
+            return self._refuse(required, "losses of several outputs with a mask or weights each")
+        num_added = len(self.losses)
+        if all(loss.reduction == "sum" for loss in losses) and num_added:
+            return self._refuse(required, "reduction='sum' beside a regularizer or `add_loss`")
+        regularized = [v for v in self.trainable_weights if v.regularizer is not None]
+        if found.divisor is not found.num_rows and num_added > len(regularized):
+            return self._refuse(required, "a masked or weighted loss beside `add_loss`")
+        return found.divisor
+
+    def _held_gradients(self, found: Found) -> list[tf.Variable | None]:
+        """What is added up for each weight; None where no gradient reaches it."""
+        known = getattr(self, "_accumulated", {})
+        held: dict[int, tuple[keras.Variable, tf.Variable | None]] = {}
+        for variable, gradient in zip(found.variables, found.gradients, strict=True):
+            _, accumulated = known.get(id(variable), (None, None))
+            if accumulated is None and gradient is not None:
+                with tf.init_scope(), tf.device(self.strategy.devices[0]):
+                    zeros = tf.zeros(variable.shape, gradient.dtype)
+                    accumulated = ResourceVariable(zeros, trainable=False)
+            held[id(variable)] = (variable, accumulated)
+        attach(self, _accumulated=held)
+        return [accumulated for _, accumulated in held.values()]
+
+    @property
+    def _since_update(self) -> tuple[tf.Variable, tf.Variable]:
+        """The divisors' sum and the number of the steps that the next update is of."""
+        found = getattr(self, "_counted_since_update", None)
+        if found is None:
+            with tf.init_scope(), tf.device("CPU:0"):
+                found = (ResourceVariable(0.0, dtype=tf.float64), ResourceVariable(0.0))
+            attach(self, _counted_since_update=found)
+        return found
+
+    def _update_of_steps(self) -> None:
+        """Updates the weights with what is held, of all workers, and forgets it."""
+        divisors, _ = self._since_update
+        pairs = list(self._accumulated.values())
+        found = [(variable, held) for variable, held in pairs if held is not None]
+        sums, total = [held.read_value() for _, held in found], divisors.read_value()
+        if self._workers is not None:
+            variables = [variable for variable, _ in found]
+            *sums, total = self._workers.all_reduce_gradients([*sums, total], [*variables, None])
+        if all(loss.reduction == "sum" for loss in self._losses_of_outputs()):
+            total = tf.ones_like(total)
+        means = [tf.math.divide_no_nan(each, tf.cast(total, each.dtype)) for each in sums]
+        by_id = {id(variable): mean for (variable, _), mean in zip(found, means, strict=True)}
+        gradients = [by_id.get(id(variable)) for variable, _ in pairs]
+        with compiled_if(self._compiles):
+            self.optimizer.apply_gradients(
+                zip(gradients, [variable for variable, _ in pairs], strict=True)
+            )
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for held in (*(held for _, held in getattr(self, "_accumulated", {}).values()),):
+            if held is not None:
+                held.assign(tf.zeros_like(held), read_value=False)
+        for count in self._since_update:
+            count.assign(tf.zeros_like(count), read_value=False)
+
+    def _end_epoch(self) -> None:
+        super()._end_epoch()
+        if not self.is_between_updates:
+            with self.strategy.program():
+                self._update_of_steps()

@@ -1,0 +1,159 @@
+"""What local steps and accumulated ones have in common: in an epoch a worker's metrics are its own.
+
+    worker 0   step ── step ── … ── step ──┐
+    worker 1   step ── step ── … ── step ──┴── end of the epoch: their sums are added up
+
+So what a step logs is the worker's own, and what an epoch logs is of all workers.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from tfparallel.data import shard as shards
+from tfparallel.data import share
+from tfparallel.data.shard import Place, count_rows
+from tfparallel.extend import attach
+from tfparallel.replication import sample_partition
+from tfparallel.replication.synchronization import EVERY_STEP
+
+__all__ = ["BeginsEpochs", "OwnMetrics"]
+
+
+class OwnMetrics:
+    """Extends a replicated model whose workers say nothing in a step."""
+
+    _sync = EVERY_STEP
+    _is_in_epoch = False  # Whether the metrics are this worker's own, until it ends.
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether the workers say nothing in the next step."""
+        return False
+
+    def _begin_epoch(self) -> None:
+        attach(self, _is_in_epoch=self._is_silent)
+
+    def _begin_step(self) -> None:
+        """Called before each step of `fit`."""
+
+    def evaluate(self, *args, **kwargs):
+        """Evaluates the model, as `keras.Model.evaluate`, with what all workers have."""
+        with self._out_of_epoch():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        """Predicts, as `keras.Model.predict`, with what all workers have."""
+        with self._out_of_epoch():
+            return super().predict(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _out_of_epoch(self):
+        """Within an epoch too, where a callback calls for it."""
+        was_in_epoch = self._is_in_epoch
+        attach(self, _is_in_epoch=False)
+        self.settle()
+        try:
+            yield
+        finally:
+            if was_in_epoch:
+                self.metrics_were_restored()
+            attach(self, _is_in_epoch=was_in_epoch)
+
+    @contextlib.contextmanager
+    def settled(self):
+        """Within it all workers hold what is of all: weights, and what metrics have seen."""
+        self.settle()
+        if self._is_in_epoch:
+            self.sum_metrics()
+        try:
+            yield
+        finally:
+            if self._is_in_epoch:
+                self.metrics_were_restored()
+
+    def settle(self) -> None:
+        """Gives all workers the weights of all, where each has its own. All must call it."""
+
+    def _end_epoch(self) -> None:
+        """What is left to do before anybody looks at the weights."""
+        self.settle()
+
+    def get_metrics_result(self):
+        """Returns the metrics by name; at the end of an epoch, those of all workers."""
+        if self._is_in_epoch and not self._in_train_step:
+            attach(self, _is_in_epoch=False)
+            self._end_epoch()
+            self.sum_metrics()
+        return super().get_metrics_result()
+
+    def sum_metrics(self) -> None:
+        """Gives all workers the sums of what their metrics have seen. All must call it."""
+        if self._workers is not None:
+            values = [tf.convert_to_tensor(v.value) for v in self.metrics_variables]
+            self._assign_metrics(self._workers.all_reduce(values))
+
+    def metrics_were_restored(self) -> None:
+        """Of sums over all workers, which each of them has, one is kept."""
+        if self._workers is not None and not self._is_chief:
+            self._assign_metrics([tf.zeros_like(v.value) for v in self.metrics_variables])
+
+    def _assign_metrics(self, values) -> None:
+        with self.strategy.program():
+            for variable, value in zip(self.metrics_variables, values, strict=True):
+                variable.assign(value)
+
+    def _rows_here(self, data):
+        """This worker's rows of what the step was given, how many they are, and where they lie.
+
+        The place is None where that is not known without asking the others.
+        """
+        own = sample_partition.unmarked(data)
+        read = share.unmarked(data)
+        bounds = share.rows_of_worker(self.strategy)
+        if own is not data:
+            size = tf.convert_to_tensor(count_rows(first_of(own)))
+            if read is None:
+                return own, size, None
+            num_rows = tf.cast(read[1], tf.int32)
+            return own, size, Place(self.strategy.first_replica, bounds(num_rows).start, num_rows)
+        num_rows = count_rows(first_of(data))
+        start, size = bounds(num_rows)
+
+        def cut(leaf):
+            return None if leaf is None else shards.cut(leaf, start, size)
+
+        own = keras.tree.map_structure(cut, data)
+        place = Place(self.strategy.first_replica, start, num_rows)
+        return own, tf.convert_to_tensor(size), place
+
+    def _refuse(self, required: str, received: str):
+        raise ValueError(
+            f"Under sync='{self._sync}' the workers say nothing in a step. {required}. "
+            f"Received: {received}. Take sync='every_step'."
+        )
+
+    def _refuse_joined(self, way) -> None:
+        if not way.all_stay:
+            required = "Losses and metrics that are sums over the rows are required"
+            self._refuse(required, way.why_joined)
+
+
+class BeginsEpochs(keras.callbacks.Callback):
+    """Tells a model when an epoch begins, and each step before it is run."""
+
+    async_safe = takes_tensors = True  # It reads no logs.
+
+    def on_epoch_begin(self, epoch: int, logs=None) -> None:
+        """What metrics sum up from now on may be this worker's own."""
+        self.model._begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs=None) -> None:
+        """Some steps are others than those before."""
+        self.model._begin_step()
+
+
+def first_of(data):
+    """The first tensor of a batch."""
+    return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
