@@ -234,7 +234,8 @@ def _key(spec):
 
 
 def _spec(variable) -> list[Any]:
-    return [variable.path, list(variable.shape), keras.backend.standardize_dtype(variable.dtype)]
+    whole = getattr(variable, "_sharded", variable)  # Of a replica's share of a slot.
+    return [variable.path, list(whole.shape), keras.backend.standardize_dtype(variable.dtype)]
 
 
 def _variables(model) -> dict[str, list[keras.Variable]]:

@@ -12,16 +12,11 @@ from tfparallel.extend import extend, original_class
 from tfparallel.layers.variable import SplitVariable, cut, parts_of, split_variable, whole_of
 from tfparallel.placement.optimizer import PlacedOptimizer
 from tfparallel.placement.stages import PlacementError
+from tfparallel.step import elementwise
 
 __all__ = ["split_updates"]
 
 _optimizers = keras.optimizers
-# Looked through one by one: their `update_step` is element by element.
-_ELEMENTWISE = (
-    _optimizers.SGD, _optimizers.Adam, _optimizers.AdamW, _optimizers.RMSprop, _optimizers.Adagrad,
-    _optimizers.Adadelta, _optimizers.Adamax, _optimizers.Nadam, _optimizers.Ftrl,
-    _optimizers.Lion, _optimizers.ScheduleFreeAdamW,
-)  # fmt: skip
 
 
 class SplitOptimizer(PlacedOptimizer):
@@ -135,12 +130,11 @@ def split_updates(optimizer: keras.Optimizer) -> None:
         PlacementError: If its update looks at more than one element at a time, or is not known.
     """
     wrapped = _wrapped(optimizer)
-    if not wrapped and original_class(optimizer) not in _ELEMENTWISE:
-        names = ", ".join(sorted(cls.__name__ for cls in _ELEMENTWISE))
+    if not wrapped and not elementwise.is_elementwise(original_class(optimizer)):
         raise PlacementError(
             "The update of a weight in parts must treat each element by itself, as that of "
-            f"{names} does. Received: {original_class(optimizer).__name__}, which looks at whole "
-            "weights, or is not known. Take one of these, or `tfparallel.model_parallel`."
+            f"{elementwise.NAMES} does. Received: {original_class(optimizer).__name__}, which looks "
+            "at whole weights, or is not known. Take one of these, or `tfparallel.model_parallel`."
         )
     extend(optimizer, SplitOptimizer)
     for inner in wrapped:

@@ -28,6 +28,7 @@ def data_parallel(
     all_reduce: str | None = None,
     compression: str | None = None,
     sync: str = "every_step",
+    shard_optimizer: bool = False,
     replica_weights: Sequence[int] | None = None,
     synchronize_batch_norm: bool = True,
     check_rows: bool = True,
@@ -65,6 +66,9 @@ def data_parallel(
             `"local_sgd:8"`, by averaging weights every 8 steps, in which each worker trains by
             itself; `"post_local_sgd:1000,8"`, so from step 1,000 on. See
             `docs/synchronization.md`. Within a process replicas always agree.
+        shard_optimizer: Whether each of N replicas, of all workers, keeps and updates its share of
+            what the optimizer holds: 1/N of the memory of it, and the same weights. For optimizers
+            that treat each element by itself, such as Adam. Files hold the whole.
         replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
             replica computes three. One whole number for each replica of all workers; the
             weights that come out are the same. Default: equal shares.
@@ -105,6 +109,11 @@ def data_parallel(
     )
     if isinstance(strategy, _OneDevice) and policy.accumulated > 1:
         strategy = MirroredStrategy(device_lib.choose_devices(num_devices=1))
+    if shard_optimizer and policy.is_local:
+        raise ValueError(
+            "Workers that step by themselves each need the whole optimizer. One of the two is "
+            f"required. Received: shard_optimizer=True, sync={sync!r}. Leave one out."
+        )
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
     if isinstance(model_or_function, keras.Model):
@@ -118,6 +127,7 @@ def data_parallel(
         synchronize_batch_norm=synchronize_batch_norm,
         check_rows=check_rows,
         sync=policy,
+        shard_optimizer=shard_optimizer and strategy.num_replicas > 1,
     )
     if model._is_chief:
         notice(f"data_parallel: {_in_words(model.layout)}.", once=True)
@@ -141,6 +151,8 @@ def _in_words(layout: Layout) -> str:
 
 class _OneDevice:
     """Stands where a strategy would: the device that TensorFlow takes by itself needs none."""
+
+    num_replicas = 1
 
     def scope(self):
         return contextlib.nullcontext()

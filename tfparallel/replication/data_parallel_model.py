@@ -17,6 +17,7 @@ from tfparallel.replication import (
     predictions,
     random,
     sample_partition,
+    sharded_optimizer,
     state,
 )
 from tfparallel.replication.accumulated_steps import AccumulatedSteps
@@ -42,6 +43,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
     `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, on which only the
     checks of the input remain.
     """
+
+    _shard = None  # What makes each replica update its share of the weights.
 
     @property
     def strategy(self):
@@ -268,6 +271,7 @@ def extend_model(
     synchronize_batch_norm: bool = True,
     check_rows: bool | None = None,
     sync: Synchronization = EVERY_STEP,
+    shard_optimizer: bool = False,
 ) -> keras.Model:
     """Makes `model`, whose variables `strategy` holds, data parallel, in place.
 
@@ -277,6 +281,7 @@ def extend_model(
         synchronize_batch_norm: Whether batch normalization takes the global batch's moments.
         check_rows: Whether a model that mixes examples is refused; None as the strategy says.
         sync: When the workers agree on their weights.
+        shard_optimizer: Whether each replica keeps and updates its share of the optimizer.
 
     Returns:
         The same object, its class extended.
@@ -288,6 +293,7 @@ def extend_model(
         _synchronize_batch_norm=synchronize_batch_norm,
         _check_rows=check_rows,
         _sync=sync,
+        _shard=sharded_optimizer.shard if shard_optimizer else None,
         _in_train_step=False,
         _gathers=True,
         _predict_own_rows=(None, None),
@@ -332,7 +338,7 @@ def extend_parts(model: keras.Model) -> None:
                 _owner_compiles=model.compiled and model._compiles,
             )
     for found in _optimizers(model):
-        optimizer.prepare(found, strategy)
+        optimizer.prepare(found, strategy, model._shard)
 
 
 def _optimizers(model):

@@ -11,6 +11,8 @@ updates every replica's copy on its own device. Three things are missing:
   sum over replicas is taken when the accumulated gradient is used.
 """
 
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
 
@@ -188,15 +190,22 @@ class ScaledProgramOptimizer(ProgramOptimizer):
         return super()._tf_apply(grads, trainable_variables)
 
 
-def prepare(optimizer: keras.Optimizer, strategy) -> None:
+def prepare(
+    optimizer: keras.Optimizer,
+    strategy,
+    shard: Callable[[keras.Optimizer], None] | None = None,
+) -> None:
     """Makes a Keras optimizer act under `strategy`, in place.
 
     Args:
         optimizer: Any Keras optimizer, unbuilt or built under the strategy's scope.
         strategy: The `tfparallel.MirroredStrategy`.
+        shard: What makes each replica update its share of the weights; None for whole updates.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         extend(optimizer, ScaledProgramOptimizer)
+    elif shard is not None and not _wrapped_by(optimizer):
+        shard(optimizer)
     elif optimizer.gradient_accumulation_steps:
         if not isinstance(optimizer, AccumulatingOptimizer):
             extend(optimizer, AccumulatingOptimizer, pending_terms={})
@@ -204,7 +213,7 @@ def prepare(optimizer: keras.Optimizer, strategy) -> None:
         extend(optimizer, ProgramOptimizer)
     object.__setattr__(optimizer, "_distribution_strategy", strategy)
     for inner in _wrapped_by(optimizer):
-        prepare(inner, strategy)
+        prepare(inner, strategy, shard)
 
 
 def _wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:

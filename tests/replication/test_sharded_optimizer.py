@@ -1,0 +1,210 @@
+"""Replicas that each keep a share of the optimizer train as one device does."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, optimizers
+
+import tfparallel
+from tests.comparison import seeded
+from tfparallel.strategies import variables
+
+OPTIMIZERS = {
+    "SGD": lambda: optimizers.SGD(0.1),
+    "momentum": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: optimizers.Adam(0.05, amsgrad=True),
+    "AdamW": lambda: optimizers.AdamW(0.05, weight_decay=0.1),
+    "RMSprop": lambda: optimizers.RMSprop(0.02, centered=True),
+    "Adagrad": lambda: optimizers.Adagrad(0.1),
+    "Adadelta": lambda: optimizers.Adadelta(0.5),
+    "Adamax": lambda: optimizers.Adamax(0.05),
+    "Nadam": lambda: optimizers.Nadam(0.05),
+    "Ftrl": lambda: optimizers.Ftrl(0.1),
+    "Lion": lambda: optimizers.Lion(0.01),
+    "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.05),
+    "global_clipnorm": lambda: optimizers.Adam(0.05, global_clipnorm=0.1),
+    "clipnorm": lambda: optimizers.Adam(0.05, clipnorm=0.05),
+    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.02),
+    "moving average": lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=3),
+    "moving average at the end": lambda: optimizers.Adam(0.05, use_ema=True),
+    "loss scaling": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.05)),
+    "a schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 2, 0.9), 0.9),
+    "several": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(optimizers.Adam(0.05), {".*kernel": optimizers.SGD(0.1, 0.9)})
+    ),
+}
+
+
+def build(constraint=None):
+    x = keras.Input((5,))
+    hidden = layers.Dense(7, "tanh", kernel_constraint=constraint)(x)
+    return keras.Model(x, layers.Dense(3)(hidden))  # 35, 7, 21 and 3 elements.
+
+
+def build_embedding():
+    x = keras.Input((4,), dtype="int32")
+    return keras.Model(x, layers.Dense(3)(layers.Flatten()(layers.Embedding(9, 5)(x))))
+
+
+def data(function=build, number=29):
+    random = np.random.default_rng(0)
+    y = random.normal(size=(number, 3))
+    if function is build_embedding:
+        return random.integers(0, 6, (number, 4)), y
+    return random.normal(size=(number, 5)), y
+
+
+def on_replicas(number, function=build, **options):
+    devices = [f"CPU:{index}" for index in range(number)]
+    return tfparallel.data_parallel(
+        lambda: seeded(function), devices=devices, shard_optimizer=True, **options
+    )
+
+
+def trained(model, optimizer, function=build, epochs=3, callbacks=(), **options):
+    model.compile(optimizer, "mse", **options)
+    x, y = data(function)
+    model.fit(
+        x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+    return model
+
+
+def apart(model, other):
+    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("number", [2, 3])
+def test_it_trains_as_one_device_does(in_float64, name, number):
+    one = trained(seeded(build), OPTIMIZERS[name]())
+    model = trained(on_replicas(number), OPTIMIZERS[name]())
+    assert apart(model, one) < 1e-9
+    for weight in model.trainable_variables:  # Every copy of it.
+        copies = [np.asarray(copy) for copy in variables.copies(weight)]
+        assert all((copy == copies[0]).all() for copy in copies)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_keras(in_float64, options):
+    one = trained(seeded(build), optimizers.Adam(0.05))
+    model = trained(on_replicas(2), optimizers.Adam(0.05), **options)
+    assert apart(model, one) < 1e-9
+
+
+def test_embeddings_and_constraints(in_float64):
+    one = trained(seeded(build_embedding), optimizers.Adam(0.05), build_embedding)
+    model = trained(on_replicas(3, build_embedding), optimizers.Adam(0.05), build_embedding)
+    assert apart(model, one) < 1e-9
+
+    def constrained():
+        return build(keras.constraints.UnitNorm(axis=0))
+
+    one = trained(seeded(constrained), optimizers.Adam(0.05))
+    assert apart(trained(on_replicas(3, constrained), optimizers.Adam(0.05)), one) < 1e-9
+
+
+def test_weights_that_others_write_count(in_float64):
+    class Writes(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.set_weights([weight / 2 for weight in self.model.get_weights()])
+
+    one = trained(seeded(build), optimizers.Adam(0.05), callbacks=[Writes()])
+    model = trained(on_replicas(2), optimizers.Adam(0.05), callbacks=[Writes()])
+    assert apart(model, one) < 1e-9
+
+
+def test_decay_leaves_out_what_it_is_told_to(in_float64):
+    found = []
+    for model in (seeded(build), on_replicas(2)):
+        optimizer = optimizers.AdamW(0.05, weight_decay=0.3)
+        optimizer.exclude_from_weight_decay(model.trainable_variables[:1], ["bias"])
+        found.append(trained(model, optimizer))
+    assert apart(*found) < 1e-9
+
+
+def test_accumulated_steps(in_float64):
+    one = seeded(build)
+    one.compile(optimizers.Adam(0.05), "mse")
+    x, y = data()
+    one.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    model = trained(on_replicas(2, sync="accumulate:2"), optimizers.Adam(0.05))
+    assert apart(model, one) < 1e-9
+
+
+def test_a_replica_holds_its_share_of_the_slots():
+    model = trained(on_replicas(4), optimizers.Adam(0.05))
+    slots = [v for v in model.optimizer.variables if v.shape]
+    whole = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+    for device in range(4):
+        held = sum(variables.copies(slot)[device].shape.num_elements() for slot in slots)
+        assert 2 * whole / 4 <= held <= 2 * (whole / 4 + len(model.trainable_variables))
+
+
+def test_a_file_holds_whole_slots_and_is_read_anywhere(in_float64, tmp_path):
+    whole = trained(seeded(build), optimizers.Adam(0.05), epochs=2)
+    first = trained(on_replicas(2), optimizers.Adam(0.05), epochs=1)
+    first.save(tmp_path / "first.keras")
+    plain = keras.saving.load_model(tmp_path / "first.keras")
+    x, y = data()
+    plain.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert apart(plain, whole) < 1e-9
+    checkpoint = tmp_path / "checkpoint"
+    trained(
+        on_replicas(3),
+        optimizers.Adam(0.05),
+        epochs=1,
+        callbacks=[tfparallel.callbacks.Checkpoint(checkpoint)],
+    )
+    resumed = tfparallel.callbacks.Checkpoint(checkpoint)
+    model = trained(on_replicas(4), optimizers.Adam(0.05), epochs=2, callbacks=[resumed])
+    assert resumed.resumed["epoch"] == 1 and apart(model, whole) < 1e-9
+    # And with whole slots on every replica.
+    trained(
+        on_replicas(3),
+        optimizers.Adam(0.05),
+        epochs=1,
+        callbacks=[tfparallel.callbacks.Checkpoint(tmp_path / "another")],
+    )
+    model = tfparallel.data_parallel(lambda: seeded(build), devices=["CPU:0", "CPU:1"])
+    resumed = tfparallel.callbacks.Checkpoint(tmp_path / "another")
+    trained(model, optimizers.Adam(0.05), epochs=2, callbacks=[resumed])
+    assert apart(model, whole) < 1e-9
+
+
+def test_a_model_that_was_trained_goes_on(in_float64):
+    whole = trained(seeded(build), optimizers.Adam(0.05), epochs=2)
+    first = trained(seeded(build), optimizers.Adam(0.05), epochs=1)
+    model = tfparallel.data_parallel(first, devices=["CPU:0", "CPU:1"], shard_optimizer=True)
+    x, y = data()
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert apart(model, whole) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda: optimizers.Lamb(0.1), "Received: Lamb, which looks at whole weights"),
+        (lambda: optimizers.Muon(0.1), "Received: Muon"),
+        (lambda: optimizers.SGD(gradient_accumulation_steps=3), "Take sync='accumulate:3'"),
+    ],
+    ids=["Lamb", "Muon", "accumulates"],
+)
+def test_what_needs_whole_weights_is_refused(optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        on_replicas(2).compile(optimizer(), "mse")
+
+
+def test_local_steps_need_the_whole_optimizer():
+    with pytest.raises(ValueError, match="Received: shard_optimizer=True, sync='local_sgd:8'"):
+        on_replicas(2, sync="local_sgd:8")
+
+
+def test_on_one_device_there_is_nothing_to_share():
+    model = on_replicas(1)
+    assert type(trained(model, optimizers.Adam(0.05)).optimizer) is optimizers.Adam

@@ -1,0 +1,236 @@
+"""Each replica keeps and updates its share of the optimizer: `shard_optimizer=True`.
+
+    gradient of a weight, of all rows     g₀ g₁ │ g₂ g₃ │ g₄ ·        flat, in N equal shares
+                                            │       │       │
+    slots (momentum, …), 1/N a replica     m₀ m₁   m₂ m₃   m₄ ·
+                                            ▼       ▼       ▼
+    updated share of the weight           θ₀ θ₁ │ θ₂ θ₃ │ θ₄ ·        joined, on each replica
+
+To the optimizer the shares are its variables: of each weight one, a copy of which on a replica's
+device holds the replica's own share. It is filled from the weight before an update, and the weight
+from all shares behind it; so whoever else writes the weight need not know. Clipping is done
+before, of whole gradients, and constraints behind. Files hold whole slots.
+
+It is stage 1 of ZeRO: Samyam Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", SC 2020, arXiv:1910.02054.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.collectives import replica_sums
+from tfparallel.extend import attach, extend, original_class
+from tfparallel.replication.optimizer import ProgramOptimizer
+from tfparallel.seams.tensorflow import PerReplica
+from tfparallel.step import elementwise
+from tfparallel.strategies import variables
+
+__all__ = ["ShardedOptimizer", "shard"]
+
+
+class Shares(PerReplica):
+    """What each replica here has of a gradient."""
+
+
+class ShardedOptimizer(ProgramOptimizer):
+    """Extends an optimizer whose update treats each element by itself."""
+
+    _share_of: dict[int, keras.Variable] = {}  # By the id of a weight.
+
+    @property
+    def _num_shares(self) -> int:
+        return self._distribution_strategy.num_replicas
+
+    def build(self, weights):
+        """Makes the shares of the weights, and the slots of the shares."""
+        weights = list(weights)
+        with tf.init_scope(), self._distribution_strategy.scope():
+            shares = [self._made_share(weight) for weight in weights]
+        by_id = {id(weight): share for weight, share in zip(weights, shares, strict=True)}
+        attach(self, _share_of=by_id, _weights=weights)
+        left_out = getattr(self, "_exclude_from_weight_decay", set())
+        for weight, share in zip(weights, shares, strict=True):
+            if self._var_key(weight) in left_out:
+                left_out.add(self._var_key(share))
+        with tf.init_scope(), self._distribution_strategy.program():
+            self._fill(weights)
+        super().build(shares)
+
+    def _made_share(self, weight):
+        size = -(-int(np.prod(weight.shape)) // self._num_shares)
+        share = keras.Variable("zeros", (size,), weight.dtype, trainable=True, name=weight.name)
+        share._path = weight.path  # Slots are named by it.
+        attach(share, _sharded=weight)
+        return share
+
+    def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
+        """Makes a slot; that of a share knows its weight."""
+        slot = super().add_variable_from_reference(reference_variable, name, initializer)
+        weight = getattr(reference_variable, "_sharded", None)
+        if weight is not None:
+            attach(slot, _sharded=weight)
+        return slot
+
+    def apply(self, grads, trainable_variables=None):
+        """Applies gradients of whole weights, the same on all workers."""
+        grads = list(grads)
+        if trainable_variables is None:
+            trainable_variables = self._weights
+        weights = list(trainable_variables)
+        if not self.built:
+            self.build(weights)
+        shares = [self._share_of.get(id(weight), weight) for weight in weights]
+        changed = [w for w, g in zip(weights, grads, strict=True) if g is not None]
+        self._fill(changed)
+        super().apply(grads, shares)
+        self._join(self._weights if self.ema_overwrite_frequency else changed)
+        for weight in changed:
+            if weight.constraint is not None:
+                weight.assign(weight.constraint(weight))
+
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        grads = super()._clip_gradients(grads)
+        super()._backend_apply_gradients(
+            [self._cut(gradient) for gradient in grads], trainable_variables
+        )
+
+    def _clip_gradients(self, grads):
+        return grads  # Which is done: see above.
+
+    def _bounds(self, size: int):
+        """Of each replica here, the first element of its share, and the end."""
+        first = self._distribution_strategy.first_replica
+        for k in range(len(self._distribution_strategy.devices)):
+            yield (first + k) * size, (first + k + 1) * size
+
+    def _cut(self, gradient) -> Shares:
+        """Each replica's share of a gradient, where it is needed."""
+        found = replica_sums.on_each_device(gradient)
+        copies = found.values if isinstance(found, PerReplica) else None
+        devices = self._distribution_strategy.devices
+        parts = []
+        size = -(-gradient.shape.num_elements() // self._num_shares)
+        for k, (start, end) in enumerate(self._bounds(size)):
+            # Of one tensor for all, the share is cut where the tensor is, and sent.
+            whole = gradient if copies is None else copies[k]
+            with tf.device(whole.device if copies is None else devices[k]):
+                parts.append(_elements(tf.convert_to_tensor(whole), start, end))
+        return Shares(parts)
+
+    def _fill(self, weights) -> None:
+        """Gives each share what its replica's copy of the weight holds."""
+        for weight in weights:
+            share = self._share_of[id(weight)]
+            copies = zip(variables.copies(share), variables.copies(weight), strict=True)
+            bounds = self._bounds(share.shape[0])
+            for (own, whole), (start, end) in zip(copies, bounds, strict=True):
+                with tf.device(own.device):
+                    own.assign(_elements(tf.convert_to_tensor(whole), start, end))
+
+    def _join(self, weights) -> None:
+        """Gives every copy of the weights what all shares hold."""
+        shares = [self._share_of[id(weight)] for weight in weights]
+        for weight, whole in zip(weights, self._wholes(shares), strict=True):
+            for copy in variables.copies(weight):
+                with tf.device(copy.device):
+                    copy.assign(tf.reshape(whole, weight.shape))
+
+    def _wholes(self, found) -> list[tf.Tensor]:
+        """Joins what all replicas hold of shares, or of slots: flat, of the weights' sizes."""
+        rows = []
+        for variable in found:
+            own = [tf.convert_to_tensor(copy) for copy in variables.copies(variable)]
+            rows.append(tf.concat(own, 0)[None])
+        workers = self._distribution_strategy.workers
+        if workers is not None:
+            rows = workers.all_gather(rows, [1] * workers.num_workers)
+        return [
+            tf.reshape(row, [-1])[: int(np.prod(variable._sharded.shape))]
+            for row, variable in zip(rows, found, strict=True)
+        ]
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        # Keras's own reads the first replica's share for all.
+        def on_each(average, share, momentum):
+            momentum = tf.cast(momentum, average.dtype)
+            average.assign(momentum * average + (1 - momentum) * share)
+
+        is_later = tf.cast(tf.convert_to_tensor(self.iterations.value) != 0, tf.float64)
+        pairs = zip(trainable_variables, self._model_variables_moving_average, strict=True)
+        for share, average in pairs:
+            self._distribution_strategy.extended.update(
+                average.value,
+                on_each,
+                args=(share.value, is_later * self.ema_momentum),
+                group=False,
+            )
+
+    def finalize_variable_values(self, var_list):
+        """Overwrites the weights with their averages, where there are some."""
+        if not self.use_ema:
+            return
+        weights = list(var_list)
+        with self._distribution_strategy.program():
+            self._fill(weights)
+            super().finalize_variable_values([self._share_of[id(w)] for w in weights])
+            self._join(weights)
+
+    def save_own_variables(self, store):
+        """Saves the optimizer, with whole slots; every worker must call it."""
+        found = [v for v in self.variables if hasattr(v, "_sharded")]
+        wholes = dict(zip(map(id, found), self._wholes(found), strict=True))
+        for index, variable in enumerate(self.variables):
+            if id(variable) in wholes:
+                value = tf.reshape(wholes[id(variable)], variable._sharded.shape).numpy()
+            else:
+                value = tf.convert_to_tensor(variable.value).numpy()
+            store[str(index)] = value
+
+    def load_own_variables(self, store):
+        """Loads the optimizer; each replica takes its share of whole slots."""
+        found = self.variables
+        if len(store.keys()) != len(found):
+            super().load_own_variables(store)  # Which says what is missing.
+            return
+        for index, variable in enumerate(found):
+            value = np.asarray(store[str(index)])
+            if not hasattr(variable, "_sharded"):
+                variable.assign(value)
+                continue
+            copies = variables.copies(variable)
+            for copy, (start, end) in zip(copies, self._bounds(variable.shape[0]), strict=True):
+                copy.assign(_elements(tf.constant(value, copy.dtype), start, end))
+
+
+def _elements(tensor: tf.Tensor, start: int, end: int) -> tf.Tensor:
+    """Some elements of a tensor, flat; zeros behind its end."""
+    number = tensor.shape.num_elements()
+    flat = tf.reshape(tensor, [-1])[min(start, number) : min(end, number)]
+    missing = (end - start) - max(min(end, number) - start, 0)
+    return tf.pad(flat, [[0, missing]]) if missing else flat
+
+
+def shard(optimizer: keras.Optimizer) -> None:
+    """Makes each replica update its share, in place.
+
+    Raises:
+        ValueError: If the update looks at more than one element at a time, or is not known; or if
+            the optimizer accumulates gradients.
+    """
+    cls = original_class(optimizer)
+    if not elementwise.is_elementwise(cls):
+        raise ValueError(
+            "Under shard_optimizer=True each replica updates its share of a weight, and the update "
+            f"must treat each element by itself, as that of {elementwise.NAMES} does. Received: "
+            f"{cls.__name__}, which looks at whole weights, or is not known. Take one of these, or "
+            "leave shard_optimizer out."
+        )
+    if optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            "Under shard_optimizer=True gradients are accumulated by the step, and an update in "
+            "each call of the optimizer is required. Received: gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}. Take "
+            f"sync='accumulate:{optimizer.gradient_accumulation_steps}' in its place."
+        )
+    extend(optimizer, ShardedOptimizer)
