@@ -105,6 +105,12 @@ def common_flags() -> flags.FlagValues:
         flag_values=values,
     )
     flags.DEFINE_bool(
+        "shard_optimizer",
+        False,
+        "For data: whether each replica keeps and updates its share of the optimizer.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
         "calibrate",
         True,
         "For --all_reduce=auto: measure at the first step if no profile was saved.",
@@ -201,8 +207,14 @@ def _mesh_problems(values: flags.FlagValues) -> list[str]:
     return []
 
 
-def _sync_problems(values: flags.FlagValues) -> list[str]:
-    """Returns what is wrong with --sync."""
+def _update_problems(values: flags.FlagValues) -> list[str]:
+    """Returns what is wrong with --sync and --shard_optimizer."""
+    if values.shard_optimizer and values.parallel != "data":
+        return [
+            "--shard_optimizer is of replicas that each hold the whole model. Received: "
+            f"--shard_optimizer with --parallel={values.parallel}. Take --parallel=data, or drop "
+            "--shard_optimizer."
+        ]
     if values.sync is None:
         return []
     if values.parallel != "data":
@@ -219,6 +231,11 @@ def _sync_problems(values: flags.FlagValues) -> list[str]:
         return [
             "--compression is of gradients, and workers that step by themselves send weights. "
             f"Received: --sync={values.sync} with --compression={values.compression}. Drop one."
+        ]
+    if policy.is_local and values.shard_optimizer:
+        return [
+            "Workers that step by themselves each need the whole optimizer. Received: "
+            f"--sync={values.sync} with --shard_optimizer. Drop one."
         ]
     return []
 
@@ -290,7 +307,7 @@ def common_problems(values: flags.FlagValues) -> list[str]:
         CompressionName.parse(values.compression)
     except ValueError as error:
         problems.append(f"--compression: {error}")
-    problems += _sync_problems(values)
+    problems += _update_problems(values)
     problems += device_memory_problems(values)
     problems += _mesh_problems(values)
     problems += pipeline_problems(values)

@@ -43,7 +43,8 @@ class Form:
         cut: How layers are shared out to the devices, as the form's builder takes it.
         all_reduce: What sums the replicas of this process, as `tfparallel.MirroredStrategy` takes
             it: `all_reduce` and `calibrate`.
-        sync: When workers agree on their weights, as `data_parallel` takes it.
+        sync: When the weights are updated, as `data_parallel` takes it.
+        shard_optimizer: Whether each replica keeps its share of the optimizer.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Form:
     cut: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     all_reduce: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sync: str = "every_step"
+    shard_optimizer: bool = False
 
     @property
     def workers(self):
@@ -92,15 +94,16 @@ class Form:
                 return self._in_stages(hybrid_parallel, build_model)
         except PlacementError as error:
             raise UsageError(str(error)) from error
+        update = {"sync": self.sync, "shard_optimizer": self.shard_optimizer}
         if self.strategy is not None:
-            return data_parallel(build_model, self.strategy, sync=self.sync)
+            return data_parallel(build_model, self.strategy, **update)
         if self.all_reduce and len(self.devices) > 1:
             try:
                 strategy = MirroredStrategy(self.devices, **self.all_reduce)
             except ValueError as error:  # Another machine's profile.
                 raise UsageError(f"--all_reduce: {error}") from error
-            return data_parallel(build_model, strategy, sync=self.sync)
-        return data_parallel(build_model, devices=self.devices, sync=self.sync)
+            return data_parallel(build_model, strategy, **update)
+        return data_parallel(build_model, devices=self.devices, **update)
 
     def all_reduce_report(self, model: keras.Model) -> dict[str, Any] | None:
         """What summed the gradients, for a report; None where nobody chose it."""
@@ -139,6 +142,7 @@ class Form:
                 f"schedule {self.cut['schedule']}"
             )
         sync = "" if self.sync == "every_step" else f", sync {self.sync}"
+        sync += ", the optimizer in shares" if self.shard_optimizer else ""
         if self.workers is not None:
             by = "auto" if self.strategy.all_reduce_is_open else self.workers.transport
             return (
@@ -192,6 +196,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except ValueError as error:
         raise UsageError(str(error)) from error
     sync = values.sync or "every_step"
+    update = {"sync": sync, "shard_optimizer": values.shard_optimizer}
     if not is_worker:
         names = ["bucket_bytes", "compression"]
         if Synchronization.parse(sync).is_local:
@@ -204,7 +209,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
                     "add --num_workers=2."
                 )
         cut = _cut(values)
-        return Form(values.parallel, devices, cut=cut, all_reduce=all_reduce, sync=sync)
+        return Form(values.parallel, devices, cut=cut, all_reduce=all_reduce, **update)
     try:
         with quiet_stderr():
             strategy = MultiWorkerMirroredStrategy.of_process(
@@ -221,7 +226,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         raise UsageError(str(error)) from error
     except RuntimeError as error:
         raise StartError(str(error)) from error
-    return Form(values.parallel, devices, strategy, cut=_cut(values), sync=sync)
+    return Form(values.parallel, devices, strategy, cut=_cut(values), **update)
 
 
 def _is_on_cpus(values) -> bool:

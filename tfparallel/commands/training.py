@@ -139,8 +139,10 @@ def train(path: str, values: flags.FlagValues) -> Result:
         report["joined_outputs"] = getattr(model, "why_joined", None) or False
     report["all_reduce"] = form.all_reduce_report(model)
     report["sent_bytes_in_a_step"] = sent_bytes.in_a_step
+    if form.name == "data":
+        report |= {"sync": form.sync, "shard_optimizer": form.shard_optimizer or None}
     if form.workers is not None:
-        report |= {"sync": form.sync, "compression": form.strategy.compression}
+        report["compression"] = form.strategy.compression
         report["sent_bytes"] = form.workers.traffic.read()
         report["num_reductions"] = form.workers.traffic.num_sums
     if form.name in ("model", "pipeline"):
@@ -159,7 +161,7 @@ def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()[:16]
     names = ("seed", "global_batch_size", "epochs", "steps_per_epoch")
-    names = (*names, "precision", "jit_compile", "sync")
+    names = (*names, "precision", "jit_compile", "sync", "shard_optimizer")
     return {"task file": digest, **{f"--{name}": getattr(values, name) for name in names}}
 
 

@@ -131,10 +131,11 @@ def split_updates(optimizer: keras.Optimizer) -> None:
     """
     wrapped = _wrapped(optimizer)
     if not wrapped and not elementwise.is_elementwise(original_class(optimizer)):
+        name = original_class(optimizer).__name__
         raise PlacementError(
             "The update of a weight in parts must treat each element by itself, as that of "
-            f"{elementwise.NAMES} does. Received: {original_class(optimizer).__name__}, which looks "
-            "at whole weights, or is not known. Take one of these, or `tfparallel.model_parallel`."
+            f"{elementwise.NAMES} does. Received: {name}, which looks at whole weights, or is not "
+            "known. Take one of these, or `tfparallel.model_parallel`."
         )
     extend(optimizer, SplitOptimizer)
     for inner in wrapped:

@@ -1,4 +1,4 @@
-"""What each worker of `test_accumulated_steps.py` runs."""
+"""What each worker of `test_updates.py` runs."""
 
 import keras
 import numpy as np
@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tfparallel.strategies.variables import copies
 
 ROWS, STEPS, WORDS = 8, 3, 6
 
@@ -164,9 +165,36 @@ def main(folder):
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     trained(model, ROWS, optimizer=scaled)
     found["loss scaling"] = apart(model, one)
+    found["sharded"] = sharded(workers, folder)
     found["compressed"] = apart(parallel_compressed(), whole)
     found["normalized"] = refused(build_normalized)
     found["state"] = refused(build_with_state)
+    return found
+
+
+def sharded(workers, folder):
+    """Each of four replicas keeps its share of the optimizer."""
+    one = alone(build)
+    trained(one, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
+    model = parallel(build, "every_step", shard_optimizer=True)
+    before = workers.traffic.read()["sums"]
+    trained(model, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
+    sent = workers.traffic.read()["sums"] - before
+    slots = [v for v in model.optimizer.variables if v.shape]
+    held = sum(copies(slot)[0].shape.num_elements() for slot in slots)
+    found = {"weights": apart(model, one), "held": held, "sent": sent}
+    found["elements"] = sum(int(np.prod(w.shape)) for w in model.trainable_variables)
+    accumulating = parallel(build, shard_optimizer=True)
+    trained(accumulating, ROWS)
+    whole = alone(build)
+    trained(whole, ROWS * STEPS)
+    found["accumulated"] = apart(accumulating, whole)
+    checkpoint = tfparallel.callbacks.Checkpoint(folder + "/sharded")
+    trained(parallel(build, shard_optimizer=True), ROWS, epochs=1, callbacks=[checkpoint])
+    resumed = parallel(build)  # With whole slots.
+    checkpoint = tfparallel.callbacks.Checkpoint(folder + "/sharded")
+    trained(resumed, ROWS, callbacks=[checkpoint])
+    found["resumed"] = apart(resumed, whole)
     return found
 
 

@@ -1,10 +1,10 @@
-"""An update of several steps on several workers, against plain Keras with a larger batch."""
+"""Updates of several steps, and in shares, on several workers, against plain Keras."""
 
 import pytest
 
 from .jobs import ROOT, run_workers
 
-PROGRAM = ROOT / "tests/workers/accumulated_steps.py"
+PROGRAM = ROOT / "tests/workers/updates.py"
 
 
 @pytest.fixture(name="job", scope="module")
@@ -67,3 +67,12 @@ def test_what_is_sent_may_be_compressed(job):
 )
 def test_what_follows_from_the_rows_of_all_workers_is_refused(job, case, message):
     assert message in job[0][case] and "Take sync='every_step'" in job[0][case]
+
+
+@pytest.mark.slow
+def test_each_replica_may_keep_its_share_of_the_optimizer(job):
+    for seen in job:
+        found = seen["sharded"]
+        assert found["weights"] < 1e-9 and found["accumulated"] < 1e-9 and found["resumed"] < 1e-9
+        # Two slots an element; of four weights each share is rounded up.
+        assert 2 * found["elements"] / 4 <= found["held"] <= 2 * (found["elements"] / 4 + 4)
