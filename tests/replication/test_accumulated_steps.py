@@ -3,10 +3,12 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfparallel
 from tests.comparison import assert_equal, seeded, state_of
+from tfparallel.replication.noise_scale import NoiseScale
 
 ROWS, STEPS, NUM_EXAMPLES, WORDS = 4, 3, 37, 7  # Steps of 4 rows, the tenth of one.
 
@@ -179,6 +181,62 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(in_float64, tmp_p
     checkpoint = tfparallel.callbacks.Checkpoint(tmp_path, every_steps=2)
     assert_equal(run(checkpoint), whole, rtol=1e-12)
     assert checkpoint.resumed["step"] == 6  # Between two updates.
+
+
+def noisy(number=256):
+    """Targets that nothing explains: a larger batch always pays."""
+    random = np.random.default_rng(0)
+    return random.normal(size=(number, 5)), random.normal(size=(number, 3))
+
+
+def clear(number=256):
+    """Every example has the same gradient."""
+    return np.ones((number, 5)), np.ones((number, 3))
+
+
+def grown(number, rows, epochs=3, callbacks=()):
+    model = tfparallel.data_parallel(
+        lambda: seeded(build),
+        devices=[f"CPU:{index}" for index in range(number)],
+        sync="accumulate:auto",
+    )
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x, y = rows()
+    options = {"batch_size": 8, "epochs": epochs, "shuffle": False, "verbose": 0}
+    model.fit(x, y, callbacks=list(callbacks), **options)
+    return model
+
+
+def test_auto_grows_where_a_larger_batch_pays(in_float64, capsys):
+    model = grown(2, noisy)
+    assert model.num_accumulated_steps == 8  # Doubled at the end of three epochs.
+    assert "updates of 2 steps, in place of 1, from now on" in capsys.readouterr().err
+    assert int(model.optimizer.iterations) == 32 + 16 + 8
+    # Nothing of that depends on how the rows are spread.
+    assert apart(model, grown(1, noisy)) < 1e-9
+    assert grown(2, clear).num_accumulated_steps == 1
+
+
+def test_auto_goes_on_where_it_was(in_float64, tmp_path):
+    grown(2, noisy, 2, [tfparallel.callbacks.Checkpoint(tmp_path)])
+    model = grown(3, noisy, 3, [tfparallel.callbacks.Checkpoint(tmp_path)])
+    assert model.num_accumulated_steps == 8
+    assert apart(model, grown(2, noisy)) < 1e-9
+
+
+def test_the_noise_scale_is_that_of_the_examples(in_float64):
+    """Of gradients of B examples with a known mean and variance."""
+    random, size, rows = np.random.default_rng(0), 400, 16
+    mean, deviation = np.full(size, 0.2), 2.0
+    weight = keras.Variable(np.zeros(size))
+    noise = NoiseScale("CPU:0")
+    for _ in range(60):
+        gradient = mean + random.normal(size=size) * deviation / np.sqrt(rows)
+        noise.see([weight], [tf.constant(gradient)])
+    expected = size * deviation**2 / np.square(mean).sum() / rows
+    assert noise.num_pairs == 30 and noise.ratio == pytest.approx(expected, rel=0.1)
+    noise.restart()
+    assert noise.num_pairs == 0
 
 
 class OwnStep(keras.Model):

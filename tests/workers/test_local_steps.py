@@ -108,14 +108,14 @@ def test_a_task_is_trained_and_reported(tmp_path, flags):
     assert found["sent_bytes"]["sums"] > 0 and found["num_reductions"] > 0
 
 
-@pytest.mark.parametrize("spec", ["every_step", "local_sgd:8", "post_local_sgd:100,8"])
+@pytest.mark.parametrize("spec", ["every_step", "accumulate:4", "accumulate:auto", "local_sgd:8", "post_local_sgd:100,8"])
 def test_it_prints_as_it_was_asked_for(spec):
     assert str(Synchronization.parse(spec)) == spec
 
 
 @pytest.mark.parametrize(
     "spec",
-    ["never", "local_sgd", "local_sgd:0", "local_sgd:x", "post_local_sgd:8", "local_sgd:2,3"],
+    ["never", "accumulate", "accumulate:0", "local_sgd", "local_sgd:0", "local_sgd:x", "post_local_sgd:8", "local_sgd:2,3"],
 )
 def test_what_cannot_be_is_refused(spec):
     with pytest.raises(ValueError, match="`sync` must be every_step, .* Received: "):

@@ -5,13 +5,15 @@ Four groups, which are read and written at different moments:
 * `training`: weights, the random layers' counters, the optimizers' slots, steps and accumulators;
 * `metrics`: the running sums of the epoch, which Keras resets when it begins;
 * `seeds`: the counter of Keras's own generator, from which layers without one draw;
-* `unsent`: what the workers' compressed gradients have left over (`collectives/compression.py`).
+* `unsent`: what the workers' compressed gradients have left over (`collectives/compression.py`),
+  and what decides how many steps an update is of (`replication/noise_scale.py`).
 
 Keras's weights files hold the first of them without the counters, so that a run resumed from one
 would repeat its dropout masks.
 """
 
 import contextlib
+import itertools
 import random
 import re
 from collections import Counter
@@ -79,7 +81,8 @@ def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
     workers, compression = _compression(model)
     weights = model.trainable_variables
     unsent = [] if compression is None else compression.describe(workers, weights)
-    return found | {"unsent": unsent}
+    kept = [[name, [], variable.dtype.name] for name, variable in _kept(model).items()]
+    return found | {"unsent": [*unsent, *kept]}
 
 
 def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
@@ -98,7 +101,8 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
     workers, compression = _compression(model)
     weights = model.trainable_variables
     unsent = [] if compression is None else compression.capture(workers, weights)
-    return found | {"unsent": iter(unsent)}
+    kept = (variable.numpy() for variable in _kept(model).values())
+    return found | {"unsent": itertools.chain(unsent, kept)}
 
 
 def summed_values(model: keras.Model) -> dict[int, np.ndarray]:
@@ -153,10 +157,21 @@ def restore_training(
 def restore_unsent(
     model: keras.Model, names: Sequence[str], arrays: Iterable[np.ndarray]
 ) -> None:
-    """Gives the workers what was left over; a run without compression has no use for it."""
+    """Gives the workers what was left over; what a run has no use for is dropped."""
     workers, compression = _compression(model)
+    kept, others = _kept(model), {}
+    for name, array in zip(names, arrays, strict=True):
+        if name in kept:
+            kept[name].assign(array)
+        else:
+            others[name] = array
     if compression is not None:
-        compression.restore(workers, model.trainable_variables, names, arrays)
+        compression.restore(workers, model.trainable_variables, list(others), others.values())
+
+
+def _kept(model) -> dict[str, tf.Variable]:
+    """What decides how many steps an update is of."""
+    return model.kept_between_updates() if hasattr(model, "kept_between_updates") else {}
 
 
 def _compression(model):

@@ -14,13 +14,15 @@ takes the mean of the steps' gradients, which is another number where batches di
 """
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfparallel.callbacks import chief_only
 from tfparallel.extend import attach, original_class
+from tfparallel.notice import notice
+from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import Found
@@ -29,12 +31,29 @@ from tfparallel.step.xla import compiled_if
 __all__ = ["AccumulatedSteps"]
 
 
+_LEAST_PAIRS = 4  # Of updates that are compared, before N is doubled.
+
+
+class _Counts(NamedTuple):
+    """What is counted on the host.
+
+    Attributes:
+        divisor: The sum of the divisors of the steps that are held.
+        steps: How many those are.
+        wanted: N.
+    """
+
+    divisor: tf.Variable
+    steps: tf.Variable
+    wanted: tf.Variable
+
+
 class AccumulatedSteps(OwnMetrics):
     """Extends a replicated model, of one process or of several workers."""
 
     @property
     def _accumulates(self) -> bool:
-        return self._sync.accumulated > 1
+        return self._sync.accumulates
 
     @property
     def _is_silent(self) -> bool:
@@ -48,12 +67,26 @@ class AccumulatedSteps(OwnMetrics):
         asked = {name: value for name, value in asked.items() if name != "self"}
         callbacks = [*chief_only.flatten(asked.get("callbacks")), BeginsEpochs()]
         self._forget_gradients()
+        self._noise_scale.forget_first()
         return super().fit(**asked | {"callbacks": callbacks})
 
     @property
     def is_between_updates(self) -> bool:
         """Whether no gradients are held; only then a checkpoint holds all that there is."""
-        return not self._accumulates or float(self._since_update[1]) == 0
+        if not self._accumulates:
+            return True
+        return float(self._counts.steps) == 0 and self._noise_scale.is_between_pairs
+
+    @property
+    def num_accumulated_steps(self) -> int:
+        """N, of how many steps an update is."""
+        return int(self._counts.wanted) if self._accumulates else 1
+
+    def kept_between_updates(self) -> dict[str, tf.Variable]:
+        """What a run that is resumed needs, the same on all workers, by name."""
+        if not self._sync.grows:
+            return {}
+        return {"steps of an update": self._counts.wanted, **self._noise_scale.state}
 
     def _check_accumulation(self) -> None:
         """Raises where gradients of several steps do not add up to those of one.
@@ -100,11 +133,11 @@ class AccumulatedSteps(OwnMetrics):
                     lambda: self._train_on_own_rows(own, way.metrics),
                     self.get_metrics_result,
                 )
-        _, steps = self._since_update
-        is_time = steps.assign_add(1.0) >= float(self._sync.accumulated)
+        counts = self._counts
+        is_time = counts.steps.assign_add(1.0) >= counts.wanted
 
         def update():
-            self._update_of_steps()
+            self._update_of_steps(is_full=True)
             return True  # As the other branch: Python's None would be an operation in one alone.
 
         tf.cond(is_time, update, lambda: False)
@@ -121,8 +154,7 @@ class AccumulatedSteps(OwnMetrics):
                 gradient = tf.convert_to_tensor(gradient)
                 term = gradient * tf.cast(divisor, gradient.dtype)
                 accumulated.assign_add(term, read_value=False)
-        divisors, _ = self._since_update
-        divisors.assign_add(tf.cast(divisor, divisors.dtype), read_value=False)
+        self._counts.divisor.assign_add(tf.cast(divisor, tf.float64), read_value=False)
         return None
 
     def _divisor_of(self, found: Found):
@@ -153,27 +185,44 @@ class AccumulatedSteps(OwnMetrics):
         return [accumulated for _, accumulated in held.values()]
 
     @property
-    def _since_update(self) -> tuple[tf.Variable, tf.Variable]:
-        """The divisors' sum and the number of the steps that the next update is of."""
-        found = getattr(self, "_counted_since_update", None)
+    def _counts(self) -> "_Counts":
+        found = getattr(self, "_accumulated_counts", None)
         if found is None:
             with tf.init_scope(), tf.device("CPU:0"):
-                found = (ResourceVariable(0.0, dtype=tf.float64), ResourceVariable(0.0))
-            attach(self, _counted_since_update=found)
+                found = _Counts(
+                    ResourceVariable(0.0, dtype=tf.float64),
+                    ResourceVariable(0.0),
+                    ResourceVariable(float(self._sync.accumulated)),
+                )
+            attach(self, _accumulated_counts=found)
         return found
 
-    def _update_of_steps(self) -> None:
-        """Updates the weights with what is held, of all workers, and forgets it."""
-        divisors, _ = self._since_update
+    @property
+    def _noise_scale(self) -> NoiseScale:
+        found = getattr(self, "_noise_scale_of_updates", None)
+        if found is None:
+            found = NoiseScale(self.strategy.devices[0])
+            attach(self, _noise_scale_of_updates=found)
+        return found
+
+    def _update_of_steps(self, *, is_full: bool) -> None:
+        """Updates the weights with what is held, of all workers, and forgets it.
+
+        Args:
+            is_full: Whether it is of N steps.
+        """
         pairs = list(self._accumulated.values())
         found = [(variable, held) for variable, held in pairs if held is not None]
-        sums, total = [held.read_value() for _, held in found], divisors.read_value()
+        sums = [held.read_value() for _, held in found]
+        total = self._counts.divisor.read_value()
         if self._workers is not None:
             variables = [variable for variable, _ in found]
             *sums, total = self._workers.all_reduce_gradients([*sums, total], [*variables, None])
         if all(loss.reduction == "sum" for loss in self._losses_of_outputs()):
             total = tf.ones_like(total)
         means = [tf.math.divide_no_nan(each, tf.cast(total, each.dtype)) for each in sums]
+        if self._sync.grows and is_full:
+            self._noise_scale.see([variable for variable, _ in found], means)
         by_id = {id(variable): mean for (variable, _), mean in zip(found, means, strict=True)}
         gradients = [by_id.get(id(variable)) for variable, _ in pairs]
         with compiled_if(self._compiles):
@@ -183,14 +232,33 @@ class AccumulatedSteps(OwnMetrics):
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
-        for held in (*(held for _, held in getattr(self, "_accumulated", {}).values()),):
+        for _, held in getattr(self, "_accumulated", {}).values():
             if held is not None:
                 held.assign(tf.zeros_like(held), read_value=False)
-        for count in self._since_update:
-            count.assign(tf.zeros_like(count), read_value=False)
+        self._counts.divisor.assign(0.0, read_value=False)
+        self._counts.steps.assign(0.0, read_value=False)
 
     def _end_epoch(self) -> None:
         super()._end_epoch()
-        if not self.is_between_updates:
+        if not self._accumulates:
+            return
+        if float(self._counts.steps):
             with self.strategy.program():
-                self._update_of_steps()
+                self._update_of_steps(is_full=False)
+        if self._sync.grows:
+            self._grow_if_it_pays()
+
+    def _grow_if_it_pays(self) -> None:
+        noise = self._noise_scale
+        noise.forget_first()
+        if noise.num_pairs < _LEAST_PAIRS:
+            return
+        ratio, steps = noise.ratio, self.num_accumulated_steps
+        if ratio > 1:
+            self._counts.wanted.assign(2.0 * steps)
+            noise.restart()
+            if self._is_chief:
+                notice(
+                    f"accumulate:auto: the gradient noise scale is {ratio:.3g} times the rows of "
+                    f"an update; updates of {2 * steps} steps, in place of {steps}, from now on."
+                )

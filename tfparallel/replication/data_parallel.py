@@ -63,6 +63,8 @@ def data_parallel(
         sync: When the weights are updated, and workers agree on them: `"every_step"`, by summing
             gradients, which is one device's training; `"accumulate:4"`, after every four steps, by
             the sum of their gradients, which is that with batches four times as large;
+            `"accumulate:auto"`, after every N steps, with an N that is doubled at the end of an
+            epoch if the gradient noise scale says that a larger batch pays;
             `"local_sgd:8"`, by averaging weights every 8 steps, in which each worker trains by
             itself; `"post_local_sgd:1000,8"`, so from step 1,000 on. See
             `docs/synchronization.md`. Within a process replicas always agree.
@@ -107,7 +109,7 @@ def data_parallel(
     strategy = _resolve_strategy(
         strategy, devices, all_reduce, compression, allow_independent_workers
     )
-    if isinstance(strategy, _OneDevice) and policy.accumulated > 1:
+    if isinstance(strategy, _OneDevice) and policy.accumulates:
         strategy = MirroredStrategy(device_lib.choose_devices(num_devices=1))
     if shard_optimizer and policy.is_local:
         raise ValueError(

@@ -5,8 +5,8 @@ from typing import NamedTuple
 __all__ = ["EVERY_STEP", "FORMS", "Synchronization"]
 
 FORMS = (
-    "every_step, accumulate:N such as accumulate:4, local_sgd:H such as local_sgd:8, or "
-    "post_local_sgd:START,H"
+    "every_step, accumulate:N such as accumulate:4, accumulate:auto, local_sgd:H such as "
+    "local_sgd:8, or post_local_sgd:START,H"
 )
 
 
@@ -16,12 +16,14 @@ class Synchronization(NamedTuple):
     Attributes:
         every: H, after how many steps the workers' weights are averaged; None sums their gradients.
         start: How many steps sum gradients before that begins.
-        accumulated: N, of how many steps an update is.
+        accumulated: N, of how many steps an update is, at first.
+        grows: Whether N is doubled where a larger batch pays.
     """
 
     every: int | None = None
     start: int = 0
     accumulated: int = 1
+    grows: bool = False
 
     @classmethod
     def parse(cls, spec: str) -> "Synchronization":
@@ -34,7 +36,9 @@ class Synchronization(NamedTuple):
         if spec == "every_step":
             return cls()
         if kind == "accumulate":
-            found, wanted = _whole(numbers), "accumulate takes the steps of an update"
+            if numbers == "auto":
+                return cls(grows=True)
+            found, wanted = _whole(numbers), "accumulate takes the steps of an update, or auto"
             if len(found) == 1 and found[0] >= 1:
                 return cls(accumulated=found[0])
         elif kind == "local_sgd":
@@ -53,11 +57,18 @@ class Synchronization(NamedTuple):
         )
 
     @property
+    def accumulates(self) -> bool:
+        """Whether an update is of several steps, or may come to be."""
+        return self.accumulated > 1 or self.grows
+
+    @property
     def is_local(self) -> bool:
         """Whether workers ever step by themselves."""
         return self.every is not None
 
     def __str__(self) -> str:
+        if self.grows:
+            return "accumulate:auto"
         if self.every is None:
             return "every_step" if self.accumulated == 1 else f"accumulate:{self.accumulated}"
         if self.start:
