@@ -108,7 +108,10 @@ def test_a_task_is_trained_and_reported(tmp_path, flags):
     assert found["sent_bytes"]["sums"] > 0 and found["num_reductions"] > 0
 
 
-@pytest.mark.parametrize("spec", ["every_step", "accumulate:4", "accumulate:auto", "local_sgd:8", "post_local_sgd:100,8"])
+@pytest.mark.parametrize(
+    "spec",
+    ["every_step", "accumulate:4", "accumulate:auto", "local_sgd:8", "post_local_sgd:100,8"],
+)
 def test_it_prints_as_it_was_asked_for(spec):
     assert str(Synchronization.parse(spec)) == spec
 
