@@ -45,6 +45,12 @@ class ShardedOptimizer(ProgramOptimizer):
     def build(self, weights):
         """Makes the shares of the weights, and the slots of the shares."""
         weights = list(weights)
+        written = [w.path for w in weights if getattr(w, "overwrite_with_gradient", False)]
+        if written:
+            raise ValueError(
+                "Under shard_optimizer=True weights are updated by the optimizer. Received: "
+                f"{written}, which take their gradient for their value. Leave shard_optimizer out."
+            )
         with tf.init_scope(), self._distribution_strategy.scope():
             shares = [self._made_share(weight) for weight in weights]
         by_id = {id(weight): share for weight, share in zip(weights, shares, strict=True)}
