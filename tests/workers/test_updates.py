@@ -74,5 +74,5 @@ def test_each_replica_may_keep_its_share_of_the_optimizer(job):
     for seen in job:
         found = seen["sharded"]
         assert found["weights"] < 1e-9 and found["accumulated"] < 1e-9 and found["resumed"] < 1e-9
-        # Two slots an element; of four weights each share is rounded up.
-        assert 2 * found["elements"] / 4 <= found["held"] <= 2 * (found["elements"] / 4 + 4)
+        # Two slots an element, on four replicas; the first kernel has five rows.
+        assert 2 * found["elements"] / 4 <= found["held"] < 0.75 * found["elements"]

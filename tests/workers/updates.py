@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tfparallel.collectives.compression import compression_of
 from tfparallel.strategies.variables import copies
 
 ROWS, STEPS, WORDS = 8, 3, 6
@@ -106,7 +107,8 @@ def main(folder):
     for name, function in (("dense", build), ("masked", build_masked)):
         one, model = alone(function), parallel(function)
         # The last step has one row, so that a worker has none; it is an update of its own, too.
-        expected, history = trained(one, ROWS * STEPS), trained(model, ROWS)
+        expected = trained(one, ROWS * STEPS, optimizer=keras.optimizers.SGD(0.1, 0.9))
+        history = trained(model, ROWS, optimizer=keras.optimizers.SGD(0.1, 0.9))
         seen = {"weights": apart(model, one)}
         if function is build:
             seen["history"] = largest(history, expected)
@@ -166,7 +168,10 @@ def main(folder):
     trained(model, ROWS, optimizer=scaled)
     found["loss scaling"] = apart(model, one)
     found["sharded"] = sharded(workers, folder)
-    found["compressed"] = apart(parallel_compressed(), whole)
+    workers.compression = compression_of("bf16")  # A process has one strategy.
+    trained(compressed := parallel(build), ROWS)
+    workers.compression = None
+    found["compressed"] = apart(compressed, whole)
     found["normalized"] = refused(build_normalized)
     found["state"] = refused(build_with_state)
     return found
@@ -180,7 +185,7 @@ def sharded(workers, folder):
     before = workers.traffic.read()["sums"]
     trained(model, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
     sent = workers.traffic.read()["sums"] - before
-    slots = [v for v in model.optimizer.variables if v.shape]
+    slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
     held = sum(copies(slot)[0].shape.num_elements() for slot in slots)
     found = {"weights": apart(model, one), "held": held, "sent": sent}
     found["elements"] = sum(int(np.prod(w.shape)) for w in model.trainable_variables)
@@ -196,9 +201,3 @@ def sharded(workers, folder):
     trained(resumed, ROWS, callbacks=[checkpoint])
     found["resumed"] = apart(resumed, whole)
     return found
-
-
-def parallel_compressed():
-    model = parallel(build, compression="bf16")
-    trained(model, ROWS)
-    return model

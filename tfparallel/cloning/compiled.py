@@ -1,5 +1,8 @@
 """Compiles a copy of a model as the model was, with its optimizer's state."""
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 
 from tfparallel.cloning.likeness import NotAlike
@@ -8,7 +11,11 @@ from tfparallel.extend import classes_of, original_class
 __all__ = ["compile_alike"]
 
 
-def compile_alike(model: keras.Model, copy: keras.Model) -> None:
+def compile_alike(
+    model: keras.Model,
+    copy: keras.Model,
+    prepare: Callable[[keras.Optimizer], None] | None = None,
+) -> None:
     """Compiles `copy` if `model` is compiled: optimizer, loss, metrics, how steps are run.
 
     The loss is shared, and so are functions; what has a state is made anew, and the optimizer is
@@ -17,6 +24,7 @@ def compile_alike(model: keras.Model, copy: keras.Model) -> None:
     Args:
         model: A built model.
         copy: Its copy, with the same variables.
+        prepare: Called with the copy's optimizer before it is built.
 
     Raises:
         NotAlike: If the optimizer or a metric cannot be made from its config.
@@ -36,7 +44,7 @@ def compile_alike(model: keras.Model, copy: keras.Model) -> None:
     for name in ("metrics", "weighted_metrics"):
         arguments[name] = keras.tree.map_structure(_metric_like, arguments[name])
     trained = {
-        id(getattr(variable, "_whole", variable))
+        id(getattr(variable, "_sharded", getattr(variable, "_whole", variable)))
         for variable in getattr(model.optimizer, "_trainable_variables", ())
     }
     if not trained:
@@ -51,6 +59,8 @@ def compile_alike(model: keras.Model, copy: keras.Model) -> None:
         for source, target in zip(model.variables, copy.variables, strict=True):
             target.trainable = id(source) in trained
         copy.compile(**arguments, auto_scale_loss=False)
+        if prepare is not None and copy.optimizer is not None:
+            prepare(copy.optimizer)
         _carry_state(model, copy)
     finally:
         for variable, flag in zip(copy.variables, flags, strict=True):
@@ -65,14 +75,24 @@ def _carry_state(model, copy) -> None:
     if not copy.optimizer.built:
         copy.optimizer.build(copy.trainable_variables)
     slots, copied = model.optimizer.variables, copy.optimizer.variables
-    if [tuple(v.shape) for v in slots] != [tuple(v.shape) for v in copied]:
+    if _shapes(slots) != _shapes(copied):
         raise NotAlike(
             f"The clone of the optimizer '{model.optimizer.name}' has other variables. An "
             f"optimizer that was built for what the model trains is required. Received: "
             f"{len(slots)} variables, in its clone {len(copied)}. Compile the model again."
         )
+    if any(hasattr(variable, "_sharded") for variable in (*slots, *copied)):
+        store: dict[str, Any] = {}
+        model.optimizer.save_own_variables(store)
+        copy.optimizer.load_own_variables(store)
+        return
     for source, target in zip(slots, copied, strict=True):
         target.assign(source)
+
+
+def _shapes(variables) -> list[tuple]:
+    """Of a replica's shares of slots, those of the whole."""
+    return [tuple(getattr(variable, "_sharded", variable).shape) for variable in variables]
 
 
 def _optimizer_like(model, copy):

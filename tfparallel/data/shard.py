@@ -14,11 +14,13 @@ class Place(NamedTuple):
     Attributes:
         replica: Index of the worker's first replica.
         start: Its first row.
+        num_own_rows: How many it has; may be 0.
         num_rows: Of the batch of all workers.
     """
 
     replica: int
     start: Any
+    num_own_rows: Any
     num_rows: Any
 
 
@@ -46,14 +48,21 @@ class Shard(NamedTuple):
     stream: int = 0
     num_drawn_rows: Any = None
 
-    def at(self, place: Place) -> "Shard":
+    def at(self, place: Place, num_input_rows) -> "Shard":
         """The same rows, which lie there in the batch of all workers."""
         return self._replace(
             replica=place.replica + self.replica,
             start=place.start + self.start,
-            inputs=(place.start, place.start + self.num_global_rows),
+            inputs=(place.start, place.start + num_input_rows),
             num_drawn_rows=place.num_rows,
         )
+
+    @property
+    def num_averaged_rows(self):
+        """What means are of: B; of a worker that has none of the batch of all, 1."""
+        if self.num_drawn_rows is None:
+            return self.num_global_rows
+        return tf.maximum(self.num_global_rows, 1)
 
     @property
     def may_be_idle(self) -> bool:
@@ -101,7 +110,7 @@ class Shard(NamedTuple):
 
     def weight(self, dtype) -> tf.Tensor:
         """The replica's share of the global batch, n_k / B."""
-        return tf.cast(self.num_rows, dtype) / tf.cast(self.num_global_rows, dtype)
+        return tf.cast(self.num_rows, dtype) / tf.cast(self.num_averaged_rows, dtype)
 
 
 def cut(tensor, start, size):

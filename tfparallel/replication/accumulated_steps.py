@@ -9,7 +9,9 @@ rows' losses, and Σ a / Σ d that of the loss of N batches as one, whatever the
 had them. Between two updates nothing is sent; metrics are summed when the epoch ends, where an
 update takes what is left, as a last batch would be shorter.
 
-Dropout draws the masks of each step's batch. `gradient_accumulation_steps` of Keras's optimizers
+Sparse gradients are added up to dense ones, as Keras's accumulation does it: of an embedding's row
+that several examples read, Adam squares the sum, where in one batch it squares each term. Dropout
+draws the masks of each step's batch. `gradient_accumulation_steps` of Keras's optimizers
 takes the mean of the steps' gradients, which is another number where batches differ.
 """
 
@@ -20,8 +22,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel.callbacks import chief_only
+from tfparallel.data.shard import Place
 from tfparallel.extend import attach, original_class
 from tfparallel.notice import notice
+from tfparallel.replication import sample_partition
 from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics
 from tfparallel.seams.tensorflow import ResourceVariable
@@ -31,6 +35,7 @@ from tfparallel.step.xla import compiled_if
 __all__ = ["AccumulatedSteps"]
 
 
+_ONE_DIVISOR = "One divisor of the whole loss is required"
 _LEAST_PAIRS = 4  # Of updates that are compared, before N is doubled.
 
 
@@ -94,21 +99,27 @@ class AccumulatedSteps(OwnMetrics):
         Raises:
             ValueError: For a step, an optimizer or a layer of such a kind.
         """
-        losses = {loss.reduction == "sum" for loss in self._losses_of_outputs()}
         if original_class(self).train_step is not keras.Model.train_step:
             what = "a model with a `train_step` of its own"
         elif getattr(self.optimizer, "gradient_accumulation_steps", None):
             what = "an optimizer that accumulates gradients itself"
-        elif losses == {True, False}:
-            what = "a loss with reduction='sum' beside others"
         elif self._workers is not None and (layer := self._looks_at_all_rows()) is not None:
             what = f"batch normalization of all workers' rows, in layer '{layer.name}'"
         else:
             return
-        self._refuse("Keras's own step, of losses of one kind, is required", what)
+        self._refuse("Keras's own step, and an update of whole gradients, are required", what)
 
-    def _losses_of_outputs(self):
-        return [found.loss for found in self._compile_loss._flat_losses]
+    @property
+    def _are_sums(self) -> bool:
+        """Whether losses are sums over the rows, and not means.
+
+        Raises:
+            ValueError: If some are.
+        """
+        kinds = {found.loss.reduction == "sum" for found in self._compile_loss._flat_losses}
+        if len(kinds) > 1:
+            self._refuse(_ONE_DIVISOR, "a loss with reduction='sum' beside others")
+        return True in kinds
 
     def _looks_at_all_rows(self):
         for layer in self._flatten_layers():
@@ -119,20 +130,18 @@ class AccumulatedSteps(OwnMetrics):
 
     def _train_accumulating(self, data) -> dict[str, Any]:
         """A step's gradients of the rows here, and in every N-th the update."""
+        self._check_accumulation()
         if self._workers is None:
             way = self._way(data, "fit")
             self._refuse_joined(way)
             logs = self._train_on_own_rows(data, way.metrics)
         else:
-            own, num_rows, place = self._rows_here(data)
+            own, place = self._placed(data)
             way = self._way(own, "fit")
             self._refuse_joined(way)
+            self._look_at_rows_of(own)
             with self.strategy.apart(place):
-                logs = tf.cond(
-                    num_rows > 0,
-                    lambda: self._train_on_own_rows(own, way.metrics),
-                    self.get_metrics_result,
-                )
+                logs = self._train_on_own_rows(own, way.metrics)
         counts = self._counts
         is_time = counts.steps.assign_add(1.0) >= counts.wanted
 
@@ -143,10 +152,19 @@ class AccumulatedSteps(OwnMetrics):
         tf.cond(is_time, update, lambda: False)
         return logs
 
+    def _placed(self, data):
+        """This worker's rows of what the step was given, and where they lie."""
+        data, worker_rows = sample_partition.held(data, self.strategy)
+        if worker_rows is None:
+            return self._cut_here(data)
+        own = worker_rows[self._workers.worker_index]
+        before = tf.add_n([tf.zeros_like(own), *worker_rows[: self._workers.worker_index]])
+        place = Place(self.strategy.first_replica, before, own, tf.add_n(worker_rows))
+        return data, place
+
     def _apply_found(self, found: Found) -> None:
         if not self._accumulates:
             return super()._apply_found(found)
-        self._check_accumulation()
         divisor = self._divisor_of(found)
         held = self._held_gradients(found)
         for gradient, accumulated in zip(found.gradients, held, strict=True):
@@ -158,16 +176,16 @@ class AccumulatedSteps(OwnMetrics):
         return None
 
     def _divisor_of(self, found: Found):
-        required = "One divisor of the whole loss is required"
-        losses = self._losses_of_outputs()
-        if found.divisor is None:
-            return self._refuse(required, "losses of several outputs with a mask or weights each")
         num_added = len(self.losses)
-        if all(loss.reduction == "sum" for loss in losses) and num_added:
-            return self._refuse(required, "reduction='sum' beside a regularizer or `add_loss`")
+        if self._are_sums:
+            if num_added:
+                self._refuse(_ONE_DIVISOR, "reduction='sum' beside a regularizer or `add_loss`")
+            return tf.ones([])
+        if found.divisor is None:
+            self._refuse(_ONE_DIVISOR, "losses of several outputs with a mask or weights each")
         regularized = [v for v in self.trainable_weights if v.regularizer is not None]
         if found.divisor is not found.num_rows and num_added > len(regularized):
-            return self._refuse(required, "a masked or weighted loss beside `add_loss`")
+            self._refuse(_ONE_DIVISOR, "a masked or weighted loss beside `add_loss`")
         return found.divisor
 
     def _held_gradients(self, found: Found) -> list[tf.Variable | None]:
@@ -218,7 +236,7 @@ class AccumulatedSteps(OwnMetrics):
         if self._workers is not None:
             variables = [variable for variable, _ in found]
             *sums, total = self._workers.all_reduce_gradients([*sums, total], [*variables, None])
-        if all(loss.reduction == "sum" for loss in self._losses_of_outputs()):
+        if self._are_sums:
             total = tf.ones_like(total)
         means = [tf.math.divide_no_nan(each, tf.cast(total, each.dtype)) for each in sums]
         if self._sync.grows and is_full:

@@ -1,5 +1,7 @@
 """Clones a built Keras model under a strategy: weights, frozen layers, compile state."""
 
+from collections.abc import Callable
+
 import keras
 
 from tfparallel.cloning.compiled import compile_alike
@@ -8,12 +10,17 @@ from tfparallel.extend import classes_of, original_class
 from tfparallel.replication.optimizer import hold_in_first_copy
 
 
-def clone_under(model: keras.Model, strategy) -> keras.Model:
+def clone_under(
+    model: keras.Model,
+    strategy,
+    prepare: Callable[[keras.Optimizer], None] | None = None,
+) -> keras.Model:
     """Makes a copy of `model` whose variables the strategy holds.
 
     Args:
         model: A built model, compiled or not.
         strategy: What has the `scope()` to build under.
+        prepare: Called with the copy's optimizer before it is built.
 
     Returns:
         The copy, with equal variables (seeds of random layers included), the same layers frozen
@@ -45,7 +52,7 @@ def clone_under(model: keras.Model, strategy) -> keras.Model:
             ) from error
     complete(model, copy, strategy.scope)
     with strategy.scope():
-        compile_alike(model, copy)
+        compile_alike(model, copy, prepare)
     if copy.compiled and copy.optimizer is not None and copy.optimizer.built:
         hold_in_first_copy(copy.optimizer)
     return copy

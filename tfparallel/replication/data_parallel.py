@@ -14,7 +14,7 @@ from tfparallel.layout.layout import Layout
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.notice import notice
 from tfparallel.replication import clone
-from tfparallel.replication.data_parallel_model import extend_model
+from tfparallel.replication.data_parallel_model import extend_model, preparing
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.replication.synchronization import Synchronization
 from tfparallel.seams.tensorflow import DistributedVariable
@@ -118,9 +118,10 @@ def data_parallel(
         )
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
+    shards = shard_optimizer and strategy.num_replicas > 1
     if isinstance(model_or_function, keras.Model):
         _refuse_foreign_scope(model_or_function, strategy)
-        model = clone.clone_under(model_or_function, strategy)
+        model = clone.clone_under(model_or_function, strategy, preparing(strategy, shards))
     else:
         model = _build(model_or_function, strategy)
     model = extend_model(
@@ -129,7 +130,7 @@ def data_parallel(
         synchronize_batch_norm=synchronize_batch_norm,
         check_rows=check_rows,
         sync=policy,
-        shard_optimizer=shard_optimizer and strategy.num_replicas > 1,
+        shard_optimizer=shards,
     )
     if model._is_chief:
         notice(f"data_parallel: {_in_words(model.layout)}.", once=True)

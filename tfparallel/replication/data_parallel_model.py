@@ -1,7 +1,9 @@
 """The Keras model whose steps run as one program over the replicas."""
 
 import contextlib
+import functools
 import inspect
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -304,6 +306,15 @@ def extend_model(
         checks.check_compile(model, strategy)
         extend_parts(model)
     return model
+
+
+def preparing(strategy, shard_optimizer: bool) -> Callable[[keras.Optimizer], None] | None:
+    """What makes an optimizer fit the strategy before it is built; None where nothing must."""
+    if not shard_optimizer:
+        return None
+    return functools.partial(
+        optimizer.prepare, strategy=strategy, shard=sharded_optimizer.shard
+    )
 
 
 def extend_parts(model: keras.Model) -> None:

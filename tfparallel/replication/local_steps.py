@@ -20,8 +20,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel.callbacks import chief_only
+from tfparallel.data.shard import count_rows
 from tfparallel.extend import attach, original_class
-from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics
+from tfparallel.replication import sample_partition
+from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics, first_of
 from tfparallel.seams.tensorflow import ResourceVariable
 
 __all__ = ["LocalSteps"]
@@ -85,7 +87,7 @@ class LocalSteps(OwnMetrics):
 
     def _train_alone(self, data) -> dict[str, Any]:
         """A step on this worker's rows, and every H steps the average."""
-        own, num_rows, _ = self._rows_here(data)
+        own, num_rows = self._rows_here(data)
         way = self._way(own, "fit")
         self._refuse_joined(way)
         rows, steps = self._since_average
@@ -104,6 +106,13 @@ class LocalSteps(OwnMetrics):
 
         tf.cond(is_time, average, lambda: False)
         return logs
+
+    def _rows_here(self, data):
+        """This worker's rows of what the step was given, and how many they are."""
+        own = sample_partition.unmarked(data)
+        if own is data:
+            own, _ = self._cut_here(data)
+        return own, tf.convert_to_tensor(count_rows(first_of(own)))
 
     @property
     def _since_average(self) -> tuple[tf.Variable, tf.Variable]:

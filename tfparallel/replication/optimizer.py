@@ -204,13 +204,13 @@ def prepare(
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         extend(optimizer, ScaledProgramOptimizer)
-    elif shard is not None and not _wrapped_by(optimizer):
-        shard(optimizer)
     elif optimizer.gradient_accumulation_steps:
         if not isinstance(optimizer, AccumulatingOptimizer):
             extend(optimizer, AccumulatingOptimizer, pending_terms={})
     else:
         extend(optimizer, ProgramOptimizer)
+    if shard is not None:
+        shard(optimizer)
     object.__setattr__(optimizer, "_distribution_strategy", strategy)
     for inner in _wrapped_by(optimizer):
         prepare(inner, strategy, shard)

@@ -15,7 +15,6 @@ from tfparallel.data import shard as shards
 from tfparallel.data import share
 from tfparallel.data.shard import Place, count_rows
 from tfparallel.extend import attach
-from tfparallel.replication import sample_partition
 from tfparallel.replication.synchronization import EVERY_STEP
 
 __all__ = ["BeginsEpochs", "OwnMetrics"]
@@ -104,29 +103,16 @@ class OwnMetrics:
             for variable, value in zip(self.metrics_variables, values, strict=True):
                 variable.assign(value)
 
-    def _rows_here(self, data):
-        """This worker's rows of what the step was given, how many they are, and where they lie.
-
-        The place is None where that is not known without asking the others.
-        """
-        own = sample_partition.unmarked(data)
-        read = share.unmarked(data)
-        bounds = share.rows_of_worker(self.strategy)
-        if own is not data:
-            size = tf.convert_to_tensor(count_rows(first_of(own)))
-            if read is None:
-                return own, size, None
-            num_rows = tf.cast(read[1], tf.int32)
-            return own, size, Place(self.strategy.first_replica, bounds(num_rows).start, num_rows)
+    def _cut_here(self, data):
+        """This worker's rows of a batch that each worker has, and where they lie in it."""
         num_rows = count_rows(first_of(data))
-        start, size = bounds(num_rows)
+        start, size = share.rows_of_worker(self.strategy)(num_rows)
 
         def cut(leaf):
             return None if leaf is None else shards.cut(leaf, start, size)
 
-        own = keras.tree.map_structure(cut, data)
-        place = Place(self.strategy.first_replica, start, num_rows)
-        return own, tf.convert_to_tensor(size), place
+        place = Place(self.strategy.first_replica, start, size, num_rows)
+        return keras.tree.map_structure(cut, data), place
 
     def _refuse(self, required: str, received: str):
         raise ValueError(

@@ -119,12 +119,18 @@ class OwnRows(WhereRowsMeet, OneStep):
         self._look_at_rows(call, (x,), mode)
         return self._call_on_replicas(call, (x,), mode, worker_rows=worker_rows, gathers=gathers)
 
+    def _look_at_rows_of(self, data, training=True) -> None:
+        """Refuses a model that mixes examples."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        mode = {"training": training} if self._call_has_training_arg else {}
+        self._look_at_rows(self._call_of_layer, (x,), mode)
+
     def _terms_of_own_rows(self, data, metrics, worker_rows, training) -> "_Terms":
         """What the replicas find in their rows, summed."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         mode = {"training": training} if self._call_has_training_arg else {}
         call = self._call_of_layer
-        self._look_at_rows(call, (x,), mode)
+        self._look_at_rows_of(data, training)
         y, sample_weight = aligned(x, y, sample_weight)
         compiled, first = self._compile_loss, _first(x)
         made = []
@@ -135,7 +141,7 @@ class OwnRows(WhereRowsMeet, OneStep):
             shard = current() or _whole(count_rows(_first(x)))
             flat = [checked_output(self, output) for output in keras.tree.flatten(outputs)]
             with tf.control_dependencies(as_many_rows(self, flat, shard.num_rows_used)):
-                own = terms(compiled, y, outputs, sample_weight, shard.num_global_rows)
+                own = terms(compiled, y, outputs, sample_weight, shard.num_averaged_rows)
                 grown = growth(metrics.summed, y, outputs, sample_weight)
             made.append((outputs, own))
             by_sizes = all(len(of_loss) == 1 for of_loss in own)

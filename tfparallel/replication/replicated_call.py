@@ -124,7 +124,8 @@ class ReplicatedCall:
         Raises:
             ValueError: If the inputs disagree on the batch size, or an output has no batch axis.
         """
-        inputs = BatchInputs(args, kwargs, may_be_empty=self._worker_rows is not None)
+        may_be_empty = self._worker_rows is not None or self._strategy.place is not None
+        inputs = BatchInputs(args, kwargs, may_be_empty=may_be_empty)
         call_state = state.CallState(self._layer)
         replicas: list[_Replica] = []
 
@@ -206,15 +207,16 @@ class ReplicatedCall:
         num_replicas, weights = strategy.num_replicas, strategy.replica_weights
         own = slice(strategy.first_replica, strategy.first_replica + len(strategy.devices))
         if self._worker_rows is None:
-            ranges = partition.row_ranges(num_rows, num_replicas, weights)[own]
+            place = strategy.place
+            total = num_rows if place is None else place.num_own_rows
+            ranges = partition.row_ranges(total, num_replicas, weights)[own]
             found = [
                 shards.Shard(
-                    own.start + k, num_replicas, start, size, num_rows, stream=strategy.stream
+                    own.start + k, num_replicas, start, size, total, stream=strategy.stream
                 )
                 for k, (start, size) in enumerate(ranges)
             ]
-            place = strategy.place
-            return found if place is None else [shard.at(place) for shard in found]
+            return found if place is None else [shard.at(place, num_rows) for shard in found]
         index = strategy.workers.worker_index
         own_rows = self._worker_rows[index]
         before = tf.add_n([tf.zeros_like(own_rows), *self._worker_rows[:index]])

@@ -38,6 +38,7 @@ class ReplicatedLayer:
         """Refuses a call that mixes examples."""
         asked = getattr(self, "_check_rows", None)
         looks = self._strategy.check_rows if asked is None else asked
+        looks = looks and self._strategy.place is None  # Of all workers' rows it was done before.
         if looks and self._strategy.num_replicas > 1:
             num_rows = 2 * self._strategy.num_replicas + 1
             check_rows(self, call, self._on_replicas, num_rows, args, kwargs)

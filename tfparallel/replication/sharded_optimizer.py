@@ -1,6 +1,6 @@
 """Each replica keeps and updates its share of the optimizer: `shard_optimizer=True`.
 
-    gradient of a weight, of all rows     g₀ g₁ │ g₂ g₃ │ g₄ ·        flat, in N equal shares
+    gradient of a weight, of all rows     g₀ g₁ │ g₂ g₃ │ g₄ ·        in N equal shares
                                             │       │       │
     slots (momentum, …), 1/N a replica     m₀ m₁   m₂ m₃   m₄ ·
                                             ▼       ▼       ▼
@@ -10,6 +10,9 @@ To the optimizer the shares are its variables: of each weight one, a copy of whi
 device holds the replica's own share. It is filled from the weight before an update, and the weight
 from all shares behind it; so whoever else writes the weight need not know. Clipping is done
 before, of whole gradients, and constraints behind. Files hold whole slots.
+
+A matrix is shared out by rows, so that a sparse gradient, of an embedding's rows, stays sparse:
+Keras's optimizers treat a row that a batch reads twice as two. Everything else is flat.
 
 It is stage 1 of ZeRO: Samyam Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models", SC 2020, arXiv:1910.02054.
@@ -21,7 +24,6 @@ import tensorflow as tf
 
 from tfparallel.collectives import replica_sums
 from tfparallel.extend import attach, extend, original_class
-from tfparallel.replication.optimizer import ProgramOptimizer
 from tfparallel.seams.tensorflow import PerReplica
 from tfparallel.step import elementwise
 from tfparallel.strategies import variables
@@ -33,8 +35,39 @@ class Shares(PerReplica):
     """What each replica here has of a gradient."""
 
 
-class ShardedOptimizer(ProgramOptimizer):
-    """Extends an optimizer whose update treats each element by itself."""
+class WithWholeFiles:
+    """Extends an optimizer that holds shares, or others that do."""
+
+    def save_own_variables(self, store):
+        """Saves the optimizer, with whole slots; every worker must call it."""
+        found = [v for v in self.variables if hasattr(v, "_sharded")]
+        wholes = _wholes(found, self._distribution_strategy)
+        by_id = dict(zip(map(id, found), wholes, strict=True))
+        for index, variable in enumerate(self.variables):
+            whole = by_id.get(id(variable))
+            value = tf.convert_to_tensor(variable.value) if whole is None else whole
+            store[str(index)] = value.numpy()
+
+    def load_own_variables(self, store):
+        """Loads the optimizer; each replica takes its share of whole slots."""
+        strategy, found = self._distribution_strategy, self.variables
+        if len(store.keys()) != len(found):
+            super().load_own_variables(store)  # Which says what is missing.
+            return
+        for index, variable in enumerate(found):
+            value = np.asarray(store[str(index)])
+            if not hasattr(variable, "_sharded"):
+                variable.assign(value)
+                continue
+            shape = _shape_shared_out(value.shape, strategy.num_replicas)
+            copies = variables.copies(variable)
+            of_copies = zip(copies, _bounds(strategy, variable.shape[0]), strict=True)
+            for copy, bounds in of_copies:
+                copy.assign(_cut_out(tf.constant(value, copy.dtype), shape, *bounds))
+
+
+class ShardedOptimizer(WithWholeFiles):
+    """Extends an optimizer whose update treats each element by itself; behind `prepare`."""
 
     _share_of: dict[int, keras.Variable] = {}  # By the id of a weight.
 
@@ -62,10 +95,17 @@ class ShardedOptimizer(ProgramOptimizer):
         with tf.init_scope(), self._distribution_strategy.program():
             self._fill(weights)
         super().build(shares)
+        if original_class(self) is keras.optimizers.ScheduleFreeAdamW:
+            with tf.init_scope():
+                for slot, share in zip(self._momentums, shares, strict=True):  # Begins as it.
+                    pairs = zip(variables.copies(slot), variables.copies(share), strict=True)
+                    for own, part in pairs:
+                        own.assign(part)
 
     def _made_share(self, weight):
-        size = -(-int(np.prod(weight.shape)) // self._num_shares)
-        share = keras.Variable("zeros", (size,), weight.dtype, trainable=True, name=weight.name)
+        number, *rest = _shape_shared_out(weight.shape, self._num_shares)
+        shape = (-(-number // self._num_shares), *rest)
+        share = keras.Variable("zeros", shape, weight.dtype, trainable=True, name=weight.name)
         share._path = weight.path  # Slots are named by it.
         attach(share, _sharded=weight)
         return share
@@ -104,57 +144,42 @@ class ShardedOptimizer(ProgramOptimizer):
     def _clip_gradients(self, grads):
         return grads  # Which is done: see above.
 
-    def _bounds(self, size: int):
-        """Of each replica here, the first element of its share, and the end."""
-        first = self._distribution_strategy.first_replica
-        for k in range(len(self._distribution_strategy.devices)):
-            yield (first + k) * size, (first + k + 1) * size
-
     def _cut(self, gradient) -> Shares:
         """Each replica's share of a gradient, where it is needed."""
         found = replica_sums.on_each_device(gradient)
         copies = found.values if isinstance(found, PerReplica) else None
-        devices = self._distribution_strategy.devices
+        shape = _shape_shared_out(gradient.shape, self._num_shares)
         parts = []
-        size = -(-gradient.shape.num_elements() // self._num_shares)
-        for k, (start, end) in enumerate(self._bounds(size)):
+        size = -(-shape[0] // self._num_shares)
+        for k, bounds in enumerate(_bounds(self._distribution_strategy, size)):
+            if isinstance(gradient, tf.IndexedSlices):
+                parts.append(_rows_read(gradient, shape, *bounds))
+                continue
             # Of one tensor for all, the share is cut where the tensor is, and sent.
             whole = gradient if copies is None else copies[k]
-            with tf.device(whole.device if copies is None else devices[k]):
-                parts.append(_elements(tf.convert_to_tensor(whole), start, end))
+            with tf.device(whole.device):
+                parts.append(_cut_out(whole, shape, *bounds))
         return Shares(parts)
 
     def _fill(self, weights) -> None:
         """Gives each share what its replica's copy of the weight holds."""
         for weight in weights:
             share = self._share_of[id(weight)]
-            copies = zip(variables.copies(share), variables.copies(weight), strict=True)
-            bounds = self._bounds(share.shape[0])
-            for (own, whole), (start, end) in zip(copies, bounds, strict=True):
+            shape = _shape_shared_out(weight.shape, self._num_shares)
+            all_bounds = _bounds(self._distribution_strategy, share.shape[0])
+            copies = variables.copies(share), variables.copies(weight)
+            for own, whole, bounds in zip(*copies, all_bounds, strict=True):
                 with tf.device(own.device):
-                    own.assign(_elements(tf.convert_to_tensor(whole), start, end))
+                    own.assign(_cut_out(tf.convert_to_tensor(whole), shape, *bounds))
 
     def _join(self, weights) -> None:
         """Gives every copy of the weights what all shares hold."""
         shares = [self._share_of[id(weight)] for weight in weights]
-        for weight, whole in zip(weights, self._wholes(shares), strict=True):
+        wholes = _wholes(shares, self._distribution_strategy)
+        for weight, whole in zip(weights, wholes, strict=True):
             for copy in variables.copies(weight):
                 with tf.device(copy.device):
-                    copy.assign(tf.reshape(whole, weight.shape))
-
-    def _wholes(self, found) -> list[tf.Tensor]:
-        """Joins what all replicas hold of shares, or of slots: flat, of the weights' sizes."""
-        rows = []
-        for variable in found:
-            own = [tf.convert_to_tensor(copy) for copy in variables.copies(variable)]
-            rows.append(tf.concat(own, 0)[None])
-        workers = self._distribution_strategy.workers
-        if workers is not None:
-            rows = workers.all_gather(rows, [1] * workers.num_workers)
-        return [
-            tf.reshape(row, [-1])[: int(np.prod(variable._sharded.shape))]
-            for row, variable in zip(rows, found, strict=True)
-        ]
+                    copy.assign(whole)
 
     def _update_model_variables_moving_average(self, trainable_variables):
         # Keras's own reads the first replica's share for all.
@@ -182,49 +207,74 @@ class ShardedOptimizer(ProgramOptimizer):
             super().finalize_variable_values([self._share_of[id(w)] for w in weights])
             self._join(weights)
 
-    def save_own_variables(self, store):
-        """Saves the optimizer, with whole slots; every worker must call it."""
-        found = [v for v in self.variables if hasattr(v, "_sharded")]
-        wholes = dict(zip(map(id, found), self._wholes(found), strict=True))
-        for index, variable in enumerate(self.variables):
-            if id(variable) in wholes:
-                value = tf.reshape(wholes[id(variable)], variable._sharded.shape).numpy()
-            else:
-                value = tf.convert_to_tensor(variable.value).numpy()
-            store[str(index)] = value
 
-    def load_own_variables(self, store):
-        """Loads the optimizer; each replica takes its share of whole slots."""
-        found = self.variables
-        if len(store.keys()) != len(found):
-            super().load_own_variables(store)  # Which says what is missing.
-            return
-        for index, variable in enumerate(found):
-            value = np.asarray(store[str(index)])
-            if not hasattr(variable, "_sharded"):
-                variable.assign(value)
-                continue
-            copies = variables.copies(variable)
-            for copy, (start, end) in zip(copies, self._bounds(variable.shape[0]), strict=True):
-                copy.assign(_elements(tf.constant(value, copy.dtype), start, end))
+def _bounds(strategy, size: int):
+    """Of each replica here, the first element, or row, of its share, and the end."""
+    for k in range(strategy.first_replica, strategy.first_replica + len(strategy.devices)):
+        yield k * size, (k + 1) * size
 
 
-def _elements(tensor: tf.Tensor, start: int, end: int) -> tf.Tensor:
-    """Some elements of a tensor, flat; zeros behind its end."""
-    number = tensor.shape.num_elements()
-    flat = tf.reshape(tensor, [-1])[min(start, number) : min(end, number)]
+def _wholes(found, strategy) -> list[tf.Tensor]:
+    """Joins what all replicas hold of shares, or of slots, to the shapes of the weights."""
+    if not found:
+        return []
+    rows = []
+    for variable in found:
+        own = [tf.convert_to_tensor(copy) for copy in variables.copies(variable)]
+        rows.append(tf.concat(own, 0)[None])
+    workers = strategy.workers
+    if workers is not None:
+        rows = workers.all_gather(rows, [1] * workers.num_workers)
+    wholes = []
+    for row, variable in zip(rows, found, strict=True):
+        shape = _shape_shared_out(variable._sharded.shape, strategy.num_replicas)
+        joined = tf.reshape(row, [-1, *shape[1:]])[: shape[0]]
+        wholes.append(tf.reshape(joined, variable._sharded.shape))
+    return wholes
+
+
+def _shape_shared_out(shape, num_shares: int) -> list[int]:
+    """In which shape a weight is cut along axis 0: a matrix as it is, all else flat."""
+    shape = [int(size) for size in shape]
+    return shape if len(shape) == 2 and shape[0] >= num_shares else [int(np.prod(shape))]
+
+
+def _cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Tensor:
+    """A share of a tensor that is brought into a shape before; zeros behind its end."""
+    number = shape[0]
+    found = tf.reshape(tensor, shape)[min(start, number) : min(end, number)]
     missing = (end - start) - max(min(end, number) - start, 0)
-    return tf.pad(flat, [[0, missing]]) if missing else flat
+    return tf.pad(found, [[0, missing]] + [[0, 0]] * len(shape[1:])) if missing else found
+
+
+def _rows_read(gradient: tf.IndexedSlices, shape: list[int], start: int, end: int):
+    """The rows of a sparse gradient that a share has; others stand in its first row, as zeros."""
+    if list(gradient.shape) != shape:
+        raise ValueError(
+            "Under shard_optimizer=True an embedding is shared out by rows. A matrix of at least "
+            f"as many rows as there are replicas is required. Received: shape {gradient.shape}. "
+            "Leave shard_optimizer out."
+        )
+    indices = gradient.indices
+    inside = (indices >= start) & (indices < end)
+    values = tf.where(inside[:, None], gradient.values, tf.zeros_like(gradient.values))
+    own = tf.where(inside, indices - start, tf.zeros_like(indices))
+    return tf.IndexedSlices(values, own, tf.constant([end - start, shape[1]], indices.dtype))
 
 
 def shard(optimizer: keras.Optimizer) -> None:
-    """Makes each replica update its share, in place.
+    """Makes each replica update its share, in place; of one that wraps others, them.
 
     Raises:
         ValueError: If the update looks at more than one element at a time, or is not known; or if
             the optimizer accumulates gradients.
     """
+    if isinstance(optimizer, ShardedOptimizer | WithWholeFiles):
+        return
     cls = original_class(optimizer)
+    if cls in (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer):
+        extend(optimizer, WithWholeFiles)
+        return
     if not elementwise.is_elementwise(cls):
         raise ValueError(
             "Under shard_optimizer=True each replica updates its share of a weight, and the update "
@@ -238,5 +288,11 @@ def shard(optimizer: keras.Optimizer) -> None:
             "each call of the optimizer is required. Received: gradient_accumulation_steps="
             f"{optimizer.gradient_accumulation_steps}. Take "
             f"sync='accumulate:{optimizer.gradient_accumulation_steps}' in its place."
+        )
+    if optimizer.built:
+        raise ValueError(
+            "Under shard_optimizer=True an optimizer makes its slots in shares. One that is not "
+            f"built is required. Received: a {cls.__name__} with slots of whole weights. Compile "
+            "the model with a new optimizer, or pass the compiled model to `data_parallel`."
         )
     extend(optimizer, ShardedOptimizer)
