@@ -66,9 +66,6 @@ class _State:
             self._held = alive | {id(weight): (weakref.ref(weight), variable)}
         return variable
 
-    def __len__(self) -> int:
-        return len(self._held)
-
 
 class Compression(abc.ABC):
     """What stands between a worker's gradients and the collective that sums them.
@@ -293,9 +290,9 @@ class PowerSgd(Compression):
         matrices = [tf.reshape(gradient, _sides(gradient)) for gradient in gradients]
         factors = [
             self._factors.made(
-                weight, workers.device, lambda matrix=matrix: self._first_factor(matrix)
+                weight, workers.device, lambda matrix=matrix, i=i: self._first_factor(matrix, i)
             )
-            for weight, matrix in zip(weights, matrices, strict=True)
+            for i, (weight, matrix) in enumerate(zip(weights, matrices, strict=True))
         ]
         left = [
             matrix @ factor.read_value() for matrix, factor in zip(matrices, factors, strict=True)
@@ -315,9 +312,10 @@ class PowerSgd(Compression):
                 results.append(tf.reshape(product, gradient.shape))
         return totals, sent, others
 
-    def _first_factor(self, matrix):
-        shape = [matrix.shape[1], self._rank]  # Equal on all workers, whatever was drawn before.
-        return tf.random.stateless_normal(shape, [len(self._factors), 0], dtype=matrix.dtype)
+    def _first_factor(self, matrix, place):
+        # Equal on all workers, whatever was drawn before, and whichever models there were.
+        shape = [matrix.shape[1], self._rank]
+        return tf.random.stateless_normal(shape, [place, 0], dtype=matrix.dtype)
 
 
 def _on_the_first(array, num_workers):
