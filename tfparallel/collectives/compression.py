@@ -338,7 +338,9 @@ def _is_finite(tensor):
 
 def _keep_if_finite(variable, value) -> None:
     """Of a step with an overflow, which loss scaling skips, nothing stays."""
-    variable.assign(tf.where(_is_finite(value), value, variable.read_value()), read_value=False)
+    # A branch hands on a tensor as it is; `tf.where` would write one more.
+    kept = tf.cond(_is_finite(value), lambda: value, variable.read_value)
+    variable.assign(kept, read_value=False)
 
 
 def compression_of(spec: str | None) -> Compression | None:
