@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tfparallel.collectives.compression import compression_of
 
 ROWS, STEPS, WORDS = 8, 3, 6
 
@@ -164,13 +165,15 @@ def main(folder):
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     trained(model, ROWS, optimizer=scaled)
     found["loss scaling"] = apart(model, one)
-    found["compressed"] = apart(parallel_compressed(), whole)
+    found["compressed"] = apart(parallel_compressed(workers), whole)
     found["normalized"] = refused(build_normalized)
     found["state"] = refused(build_with_state)
     return found
 
 
-def parallel_compressed():
-    model = parallel(build, compression="bf16")
+def parallel_compressed(workers):
+    workers.compression = compression_of("bf16")
+    model = parallel(build)
     trained(model, ROWS)
+    workers.compression = None
     return model

@@ -40,7 +40,8 @@ class ReplicatedLayer:
         looks = self._strategy.check_rows if asked is None else asked
         if looks and self._strategy.num_replicas > 1:
             num_rows = 2 * self._strategy.num_replicas + 1
-            check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
+            with self._strategy.placeless():
+                check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
 
     def _call_on_replicas(self, call, args, kwargs, **options):
         """Calls a function of this layer's on each replica; keeps the losses that it adds."""

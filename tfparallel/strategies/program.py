@@ -107,6 +107,15 @@ class ProgramStrategy:
             self.workers, self._replica_weights = workers, weights
             self.stream, self.place = 0, None
 
+    @contextlib.contextmanager
+    def placeless(self) -> Iterator[None]:
+        """Within it rows lie nowhere: for programs beside the step, whose tensors the place is."""
+        place, self.place = self.place, None
+        try:
+            yield
+        finally:
+            self.place = place
+
     @property
     def replica_weights(self) -> tuple[int, ...] | None:
         """Each replica's share of the rows of a batch, in whole numbers; None for equal ones."""
