@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces, joined by a link of a given rate. Linux, as root.
 
-    host 0, 10.77.0.1  ── link, tbf RATE ──────── link, tbf RATE ──  host 1, 10.77.0.2
+    host 0, 10.77.0.1  ── wire, tbf RATE ──────── wire, tbf RATE ──  host 1, 10.77.0.2
 
 Each process gets a /dev/shm of its own, so that programs do not take the two for one host.
 """
@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-LINK = "link"
+LINK = "wire"
 HOST_VARIABLE = "BENCH_NETWORK_NAMESPACE"
 NUM_BYTES = 2**26  # Of the link's own measurement.
 _TOOLS = ("ip", "tc", "unshare")
@@ -63,7 +63,7 @@ def linked(rate="1gbit"):
             _run("ip", "netns", "add", name)
             stack.callback(_run, "ip", "netns", "del", name)
         ends = ["netns", names[0], "type", "veth", "peer", "name", LINK, "netns", names[1]]
-        _run("ip", "link", "add", LINK, *ends)
+        _run("ip", "link", "add", "name", LINK, *ends)
         for name, address in zip(names, ADDRESSES, strict=True):
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", LINK)
             for device in ("lo", LINK):
