@@ -25,7 +25,7 @@ from tfparallel.cluster.environment import ALL_REDUCE
 
 PROGRAM = str(pathlib.Path(__file__).with_name("sync_contender.py"))
 NUM_WORKERS = 2
-NUM_SEEDS, NUM_STEPS, NUM_EPOCHS = 3, 320, 2
+NUM_SEEDS, NUM_EPOCHS = 3, 2
 PICTURE = "sync.png"
 
 
@@ -47,47 +47,55 @@ def main(arguments):
 
 def parse(arguments):
     parser = contest.make_parser(__doc__)
-    for name, default, what in (
-        ("num_seeds", NUM_SEEDS, "seeds of a task"),
-        ("num_steps", NUM_STEPS, f"steps of a run, a multiple of {EVALUATED_EVERY * NUM_EPOCHS}"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=contest.positive, default=default, help=f"{what} ({default})"
-        )
+    parser.add_argument(
+        "--num_seeds", type=contest.positive, default=NUM_SEEDS, help=f"({NUM_SEEDS})"
+    )
+    multiple = EVALUATED_EVERY * NUM_EPOCHS
+    parser.add_argument(
+        "--num_steps", type=contest.positive, help=f"of a run, a multiple of {multiple}"
+    )
     for name, choices in (("task", TASKS), ("policy", POLICIES)):
         parser.add_argument(
             f"--{name}", action="append", choices=choices, help="repeatable; all if left out"
         )
     options = contest.parse(parser, arguments)
-    if options.num_steps % (EVALUATED_EVERY * NUM_EPOCHS):
+    if options.num_steps is not None and options.num_steps % multiple:
         parser.error(
-            f"--num_steps must be a multiple of {EVALUATED_EVERY * NUM_EPOCHS}, so that each of "
-            f"{NUM_EPOCHS} epochs ends where weights are evaluated. Received: {options.num_steps}"
+            f"--num_steps must be a multiple of {multiple}, so that each of {NUM_EPOCHS} epochs "
+            f"ends where weights are evaluated. Received: {options.num_steps}"
         )
     return options
 
 
 def measure(options, cores):
     """Returns what a contender tells of itself, and the runs: task -> policy -> by seed."""
-    names, policies = options.task or list(TASKS), options.policy or list(POLICIES)
-    with contextlib.ExitStack() as stack:
-        groups = {policy: start(policy, stack, cores) for policy in policies}
-        told = [group.wait_until_ready()[0] for group in groups.values()][0]
-        runs = {task: {policy: [] for policy in policies} for task in names}
-        for seed in range(options.num_seeds):
-            for task in names:
-                for policy in contest.in_turn(policies, seed):
-                    replies = groups[policy].ask(
-                        task=task, seed=seed, num_steps=options.num_steps, num_epochs=NUM_EPOCHS
-                    )
-                    run = sync_results.of_workers(replies, steps_that_trace(policy))
-                    runs[task][policy].append(run)
-                    print(
-                        f"{task}, seed {seed}, {policy}: accuracy {run['accuracy']:.4f}, "
-                        f"{run['sent_bytes_in_all'] / 1e6:.2f} MB, {run['step_ms']:.1f} ms a step",
-                        file=sys.stderr,
-                    )
+    told, runs = {}, {}
+    for task in options.task or TASKS:
+        # Processes of their own for each task: models that were trained stay in memory.
+        with contextlib.ExitStack() as stack:
+            groups = {name: start(name, stack, cores) for name in options.policy or POLICIES}
+            told = [group.wait_until_ready()[0] for group in groups.values()][0]
+            runs[task] = measure_task(task, groups, options)
     return told, runs
+
+
+def measure_task(task, groups, options):
+    """Returns the runs of a task: policy -> by seed."""
+    num_steps = options.num_steps or TASKS[task].num_steps
+    runs = {policy: [] for policy in groups}
+    for seed in range(options.num_seeds):
+        for policy in contest.in_turn(list(groups), seed):
+            replies = groups[policy].ask(
+                task=task, seed=seed, num_steps=num_steps, num_epochs=NUM_EPOCHS
+            )
+            run = sync_results.of_workers(replies, steps_that_trace(policy))
+            runs[policy].append(run)
+            print(
+                f"{task}, seed {seed}, {policy}: accuracy {run['accuracy']:.4f}, "
+                f"{run['sent_bytes_in_all'] / 1e6:.2f} MB, {run['step_ms']:.1f} ms a step",
+                file=sys.stderr,
+            )
+    return runs
 
 
 def start(policy, stack, cores):
@@ -105,8 +113,8 @@ def page(found, told, described, options):
     lines = [
         "## Policies: when workers agree, and what they send",
         "",
-        f"{options.num_steps} steps of `fit` in {NUM_EPOCHS} epochs on 2 workers, joined by "
-        f"TensorFlow's ring; means over {options.num_seeds} seeds, with the least and the most. "
+        f"`fit` in {NUM_EPOCHS} epochs on 2 workers, joined by TensorFlow's ring; means over "
+        f"{options.num_seeds} seeds, with the least and the most. "
         "From a seed all policies start with the same weights and see the same batches, at the "
         "task file's learning rate, which is tuned for none of them. Bytes are those that one "
         "worker hands to the others in the whole run; losses and accuracy are of examples that "
@@ -114,13 +122,15 @@ def page(found, told, described, options):
         " of the slower worker, without those that trace: they depend on what else the machine "
         "does, bytes and accuracy do not.",
         "",
-        *sync_results.lines_of(found, options.num_steps),
+        *sync_results.lines_of(
+            found, {task: options.num_steps or TASKS[task].num_steps for task in found}
+        ),
     ]
     if options.write:
         lines += [f"![Validation loss over steps, and over what was sent]({PICTURE})", ""]
     lines.pop()
     versions = {key: told[key] for key in ("tensorflow", "keras")}
-    return lines + contest.footer("sync", described | versions, options, "num_seeds", "num_steps")
+    return lines + contest.footer("sync", described | versions, options, "num_seeds")
 
 
 if __name__ == "__main__":

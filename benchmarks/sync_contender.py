@@ -25,19 +25,25 @@ class Task(NamedTuple):
         module: The file's module.
         global_batch_size: Examples of a step, of both workers together.
         num_validation: Examples that are held out, the first ones of the file's.
+        num_steps: How long it is trained.
     """
 
     module: str
     global_batch_size: int
     num_validation: int
+    num_steps: int
 
     def load(self):
         return importlib.import_module(self.module)
 
 
 TASKS = {
-    "digits_cnn": Task("models.digits_cnn", global_batch_size=64, num_validation=359),
-    "transformer": Task("models.transformer", global_batch_size=32, num_validation=128),
+    "digits_cnn": Task(
+        "models.digits_cnn", global_batch_size=64, num_validation=359, num_steps=320
+    ),
+    "transformer": Task(
+        "models.transformer", global_batch_size=32, num_validation=128, num_steps=192
+    ),
 }
 
 
@@ -100,8 +106,10 @@ def train(workers, policy, name, seed, num_steps, num_epochs):
         callbacks=[record],
     )
     loss, accuracy = evaluated(name)(model.get_weights())
+    looks = [evaluated(name)(weights) for weights in record.weights]
     return {
-        "losses": [evaluated(name)(weights)[0] for weights in record.weights],
+        "losses": [loss for loss, _ in looks],
+        "accuracies": [accuracy for _, accuracy in looks],
         "seconds": record.seconds,
         "sent_bytes": record.sent_bytes,
         "sent_bytes_in_all": sum(workers.traffic.read().values()) - record.before,

@@ -22,6 +22,7 @@ def module(monkeypatch):
 def reply(seconds, losses=(0.5, 0.2), accuracy=0.9, sent=1000):
     return {
         "losses": list(losses),
+        "accuracies": [0.5, accuracy],
         "seconds": seconds,
         "sent_bytes": [sent // 2, sent],
         "sent_bytes_in_all": sent,
@@ -48,6 +49,7 @@ def test_workers_that_went_apart_are_an_error(module):
 def run_of(losses, accuracy, sent):
     return {
         "losses": losses,
+        "accuracies": [accuracy, accuracy],
         "seconds": [1.0, 2.0],
         "sent_bytes": [sent // 2, sent],
         "sent_bytes_in_all": sent,
@@ -80,14 +82,14 @@ def test_promises_are_judged_by_the_means_over_the_seeds(module):
 
 def test_figures_become_a_table(module):
     results = module("sync_results")
-    lines = results.lines_of({"digits_cnn": results.summarize(RUNS, 0.1)}, 16)
+    lines = results.lines_of({"digits_cnn": results.summarize(RUNS, 0.1)}, {"digits_cnn": 16})
     rows = [line for line in lines if line.startswith("| `") and "points" not in line]
     assert rows[-3:] == [
-        "| `every_step` | 97.50 (97.00 to 98.00) | 4.00 | 1.0000 | 16 | 16 (8 to 16) "
+        "| `every_step` | 97.50 (97.00 to 98.00) | 97.50 | 4.00 | 1.0000 | 16 | 16 (8 to 16) "
         "| 2.00 (1.00 to 2.00) | 125.0 |",
-        "| `bf16` | 97.05 (97.00 to 97.10) | 2.00 | 0.5000 | 16 | 16 (16 to 16) "
+        "| `bf16` | 97.05 (97.00 to 97.10) | 97.05 | 2.00 | 0.5000 | 16 | 16 (16 to 16) "
         "| 2.00 (2.00 to 2.00) | 125.0 |",
-        "| `powersgd:2` | 97.00 (97.00 to 97.00) | 0.24 | 0.0600 | 16 "
+        "| `powersgd:2` | 97.00 (97.00 to 97.00) | 97.00 | 0.24 | 0.0600 | 16 "
         "| not in 16, 1 of 2 seeds |  | 125.0 |",
     ]
     assert any(line.endswith("| **missed** |") for line in lines)
@@ -97,7 +99,8 @@ def test_without_every_step_nothing_is_judged(module):
     results = module("sync_results")
     figures = results.summarize({"bf16": RUNS["bf16"]}, 0.1)
     assert results.verdicts(figures) == []
-    assert not any("promised" in line for line in results.lines_of({"digits_cnn": figures}, 16))
+    lines = results.lines_of({"digits_cnn": figures}, {"digits_cnn": 16})
+    assert not any("promised" in line for line in lines)
 
 
 def run(*flags):
