@@ -172,8 +172,8 @@ class Compression(abc.ABC):
         totals, sent, others = self._sums(
             workers, corrected, [weights[i] for i in places], [gradients[i] for i in rest]
         )
-        for kept, whole, part in zip(left_over, corrected, sent, strict=True):
-            _keep_if_finite(kept, whole - part)
+        parts = zip(corrected, sent, strict=True)
+        _keep_if_finite(left_over, [whole - part for whole, part in parts])
         for i, total in zip([*places, *rest], [*totals, *others], strict=True):
             results[i] = total
         return results
@@ -304,9 +304,9 @@ class PowerSgd(Compression):
             for matrix, each in zip(matrices, left, strict=True)
         ]
         right = workers.all_reduce(own)
+        _keep_if_finite(factors, right)
         totals, sent = [], []
         for i, gradient in enumerate(gradients):
-            _keep_if_finite(factors[i], right[i])
             for results, factor in ((totals, right[i]), (sent, own[i])):
                 product = tf.linalg.matmul(left[i], factor, transpose_b=True)
                 results.append(tf.reshape(product, gradient.shape))
@@ -336,11 +336,18 @@ def _is_finite(tensor):
     return tf.reduce_all(tf.math.is_finite(tensor))
 
 
-def _keep_if_finite(variable, value) -> None:
+def _keep_if_finite(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
     """Of a step with an overflow, which loss scaling skips, nothing stays."""
-    # A branch hands on a tensor as it is; `tf.where` would write one more.
-    kept = tf.cond(_is_finite(value), lambda: value, variable.read_value)
-    variable.assign(kept, read_value=False)
+    if not variables:
+        return
+    # A branch hands on tensors as they are; `tf.where` would write one more of each.
+    kept = tf.cond(
+        tf.reduce_all([_is_finite(value) for value in values]),
+        lambda: list(values),
+        lambda: [variable.read_value() for variable in variables],
+    )
+    for variable, value in zip(variables, kept, strict=True):
+        variable.assign(value, read_value=False)
 
 
 def compression_of(spec: str | None) -> Compression | None:
