@@ -24,6 +24,7 @@ def build(kind):
         return build_gloo()
     import tensorflow as tf
 
+    weight = None  # What is summed is the gradient of; a compression keeps what it left out by it.
     if kind == "stock":
         communication = tf.distribute.experimental.CommunicationImplementation.RING
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
@@ -43,17 +44,20 @@ def build(kind):
     else:
         import tfparallel
 
+        transport, _, compression = kind.removeprefix("ours_").partition("+")
         group = tfparallel.MultiWorkerMirroredStrategy(
-            all_reduce=kind.removeprefix("ours_")
+            all_reduce=transport, compression=compression or None
         ).workers
 
         def all_reduce(x):
-            return group.all_reduce([x])[0]
+            # As the gradient of a weight: casts and error feedback are part of the sum.
+            return group.all_reduce_gradients([x], [weight])[0]
 
         told = group.transport
 
     def prepare(values):
-        variable = tf.Variable(values, trainable=False)
+        nonlocal weight
+        weight = variable = tf.Variable(values, trainable=False)
         step = tf.function(lambda: all_reduce(variable.read_value())).get_concrete_function()
         return step, lambda result: result.numpy()
 
@@ -110,7 +114,8 @@ class Meeting:
 
 
 def whole_numbers(count, rank):
-    return ((31 * np.arange(count, dtype=np.int64) + 7 * rank) % 1000).astype(np.float32)
+    # Up to 127, so that the sum of two is exact in bfloat16, too.
+    return ((31 * np.arange(count, dtype=np.int64) + 7 * rank) % 128).astype(np.float32)
 
 
 def main():

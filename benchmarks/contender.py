@@ -14,6 +14,7 @@ import sys
 import time
 
 import dialog
+import policies
 
 SEED = 7
 
@@ -23,8 +24,9 @@ def build_contender(kind, num_replicas, build_model):
 
     Args:
         kind: `"plain"` for Keras without a strategy, `"stock"` for the same code under
-            `tf.distribute.MirroredStrategy`, `"ours"` for `tfparallel.data_parallel`, `"placed"`
-            for `tfparallel.model_parallel`; "plain_xla" and "ours_xla" with `jit_compile=True`.
+            `tf.distribute.MirroredStrategy`, `"ours"` for `tfparallel.data_parallel`, a name of
+            `policies.POLICIES` for the same by that policy, `"placed"` for
+            `tfparallel.model_parallel`; "plain_xla" and "ours_xla" with `jit_compile=True`.
         num_replicas: Logical devices to split the CPU into, one replica or one stage each.
         build_model: Function that returns a Keras model.
     """
@@ -32,10 +34,10 @@ def build_contender(kind, num_replicas, build_model):
 
     kind, suffix, _ = kind.partition("_xla")
     is_compiled = bool(suffix)
-    if kind == "ours" and "TF_CONFIG" in os.environ:
+    if "TF_CONFIG" in os.environ and (kind == "ours" or kind in policies.POLICIES):
         import tfparallel
 
-        model = tfparallel.data_parallel(build_model)
+        model = tfparallel.data_parallel(build_model, **policies.POLICIES.get(kind, {}))
         compile_model(model, is_compiled)
     elif kind == "ours":
         import tfparallel

@@ -18,12 +18,21 @@ from tfparallel.cluster.ports import free_ports  # noqa: E402
 PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 
 
-def job_environments(num_processes):
-    """Returns the variables that `launch` would give each process of a job on this host."""
+def job_environments(num_processes, hosts=None):
+    """Returns the variables that `launch` would give each process of a job.
+
+    Args:
+        num_processes: How many processes.
+        hosts: An address for each, if each is on a host of its own; all on this host if left out.
+    """
     first, *ports = free_ports(num_processes + 1)
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+    names = hosts or ["127.0.0.1"] * num_processes
+    addresses = [f"{name}:{port}" for name, port in zip(names, ports, strict=True)]
+    master = f"{names[0]}:{first}"
     places = [
-        Place(addresses, index, index, num_processes, 0, f"127.0.0.1:{first}", "bench", 0)
+        Place(addresses, index, 0, 1, index, master, "bench", 0)
+        if hosts
+        else Place(addresses, index, index, num_processes, 0, master, "bench", 0)
         for index in range(num_processes)
     ]
     return [worker_environment({"PATH": os.environ["PATH"]}, place) for place in places]

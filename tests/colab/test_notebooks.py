@@ -20,8 +20,15 @@ def code_cells(notebook):
 
 
 def test_there_is_a_notebook():
-    names = ["all_reduce", "data_parallel", "hybrid", "model_parallel", "multi_worker", "pipeline"]
-    assert [path.stem for path in NOTEBOOKS] == names
+    assert [path.stem for path in NOTEBOOKS] == [
+        "all_reduce",
+        "data_parallel",
+        "hybrid",
+        "model_parallel",
+        "multi_worker",
+        "pipeline",
+        "synchronization",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -118,6 +118,26 @@ def of_other_workers(workers):
     return compression.left_over(weight).numpy().tolist()
 
 
+def build_attention():
+    x = keras.Input((5, WIDTH))
+    attended = keras.layers.MultiHeadAttention(2, WIDTH // 2)(x, x)
+    return keras.Model(x, keras.layers.Dense(WIDTH)(attended))
+
+
+def of_attention(workers, kind):
+    """What a step sends where gradients come from `einsum`; and the size of the gradients."""
+    sent = {}
+    for name in (None, kind):
+        workers.compression = compression_of(name)
+        model = tfparallel.data_parallel(build_attention)
+        model.compile("sgd", "mse")
+        reads = tfparallel.callbacks.SentBytes()
+        x = np.ones((3 * ROWS, 5, WIDTH), "float32")
+        model.fit(x, x, batch_size=ROWS, verbose=0, callbacks=[reads])
+        sent[str(name)] = reads.in_a_step["sums"]
+    return sent | {"gradients": 4 * model.count_params()}
+
+
 def main(transport, folder):
     strategy = tfparallel.MultiWorkerMirroredStrategy(all_reduce=transport)
     workers = strategy.workers
@@ -132,6 +152,7 @@ def main(transport, folder):
     for kind in KINDS:
         found[kind] = accounted(workers, kind, data)
         found[f"{kind}, overflow"] = of_an_overflow(workers, kind)
+    found["attention"] = of_attention(workers, "powersgd:2")
     if transport != "mpi":  # The rest does not depend on it.
         return found
     found["accumulating"] = accounted(workers, "topk:0.01", data, gradient_accumulation_steps=2)

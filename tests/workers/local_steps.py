@@ -170,20 +170,32 @@ def main(folder):
     found["bytes"] = {}
     for name, sync in (("every step", "every_step"), ("local", "local_sgd:4")):
         before = workers.traffic.read()["sums"]
-        trained(sync, num_batches=40, epochs=1)
+        model, _ = trained(sync, num_batches=40, epochs=1)
         found["bytes"][name] = workers.traffic.read()["sums"] - before
+    before = workers.traffic.read()["sums"]
+    model.evaluate(*data(1), verbose=0)  # Nothing was trained since the end of the epoch.
+    found["bytes"]["evaluate"] = workers.traffic.read()["sums"] - before
+    found["bytes"]["of weights"] = sum(w.nbytes for w in model.get_weights())
     reads = Evaluates()
     _, history = trained("local_sgd:2", callbacks=[reads])
     found["in the middle"] = {"evaluated": reads.seen, "history": history}
 
-    def with_adam(epochs, *callbacks):
+    def with_adam(sync, epochs, *callbacks):
         optimizer = keras.optimizers.Adam(0.05)
-        model, _ = trained("local_sgd:3", epochs=epochs, optimizer=optimizer, callbacks=callbacks)
-        return model.get_weights()
+        model, _ = trained(sync, epochs=epochs, optimizer=optimizer, callbacks=callbacks)
+        return model
 
-    whole = with_adam(2)
-    with_adam(1, tfparallel.callbacks.Checkpoint(folder))
-    found["resumed"] = apart(whole, with_adam(2, tfparallel.callbacks.Checkpoint(folder)))
+    found["resumed"], found["state"] = {}, {}
+    for every in (3, 5):  # The epoch's last step, the fifth, is none that averages, or one.
+        sync, checkpoints = f"local_sgd:{every}", f"{folder}/{every}"
+        whole = with_adam(sync, 2)
+        with_adam(sync, 1, tfparallel.callbacks.Checkpoint(checkpoints))
+        model = with_adam(sync, 2, tfparallel.callbacks.Checkpoint(checkpoints))
+        found["resumed"][str(every)] = apart(whole.get_weights(), model.get_weights())
+        state = [np.ravel(v.numpy()) for v in whole.optimizer.variables]
+        flat = np.concatenate(state).astype("float64")[None]
+        of_all = workers.all_gather([tf.constant(flat)], [1] * workers.num_workers)[0].numpy()
+        found["state"][str(every)] = float(np.abs(of_all - of_all[0]).max())
     plain = trained("local_sgd:2")[0].get_weights()
     for option, value in (("jit_compile", True), ("steps_per_execution", 2)):
         model, _ = trained("local_sgd:2", **{option: value})

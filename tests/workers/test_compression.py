@@ -51,6 +51,14 @@ def test_the_bytes_are_as_promised(job, kind):
 
 
 @pytest.mark.slow
+def test_gradients_of_attention_are_sent_whole_or_small(job):
+    """Their sizes are not known to TensorFlow: they were padded, and never compressed."""
+    found = job[0]["attention"]
+    assert found["gradients"] <= found["None"] < found["gradients"] + 64
+    assert found["powersgd:2"] < 0.1 * found["gradients"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_an_overflow_all_workers_know_and_nothing_stays(job, kind):
     for seen in job:

@@ -66,9 +66,6 @@ class _State:
             self._held = alive | {id(weight): (weakref.ref(weight), variable)}
         return variable
 
-    def __len__(self) -> int:
-        return len(self._held)
-
 
 class Compression(abc.ABC):
     """What stands between a worker's gradients and the collective that sums them.
@@ -175,8 +172,8 @@ class Compression(abc.ABC):
         totals, sent, others = self._sums(
             workers, corrected, [weights[i] for i in places], [gradients[i] for i in rest]
         )
-        for kept, whole, part in zip(left_over, corrected, sent, strict=True):
-            _keep_if_finite(kept, whole - part)
+        parts = zip(corrected, sent, strict=True)
+        _keep_if_finite(left_over, [whole - part for whole, part in parts])
         for i, total in zip([*places, *rest], [*totals, *others], strict=True):
             results[i] = total
         return results
@@ -293,9 +290,9 @@ class PowerSgd(Compression):
         matrices = [tf.reshape(gradient, _sides(gradient)) for gradient in gradients]
         factors = [
             self._factors.made(
-                weight, workers.device, lambda matrix=matrix: self._first_factor(matrix)
+                weight, workers.device, lambda matrix=matrix, i=i: self._first_factor(matrix, i)
             )
-            for weight, matrix in zip(weights, matrices, strict=True)
+            for i, (weight, matrix) in enumerate(zip(weights, matrices, strict=True))
         ]
         left = [
             matrix @ factor.read_value() for matrix, factor in zip(matrices, factors, strict=True)
@@ -307,17 +304,18 @@ class PowerSgd(Compression):
             for matrix, each in zip(matrices, left, strict=True)
         ]
         right = workers.all_reduce(own)
+        _keep_if_finite(factors, right)
         totals, sent = [], []
         for i, gradient in enumerate(gradients):
-            _keep_if_finite(factors[i], right[i])
             for results, factor in ((totals, right[i]), (sent, own[i])):
                 product = tf.linalg.matmul(left[i], factor, transpose_b=True)
                 results.append(tf.reshape(product, gradient.shape))
         return totals, sent, others
 
-    def _first_factor(self, matrix):
-        shape = [matrix.shape[1], self._rank]  # Equal on all workers, whatever was drawn before.
-        return tf.random.stateless_normal(shape, [len(self._factors), 0], dtype=matrix.dtype)
+    def _first_factor(self, matrix, place):
+        # Equal on all workers, whatever was drawn before, and whichever models there were.
+        shape = [matrix.shape[1], self._rank]
+        return tf.random.stateless_normal(shape, [place, 0], dtype=matrix.dtype)
 
 
 def _on_the_first(array, num_workers):
@@ -338,9 +336,18 @@ def _is_finite(tensor):
     return tf.reduce_all(tf.math.is_finite(tensor))
 
 
-def _keep_if_finite(variable, value) -> None:
+def _keep_if_finite(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
     """Of a step with an overflow, which loss scaling skips, nothing stays."""
-    variable.assign(tf.where(_is_finite(value), value, variable.read_value()), read_value=False)
+    if not variables:
+        return
+    # A branch hands on tensors as they are; `tf.where` would write one more of each.
+    kept = tf.cond(
+        tf.reduce_all([_is_finite(value) for value in values]),
+        lambda: list(values),
+        lambda: [variable.read_value() for variable in variables],
+    )
+    for variable, value in zip(variables, kept, strict=True):
+        variable.assign(value, read_value=False)
 
 
 def compression_of(spec: str | None) -> Compression | None:

@@ -14,7 +14,7 @@ References:
     Use Local SGD", arXiv:1808.07217, 2018.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -27,6 +27,32 @@ from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics, first_o
 from tfparallel.seams.tensorflow import ResourceVariable
 
 __all__ = ["LocalSteps"]
+
+
+class _Since(NamedTuple):
+    """What this worker has trained since something was averaged.
+
+    Attributes:
+        rows: How many rows it has seen.
+        steps: How many steps; as many as the other workers.
+    """
+
+    rows: tf.Variable
+    steps: tf.Variable
+
+    @classmethod
+    def now(cls) -> "_Since":
+        with tf.init_scope(), tf.device("CPU:0"):
+            return cls(ResourceVariable(0.0, dtype=tf.float64), ResourceVariable(0.0))
+
+    def add(self, num_rows: tf.Tensor) -> tf.Tensor:
+        """Counts a step; returns the number of steps."""
+        self.rows.assign_add(tf.cast(num_rows, self.rows.dtype), read_value=False)
+        return self.steps.assign_add(1.0)
+
+    def forget(self) -> None:
+        for count in self:
+            count.assign(0.0)
 
 
 class LocalSteps(OwnMetrics):
@@ -90,18 +116,18 @@ class LocalSteps(OwnMetrics):
         own, num_rows = self._rows_here(data)
         way = self._way(own, "fit")
         self._refuse_joined(way)
-        rows, steps = self._since_average
+        of_weights, of_state = self._since_average
         with self.strategy.apart():
             logs = tf.cond(
                 num_rows > 0,
                 lambda: self._train_on_own_rows(own, way.metrics),
                 self.get_metrics_result,
             )
-        rows.assign_add(tf.cast(num_rows, rows.dtype), read_value=False)
-        is_time = steps.assign_add(1.0) >= float(self._sync.every)
+        of_state.add(num_rows)
+        is_time = of_weights.add(num_rows) >= float(self._sync.every)
 
         def average():
-            self._average(self._weights())
+            self._average((self._weights(), of_weights))
             return True  # As the other branch: Python's None would be an operation in one alone.
 
         tf.cond(is_time, average, lambda: False)
@@ -115,12 +141,11 @@ class LocalSteps(OwnMetrics):
         return own, tf.convert_to_tensor(count_rows(first_of(own)))
 
     @property
-    def _since_average(self) -> tuple[tf.Variable, tf.Variable]:
-        """The rows and the steps of this worker that the next average is of."""
+    def _since_average(self) -> tuple[_Since, _Since]:
+        """What was trained since the last average of the weights, and of the optimizer's state."""
         found = getattr(self, "_counted_since_average", None)
         if found is None:
-            with tf.init_scope(), tf.device("CPU:0"):
-                found = (ResourceVariable(0.0, dtype=tf.float64), ResourceVariable(0.0))
+            found = (_Since.now(), _Since.now())
             attach(self, _counted_since_average=found)
         return found
 
@@ -128,28 +153,41 @@ class LocalSteps(OwnMetrics):
         """What is averaged: whatever is no count, and no seed."""
         return [v for v in self.variables if tf.as_dtype(v.dtype).is_floating]
 
-    def _average(self, variables: list[keras.Variable]) -> None:
-        """Gives all workers the average, by the rows that each has seen since the last one."""
-        rows, steps = self._since_average
-        own = rows.read_value()
-        terms = [tf.convert_to_tensor(variable.value) for variable in variables]
-        weighted = [term * tf.cast(own, term.dtype) for term in terms]
-        *sums, total = self._workers.all_reduce([*weighted, own])
-        for variable, term, summed in zip(variables, terms, sums, strict=True):
-            mean = summed / tf.cast(tf.maximum(total, 1.0), term.dtype)
-            variable.assign(tf.where(total > 0, mean, term))
-        rows.assign(0.0)
-        steps.assign(0.0)
+    def _average(self, *groups: tuple[list[keras.Variable], _Since]) -> None:
+        """Gives all workers the averages of variables.
+
+        Args:
+            *groups: Variables, and what was trained since they were averaged: each worker's share
+                in them is that of the rows that it has seen.
+        """
+        shares = [since.rows.read_value() for _, since in groups]
+        variables = [(v, i) for i, (members, _) in enumerate(groups) for v in members]
+        terms = [tf.convert_to_tensor(variable.value) for variable, _ in variables]
+        weighted = [
+            term * tf.cast(shares[i], term.dtype)
+            for term, (_, i) in zip(terms, variables, strict=True)
+        ]
+        summed = self._workers.all_reduce([*weighted, *shares])
+        sums, totals = summed[: len(terms)], summed[len(terms) :]
+        for (variable, i), term, total in zip(variables, terms, sums, strict=True):
+            mean = total / tf.cast(tf.maximum(totals[i], 1.0), term.dtype)
+            variable.assign(tf.where(totals[i] > 0, mean, term))
+        for _, since in groups:
+            since.forget()
 
     def settle(self) -> None:
         """Averages now what the workers have, the optimizer's state too. All must call it.
 
-        Where nothing was trained since the last average it changes nothing.
+        What nothing was trained of since its last average is not sent.
         """
         if not self._steps_alone:
+            return
+        of_weights, of_state = self._since_average
+        if not float(of_state.steps):
             return
         rate = self.optimizer.learning_rate
         state = [v for v in self.optimizer.variables if v is not rate]
         state = [v for v in state if tf.as_dtype(v.dtype).is_floating]
+        groups = [(self._weights(), of_weights)] if float(of_weights.steps) else []
         with self.strategy.program():
-            self._average([*self._weights(), *state])
+            self._average(*groups, (state, of_state))

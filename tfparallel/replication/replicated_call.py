@@ -346,6 +346,12 @@ class ReplicatedCall:
 
     def _variable_gradients(self, by_variable, inputs):
         """Σ_k g_k for each trainable variable: over the replicas here, then over the workers."""
+        for variable, terms in zip(self._trainable, by_variable, strict=True):
+            for term in terms:
+                # TensorFlow does not know that of every gradient (of `einsum`, say, for a batch of
+                # any size), and what has no size in the graph is padded, and never compressed.
+                if isinstance(term, tf.Tensor):
+                    term.set_shape(variable.shape)
         if self._partial_gradients is not None:
             found = zip(self._trainable, by_variable, strict=True)
             present = {id(v): (v, list(terms)) for v, terms in found if terms[0] is not None}

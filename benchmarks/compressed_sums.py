@@ -1,0 +1,93 @@
+"""Times a sum of gradients between 2 workers in 32 bits and in 16, over TensorFlow's ring.
+
+    .venv/bin/python benchmarks/compressed_sums.py
+
+What a user's step does is timed: with the casts, and the error feedback, which keeps what the cast
+left out. Contenders take turns, a round each, now forwards, now backwards; only the one whose turn
+it is runs. An iteration is the slower worker's, after a barrier; every element is checked once a
+round.
+"""
+
+import contextlib
+import sys
+
+import all_reduce
+import contest
+import environment
+import numpy as np
+
+PLAIN = "ours_ring_tuned"
+TITLES = {
+    PLAIN: "float32",
+    "ours_ring_tuned+bf16": '`compression="bf16"`',
+    "ours_ring_tuned+fp16": '`compression="fp16"`',
+}
+SIZES = (all_reduce.MIB, 4 * all_reduce.MIB, 16 * all_reduce.MIB, 64 * all_reduce.MIB)
+# (size, contender) -> how many times as fast as in 32 bits.
+TARGETS = {(16 * all_reduce.MIB, "ours_ring_tuned+bf16"): 1.6}
+
+
+def main(arguments):
+    parser = contest.make_parser(__doc__, num_rounds=7)
+    parser.add_argument(
+        "--bytes", action="append", type=int, choices=SIZES, help="a size; repeatable"
+    )
+    options = contest.parse(parser, arguments)
+    cores = environment.cores_to_pin(all_reduce.NUM_WORKERS)
+    described = environment.describe()
+    with contextlib.ExitStack() as stack:
+        groups = {kind: all_reduce.start(kind, stack, cores, None) for kind in TITLES}
+        told = [group.wait_until_ready()[0] for group in groups.values()][0]
+        found = {size: measure(size, groups, options) for size in options.bytes or SIZES}
+    lines = page(found, described | {"Versions": told["version"]}, options)
+    contest.publish("compressed_sums", lines, found, options)
+
+
+def measure(size, groups, options):
+    times = {kind: [] for kind in groups}
+    for index in range(-1, options.num_rounds):  # One round to warm up.
+        for kind in contest.in_turn(list(groups), index):
+            measured = all_reduce.iterations(groups[kind], size)
+            if index >= 0:
+                times[kind].append(measured)
+        print(f"{size} bytes, round {index + 1}", file=sys.stderr)
+    medians = {kind: np.median(rounds, axis=1) for kind, rounds in times.items()}
+    return {
+        "ms": {kind: contest.percentiles(np.concatenate(rounds)) for kind, rounds in times.items()},
+        "times_as_fast": {
+            kind: contest.percentiles(medians[PLAIN] / of_kind)
+            for kind, of_kind in medians.items()
+            if kind != PLAIN
+        },
+    }
+
+
+def page(found, described, options):
+    """The lines of RESULTS.md about sums in 16 bits."""
+    narrow = [kind for kind in TITLES if kind != PLAIN]
+    lines = [
+        "## Sums in 16 bits, over TensorFlow's ring",
+        "",
+        "Milliseconds for a sum of float32 gradients between 2 workers of one host, a core each, "
+        "casts and error feedback included: the median of all iterations, with the 10th and 90th "
+        "percentile; of the two workers the slower, after a barrier. Every element was checked.",
+        "",
+        f"| size | {' | '.join(TITLES.values())} |",
+        "| --- |" + " --- |" * len(TITLES),
+    ]
+    for size, result in found.items():
+        cells = [contest.spread(result["ms"][kind], 2) for kind in TITLES]
+        lines.append(f"| {all_reduce.name_of(size)} | {' | '.join(cells)} |")
+    heads = [f"{TITLES[kind]}, times as fast | to reach" for kind in narrow]
+    lines += ["", f"| size | {' | '.join(heads)} |", "| --- |" + " --- |" * 2 * len(narrow)]
+    for size, result in found.items():
+        cells = []
+        for kind in narrow:
+            cells += [contest.spread(result["times_as_fast"][kind], 2)]
+            cells += [f"{TARGETS.get((size, kind), '')}"]
+        lines.append(f"| {all_reduce.name_of(size)} | {' | '.join(cells)} |")
+    return lines + contest.footer("compressed_sums", described, options, "num_rounds")
+
+
+if __name__ == "__main__":
+    contest.run(main)

@@ -1,0 +1,118 @@
+"""Times a step of `fit` on 2 workers between two hosts, by what the workers send.
+
+    .venv/bin/python benchmarks/slow_link.py
+    .venv/bin/python benchmarks/slow_link.py --torch=OTHER_VENV/bin/python
+
+The hosts are network namespaces of this machine, a core each, joined by a link of 1 Gbit/s. Beside
+them stand two plain Keras processes at once that know nothing of each other, and, if a Python with
+PyTorch is named, DistributedDataParallel with gloo on the same link. Contenders take turns, a round
+each, now forwards, now backwards. It needs to be root, on Linux; anybody else is told so, and
+nothing is measured.
+"""
+
+import contextlib
+import sys
+
+import contest
+import environment
+import numpy as np
+import two_hosts
+from scaling import NUM_WORKERS, PROGRAMS, WORKLOADS
+
+WORKLOAD = "wide_cnn_32"
+APART = "apart"
+RATE = "1gbit"
+# Whole rounds of `local_sgd:8`, of whose steps each eighth is slow; so it is means that count.
+NUM_SKIPPED, NUM_STEPS = 8, 24
+TITLES = {
+    APART: "plain Keras, 2 processes at once that know nothing of each other",
+    "every_step": "`data_parallel`",
+    "bf16": '`data_parallel`, `compression="bf16"`',
+    "powersgd:2": '`data_parallel`, `compression="powersgd:2"`',
+    "local_sgd:8": '`data_parallel`, `sync="local_sgd:8"`',
+    "ddp": "PyTorch DDP with gloo",
+}
+
+
+def main(arguments):
+    options = contest.parse(contest.make_parser(__doc__, num_rounds=3, torch=True), arguments)
+    cores = environment.cores_to_pin(NUM_WORKERS)
+    described = environment.describe()
+    with contextlib.ExitStack() as stack:
+        try:
+            names = stack.enter_context(two_hosts.linked(RATE))
+        except RuntimeError as error:
+            print(f"slow_link.py measures nothing here. {error}", file=sys.stderr)
+            return
+        megabits = two_hosts.megabits(names)
+        kinds = [kind for kind in TITLES if kind != "ddp" or options.torch]
+        groups = {kind: start(kind, stack, cores, names, options.torch) for kind in kinds}
+        told = {kind: group.wait_until_ready()[0] for kind, group in groups.items()}
+        rounds = measure(groups, options)
+    found = {
+        "megabits": megabits,
+        "step_ms": {kind: contest.percentiles([r[kind] for r in rounds]) for kind in kinds},
+        "over_apart": {
+            kind: contest.percentiles([r[kind] / r[APART] for r in rounds]) for kind in kinds
+        },
+    }
+    versions = {key: value for one in told.values() for key, value in one.items()}
+    named = {k: v for k, v in versions.items() if k in ("tensorflow", "keras", "torch")}
+    figures = {"date": described["Date"], "over_apart": found["over_apart"]}
+    lines = page(found, described | named, options)
+    contest.publish("slow_link", lines, found, options, figures)
+
+
+def start(kind, stack, cores, names, torch):
+    """Starts the processes of a contender: a worker on each host, or two that are not joined."""
+    is_torch = kind == "ddp"
+    python, program = torch if is_torch else sys.executable, PROGRAMS[is_torch]
+    if kind == APART:
+        command, variables = (python, program), [{}] * NUM_WORKERS
+    else:
+        command = (*two_hosts.ON_HOST, python, program)
+        jobs = contest.job_environments(NUM_WORKERS, two_hosts.ADDRESSES)
+        # gloo would otherwise look for the host's name.
+        variables = [
+            job | {two_hosts.HOST_VARIABLE: name, "GLOO_SOCKET_IFNAME": two_hosts.LINK}
+            for job, name in zip(jobs, names, strict=True)
+        ]
+    kind = "plain" if kind == APART else kind
+    return contest.Group(stack, WORKLOAD, kind, variables, cores=cores, program=command)
+
+
+def measure(groups, options):
+    """Returns the rounds: contender -> its mean step in milliseconds, of the slower process."""
+    rounds = []
+    for index in range(-1, options.num_rounds):  # One round to warm up.
+        means = {}
+        for kind in contest.in_turn(list(groups), index):
+            replies = groups[kind].ask(steps=NUM_STEPS, skip=NUM_SKIPPED)
+            means[kind] = 1e3 * max(float(np.mean(reply["step_seconds"])) for reply in replies)
+        rounds += [means] * (index >= 0)
+        print(f"round {index + 1}: {means}", file=sys.stderr)
+    return rounds
+
+
+def page(found, described, options):
+    """The lines of RESULTS.md about two hosts on a slow link."""
+    lines = [
+        "## Two hosts on a link of 1 Gbit/s",
+        "",
+        f"{WORKLOADS[WORKLOAD]}: a step of `fit` in ms, the mean over "
+        f"{NUM_STEPS - NUM_SKIPPED} steps of the slower worker; the median of the rounds, with the "
+        "10th and 90th percentile. The hosts are network namespaces of one machine, a core each, "
+        f"whose link carries {found['megabits']:,.0f} Mbit/s of one TCP connection; TensorFlow's "
+        "ring joins them.",
+        "",
+        "| | step, ms | over the unjoined |",
+        "| --- | --- | --- |",
+    ]
+    for kind, value in found["step_ms"].items():
+        over = contest.spread(found["over_apart"][kind], 2) if kind != APART else ""
+        lines.append(f"| {TITLES[kind]} | {contest.spread(value, 0)} | {over} |")
+    return lines + contest.footer("slow_link", described, options, "num_rounds")
+
+
+if __name__ == "__main__":
+    contest.run(main)
