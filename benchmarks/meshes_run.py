@@ -2,20 +2,32 @@
 
     meshes_run.py TASK PLAN.json OUTPUT.json NUM_ROUNDS
 
-A mesh is built with the stages of the plan. Memory is what TensorFlow's allocator counts on the
-CPU, which its logical devices have together: what the model leaves behind it after a step, and what
-a step takes beyond that.
+A mesh is built with the stages of the plan. A step is the median of a round. Memory is what
+TensorFlow's allocator counts on the CPU, which its logical devices have together: what the model
+leaves behind it after a step, and what a step takes beyond that.
+
+    meshes_run.py plan FLAGS...
+
+is `tfparallel plan`. With BUSY=1 in the environment, both take the time that the process's threads
+are at work, instead of the wall's: what they would take alone on a core.
 """
 
 import json
+import os
 import pathlib
 import statistics
 import sys
+import time
+
+if os.environ.get("BUSY"):
+    time.perf_counter = time.process_time
 
 import tfparallel
+from tfparallel.callbacks.step_time import StepTime
+from tfparallel.commands.plan import main as plan
 from tfparallel.layout.mesh import Mesh
 
-STEPS_OF_A_ROUND = 12
+STEPS_OF_A_ROUND = 16
 
 
 def main(path, plan_path, output, num_rounds):
@@ -45,7 +57,8 @@ def main(path, plan_path, output, num_rounds):
         before = counted("current")
         model.fit(dataset, verbose=0)
         models.append(model)
-        found.append({**candidate, "held": kept + counted("peak") - before, "rounds": []})
+        held = kept + counted("peak") - before
+        found.append({**candidate, "held": held, "rounds": []})
     for index in range(num_rounds):
         pairs = list(zip(models, found, strict=True))
         for model, own in pairs if index % 2 else pairs[::-1]:
@@ -80,6 +93,6 @@ def counted(which):
 
 
 if __name__ == "__main__":
-    from tfparallel.callbacks.step_time import StepTime
-
+    if sys.argv[1] == "plan":
+        sys.exit(plan(sys.argv[2:]))
     main(*sys.argv[1:4], int(sys.argv[4]))

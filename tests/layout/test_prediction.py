@@ -16,7 +16,7 @@ ALONE = Machine()  # Each device computes by itself, and sums take no time.
 def model(num_layers=4, **extra):
     """Layers that take 3 s a row, forward and backward, and hold 100 bytes and 8 a row."""
     layers = [
-        LayerCosts(f"layer{i}", Line(0.0, 3.0), 50, 30, 20, Line(0.0, 8.0), 4, 1)
+        LayerCosts(f"layer{i}", Line(0.0, 3.0), 50, 30, 30, 20, Line(0.0, 8.0), 4, 1)
         for i in range(num_layers)
     ]
     edges = {i: (4, [i + 1]) for i in range(num_layers - 1)}
@@ -112,6 +112,16 @@ def test_parts_add_up_what_they_exchange():
         assert found == pytest.approx(expected), kind
 
 
+def test_what_each_part_does_whole_is_not_divided():
+    layer = LayerCosts("split", Line(0.0, 3.0), whole_share=0.25)
+    costs = ModelCosts([layer])
+    planned = Pieces(Mesh(tensor=4), ROWS, make_schedule("1f1b", 1, 1), [1], {"split": "row"})
+    expected = 3.0 * ROWS * (0.25 + 0.75 / 4)
+    assert predict(costs, planned, ALONE).passes_seconds == pytest.approx(expected)
+    shared = Machine(side_by_side=1.0)  # All parts, one after the other.
+    assert predict(costs, planned, shared).passes_seconds == pytest.approx(4 * expected)
+
+
 def test_a_device_holds_its_layers_and_what_is_in_flight():
     costs = model(loss_bytes=Line(0.0, 2.0))
     (whole,) = predict(costs, pieces(Mesh()), ALONE).held_bytes
@@ -129,10 +139,19 @@ def test_a_device_holds_its_layers_and_what_is_in_flight():
     assert part == 2 * 100 + ROWS * (2 * 8 + 2)
 
 
-def test_an_update_counts_where_it_is_more_than_activations():
-    large = ModelCosts([LayerCosts("large", Line(), 50, 30, 20, Line(0.0, 1.0), update_bytes=900)])
-    planned = Pieces(Mesh(), ROWS, make_schedule("1f1b", 1, 1), [1])
-    assert predict(large, planned, ALONE).held_bytes == (1000,)
+def test_large_gradients_are_held_one_at_a_time_where_none_is_added_to_another():
+    large = LayerCosts("large", Line(), 50, 30, 0, 20, Line(0.0, 1.0), 0, 1, update_bytes=90)
+    costs = ModelCosts([large, large])
+
+    def held(mesh, counts):
+        planned = Pieces(mesh, ROWS, make_schedule("1f1b", mesh.pipeline, 1), counts)
+        return predict(costs, planned, ALONE).held_bytes[0]
+
+    assert held(Mesh(), [2]) == held(Mesh(tensor=2), [2]) == 2 * 70 + 2 * ROWS  # More than 90.
+    assert held(Mesh(data=2), [2]) == 2 * 100 + 2 * ROWS // 2
+    assert held(Mesh(pipeline=2), [1, 1]) == 100 + ROWS
+    few = Pieces(Mesh(), 2, make_schedule("1f1b", 1, 1), [2])
+    assert predict(costs, few, ALONE).held_bytes == (2 * 70 + 90,)
 
 
 def test_nothing_at_work_slows_nothing():

@@ -17,6 +17,7 @@ from tfparallel.cluster.environment import available_cores
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.devices import list_devices
 from tfparallel.hybrid.form_overhead import measured_trials
+from tfparallel.hybrid.part_timing import measured_whole_shares
 from tfparallel.layers.optimizer import split_updates
 from tfparallel.layers.tensor_parallel import parts_planned
 from tfparallel.layout.calibration import calibrated
@@ -25,7 +26,7 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.ranking import Candidate, Choices, form_of, rank, why_first
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pass_scope import check_state
-from tfparallel.placement.costs import layer_costs
+from tfparallel.placement.costs import bytes_of, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order, row_bytes
 from tfparallel.placement.model_parallel import check_model
 from tfparallel.placement.problems import PlacementError
@@ -129,6 +130,15 @@ def plan_meshes(
     progress("steps of a tiny model")
     trials = measured_trials(model.optimizer, num_devices)
     costs, has_loss = _model_costs(model, sizes, progress)
+    if num_devices > 1:
+        splits = _splits(model, Mesh(tensor=num_devices))
+        progress("parts of layers")
+        shares = measured_whole_shares(model, splits, num_devices, choices.batch_size)
+        layers = [
+            dataclasses.replace(layer, whole_share=shares.get(layer.layer))
+            for layer in costs.layers
+        ]
+        costs = dataclasses.replace(costs, layers=layers)
     machine = Machine(sum_seconds=_sum_seconds(progress))
     if num_devices > 1 and cores is not None:
         progress("layers side by side")
@@ -170,7 +180,7 @@ def _sizes(num_devices: int, choices: Choices) -> list[int]:
 def _model_costs(model, sizes, progress) -> tuple[ModelCosts, bool]:
     progress("memory of the layers")
     most = max(sizes)
-    held = layer_costs(model, most, optimizer=model.optimizer, all_gradients=True)
+    held = layer_costs(model, most, optimizer=model.optimizer)
     seconds = {
         rows: measured_seconds(
             model, rows, progress=lambda layer, rows=rows: progress(f"{layer}, {rows} rows")
@@ -184,16 +194,18 @@ def _model_costs(model, sizes, progress) -> tuple[ModelCosts, bool]:
     of_outputs = row_bytes(model.outputs)
     layers = []
     for index, (layer, cost) in enumerate(zip(layers_in_order(model), held, strict=True)):
+        trained = [variable for variable in layer.variables if variable.trainable]
         layers.append(
             LayerCosts(
                 cost.layer,
                 Line.through({rows: seconds[rows][cost.layer] for rows in sizes}),
                 cost.parameter_bytes,
+                sum(map(bytes_of, trained)),
                 cost.gradient_bytes,
                 cost.slot_bytes,
                 Line(0.0, cost.activation_bytes / most),
                 passed.get(index, (of_outputs, ()))[0],
-                sum(variable.trainable for variable in layer.variables),
+                len(trained),
                 cost.update_bytes,
             )
         )

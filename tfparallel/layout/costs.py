@@ -58,27 +58,39 @@ class LayerCosts:
         seconds: Forward and backward, of a piece.
         parameter_bytes: Of all its variables.
         trained_bytes: Of those that are trained; their gradients are as large.
+        gradient_bytes: Of gradients that are held at once where none is added to another; each
+            large one is gone before the next is made.
         slot_bytes: Of the optimizer's variables for them.
         activation_bytes: What a piece leaves for its backward pass.
         output_bytes: Of its outputs, for one row.
         num_trained: How many of its variables are trained.
-        update_bytes: What is there while its largest weight is updated.
+        update_bytes: What is there while its largest weight is updated, with its gradient.
+        whole_share: The share of its seconds that does not get less in a part: a part reads whole
+            inputs, or makes whole outputs. None: what is fixed.
     """
 
     layer: str
     seconds: Line
     parameter_bytes: int = 0
     trained_bytes: int = 0
+    gradient_bytes: int = 0
     slot_bytes: int = 0
     activation_bytes: Line = Line()
     output_bytes: int = 0
     num_trained: int = 0
     update_bytes: int = 0
+    whole_share: float | None = None
 
-    @property
-    def state_bytes(self) -> int:
-        """Of parameters, gradients and slots."""
-        return self.parameter_bytes + self.trained_bytes + self.slot_bytes
+    def part_seconds(self, rows: float, num_parts: int) -> float:
+        """What one of so many parts takes for a piece."""
+        if self.whole_share is None:
+            return self.seconds(rows / num_parts)
+        return self.seconds(rows) * (self.whole_share + (1 - self.whole_share) / num_parts)
+
+    def state_bytes(self, all_gradients: bool) -> int:
+        """Of parameters, slots and the gradients that are held at once."""
+        gradients = self.trained_bytes if all_gradients else self.gradient_bytes
+        return self.parameter_bytes + self.slot_bytes + gradients
 
 
 @dataclasses.dataclass(frozen=True)

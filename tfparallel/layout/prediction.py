@@ -8,8 +8,8 @@ takes max(1, a/S) times as long, if S is how much more is done side by side:
 
     passes = ∫ max(1, a(t)/S) dt        a(t) = D · Σ of the parts at work at t
 
-A split layer is on T devices, each with 1/T of what grows with the rows; the others are on the
-first part alone, and the other parts stand still.
+A split layer is on T devices, each with 1/T of what can be divided; the others are on the first
+part alone, and the other parts stand still.
 """
 
 import dataclasses
@@ -158,8 +158,8 @@ def _stages(costs, pieces, machine):
                 own = all_parts = layer.seconds(rows)
             else:
                 sums = _sums_of_parts(costs, index, kind, pieces, machine)
-                own = layer.seconds(rows / mesh.tensor) + sums
-                all_parts = mesh.tensor * layer.seconds(rows / mesh.tensor) + sums
+                part = layer.part_seconds(rows, mesh.tensor)
+                own, all_parts = part + sums, mesh.tensor * part + sums
             seconds += own
             busy += all_parts
         if last == len(costs.layers):
@@ -232,12 +232,15 @@ def _update_seconds(update: Line, stages, pieces, machine) -> float:
 def _held_bytes(costs, stages, pieces, device) -> int:
     """The most that a device holds at one time, as the schedule has it."""
     schedule, rows = pieces.schedule, pieces.rows
+    # Those of pieces and replicas are added up, and so all of them are there before an update.
+    all_gradients = pieces.has_calls or pieces.mesh.data > 1
     total = update = 0.0
     for index, stage in enumerate(stages):
         if schedule.device_of(index) == device:
-            total += sum(_share(layer, pieces) * layer.state_bytes for layer in stage.layers)
-            updates = [_share(layer, pieces) * layer.update_bytes for layer in stage.layers]
-            update = max([update, *updates])
+            for layer in stage.layers:
+                share = _share(layer, pieces)
+                total += share * layer.state_bytes(all_gradients)
+                update = max(update, 0.0 if all_gradients else share * layer.update_bytes)
     held = largest = 0.0
     for instruction in schedule.instructions[device]:
         stage = stages[instruction.stage]
@@ -253,5 +256,5 @@ def _held_bytes(costs, stages, pieces, device) -> int:
         else:
             largest = max(largest, held + again)
             held -= kept
-    # Activations are gone when the weights are updated.
+    # Most activations are gone when a large weight is updated.
     return int(total + max(largest, update))

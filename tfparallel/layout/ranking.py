@@ -274,9 +274,7 @@ def _cut(costs: ModelCosts, pieces: Pieces, balance: str | None) -> list[int]:
     seconds = Weighed([layer.seconds(rows) for layer in layers])
     sent = {index: (size * rows, readers) for index, (size, readers) in costs.edges.items()}
     held = Weighed(
-        [layer.state_bytes + layer.activation_bytes(rows) for layer in layers],
-        sent,
-        peaks=[layer.update_bytes for layer in layers],
+        [layer.state_bytes(True) + layer.activation_bytes(rows) for layer in layers], sent
     )
     balanced = {"time": [seconds], "memory": [held], "both": [seconds, held]}[balance]
     return partition(number, *balanced)

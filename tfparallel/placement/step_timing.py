@@ -11,6 +11,7 @@ from tfparallel.placement.timing import copy_of, examples, marginal_seconds, spe
 __all__ = ["measured_loss", "measured_sum", "measured_update"]
 
 _FEW, _MANY = 16, 2**20  # Elements of a weight, 4 MiB in float32 at most.
+_MORE_UPDATES = 3  # Behind the first: an update is many operations, and is long to trace.
 _NUM_SMALL = 4  # Small weights are measured together: one takes microseconds.
 
 
@@ -84,7 +85,7 @@ def measured_update(optimizer: keras.Optimizer) -> dict[int, float]:
     found = {}
     for count, number in ((_FEW, _NUM_SMALL), (_MANY, 1)):
         program = _update_program(copy_of(optimizer), count, number)
-        found[count * 4] = marginal_seconds(program) / number
+        found[count * 4] = marginal_seconds(program, _MORE_UPDATES) / number
     return found
 
 

@@ -25,14 +25,17 @@ from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
 
 __all__ = [
+    "LayerCall",
     "copy_of",
     "examples",
     "inputs_of",
+    "layer_calls",
     "lower_quartiles",
     "marginal_seconds",
     "measured_overhead",
     "measured_seconds",
     "measured_side_by_side",
+    "program_of",
     "specs",
 ]
 
@@ -65,7 +68,7 @@ def measured_seconds(
     """
     known: dict[str, float] = {}
     found = {layer.name: 0.0 for layer in layers_in_order(model)}
-    for call in _calls(model):
+    for call in layer_calls(model):
         if call.kind not in known:
             progress(call.layer.name)
             known[call.kind] = marginal_seconds(call.program(batch_size, optimizer, backward))
@@ -90,9 +93,9 @@ def measured_side_by_side(
     Returns:
         From 1, where cores are as busy with one, to `number`.
     """
-    calls: dict[str, _LayerCall] = {}
+    calls: dict[str, LayerCall] = {}
     totals: dict[str, float] = {}
-    for call in _calls(model):
+    for call in layer_calls(model):
         calls[call.kind] = call
         totals[call.kind] = totals.get(call.kind, 0.0) + seconds[call.layer.name]
     one_after_the_other = at_once = 0.0
@@ -156,21 +159,30 @@ def specs(tensors: Any, batch_size: int) -> Any:
     return keras.tree.map_structure(spec, tensors)
 
 
-def marginal_seconds(program: Callable[[int], Callable[[], Any]]) -> float:
+def marginal_seconds(
+    program: Callable[[int], Callable[[], Any]], more_runs: int = _MORE_RUNS
+) -> float:
     """What one more run takes of a program that is made for so many.
 
     Args:
         program: Makes the program of a number of runs, one behind the other.
+        more_runs: How many are behind the first.
     """
     alone = program(1)
     (once,) = lower_quartiles([alone], 0.0)
     if once > _MOST_SECONDS:
         return once
-    once, several = lower_quartiles([alone, program(1 + _MORE_RUNS)], 2 * _LEAST_SECONDS)
-    return max((several - once) / _MORE_RUNS, _LEAST)
+    once, several = lower_quartiles([alone, program(1 + more_runs)], 2 * _LEAST_SECONDS)
+    return max((several - once) / more_runs, _LEAST)
 
 
-def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
+def program_of(
+    model: "keras.Model | _Call",
+    batch_size: int,
+    optimizer: keras.Optimizer | None,
+    backward: bool,
+    has_input_gradient: bool,
+) -> Callable[..., Callable[[], Any]]:
     """Returns a function from a number of runs to a program that takes so many steps.
 
     With `num_chains` the program has as many chains of runs, which do not wait for each other.
@@ -263,29 +275,41 @@ def examples(specifications: Any, seed: int) -> Any:
     return keras.tree.map_structure(example, specifications)
 
 
-class _LayerCall(NamedTuple):
-    """A call of a layer in a model; calls of one kind take as long."""
+class LayerCall(NamedTuple):
+    """A call of a layer in a model; calls of one kind take as long.
+
+    Attributes:
+        layer: The layer.
+        kind: Its class, its configuration and the shapes, as text.
+        inputs: The symbolic tensors that it is given.
+        outputs: Those that it returns.
+        node: Keras's own note of the call; None for a model that is a layer.
+        is_first: Whether it reads the model's inputs alone, and sends no gradient back.
+    """
 
     layer: keras.Layer
     kind: str
     inputs: Any
     outputs: Any
     node: Any
-    is_first: bool  # Reads the model's inputs alone, and sends no gradient back.
+    is_first: bool
 
-    def program(self, batch_size, optimizer, backward):
-        """What `_program_of` returns, for a copy of the layer alone."""
+    def program(
+        self, batch_size: int, optimizer: keras.Optimizer | None, backward: bool
+    ) -> Callable[..., Callable[[], Any]]:
+        """What `program_of` returns, for a copy of the layer alone."""
         alone = _alone(self.layer, self.inputs, self.outputs, self.node)
-        return _program_of(alone, batch_size, optimizer, backward, not self.is_first)
+        return program_of(alone, batch_size, optimizer, backward, not self.is_first)
 
 
-def _calls(model) -> Iterator[_LayerCall]:
+def layer_calls(model: keras.Model) -> Iterator[LayerCall]:
+    """Yields each call of each layer, producers before consumers."""
     given = {id(tensor) for tensor in keras.tree.flatten(inputs_of(model))}
     for layer in layers_in_order(model):
         for inputs, outputs, node in _nodes_of(layer, model):
             is_first = all(id(tensor) in given for tensor in keras.tree.flatten(inputs))
             kind = _kind(layer, inputs, outputs, is_first)
-            yield _LayerCall(layer, kind, inputs, outputs, node, is_first)
+            yield LayerCall(layer, kind, inputs, outputs, node, is_first)
 
 
 class _Call:
