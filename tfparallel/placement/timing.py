@@ -196,14 +196,14 @@ def program_of(
         if not backward:
             return model(inputs, training=True)
         floating = [x for x in keras.tree.flatten(inputs) if x.dtype.is_floating]
-        sources = floating if has_input_gradient else []
+        sources = [*(floating if has_input_gradient else []), *(v.value for v in variables)]
         with tf.GradientTape() as tape:
-            tape.watch(sources)
+            tape.watch(floating if has_input_gradient else [])
             outputs = model(inputs, training=True)
-            made = [o for o in keras.tree.flatten(outputs) if o.dtype != tf.string]
-            total = sum((tf.reduce_sum(tf.cast(o, "float32")) for o in made), tf.zeros(()))
-        found = tape.gradient(total, [*sources, *(v.value for v in variables)])
-        own = found[len(sources) :]
+        made = [o for o in keras.tree.flatten(outputs) if o.dtype.is_floating]
+        # What comes back from the next layer is as large as what went there: the outputs do for it.
+        found = tape.gradient(made, sources, output_gradients=made) if made else []
+        own = found[len(found) - len(variables) :] if found else []
         if optimizer is not None and any(gradient is not None for gradient in own):
             optimizer.apply(own, variables)
         return [keras.tree.flatten(outputs), [g for g in found if g is not None]]
