@@ -125,28 +125,14 @@ def plan_meshes(
     if not model.compiled:
         compile_model(model)
     sizes = _sizes(num_devices, choices)
-    has_cores = not list_devices("GPU")
-    cores = len(available_cores()) if has_cores else None
+    cores = None if list_devices("GPU") else len(available_cores())
     progress("steps of a tiny model")
     trials = measured_trials(model.optimizer, num_devices)
     costs, has_loss = _model_costs(model, sizes, progress)
-    if num_devices > 1:
-        splits = _splits(model, Mesh(tensor=num_devices))
-        progress("parts of layers")
-        shares = measured_whole_shares(model, splits, num_devices, choices.batch_size)
-        layers = [
-            dataclasses.replace(layer, whole_share=shares.get(layer.layer))
-            for layer in costs.layers
-        ]
-        costs = dataclasses.replace(costs, layers=layers)
     machine = Machine(sum_seconds=_sum_seconds(progress))
-    if num_devices > 1 and cores is not None:
-        progress("layers side by side")
-        number, rows, more = min(num_devices, cores), sizes[0], 1.0
-        if number > 1:
-            seconds = {layer.layer: layer.seconds(rows) for layer in costs.layers}
-            more = measured_side_by_side(model, rows, seconds, number)
-        machine = dataclasses.replace(machine, side_by_side=more)
+    if num_devices > 1:
+        costs = _with_parts(model, costs, num_devices, choices.batch_size, progress)
+        machine = _sharing(model, costs, machine, num_devices, cores, sizes[0], progress)
     overhead, machine = calibrated(trials, costs.update, machine)
     costs = dataclasses.replace(costs, overhead_seconds=overhead)
     ranked = rank(
@@ -217,6 +203,29 @@ def _model_costs(model, sizes, progress) -> tuple[ModelCosts, bool]:
         Line.through(measured_update(model.optimizer)),
     )
     return costs, has_loss
+
+
+def _with_parts(model, costs, num_parts, rows, progress) -> ModelCosts:
+    """The costs, with what each part of a split layer does whole."""
+    progress("parts of layers")
+    seconds = {layer.layer: layer.seconds(rows) for layer in costs.layers}
+    splits = _splits(model, Mesh(tensor=num_parts))
+    shares = measured_whole_shares(model, splits, num_parts, rows, seconds)
+    layers = [
+        dataclasses.replace(layer, whole_share=shares.get(layer.layer)) for layer in costs.layers
+    ]
+    return dataclasses.replace(costs, layers=layers)
+
+
+def _sharing(model, costs, machine, num_devices, num_cores, rows, progress) -> Machine:
+    """The machine, with what devices gain that share its cores."""
+    if num_cores is None:
+        return machine
+    progress("layers side by side")
+    number = min(num_devices, num_cores)
+    seconds = {layer.layer: layer.seconds(rows) for layer in costs.layers}
+    more = measured_side_by_side(model, rows, seconds, number) if number > 1 else 1.0
+    return dataclasses.replace(machine, side_by_side=more)
 
 
 def _sum_seconds(progress) -> Callable[[int, float], float]:

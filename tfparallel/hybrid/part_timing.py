@@ -23,7 +23,11 @@ _BY_COUNT = ("column", "column, gathered", "heads", "vocabulary")
 
 
 def measured_whole_shares(
-    model: keras.Model, splits: Mapping[str, str], num_parts: int, batch_size: int
+    model: keras.Model,
+    splits: Mapping[str, str],
+    num_parts: int,
+    batch_size: int,
+    seconds: Mapping[str, float],
 ) -> dict[str, float]:
     """Measures w of each kind of split layer.
 
@@ -32,6 +36,7 @@ def measured_whole_shares(
         splits: How each split layer is split, by name.
         num_parts: T.
         batch_size: The rows.
+        seconds: Of each whole layer, by name.
 
     Returns:
         w by name, from 0 to 1; without the layers of which no narrower one can be made.
@@ -44,18 +49,20 @@ def measured_whole_shares(
             continue
         key = (call.kind, kind)
         if key not in known:
-            known[key] = _whole_share(call, kind, num_parts, batch_size)
+            whole = seconds[call.layer.name]
+            known[key] = _whole_share(call, kind, num_parts, batch_size, whole)
         if known[key] is not None:
             found[call.layer.name] = known[key]
     return found
 
 
-def _whole_share(call: LayerCall, kind: str, num_parts: int, batch_size: int) -> float | None:
+def _whole_share(
+    call: LayerCall, kind: str, num_parts: int, batch_size: int, whole: float
+) -> float | None:
     try:
         part = _part_of(call, kind, num_parts)
         program = program_of(part, batch_size, None, True, not call.is_first)
         one = marginal_seconds(program)
-        whole = marginal_seconds(call.program(batch_size, None, True))
     except (ValueError, TypeError, tf.errors.OpError):
         return None
     return min(max((one / whole - 1 / num_parts) / (1 - 1 / num_parts), 0.0), 1.0)

@@ -43,6 +43,7 @@ _LEAST_RUNS, _LEAST_SECONDS, _MOST_RUNS = 5, 0.1, 100
 _MORE_RUNS, _MOST_SECONDS = 8, 0.02  # Behind the first; none for a layer that takes so long.
 _OVERHEAD_STEPS = 60
 _LEAST = 1e-6  # Seconds: no layer takes none, whatever the clock says of two runs.
+_LEAST_GAIN = 1.1  # Less is the noise of a measurement.
 _HEAVIEST = 3  # Kinds of layers that are run side by side; the others are like them.
 
 
@@ -91,7 +92,7 @@ def measured_side_by_side(
         number: How many run at once.
 
     Returns:
-        From 1, where cores are as busy with one, to `number`.
+        From 1, where cores are as busy with one, to `number`. A gain within the noise is none.
     """
     calls: dict[str, LayerCall] = {}
     totals: dict[str, float] = {}
@@ -109,7 +110,8 @@ def measured_side_by_side(
         alone, together = lower_quartiles(programs, 2 * _LEAST_SECONDS)
         one_after_the_other += number * totals[kind]
         at_once += totals[kind] * min(max(together / alone, 1.0), number)
-    return one_after_the_other / at_once if at_once else float(number)
+    gain = one_after_the_other / at_once if at_once else float(number)
+    return gain if gain >= _LEAST_GAIN else 1.0
 
 
 def measured_overhead(
