@@ -177,22 +177,25 @@ def why_first(ranked: Sequence[Candidate]) -> str:
         return f"{first.mesh} is the only one that fits"
     second = others[0]
     own, other = first.prediction.step_seconds, second.prediction.step_seconds
+    close = [str(c.mesh) for c in others if c.prediction.step_seconds <= own * (1 + _WITHIN)]
+    if close:
+        are = "is" if len(close) == 1 else "are"
+        return (
+            f"{first.mesh} is the fastest as predicted, but within {_WITHIN:.0%} of it {are} "
+            f"{'; '.join(close)}: measure them"
+        )
     parts = {
         name: seconds - first.prediction.parts[name]
         for name, seconds in second.prediction.parts.items()
     }
     saved = max(parts, key=parts.get)
+    takes = "takes" if saved == "overhead" else "take"
     text = (
         f"{first.mesh} takes {own / other:.0%} of the step of the next, {second.mesh}, whose "
-        f"{saved} take {seconds_text(parts[saved])} more"
+        f"{saved} {takes} {seconds_text(parts[saved])} more"
     )
-    if saved == "overhead":
-        text = text.replace("overhead take", "overhead takes")
     if saved == "passes" and second.prediction.bubble > 0:
         text += f" (its stages stand still {second.prediction.bubble:.0%} of the time)"
-    close = [c for c in others if c.prediction.step_seconds <= own * (1 + _WITHIN)]
-    if close:
-        text += f"; {_listed([str(c.mesh) for c in close])} within {_WITHIN:.0%}: measure them"
     return text
 
 
@@ -204,10 +207,6 @@ def seconds_text(seconds: float) -> str:
         ('42.1 ms', '1.5 s')
     """
     return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.4g} s"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{names[0]} is" if len(names) == 1 else f"{'; '.join(names)} are"
 
 
 def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:
