@@ -17,7 +17,8 @@ LIBRARY = TOP / "tfparallel"
 # From the ground up. A package may import what stands in a row above its own,
 # and itself; a new package is given its row here.
 ROWS = [
-    ["startup", "cluster", "cuda_driver", "device_names", "layout", "seams", "size_text"],
+    ["size_text"],
+    ["startup", "cluster", "cuda_driver", "device_names", "layout", "seams"],
     ["device_memory"],
     ["devices", "data", "task", "extend", "logits", "notice", "peers"],
     ["collectives", "cloning", "step"],

@@ -4,15 +4,18 @@ absl hides information by default, and a warning alarms. A notice is a plain lin
 may be what the program puts out.
 """
 
+import contextlib
 import logging as python_logging
 import sys
+from collections.abc import Iterator
 
 import keras
 from absl import logging
 
-__all__ = ["notice"]
+__all__ = ["notice", "unnoticed"]
 
 _shown: set[str] = set()  # Of this process, as Python's warnings remember theirs.
+_state = {"is_silent": False}
 
 
 def notice(text: str, *, once: bool = False) -> None:
@@ -25,6 +28,8 @@ def notice(text: str, *, once: bool = False) -> None:
         text: The line.
         once: Whether the same line is shown once in a process.
     """
+    if _state["is_silent"]:
+        return
     if once:
         if text in _shown:
             return
@@ -34,3 +39,13 @@ def notice(text: str, *, once: bool = False) -> None:
         logging.info("%s", text)
     elif sys.stderr is not None:  # Under pythonw there is none.
         print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def unnoticed() -> Iterator[None]:
+    """Drops the notices of the block: those of a trial that nobody asked for."""
+    before, _state["is_silent"] = _state["is_silent"], True
+    try:
+        yield
+    finally:
+        _state["is_silent"] = before

@@ -99,17 +99,18 @@ def test_plan(tmp_path):
     """As many devices as are needed, and what `train` then does on them."""
     task, report = ROOT / "models" / "mlp.py", tmp_path / "plan.json"
     limit = "--device_memory=60KiB"
-    code, shown, _ = run("plan", task, "--num_devices=4", limit, f"--report={report}")
+    plan = ["plan", task, "--parallel=model"]
+    code, shown, _ = run(*plan, "--num_devices=4", limit, f"--report={report}")
     assert code == 0
     first, command = shown.splitlines()[:2]
     assert first == "needs 3 devices of 60 KiB; take --parallel=model; the command:"
     assert command.split()[1:4] == ["train", str(task), "--parallel=model"]
     assert "--num_devices=3" in command
-    plan = json.loads(report.read_text())
-    assert len(plan["stages"]) == 3 and plan["step_seconds"] > 0
-    assert all(stage["held_bytes"] <= 60 * 1024 for stage in plan["stages"])
-    assert plan["largest"]["2"] > 60 * 1024
-    code, shown, _ = run("plan", task, "--num_devices=2", "--device_memory=8KiB")
+    told = json.loads(report.read_text())
+    assert len(told["stages"]) == 3 and told["step_seconds"] > 0
+    assert all(stage["held_bytes"] <= 60 * 1024 for stage in told["stages"])
+    assert told["largest"]["2"] > 60 * 1024
+    code, shown, _ = run(*plan, "--num_devices=2", "--device_memory=8KiB")
     assert code == 1 and "does not fit 2 devices of 8 KiB" in shown
     code, _, told = run("plan", task, "--device_memory=much", "--num_devices=0")
     assert code == 2 and "such as 16GiB" in told and "--num_devices=0" in told
@@ -117,7 +118,7 @@ def test_plan(tmp_path):
 
 def test_a_shared_layer_counts_each_call_and_equal_layers_are_run_once(monkeypatch):
     measured = iter([2.0, 1.0, 0.5])
-    monkeypatch.setattr(timing, "_marginal_seconds", lambda program: next(measured))
+    monkeypatch.setattr(timing, "marginal_seconds", lambda program: next(measured))
     inputs = keras.Input((4,))
     shared = layers.Dense(4, name="shared")
     x = shared(shared(layers.Dense(4, name="first")(inputs)))

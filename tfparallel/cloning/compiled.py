@@ -8,7 +8,7 @@ import keras
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import classes_of, original_class
 
-__all__ = ["compile_alike"]
+__all__ = ["compile_alike", "metric_like"]
 
 
 def compile_alike(
@@ -42,7 +42,7 @@ def compile_alike(
     arguments = dict(model._compile_config.config)
     arguments["optimizer"] = _optimizer_like(model, copy)
     for name in ("metrics", "weighted_metrics"):
-        arguments[name] = keras.tree.map_structure(_metric_like, arguments[name])
+        arguments[name] = keras.tree.map_structure(metric_like, arguments[name])
     trained = {
         id(getattr(variable, "_sharded", getattr(variable, "_whole", variable)))
         for variable in getattr(model.optimizer, "_trainable_variables", ())
@@ -124,7 +124,8 @@ def _inner(source, target) -> list[tuple]:
     return list(zip(*several, strict=True))
 
 
-def _metric_like(metric):
+def metric_like(metric):
+    """Returns a metric without its state; what is no metric object, as it is."""
     return _from_config(metric, "metric") if isinstance(metric, keras.Metric) else metric
 
 

@@ -6,8 +6,9 @@ import keras
 import tensorflow as tf
 from absl import flags
 
-from tfparallel.commands.flags import resolved
-from tfparallel.commands.forms import compiling, start_form, use_precision
+from tfparallel.commands.auto_form import start_chosen_form
+from tfparallel.commands.flags import UsageError, resolved
+from tfparallel.commands.forms import compiling, use_precision
 from tfparallel.data.batches import first_batches
 from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.diagnostics.check import check_parity, uneven_first
@@ -33,7 +34,12 @@ def check(path: str, values: flags.FlagValues) -> int:
     started = time.perf_counter()
     # All three before the task file is imported: it may start TensorFlow's
     # runtime, and make layers, which take their type when they are made.
-    form = start_form(values, {"command": "check"})
+    form, _ = start_chosen_form(path, values, lambda: {"command": "check"})
+    if form.name == "none":
+        raise UsageError(
+            "A form to check is required. Received: --parallel=auto, which takes one device. Name "
+            "the form: --parallel=data."
+        )
     on_gpu = any(device.startswith("GPU") for device in form.devices)
     by_xla = values.jit_compile == "true"
     if on_gpu:

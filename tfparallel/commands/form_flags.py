@@ -18,7 +18,7 @@ __all__ = [
     "numbers_flags",
 ]
 
-_FORMS = ("none", "data", "model", "tensor", "pipeline", "hybrid")
+_FORMS = ("none", "data", "model", "tensor", "pipeline", "hybrid", "auto")
 
 
 def common_flags() -> flags.FlagValues:
@@ -31,7 +31,8 @@ def common_flags() -> flags.FlagValues:
         "The form: none is one device and plain Keras; data splits the batch over devices and "
         "workers; model puts layers on devices; tensor splits layers over devices; pipeline has "
         "layers on devices work on micro-batches; hybrid is data parallelism of models that are "
-        "each on several devices, as --mesh says.",
+        "each on several devices, as --mesh says; auto measures the layers and takes the mesh that "
+        "`tfparallel plan` puts first.",
         values,
     )
     flags.DEFINE_integer(
@@ -162,7 +163,8 @@ def balance_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "device_memory",
         None,
-        "For model, pipeline and hybrid: what a stage may hold, such as 16GiB; no limit if absent.",
+        "For model, pipeline and hybrid: what a stage may hold, such as 16GiB; for auto: what any "
+        "device may. No limit if absent.",
         flag_values=values,
     )
 
@@ -272,7 +274,7 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             "The number of workers must be at least 1. "
             f"Received: --num_workers={values.num_workers}."
         )
-    if values.num_workers is not None and values.parallel in ("none", "tensor"):
+    if values.num_workers is not None and values.parallel in ("none", "tensor", "auto"):
         problems.append(
             f"--parallel={values.parallel} has no workers. "
             f"Received: --num_workers={values.num_workers}. Use --parallel=data or model."
@@ -311,12 +313,12 @@ def common_problems(values: flags.FlagValues) -> list[str]:
     problems += device_memory_problems(values)
     problems += _mesh_problems(values)
     problems += pipeline_problems(values)
-    has_stages = values.parallel in ("model", "pipeline", "hybrid")
+    has_stages = values.parallel in ("model", "pipeline", "hybrid", "auto")
     if not has_stages and (values.device_memory or values.balance != "memory"):
         name = "device_memory" if values.device_memory else "balance"
         problems.append(
-            f"--{name} says where --parallel=model, pipeline and hybrid cut. Received: --{name}="
-            f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
+            f"--{name} says where --parallel=model, pipeline, hybrid and auto cut. Received: "
+            f"--{name}={getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
         )
     if values.parallel != "tensor" and values.convolutions != "channels":
         problems.append(

@@ -27,7 +27,7 @@ from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirrored
 from tfparallel.replication.synchronization import Synchronization
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = ["Form", "compiling", "start_form", "use_precision"]
+__all__ = ["Form", "compiling", "hide_gpus_if_unused", "start_form", "use_precision"]
 
 _BUILDERS = {"model": model_parallel, "tensor": tensor_parallel}
 
@@ -164,8 +164,7 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
         StartError: If the other workers are missing or do not agree.
     """
     try:
-        if _is_on_cpus(values):
-            device_lib.hide_gpus()
+        hide_gpus_if_unused(values)
         cluster = Cluster.from_env()
         is_worker = (
             cluster.num_workers > 1
@@ -229,9 +228,11 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     return Form(values.parallel, devices, strategy, cut=_cut(values), **update)
 
 
-def _is_on_cpus(values) -> bool:
+def hide_gpus_if_unused(values: flags.FlagValues) -> None:
+    """Hides the GPUs where the flags ask for CPUs alone."""
     named = values.devices or []
-    return values.device_type == "cpu" or (bool(named) and all("cpu" in n.lower() for n in named))
+    if values.device_type == "cpu" or (bool(named) and all("cpu" in n.lower() for n in named)):
+        device_lib.hide_gpus()
 
 
 def use_precision(precision: str | None) -> None:

@@ -60,9 +60,9 @@ def pipeline_flags(values: flags.FlagValues) -> None:
 def pipeline_problems(values: flags.FlagValues) -> list[str]:
     """Returns what is wrong with the flags of a pipeline."""
     given = [name for name in _PIPELINE_FLAGS if getattr(values, name) is not None]
-    if values.parallel not in ("pipeline", "hybrid"):
+    if values.parallel not in ("pipeline", "hybrid", "auto"):
         return [
-            f"--{name} belongs to --parallel=pipeline and hybrid. Received: --{name}="
+            f"--{name} belongs to --parallel=pipeline and hybrid, or auto. Received: --{name}="
             f"{getattr(values, name)} with --parallel={values.parallel}. Drop --{name}."
             for name in given
         ]

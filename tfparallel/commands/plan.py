@@ -1,4 +1,4 @@
-"""`tfparallel plan TASK.py`: how many devices does a task need, and which layers go where."""
+"""`tfparallel plan TASK.py`: which mesh of devices is the fastest for a task, and does it fit."""
 
 import importlib
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ __all__ = ["main"]
 
 _COMMAND = Command(
     name="plan",
-    summary="Says how many devices a task needs, which layers go where, and the command for it. "
-    "Nothing is trained, and the model is never held whole.",
+    summary="Ranks every mesh of so many devices by its predicted step, with the memory of a "
+    "device, and names the command for the first. Nothing is trained, and the model is never held "
+    "whole.",
     example="tfparallel plan models/resnet.py --num_devices=4 --device_memory=16GiB",
 )
 
@@ -30,9 +31,9 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_enum(
         "parallel",
         "auto",
-        ("auto", "pipeline"),
-        "auto: whether one device is enough, and which layers go where; pipeline: what each device "
-        "does, when, with micro-batches.",
+        ("auto", "model", "pipeline"),
+        "auto: every mesh of the devices, the best first; model: how many devices are needed, and "
+        "which layers go where; pipeline: what each device does, when, with micro-batches.",
         values,
     )
     flags.DEFINE_integer("num_devices", 1, "How many devices there are.", flag_values=values)
@@ -72,5 +73,9 @@ def _problems(values: flags.FlagValues) -> list[str]:
 
 
 def _plan(path: str, values: flags.FlagValues) -> int:
-    name = "planning_pipeline" if values.parallel == "pipeline" else "planning"
+    name = {
+        "auto": "planning_meshes",
+        "model": "planning",
+        "pipeline": "planning_pipeline",
+    }[values.parallel]
     return importlib.import_module(f"tfparallel.commands.{name}").answer(path, values)

@@ -1,4 +1,4 @@
-"""The body of `tfparallel plan`: everything that needs TensorFlow loaded."""
+"""The body of `tfparallel plan --parallel=model`: everything that needs TensorFlow loaded."""
 
 from absl import flags
 

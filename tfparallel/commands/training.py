@@ -16,8 +16,9 @@ from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.between_workers import WorkerLostError
+from tfparallel.commands.auto_form import start_chosen_form
 from tfparallel.commands.flags import LostError, UsageError
-from tfparallel.commands.forms import compiling, start_form, use_precision
+from tfparallel.commands.forms import compiling, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica
 from tfparallel.device_memory import peak_bytes_of_gpus
@@ -53,7 +54,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     """
     # Before the task file is imported: its imports may start TensorFlow's
     # runtime, and the CPU cannot be split after that.
-    form = start_form(values, _facts(path, values))
+    form, plan = start_chosen_form(path, values, lambda: _facts(path, values))
     use_precision(values.precision)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
@@ -133,6 +134,8 @@ def train(path: str, values: flags.FlagValues) -> Result:
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_bytes_of_gpus(form.devices),
     }
+    if plan is not None:
+        report["plan"] = plan.as_json()
     if form.name != "none":
         report["layout"] = model.layout.to_json()
     if form.name in ("data", "pipeline", "hybrid"):

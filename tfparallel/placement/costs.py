@@ -152,9 +152,8 @@ def _kept_bytes(model, batch_size) -> dict[str, int]:
             graph = tf.compat.v1.get_default_graph()
             forward = {op.name for op in graph.get_operations()}
             weights = [w for v, w in zip(variables, values, strict=True) if id(v) in trained]
-            if weights:
-                tf.compat.v1.gradients(total, weights)
-        for tensor in _read_backward(graph, forward):
+            found = tf.compat.v1.gradients(total, weights) if weights else []
+        for tensor in _read_backward(_needed(found), forward):
             owner = trace.owner(tensor.op)
             # A loop's lists tell no size: what a recurrent layer keeps of each turn is not seen.
             is_list = tensor.dtype in (tf.variant, tf.resource)
@@ -168,9 +167,29 @@ def _kept_bytes(model, batch_size) -> dict[str, int]:
     return kept
 
 
-def _read_backward(graph, forward) -> Iterable[tf.Tensor]:
+def _needed(gradients) -> list[tf.Operation]:
+    """The operations that gradients are computed by; TensorFlow runs no others.
+
+    It differentiates by constants, too, and nobody reads what comes of that.
+    """
+    waiting = []
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            waiting += [gradient.values.op, gradient.indices.op]
+        elif gradient is not None:
+            waiting.append(gradient.op)
     found = {}
-    for op in graph.get_operations():
+    while waiting:
+        op = waiting.pop()
+        if op.name not in found:
+            found[op.name] = op
+            waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    return list(found.values())
+
+
+def _read_backward(operations, forward) -> Iterable[tf.Tensor]:
+    found = {}
+    for op in operations:
         if op.name in forward or op.type in _READ_NO_VALUE:
             continue
         for tensor in op.inputs:

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-__all__ = ["edges", "layers_in_order"]
+__all__ = ["edges", "layers_in_order", "row_bytes"]
 
 
 def layers_in_order(model: keras.Model) -> list[keras.Layer]:
@@ -26,7 +26,7 @@ def edges(model: keras.Model) -> dict[int, tuple[int, list[int]]]:
     """
     index = {layer.name: i for i, layer in enumerate(layers_in_order(model))}
     if isinstance(model, keras.Sequential):
-        outputs = [_bytes(layer.output) for layer in layers_in_order(model)]
+        outputs = [row_bytes(layer.output) for layer in layers_in_order(model)]
         return {i: (size, [i + 1]) for i, size in enumerate(outputs[:-1])}
     found: dict[int, tuple[int, list[int]]] = {}
     for layer in model.get_config()["layers"]:
@@ -54,7 +54,8 @@ def _tensors(config: Any) -> Iterator[dict]:
             yield from _tensors(part)
 
 
-def _bytes(tensors) -> int:
+def row_bytes(tensors: Any) -> int:
+    """Returns the bytes of symbolic tensors for one example."""
     return sum(_size(tensor.shape, tensor.dtype) for tensor in keras.tree.flatten(tensors))
 
 

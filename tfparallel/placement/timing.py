@@ -8,10 +8,11 @@ So a program runs it several times, each time behind the last, and the time of o
 
 import itertools
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -20,14 +21,30 @@ import tensorflow as tf
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.cloning.complete import without_draws
 from tfparallel.cloning.layers import copy_layers, like
+from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
 
-__all__ = ["copy_of", "inputs_of", "measured_overhead", "measured_seconds", "specs"]
+__all__ = [
+    "LayerCall",
+    "copy_of",
+    "examples",
+    "inputs_of",
+    "layer_calls",
+    "lower_quartiles",
+    "marginal_seconds",
+    "measured_overhead",
+    "measured_seconds",
+    "measured_side_by_side",
+    "program_of",
+    "specs",
+]
 
 _LEAST_RUNS, _LEAST_SECONDS, _MOST_RUNS = 5, 0.1, 100
 _MORE_RUNS, _MOST_SECONDS = 8, 0.02  # Behind the first; none for a layer that takes so long.
 _OVERHEAD_STEPS = 60
 _LEAST = 1e-6  # Seconds: no layer takes none, whatever the clock says of two runs.
+_LEAST_GAIN = 1.1  # Less is the noise of a measurement.
+_HEAVIEST = 3  # Kinds of layers that are run side by side; the others are like them.
 
 
 def measured_seconds(
@@ -36,10 +53,12 @@ def measured_seconds(
     optimizer: keras.Optimizer | None = None,
     *,
     backward: bool = True,
+    progress: Callable[[str], None] = lambda layer: None,
 ) -> dict[str, float]:
     """Measures each layer's forward and backward pass, and its update by an optimizer like this.
 
-    With `backward=False` it is the forward pass alone.
+    With `backward=False` it is the forward pass alone. `progress` is given the name of each layer
+    that is about to be measured.
 
     Each layer runs alone, on a copy with weights and inputs of its own; layers of one configuration
     and one input shape are measured once. One that is called twice in the model counts twice. What
@@ -49,34 +68,80 @@ def measured_seconds(
         The seconds for a batch, by the layer's name.
     """
     known: dict[str, float] = {}
-    found = {}
-    given = {id(tensor) for tensor in keras.tree.flatten(inputs_of(model))}
-    for layer in layers_in_order(model):
-        found[layer.name] = 0.0
-        for inputs, outputs, node in _nodes_of(layer, model):
-            is_first = all(id(tensor) in given for tensor in keras.tree.flatten(inputs))
-            key = _kind(layer, inputs, outputs, is_first)
-            if key not in known:
-                alone = _alone(layer, inputs, outputs, node)
-                program = _program_of(alone, batch_size, optimizer, backward, not is_first)
-                known[key] = _marginal_seconds(program)
-            found[layer.name] += known[key]
+    found = {layer.name: 0.0 for layer in layers_in_order(model)}
+    for call in layer_calls(model):
+        if call.kind not in known:
+            progress(call.layer.name)
+            known[call.kind] = marginal_seconds(call.program(batch_size, optimizer, backward))
+        found[call.layer.name] += known[call.kind]
     return found
 
 
-def measured_overhead(optimizer: keras.Optimizer) -> float:
-    """Measures what a step of `fit` takes with next to nothing to do, in seconds."""
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+def measured_side_by_side(
+    model: keras.Model, batch_size: int, seconds: Mapping[str, float], number: int
+) -> float:
+    """Measures how much more is done in the same time when several layers are at work at once.
+
+    The logical devices of a CPU share its cores, which a single layer may keep busy or not. The
+    kinds of layers that take longest run side by side, forward and backward.
+
+    Args:
+        model: A functional or Sequential model.
+        batch_size: The examples of a batch.
+        seconds: Of each layer, by name; says which take longest.
+        number: How many run at once.
+
+    Returns:
+        From 1, where cores are as busy with one, to `number`. A gain within the noise is none.
+    """
+    calls: dict[str, LayerCall] = {}
+    totals: dict[str, float] = {}
+    for call in layer_calls(model):
+        calls[call.kind] = call
+        totals[call.kind] = totals.get(call.kind, 0.0) + seconds[call.layer.name]
+    one_after_the_other = at_once = 0.0
+    for kind in sorted(calls, key=totals.__getitem__, reverse=True)[:_HEAVIEST]:
+        call = calls[kind]
+        program = call.program(batch_size, None, True)
+        # Long enough that what the call of a program takes does not count.
+        most = math.ceil(_MOST_SECONDS / 4 / max(seconds[call.layer.name], _LEAST))
+        num_runs = min(1 + _MORE_RUNS, most)
+        programs = [program(num_runs), program(num_runs, number)]
+        alone, together = lower_quartiles(programs, 2 * _LEAST_SECONDS)
+        one_after_the_other += number * totals[kind]
+        at_once += totals[kind] * min(max(together / alone, 1.0), number)
+    gain = one_after_the_other / at_once if at_once else float(number)
+    return gain if gain >= _LEAST_GAIN else 1.0
+
+
+def measured_overhead(
+    optimizer: keras.Optimizer,
+    batch_size: int = 1,
+    under: Callable[[Callable[[], keras.Model]], keras.Model] = lambda build: build(),
+) -> float:
+    """Measures what a step of `fit` takes with next to nothing to do, in seconds.
+
+    Args:
+        optimizer: One like this updates two small layers.
+        batch_size: The examples of a batch.
+        under: Builds the model under a form.
+    """
+
+    def build():
+        return keras.Sequential([keras.Input((1,)), *(keras.layers.Dense(1) for _ in range(2))])
+
+    model = under(build)
     model.compile(copy_of(optimizer), "mse")
     steps = StepTime()
-    x = np.zeros((_OVERHEAD_STEPS, 1), "float32")
-    model.fit(x, x, batch_size=1, verbose=0, callbacks=[steps])
+    x = np.zeros((_OVERHEAD_STEPS * batch_size, 1), "float32")
+    model.fit(x, x, batch_size=batch_size, verbose=0, callbacks=[steps])
     return statistics.median(steps.seconds[1:])
 
 
 def copy_of(optimizer: keras.Optimizer) -> keras.Optimizer:
     """Returns an optimizer of the same configuration, without slots."""
-    return keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    # Not by `deserialize`, which returns its name for a LAMB.
+    return original_class(optimizer).from_config(optimizer.get_config())
 
 
 def inputs_of(model: keras.Model) -> Any:
@@ -96,17 +161,34 @@ def specs(tensors: Any, batch_size: int) -> Any:
     return keras.tree.map_structure(spec, tensors)
 
 
-def _marginal_seconds(program: Callable[[int], Callable[[], Any]]) -> float:
+def marginal_seconds(
+    program: Callable[[int], Callable[[], Any]], more_runs: int = _MORE_RUNS
+) -> float:
+    """What one more run takes of a program that is made for so many.
+
+    Args:
+        program: Makes the program of a number of runs, one behind the other.
+        more_runs: How many are behind the first.
+    """
     alone = program(1)
-    (once,) = _seconds_of([alone], 0.0)
+    (once,) = lower_quartiles([alone], 0.0)
     if once > _MOST_SECONDS:
         return once
-    once, several = _seconds_of([alone, program(1 + _MORE_RUNS)], 2 * _LEAST_SECONDS)
-    return max((several - once) / _MORE_RUNS, _LEAST)
+    once, several = lower_quartiles([alone, program(1 + more_runs)], 2 * _LEAST_SECONDS)
+    return max((several - once) / more_runs, _LEAST)
 
 
-def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
-    """Returns a function from a number of runs to a program that takes so many steps."""
+def program_of(
+    model: "keras.Model | _Call",
+    batch_size: int,
+    optimizer: keras.Optimizer | None,
+    backward: bool,
+    has_input_gradient: bool,
+) -> Callable[..., Callable[[], Any]]:
+    """Returns a function from a number of runs to a program that takes so many steps.
+
+    With `num_chains` the program has as many chains of runs, which do not wait for each other.
+    """
     variables = model.trainable_variables
     if optimizer is not None and variables:
         optimizer = copy_of(optimizer)
@@ -116,32 +198,42 @@ def _program_of(model, batch_size, optimizer, backward, has_input_gradient):
         if not backward:
             return model(inputs, training=True)
         floating = [x for x in keras.tree.flatten(inputs) if x.dtype.is_floating]
-        sources = floating if has_input_gradient else []
+        sources = [*(floating if has_input_gradient else []), *(v.value for v in variables)]
         with tf.GradientTape() as tape:
-            tape.watch(sources)
+            tape.watch(floating if has_input_gradient else [])
             outputs = model(inputs, training=True)
-            made = [o for o in keras.tree.flatten(outputs) if o.dtype != tf.string]
-            total = sum((tf.reduce_sum(tf.cast(o, "float32")) for o in made), tf.zeros(()))
-        found = tape.gradient(total, [*sources, *(v.value for v in variables)])
-        own = found[len(sources) :]
+        made = [o for o in keras.tree.flatten(outputs) if o.dtype.is_floating]
+        # What comes back from the next layer is as large as what went there: the outputs do for it.
+        found = tape.gradient(made, sources, output_gradients=made) if made else []
+        own = found[len(found) - len(variables) :] if found else []
         if optimizer is not None and any(gradient is not None for gradient in own):
             optimizer.apply(own, variables)
         return [keras.tree.flatten(outputs), [g for g in found if g is not None]]
 
-    def program(num_runs):
+    def program(num_runs, num_chains=1):
         # Inputs of their own, or TensorFlow would see that all runs are one.
-        batches = [_examples(specs(inputs_of(model), batch_size), i) for i in range(num_runs)]
+        chains = [
+            [
+                examples(specs(inputs_of(model), batch_size), chain * num_runs + i)
+                for i in range(num_runs)
+            ]
+            for chain in range(num_chains)
+        ]
 
         @tf.function(autograph=False)
-        def run(batches):
-            read: list[tf.Tensor] = [tf.zeros(())]
-            for batch in batches:
-                with tf.control_dependencies(read):
-                    batch = keras.tree.map_structure(tf.identity, batch)
-                    read = [*read, *map(_one_number, keras.tree.flatten(one_step(batch)))]
-            return tf.add_n(read)  # What nobody reads, TensorFlow does not compute.
+        def run(chains):
+            ends: list[tf.Tensor] = []
+            for batches in chains:
+                read: list[tf.Tensor] = [tf.zeros(())]
+                for batch in batches:
+                    with tf.control_dependencies(read):
+                        batch = keras.tree.map_structure(tf.identity, batch)
+                        flat = keras.tree.flatten(one_step(batch))
+                        read = [*read, *map(_one_number, flat)]
+                ends += read
+            return tf.add_n(ends)  # What nobody reads, TensorFlow does not compute.
 
-        return lambda: run(batches).numpy()
+        return lambda: run(chains).numpy()
 
     return program
 
@@ -152,8 +244,8 @@ def _one_number(tensor) -> tf.Tensor:
     return tf.cast(tf.strings.length(one) if one.dtype == tf.string else one, tf.float32)
 
 
-def _seconds_of(functions: list[Callable[[], Any]], least_seconds: float) -> list[float]:
-    """The lower quartile of each one's times, called in turn, for so long at least.
+def lower_quartiles(functions: list[Callable[[], Any]], least_seconds: float) -> list[float]:
+    """Returns the lower quartile of each one's times, called in turn, for so long at least.
 
     What disturbs a machine makes calls slower, never faster, and calls in turn alike: of medians
     that are taken one after the other, the difference can be zero.
@@ -172,7 +264,9 @@ def _seconds_of(functions: list[Callable[[], Any]], least_seconds: float) -> lis
     return [statistics.quantiles(each)[0] for each in zip(*seconds, strict=True)]
 
 
-def _examples(specifications, seed):
+def examples(specifications: Any, seed: int) -> Any:
+    """Makes up a batch of these shapes; another one for another seed."""
+
     def example(spec):
         if spec.dtype.is_floating:
             return tf.random.stateless_normal(spec.shape, [seed, 2], dtype=spec.dtype)
@@ -181,6 +275,43 @@ def _examples(specifications, seed):
         return tf.cast(tf.fill(spec.shape, seed % 2), spec.dtype)
 
     return keras.tree.map_structure(example, specifications)
+
+
+class LayerCall(NamedTuple):
+    """A call of a layer in a model; calls of one kind take as long.
+
+    Attributes:
+        layer: The layer.
+        kind: Its class, its configuration and the shapes, as text.
+        inputs: The symbolic tensors that it is given.
+        outputs: Those that it returns.
+        node: Keras's own note of the call; None for a model that is a layer.
+        is_first: Whether it reads the model's inputs alone, and sends no gradient back.
+    """
+
+    layer: keras.Layer
+    kind: str
+    inputs: Any
+    outputs: Any
+    node: Any
+    is_first: bool
+
+    def program(
+        self, batch_size: int, optimizer: keras.Optimizer | None, backward: bool
+    ) -> Callable[..., Callable[[], Any]]:
+        """What `program_of` returns, for a copy of the layer alone."""
+        alone = _alone(self.layer, self.inputs, self.outputs, self.node)
+        return program_of(alone, batch_size, optimizer, backward, not self.is_first)
+
+
+def layer_calls(model: keras.Model) -> Iterator[LayerCall]:
+    """Yields each call of each layer, producers before consumers."""
+    given = {id(tensor) for tensor in keras.tree.flatten(inputs_of(model))}
+    for layer in layers_in_order(model):
+        for inputs, outputs, node in _nodes_of(layer, model):
+            is_first = all(id(tensor) in given for tensor in keras.tree.flatten(inputs))
+            kind = _kind(layer, inputs, outputs, is_first)
+            yield LayerCall(layer, kind, inputs, outputs, node, is_first)
 
 
 class _Call:

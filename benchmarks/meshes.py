@@ -1,0 +1,110 @@
+"""Whether `tfparallel plan` puts the fastest mesh first, and how well it predicts.
+
+    .venv/bin/python benchmarks/meshes.py
+
+Each task is planned in a process of its own, and each mesh whose step the plan predicts is then
+trained, in turns, in another one. On logical devices of a CPU. What the plan calls too large is
+trained too, as the machine has the memory, and does not count as a choice.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import contest
+import environment
+
+TOP = pathlib.Path(__file__).parents[1]
+RUN = pathlib.Path(__file__).with_name("meshes_run.py")
+TASKS = {
+    "digits CNN": ("models/digits_cnn.py",),
+    "resnet": ("models/resnet.py",),
+    "transformer": ("models/transformer.py",),
+    "too large for a device": ("benchmarks/meshes_large.py", "--device_memory=64MiB"),
+}
+DEADLINE_SECONDS = 900.0
+LEAST_MIB = 64  # TensorFlow counts large tensors alone: of a small model it misses most.
+
+
+def main(arguments):
+    options = parse(arguments)
+    described = environment.describe()
+    found = {}
+    for name in options.tasks or TASKS:
+        found[name] = measure(*TASKS[name], options=options)
+        print("\n".join(table(name, found[name])), file=sys.stderr)
+    contest.publish("meshes", page(found, described, options), found, options)
+
+
+def parse(arguments):
+    parser = contest.make_parser(__doc__, num_rounds=5)
+    parser.add_argument("--num_devices", type=contest.positive, default=4, help="devices (4)")
+    parser.add_argument(
+        "--busy", action="store_true", help="one thread, and its time at work: not for speed-ups"
+    )
+    parser.add_argument("--tasks", nargs="*", choices=list(TASKS), help="which; all if left out")
+    return contest.parse(parser, arguments)
+
+
+def measure(path, *flags, options):
+    with tempfile.TemporaryDirectory() as name:
+        plan, run = pathlib.Path(name, "plan.json"), pathlib.Path(name, "run.json")
+        command = [sys.executable, RUN, "plan", path, *flags]
+        call([*command, f"--num_devices={options.num_devices}", f"--report={plan}"], options.busy)
+        call([sys.executable, RUN, path, plan, run, options.num_rounds], options.busy)
+        rows = json.loads(run.read_text())
+        planned = json.loads(plan.read_text())
+    for row in rows:
+        row["measured_seconds"] = statistics.median(row["rounds"])
+        mesh = row["mesh"]
+        # The plan tells the first part of each stage; replicas and parts are alike.
+        row["predicted_bytes"] = mesh["data"] * mesh["tensor"] * sum(row["held_bytes"])
+    return {"plan": planned["measured"], "why": planned["why"], "rows": rows}
+
+
+def call(command, busy):
+    print(" ".join(map(str, command[1:])), file=sys.stderr)
+    environment = os.environ | {"PYTHONPATH": str(TOP)}
+    if busy:
+        environment |= {"BUSY": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+    subprocess.run(
+        list(map(str, command)), cwd=TOP, env=environment, check=True, timeout=DEADLINE_SECONDS
+    )
+
+
+def table(name, found):
+    lines = [f"### {name}", "", f"{found['why']}. Planned in {found['plan']['seconds']:.0f} s.", ""]
+    lines += ["| mesh | predicted step, ms | measured | error | MiB | counted | error |"]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+    for row in found["rows"]:
+        sizes = [f"{axis}={size}" for axis, size in row["mesh"].items() if size > 1]
+        told = ", ".join(sizes) or "one device"
+        told += " (too large)" if "why_not" in row else ""
+        step, own = 1e3 * row["step_seconds"], 1e3 * row["measured_seconds"]
+        held, counted = row["predicted_bytes"] / 2**20, row["held"] / 2**20
+        of_counted = f"{held / counted - 1:+.0%}" if counted > LEAST_MIB else "–"
+        lines.append(
+            f"| {told} | {step:.1f} | {own:.1f} | {step / own - 1:+.0%} | {held:.1f} | "
+            f"{counted:.1f} | {of_counted} |"
+        )
+    fitting = [row for row in found["rows"] if "why_not" not in row]
+    best = min(fitting, key=lambda row: row["measured_seconds"])
+    over = fitting[0]["measured_seconds"] / best["measured_seconds"]
+    return [*lines, "", f"The first takes {over:.2f} times the step of the fastest that fits."]
+
+
+def page(found, described, options):
+    lines = ["## The meshes of `plan`", "", f"{options.num_devices} logical devices of a CPU."]
+    if options.busy:
+        lines.append("Steps are the time at work of one thread, without what other programs take.")
+    for name, own in found.items():
+        lines += ["", *table(name, own)]
+    return lines + contest.footer("meshes", described, options, "num_rounds", "num_devices")
+
+
+if __name__ == "__main__":
+    contest.run(main)

@@ -1,0 +1,98 @@
+"""One process of meshes.py: trains a task on each mesh of a plan, in turns.
+
+    meshes_run.py TASK PLAN.json OUTPUT.json NUM_ROUNDS
+
+A mesh is built with the stages of the plan. A step is the median of a round. Memory is what
+TensorFlow's allocator counts on the CPU, which its logical devices have together: what the model
+leaves behind it after a step, and what a step takes beyond that.
+
+    meshes_run.py plan FLAGS...
+
+is `tfparallel plan`. With BUSY=1 in the environment, both take the time that the process's threads
+are at work, instead of the wall's: what they would take alone on a core.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+if os.environ.get("BUSY"):
+    time.perf_counter = time.process_time
+
+import tfparallel
+from tfparallel.callbacks.step_time import StepTime
+from tfparallel.commands.plan import main as plan
+from tfparallel.layout.mesh import Mesh
+
+STEPS_OF_A_ROUND = 16
+
+
+def main(path, plan_path, output, num_rounds):
+    plan = json.loads(pathlib.Path(plan_path).read_text())
+    devices = tfparallel.devices.split_cpu(plan["num_devices"])
+    import keras
+    import tensorflow as tf
+
+    from tfparallel.data.batches import first_batches
+    from tfparallel.task import load_task
+
+    task = load_task(path)
+    data, _ = task.load_data()
+    (batch,) = first_batches(data, global_batch_size=plan["batch_size"], seed=0, num_batches=1)
+    dataset = tf.data.Dataset.from_tensors(batch).repeat(STEPS_OF_A_ROUND)
+    models, found = [], []
+    for candidate in plan["meshes"]:
+        if "step_seconds" not in candidate:
+            continue
+        before = counted("current")
+        keras.utils.set_random_seed(0)
+        model = build(task, candidate, devices)
+        task.compile_model(model)
+        model.fit(dataset, verbose=0)
+        kept = counted("current") - before
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        before = counted("current")
+        model.fit(dataset, verbose=0)
+        models.append(model)
+        held = kept + counted("peak") - before
+        found.append({**candidate, "held": held, "rounds": []})
+    for index in range(num_rounds):
+        pairs = list(zip(models, found, strict=True))
+        for model, own in pairs if index % 2 else pairs[::-1]:
+            steps = StepTime()
+            model.fit(dataset, verbose=0, callbacks=[steps])
+            own["rounds"].append(statistics.median(steps.seconds[1:]))
+    pathlib.Path(output).write_text(json.dumps(found))
+
+
+def build(task, candidate, devices):
+    mesh = Mesh(**candidate["mesh"])
+    own = devices[: mesh.size]
+    stages = {
+        "num_micro_batches": candidate["num_micro_batches"],
+        "layers_per_stage": candidate["layers_per_stage"],
+    }
+    if candidate["form"] == "none":
+        return task.build_model()
+    if candidate["form"] == "data":
+        return tfparallel.data_parallel(task.build_model, devices=own)
+    if candidate["form"] == "tensor":
+        return tfparallel.tensor_parallel(task.build_model, devices=own)
+    if candidate["form"] == "pipeline":
+        return tfparallel.pipeline_parallel(task.build_model, own, **stages)
+    return tfparallel.hybrid_parallel(task.build_model, mesh, own, **stages)
+
+
+def counted(which):
+    import tensorflow as tf
+
+    return tf.config.experimental.get_memory_info("CPU:0")[which]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "plan":
+        sys.exit(plan(sys.argv[2:]))
+    main(*sys.argv[1:4], int(sys.argv[4]))

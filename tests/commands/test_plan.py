@@ -1,0 +1,90 @@
+"""`tfparallel plan` over meshes, and `--parallel=auto`, run as users run them."""
+
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+
+from tests.commands.command_line import ROOT, TASKS
+from tests.commands.command_line import tfparallel as run
+from tfparallel.layout.ranking import meshes_of
+
+BLOBS, MLP = TASKS / "blobs.py", ROOT / "models" / "mlp.py"
+
+
+@pytest.mark.slow
+def test_plan_ranks_every_mesh(tmp_path):
+    report = tmp_path / "plan.json"
+    code, shown, said = run("plan", MLP, "--num_devices=4", f"--report={report}")
+    assert code == 0, said
+    first, command, why = shown.splitlines()[:3]
+    mesh = re.fullmatch(r"first: (.*), [\d.e+]+ ms a step; the command:", first)[1]
+    assert command.split()[:3] == ["tfparallel", "train", str(MLP)]
+    assert why.startswith(f"why: {mesh} ")
+    for each in meshes_of(4):
+        assert re.search(rf"^{each}\b", shown, re.MULTILINE), each
+    assert re.search(r"^measured in \d+ s, layer by layer, at 8 and 64 rows;", shown, re.MULTILINE)
+    told = json.loads(report.read_text())
+    assert len(told["meshes"]) == 7 and told["why"] in why
+    steps = [each["step_seconds"] for each in told["meshes"] if "why_not" not in each]
+    assert steps == sorted(steps) and min(steps) > 0
+
+
+@pytest.mark.slow
+def test_what_exceeds_the_memory_is_listed_with_its_excess():
+    code, shown, _ = run("plan", MLP, "--num_devices=2", "--device_memory=70KiB")
+    assert code == 0
+    assert re.search(r"^data=2 .* KiB too much for a device$", shown, re.MULTILINE)
+    assert shown.startswith(("first: pipeline=2, ", "first: tensor=2, "))
+    code, shown, _ = run("plan", MLP, "--num_devices=2", "--device_memory=2KiB")
+    assert code == 1 and shown.startswith("nothing fits 2 devices of 2 KiB: ")
+
+
+@pytest.mark.slow
+def test_auto_trains_to_the_weights_of_one_device(tmp_path):
+    """What is too large for a device goes to two, in the stages or parts that were planned."""
+    train = ["train", BLOBS, "--epochs=2", "--seed=7", "--global_batch_size=32"]
+    for name, *form in (
+        ("none", "--parallel=none"),
+        ("auto", "--parallel=auto", "--num_devices=2", "--device_memory=3.5KiB"),
+    ):
+        code, shown, said = run(
+            *train, *form, f"--save={tmp_path / name}.keras", f"--report={tmp_path / name}.json"
+        )
+        assert code == 0, said
+    assert re.search(r"^--parallel=auto takes (pipeline|tensor)=2 \(--parallel=\w+\): ", shown)
+    models = [keras.models.load_model(tmp_path / f"{name}.keras") for name in ("none", "auto")]
+    for one, other in zip(*(model.get_weights() for model in models), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)  # Sums in another order.
+    told = json.loads((tmp_path / "auto.json").read_text())
+    first = told["plan"]["meshes"][0]
+    assert told["configuration"]["parallel"] == first["form"]
+    assert told["layout"]["mesh"] == first["mesh"]
+
+
+@pytest.mark.slow
+def test_auto_on_one_device_measures_nothing():
+    code, shown, said = run("train", BLOBS, "--parallel=auto", "--device_type=cpu")
+    assert code == 0, said
+    assert shown.startswith(
+        "--parallel=auto takes one device (--parallel=none): there is one device"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", BLOBS, "--parallel=auto", "--mesh=data=2"], "--mesh belongs to --parallel=hybr"),
+        (["train", BLOBS, "--parallel=auto", "--num_workers=2"], "--parallel=auto has no workers"),
+        (["train", BLOBS, "--parallel=auto", "--all_reduce=ring"], "with --parallel=auto"),
+        (["plan", BLOBS, "--parallel=model", "--schedule=gpipe"], "with --parallel=model"),
+        (["plan", BLOBS, "--parallel=hybrid"], "auto, model, pipeline"),
+    ],
+    ids=["mesh", "workers", "all_reduce", "schedule", "form"],
+)
+def test_mistakes_are_answered_before_tensorflow_loads(arguments, said):
+    code, _, shown = run(*arguments)
+    assert code == 2
+    assert said in shown.replace("|", ", ")

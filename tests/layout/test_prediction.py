@@ -1,0 +1,159 @@
+"""The step of a mesh from the costs of its layers: by hand for small numbers."""
+
+import math
+
+import pytest
+
+from tfparallel.layout.costs import LayerCosts, Line, Machine, ModelCosts
+from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.prediction import Pieces, predict
+from tfparallel.layout.schedule import make_schedule
+
+ROWS = 48
+ALONE = Machine()  # Each device computes by itself, and sums take no time.
+
+
+def model(num_layers=4, **extra):
+    """Layers that take 3 s a row, forward and backward, and hold 100 bytes and 8 a row."""
+    layers = [
+        LayerCosts(f"layer{i}", Line(0.0, 3.0), 50, 30, 30, 20, Line(0.0, 8.0), 4, 1)
+        for i in range(num_layers)
+    ]
+    edges = {i: (4, [i + 1]) for i in range(num_layers - 1)}
+    return ModelCosts(layers, edges, **extra)
+
+
+def pieces(mesh, num_micro_batches=1, schedule="1f1b", counts=None, **options):
+    planned = make_schedule(schedule, mesh.pipeline, num_micro_batches)
+    counts = counts or [4 // mesh.pipeline] * mesh.pipeline
+    return Pieces(mesh, ROWS, planned, counts, **options)
+
+
+def passes(mesh, machine=ALONE, costs=None, **options):
+    return predict(costs or model(), pieces(mesh, **options), machine).passes_seconds
+
+
+WHOLE = 4 * 3.0 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({8: 3.0, 32: 6.0}, Line(2.0, 0.125)),
+        ({8: 4.0}, Line(0.0, 0.5)),
+        ({8: 4.0, 32: 2.0}, Line(3.0, 0.0)),  # Noise: more rows do not take less.
+        ({8: 1.0, 32: 8.0}, Line(0.0, 0.25)),  # Noise: no rows do not take less than none.
+    ],
+)
+def test_a_line_neither_falls_nor_begins_below_zero(values, line):
+    assert Line.through(values) == line
+
+
+def test_devices_of_their_own_divide_the_passes():
+    assert passes(Mesh()) == WHOLE
+    assert passes(Mesh(data=4)) == WHOLE / 4
+    # (M + K - 1) / (M K): a bubble of one in nine.
+    assert passes(Mesh(pipeline=2), num_micro_batches=8) == pytest.approx(WHOLE * 9 / 16)
+    split = {f"layer{i}": "row" for i in range(4)}
+    assert passes(Mesh(tensor=3), splits=split) == pytest.approx(WHOLE / 3)
+    # Of a layer that is not split the other parts wait for the first.
+    del split["layer0"]
+    assert passes(Mesh(tensor=3), splits=split) == pytest.approx(WHOLE * (1 / 4 + 3 / 4 / 3))
+
+
+def test_cores_that_one_device_keeps_busy_gain_nothing_from_more():
+    shared = Machine(side_by_side=1.0)
+    for mesh, number in ((Mesh(data=4), 1), (Mesh(pipeline=2), 4), (Mesh(2, 2), 4)):
+        found = passes(mesh, shared, num_micro_batches=number)
+        assert found == pytest.approx(WHOLE), mesh
+
+
+def test_two_cores_serve_two_of_four_devices():
+    shared = Machine(side_by_side=2.0)
+    assert passes(Mesh(data=4), shared) == pytest.approx(WHOLE / 2)
+    # While one stage stands still the other is not slowed down: the bubble stays.
+    assert passes(Mesh(pipeline=2), shared, num_micro_batches=8) == pytest.approx(WHOLE * 9 / 16)
+
+
+def test_what_every_call_takes_grows_with_the_pieces():
+    fixed = ModelCosts([LayerCosts("only", Line(6.0, 0.0))])
+    planned = Pieces(Mesh(), ROWS, make_schedule("1f1b", 1, 4), [1])
+    assert predict(fixed, planned, ALONE).passes_seconds == pytest.approx(4 * 6.0)
+    slow = Machine(call_seconds=0.5)
+    assert predict(fixed, planned, slow).passes_seconds == pytest.approx(4 * (6.0 + 2 * 0.5))
+
+
+def test_a_recompute_adds_the_forward_passes():
+    never = passes(Mesh(pipeline=2), num_micro_batches=4)
+    always = passes(Mesh(pipeline=2), num_micro_batches=4, recompute="always")
+    assert always == pytest.approx(never * 4 / 3)
+
+
+def test_sums_and_updates():
+    costs = model(update=Line(1.0, 0.1), overhead_seconds=7.0)
+    adding = Machine(sum_seconds=lambda number, size: (number - 1) * size / 10)
+    found = predict(costs, pieces(Mesh(data=3)), adding)
+    assert found.sums_seconds == pytest.approx(2 * 4 * 30 / 10)
+    assert found.update_seconds == pytest.approx(4 * (1.0 + 3.0))
+    assert found.step_seconds == pytest.approx(sum(found.parts.values()))
+    assert found.overhead_seconds == 7.0
+    # Two stages of their own update half as much each; on shared cores all copies take turns.
+    assert predict(costs, pieces(Mesh(pipeline=2), 4), ALONE).update_seconds == pytest.approx(8.0)
+    shared = Machine(side_by_side=1.0)
+    assert predict(costs, pieces(Mesh(data=3)), shared).update_seconds == pytest.approx(48.0)
+    assert predict(costs, pieces(Mesh()), adding).sums_seconds == 0.0
+
+
+def test_parts_add_up_what_they_exchange():
+    adding = Machine(sum_seconds=lambda number, size: (number - 1) * size)
+    for kind, tensors in (("row", 1), ("column", 1), ("heads", 2), ("features", 0)):
+        found = passes(Mesh(tensor=2), adding, splits={"layer1": kind})
+        expected = WHOLE - 3.0 * ROWS / 2 + tensors * 4 * ROWS
+        assert found == pytest.approx(expected), kind
+
+
+def test_what_each_part_does_whole_is_not_divided():
+    layer = LayerCosts("split", Line(0.0, 3.0), whole_share=0.25)
+    costs = ModelCosts([layer])
+    planned = Pieces(Mesh(tensor=4), ROWS, make_schedule("1f1b", 1, 1), [1], {"split": "row"})
+    expected = 3.0 * ROWS * (0.25 + 0.75 / 4)
+    assert predict(costs, planned, ALONE).passes_seconds == pytest.approx(expected)
+    shared = Machine(side_by_side=1.0)  # All parts, one after the other.
+    assert predict(costs, planned, shared).passes_seconds == pytest.approx(4 * expected)
+
+
+def test_a_device_holds_its_layers_and_what_is_in_flight():
+    costs = model(loss_bytes=Line(0.0, 2.0))
+    (whole,) = predict(costs, pieces(Mesh()), ALONE).held_bytes
+    assert whole == 4 * 100 + ROWS * (4 * 8 + 2)
+    (replica,) = predict(costs, pieces(Mesh(data=2)), ALONE).held_bytes
+    assert replica == 4 * 100 + ROWS // 2 * (4 * 8 + 2)
+    first, last = predict(costs, pieces(Mesh(pipeline=2), 8), ALONE).held_bytes
+    rows = ROWS // 8
+    assert first == 2 * 100 + 2 * rows * 2 * 8  # K - 0 micro-batches under 1F1B.
+    assert last == 2 * 100 + rows * (2 * 8 + 2 + 4)  # And what it is sent.
+    first, _ = predict(costs, pieces(Mesh(pipeline=2), 8, "gpipe"), ALONE).held_bytes
+    assert first == 2 * 100 + 8 * rows * 2 * 8
+    split = {f"layer{i}": "row" for i in range(4)}
+    (part,) = predict(costs, pieces(Mesh(tensor=2), splits=split), ALONE).held_bytes
+    assert part == 2 * 100 + ROWS * (2 * 8 + 2)
+
+
+def test_large_gradients_are_held_one_at_a_time_where_none_is_added_to_another():
+    large = LayerCosts("large", Line(), 50, 30, 0, 20, Line(0.0, 1.0), 0, 1, update_bytes=90)
+    costs = ModelCosts([large, large])
+
+    def held(mesh, counts):
+        planned = Pieces(mesh, ROWS, make_schedule("1f1b", mesh.pipeline, 1), counts)
+        return predict(costs, planned, ALONE).held_bytes[0]
+
+    assert held(Mesh(), [2]) == held(Mesh(tensor=2), [2]) == 2 * 70 + 2 * ROWS  # More than 90.
+    assert held(Mesh(data=2), [2]) == 2 * 100 + 2 * ROWS // 2
+    assert held(Mesh(pipeline=2), [1, 1]) == 100 + ROWS
+    few = Pieces(Mesh(), 2, make_schedule("1f1b", 1, 1), [2])
+    assert predict(costs, few, ALONE).held_bytes == (2 * 70 + 90,)
+
+
+def test_nothing_at_work_slows_nothing():
+    assert Machine(side_by_side=1.5).slowed(0) == 1.0
+    assert Machine().slowed(10) == 1.0 and math.isinf(Machine().side_by_side)

@@ -1,0 +1,145 @@
+"""Which mesh comes first, and why the others do not."""
+
+import dataclasses
+
+import pytest
+
+from tests.layout.test_prediction import ROWS, model
+from tfparallel.layout.costs import Line, Machine
+from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.ranking import Choices, form_of, meshes_of, rank, why_first
+
+ALONE = Machine(sum_seconds=lambda number, size: (number - 1) * size / 100)
+
+
+def ranked(num_devices=4, machine=ALONE, costs=None, splits=(), refusal=lambda mesh: None, **asked):
+    return rank(
+        costs or model(),
+        num_devices,
+        Choices(ROWS, **asked),
+        machine,
+        splits_of=lambda mesh: dict.fromkeys(splits, "row"),
+        refusal=refusal,
+    )
+
+
+def by_mesh(candidates):
+    return {candidate.mesh: candidate for candidate in candidates}
+
+
+def test_every_mesh_of_all_devices_and_one_device():
+    assert [str(mesh) for mesh in meshes_of(4)] == [
+        "data=4",
+        "data=2, pipeline=2",
+        "data=2, tensor=2",
+        "pipeline=4",
+        "pipeline=2, tensor=2",
+        "tensor=4",
+    ]
+    assert all(mesh.size == 12 for mesh in meshes_of(12))
+    assert len(list(meshes_of(8))) == 10
+    assert set(by_mesh(ranked())) == {Mesh(), *meshes_of(4)}
+    assert [candidate.mesh for candidate in ranked(1)] == [Mesh()]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "form"),
+    [
+        (Mesh(), "none"),
+        (Mesh(data=2), "data"),
+        (Mesh(pipeline=2), "pipeline"),
+        (Mesh(tensor=2), "tensor"),
+        (Mesh(2, 1, 2), "hybrid"),
+        (Mesh(1, 2, 2), "hybrid"),
+    ],
+    ids=str,
+)
+def test_the_form_of_a_mesh(mesh, form):
+    assert form_of(mesh) == form
+
+
+def test_the_fastest_comes_first_and_says_why():
+    found = ranked()
+    steps = [c.prediction.step_seconds for c in found if c.prediction is not None]
+    assert steps == sorted(steps)
+    first, second = found[:2]
+    assert first.mesh == Mesh(data=4) and first.why_not is None
+    assert second.mesh == Mesh(data=2, pipeline=2)
+    said = why_first(found)
+    assert said.startswith("data=4 takes 8")  # 144 s and sums, of 180 s and sums.
+    assert "the next, data=2, pipeline=2, whose passes take 36 s more" in said
+    assert "(its stages stand still 20% of the time)" in said
+
+
+def test_on_cores_that_are_busy_one_device_is_the_fastest():
+    costs = model(update=Line(1.0, 0.1))
+    busy = dataclasses.replace(ALONE, side_by_side=1.0, call_seconds=0.1)
+    first, *_ = found = ranked(machine=busy, costs=costs)
+    assert first.mesh == Mesh() and first.form == "none"
+    assert why_first(found).startswith("one device is the fastest as predicted, but within 5% ")
+
+
+def test_what_is_close_is_to_be_measured():
+    costs = model()
+    same = [dataclasses.replace(layer, seconds=Line(1.0, 0.0)) for layer in costs.layers]
+    costs = dataclasses.replace(costs, layers=same, overhead_seconds=1000.0)
+    assert why_first(ranked(2, costs=costs)) == (
+        "one device is the fastest as predicted, but within 5% of it are data=2; pipeline=2: "
+        "measure them"
+    )
+
+
+def test_what_does_not_fit_stands_behind_with_its_excess():
+    whole = by_mesh(ranked())[Mesh(data=4)].held_bytes
+    found = ranked(device_memory=whole - 100)
+    assert found[0].mesh != Mesh(data=4) and found[0].why_not is None
+    late = by_mesh(found)[Mesh(data=4)]
+    assert late.why_not == "100 B too much for a device" and late.prediction is not None
+    fits = [candidate.why_not is None for candidate in found]
+    assert fits == sorted(fits, reverse=True)
+    assert why_first(ranked(device_memory=1)) == "no mesh fits"
+
+
+def test_another_cut_is_taken_where_the_one_by_time_does_not_fit():
+    costs = model()
+    layers = list(costs.layers)
+    layers[0] = dataclasses.replace(layers[0], seconds=Line(0.0, 9.0))
+    layers[3] = dataclasses.replace(layers[3], parameter_bytes=500)
+    costs = dataclasses.replace(costs, layers=layers)
+    by_time = by_mesh(ranked(2, costs=costs))[Mesh(pipeline=2)]
+    assert (by_time.balance, by_time.layers_per_stage) == ("time", (1, 3))
+    found = by_mesh(ranked(2, costs=costs, device_memory=by_time.held_bytes - 1))[Mesh(pipeline=2)]
+    assert found.why_not is None
+    assert (found.balance, found.layers_per_stage) == ("both", (2, 2))  # Not the (3, 1) of memory.
+    alone = ranked(2, costs=costs, device_memory=by_time.held_bytes - 1, balances=("time",))
+    assert by_mesh(alone)[Mesh(pipeline=2)].why_not == "1 B too much for a device"
+
+
+def test_what_the_model_cannot_use_says_why():
+    found = by_mesh(ranked(64))
+    assert found[Mesh(data=64)].why_not == "64 pieces of a batch of 48 rows"
+    assert found[Mesh(pipeline=64)].why_not == "64 stages of 4 layers"
+    assert found[Mesh(tensor=64)].why_not == "no layer can be split into 64 parts"
+    assert found[Mesh(tensor=64)].prediction is None
+    refused = ranked(2, refusal=lambda mesh: "no stages" if mesh.pipeline > 1 else None)
+    assert by_mesh(refused)[Mesh(pipeline=2)].why_not == "no stages"
+    interleaved = by_mesh(ranked(3, schedule="interleaved", chunks_per_device=2))
+    assert interleaved[Mesh(pipeline=3)].why_not == "6 stages of 4 layers"
+
+
+def test_micro_batches_are_those_of_the_form():
+    found = by_mesh(ranked(4))
+    assert found[Mesh(pipeline=4)].num_micro_batches == 8
+    assert found[Mesh(2, 2)].num_micro_batches == 4
+    assert found[Mesh(data=4)].num_micro_batches == 1
+    assert by_mesh(ranked(4, num_micro_batches=3))[Mesh(2, 2)].num_micro_batches == 3
+    # A replica with three rows has no more micro-batches than that.
+    assert by_mesh(ranked(32))[Mesh(16, 2)].num_micro_batches == 3
+
+
+def test_a_ranking_is_told_as_json():
+    found = [candidate.as_json() for candidate in ranked(2, device_memory=2000)]
+    assert found[0]["mesh"] == {"data": 2, "pipeline": 1, "tensor": 1}
+    assert found[0]["step_seconds"] == pytest.approx(sum(found[0]["seconds"].values()))
+    assert found[-1]["why_not"] == "no layer can be split into 2 parts"
+    assert "step_seconds" not in found[-1]

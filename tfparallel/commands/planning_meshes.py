@@ -1,0 +1,181 @@
+"""The body of `tfparallel plan` without a form: every mesh, ranked, and why the first is first."""
+
+import contextlib
+import math
+import sys
+import time
+
+from absl import flags
+
+from tfparallel import devices as device_lib
+from tfparallel.commands.flags import UsageError
+from tfparallel.commands.form_flags import device_memory
+from tfparallel.commands.pipeline_flags import pipeline_choices
+from tfparallel.diagnostics.report import versions, write_report
+from tfparallel.hybrid.mesh_plan import MeshPlan, plan_meshes
+from tfparallel.layout.ranking import BALANCES, Candidate, Choices, seconds_text
+from tfparallel.placement.problems import PlacementError
+from tfparallel.size_text import size_text
+from tfparallel.task import Task, load_task
+
+__all__ = ["answer", "nothing_fits", "plan_task"]
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def answer(path: str, values: flags.FlagValues) -> int:
+    """Prints every mesh of the task file at `path`, the best first; returns 1 if nothing fits."""
+    if values.num_devices > 1:
+        # A trial takes two devices. Before the task file is imported, which may start TensorFlow;
+        # where there are no two, the plan does without.
+        with contextlib.suppress(ValueError, RuntimeError):
+            device_lib.choose_devices(num_devices=2)
+    found = plan_task(load_task(path), values.num_devices, values)
+    print("\n".join(_lines(path, values, found)))
+    if values.report is not None:
+        content = {"command": "plan", "task": path, **found.as_json(), "versions": versions()}
+        write_report(values.report, content)
+        print(f"wrote {values.report}")
+    return 0 if found.first is not None else 1
+
+
+def plan_task(task: Task, num_devices: int, values: flags.FlagValues) -> MeshPlan:
+    """Ranks the meshes of so many devices for a task, and shows on stderr what is measured.
+
+    Raises:
+        UsageError: If the model's layers cannot be seen.
+    """
+    asked = pipeline_choices(values)
+    choices = Choices(
+        batch_size=values.global_batch_size,
+        device_memory=device_memory(values),
+        num_micro_batches=values.num_micro_batches,
+        schedule=asked["schedule"],
+        chunks_per_device=asked["chunks_per_device"],
+        recompute=asked["recompute"],
+        balances=(values.balance,) if values["balance"].present else BALANCES,
+    )
+    progress = _Progress()
+    try:
+        return plan_meshes(
+            task.build_model,
+            task.compile_model,
+            num_devices,
+            choices,
+            batch_normalization=values.batch_normalization,
+            progress=progress,
+        )
+    except PlacementError as error:
+        raise UsageError(f"{error}\nOr name the form: --parallel=data takes any model.") from error
+    finally:
+        progress.end()
+
+
+class _Progress:
+    """What is measured, on stderr: one line that changes on a terminal, elsewhere a few."""
+
+    def __init__(self):
+        self._begin = self._last = time.perf_counter()
+        self._width = 0
+        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+
+    def __call__(self, text: str) -> None:
+        now = time.perf_counter()
+        line = f"measuring, {now - self._begin:.0f} s: {text}"
+        if self._is_terminal:
+            print(f"\r{line.ljust(self._width)}", end="", file=sys.stderr, flush=True)
+            self._width = len(line)
+        elif sys.stderr is not None and now - self._last >= _SECONDS_BETWEEN_LINES:
+            print(line, file=sys.stderr, flush=True)
+            self._last = now
+
+    def end(self) -> None:
+        """Takes the line away."""
+        if self._is_terminal and self._width:
+            print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
+
+
+def _lines(path: str, values: flags.FlagValues, found: MeshPlan) -> list[str]:
+    return [*_head(path, values, found), "", *_table(found), "", *_rests_on(found)]
+
+
+def nothing_fits(found: MeshPlan) -> str:
+    """Says what no mesh of a plan fits, by how much, and what to do."""
+    limit = size_text(found.choices.device_memory)
+    of_devices = f"{found.num_devices} device{'s' * (found.num_devices > 1)} of {limit}"
+    least = min((c for c in found.ranked if c.held_bytes is not None), key=_held)
+    return (
+        f"nothing fits {of_devices}: {least.mesh} comes closest, {least.why_not}. Take more "
+        "devices, a smaller batch, --recompute=always, an optimizer with fewer slots, or smaller "
+        "layers."
+    )
+
+
+def _held(candidate: Candidate) -> int:
+    return candidate.held_bytes or 0
+
+
+def _head(path, values, found) -> list[str]:
+    first = found.first
+    if first is None:
+        return [nothing_fits(found)]
+    return [
+        f"first: {first.mesh}, {seconds_text(first.prediction.step_seconds)} a step; the command:",
+        f"  {_command(path, values, first)}",
+        f"why: {found.why}",
+    ]
+
+
+def _command(path: str, values: flags.FlagValues, candidate: Candidate) -> str:
+    mesh = candidate.mesh
+    parts = [f"tfparallel train {path} --parallel={candidate.form}"]
+    if candidate.form == "hybrid":
+        parts.append(f"--mesh={str(mesh).replace(', ', ',')}")
+    elif mesh.size > 1:
+        parts.append(f"--num_devices={mesh.size}")
+    if mesh.pipeline > 1:
+        parts.append(f"--num_micro_batches={candidate.num_micro_batches}")
+        for name in ("schedule", "chunks_per_device", "recompute"):
+            if getattr(values, name) is not None:
+                parts.append(f"--{name}={getattr(values, name)}")
+        if candidate.balance != "time":
+            parts.append(f"--balance={candidate.balance}")
+    if candidate.form in ("pipeline", "hybrid") and values.batch_normalization is not None:
+        parts.append(f"--batch_normalization={values.batch_normalization}")
+    return " ".join([*parts, f"--global_batch_size={values.global_batch_size}"])
+
+
+def _table(found: MeshPlan) -> list[str]:
+    rows = [("mesh", "step", "passes", "sums", "updates", "memory a device", "")]
+    for candidate in found.ranked:
+        name = str(candidate.mesh)
+        if candidate.prediction is None:
+            rows.append((name, *5 * ["–"], candidate.why_not))
+            continue
+        if candidate.mesh.pipeline > 1:
+            name += f", {candidate.num_micro_batches} micro-batches"
+        own = candidate.prediction
+        seconds = (own.step_seconds, own.passes_seconds, own.sums_seconds, own.update_seconds)
+        held = size_text(candidate.held_bytes)
+        rows.append((name, *map(seconds_text, seconds), held, candidate.why_not or ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _rests_on(found: MeshPlan) -> list[str]:
+    rows = " and ".join(map(str, found.measured_rows))
+    lines = [
+        f"measured in {found.seconds:.0f} s, layer by layer, at {rows} rows; the steps are "
+        "predicted from that, no mesh was run"
+    ]
+    if not found.has_loss:
+        lines.append("without the loss: made-up targets do not suit it")
+    if found.num_cores is not None and found.num_devices > 1:
+        at_once = min(found.num_cores, found.num_devices)
+        lines.append(
+            f"the devices share {found.num_cores} core{'s' * (found.num_cores > 1)}: {at_once} at "
+            f"work at once do {found.side_by_side:.2f} times as much as one"
+        )
+    elif math.isinf(found.side_by_side):
+        lines.append("each device computes by itself; what travels between them was not measured")
+    return lines

@@ -1,0 +1,87 @@
+"""How much of a layer a part of it is, in time: a narrower layer is measured beside the whole.
+
+    seconds of one of T parts = whole · (w + (1 − w)/T)
+
+w is the share that each part does whole. A column reads the whole input, a row makes a whole
+output, and few channels at a time are slower than many. One measurement tells w, at the most parts
+that there may be.
+"""
+
+from collections.abc import Mapping
+
+import keras
+import tensorflow as tf
+
+from tfparallel.extend import original_class
+from tfparallel.placement.timing import LayerCall, layer_calls, marginal_seconds, program_of
+
+__all__ = ["measured_whole_shares"]
+
+# By which a layer's configuration tells what is shared out.
+_COUNTS = ("units", "filters", "num_heads", "num_query_heads", "num_key_value_heads", "input_dim")
+_BY_COUNT = ("column", "column, gathered", "heads", "vocabulary")
+
+
+def measured_whole_shares(
+    model: keras.Model,
+    splits: Mapping[str, str],
+    num_parts: int,
+    batch_size: int,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """Measures w of each kind of split layer.
+
+    Args:
+        model: A functional or Sequential model.
+        splits: How each split layer is split, by name.
+        num_parts: T.
+        batch_size: The rows.
+        seconds: Of each whole layer, by name.
+
+    Returns:
+        w by name, from 0 to 1; without the layers of which no narrower one can be made.
+    """
+    known: dict[tuple[str, str], float | None] = {}
+    found = {}
+    for call in layer_calls(model):
+        kind = splits.get(call.layer.name)
+        if kind not in (*_BY_COUNT, "row"):
+            continue
+        key = (call.kind, kind)
+        if key not in known:
+            whole = seconds[call.layer.name]
+            known[key] = _whole_share(call, kind, num_parts, batch_size, whole)
+        if known[key] is not None:
+            found[call.layer.name] = known[key]
+    return found
+
+
+def _whole_share(
+    call: LayerCall, kind: str, num_parts: int, batch_size: int, whole: float
+) -> float | None:
+    try:
+        part = _part_of(call, kind, num_parts)
+        program = program_of(part, batch_size, None, True, not call.is_first)
+        one = marginal_seconds(program)
+    except (ValueError, TypeError, tf.errors.OpError):
+        return None
+    return min(max((one / whole - 1 / num_parts) / (1 - 1 / num_parts), 0.0), 1.0)
+
+
+def _part_of(call: LayerCall, kind: str, num_parts: int) -> keras.Model:
+    """A layer of a T-th of the units, or of the inputs, alone in a model."""
+    config = {**call.layer.get_config(), "name": None}
+    shapes = [list(tensor.shape) for tensor in call.inputs]
+    if kind in _BY_COUNT:
+        for name in _COUNTS:
+            if isinstance(config.get(name), int):
+                config[name] = -(-config[name] // num_parts)
+    else:
+        shapes[0][-1] = -(-shapes[0][-1] // num_parts)
+    new = {
+        id(tensor): keras.Input(batch_shape=shape, dtype=tensor.dtype)
+        for tensor, shape in zip(call.inputs, shapes, strict=True)
+    }
+    args, kwargs = call.node.arguments.fill_in(new)
+    part = original_class(call.layer).from_config(config)
+    return keras.Model(list(new.values()), part(*args, **kwargs))

@@ -1,0 +1,279 @@
+"""Which mesh is the fastest of those that fit: all of them, by their predicted steps.
+
+Candidates are the meshes that take all devices, and one device alone: where devices share cores,
+nothing else may be as fast. What the model cannot use, or what exceeds a device's memory, is listed
+behind them, with the reason.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tfparallel.layout.balance import Weighed, partition
+from tfparallel.layout.costs import Machine, ModelCosts
+from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.prediction import Pieces, Prediction, predict
+from tfparallel.layout.schedule import ScheduleError, make_schedule
+from tfparallel.size_text import size_text
+
+__all__ = [
+    "BALANCES",
+    "Candidate",
+    "Choices",
+    "form_of",
+    "meshes_of",
+    "rank",
+    "seconds_text",
+    "why_first",
+]
+
+BALANCES = ("time", "both", "memory")
+_NUM_MICRO_BATCHES, _NUM_MICRO_BATCHES_OF_A_REPLICA = 8, 4  # As the builders have it.
+_WITHIN = 0.05  # Steps that differ by less may be measured the other way round.
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What was asked for, of every mesh.
+
+    Attributes:
+        batch_size: The rows of a batch.
+        device_memory: How many bytes a device may hold; None for no limit.
+        num_micro_batches: Of a replica, where a mesh has a pipeline; None: as its form has it.
+        schedule: "gpipe", "1f1b" or "interleaved".
+        chunks_per_device: As `make_schedule` takes it.
+        recompute: "never", "always" or "except_last".
+        balances: By what a pipeline may be cut, the best that fits is taken: of `BALANCES`.
+    """
+
+    batch_size: int
+    device_memory: int | None = None
+    num_micro_batches: int | None = None
+    schedule: str = "1f1b"
+    chunks_per_device: int | None = None
+    recompute: str = "never"
+    balances: Sequence[str] = BALANCES
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A mesh, and what is said of it.
+
+    Attributes:
+        mesh: The mesh.
+        num_micro_batches: Of a replica.
+        layers_per_stage: Where it is cut; empty where nothing is predicted.
+        prediction: Its step and its memory; None where the model cannot use it.
+        why_not: Why it cannot be taken; None where it can.
+        balance: By what it is cut; None without a pipeline.
+    """
+
+    mesh: Mesh
+    num_micro_batches: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+    prediction: Prediction | None = None
+    why_not: str | None = None
+    balance: str | None = None
+
+    @property
+    def form(self) -> str:
+        """The form that trains on the mesh, as `--parallel` names it."""
+        return form_of(self.mesh)
+
+    @property
+    def held_bytes(self) -> int | None:
+        """What the fullest device holds."""
+        return None if self.prediction is None else max(self.prediction.held_bytes)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as JSON holds it; what is not known is left out."""
+        values: dict[str, Any] = {"mesh": dataclasses.asdict(self.mesh), "form": self.form}
+        if self.prediction is not None:
+            values |= {
+                "num_micro_batches": self.num_micro_batches,
+                "layers_per_stage": list(self.layers_per_stage),
+                "step_seconds": self.prediction.step_seconds,
+                "seconds": self.prediction.parts,
+                "held_bytes": list(self.prediction.held_bytes),
+                "bubble": self.prediction.bubble,
+            }
+        given = {"balance": self.balance, "why_not": self.why_not}
+        return values | {name: value for name, value in given.items() if value is not None}
+
+
+def form_of(mesh: Mesh) -> str:
+    """Returns the form that trains on a mesh, as `--parallel` names it.
+
+    Example:
+        >>> [form_of(mesh) for mesh in (Mesh(), Mesh(data=2), Mesh(data=2, pipeline=2))]
+        ['none', 'data', 'hybrid']
+    """
+    axes = [axis for axis, size in dataclasses.asdict(mesh).items() if size > 1]
+    return "none" if not axes else axes[0] if len(axes) == 1 else "hybrid"
+
+
+def meshes_of(num_devices: int) -> Iterator[Mesh]:
+    """Yields every mesh of so many devices, the most replicas first.
+
+    Example:
+        >>> [str(mesh) for mesh in meshes_of(2)]
+        ['data=2', 'pipeline=2', 'tensor=2']
+    """
+    for data in _divisors(num_devices):
+        for pipeline in _divisors(num_devices // data):
+            yield Mesh(data, pipeline, num_devices // data // pipeline)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(number, 0, -1) if number % n == 0]
+
+
+def rank(
+    costs: ModelCosts,
+    num_devices: int,
+    choices: Choices,
+    machine: Machine,
+    *,
+    splits_of: Callable[[Mesh], Mapping[str, str]] = lambda mesh: {},
+    refusal: Callable[[Mesh], str | None] = lambda mesh: None,
+) -> list[Candidate]:
+    """Returns one device and every mesh of all devices, the best first.
+
+    Those that can be taken come by their predicted steps, then those that do not fit, by their
+    memory, then what the model cannot use.
+
+    Args:
+        costs: Of the model.
+        num_devices: How many devices there are.
+        choices: What was asked for.
+        machine: What the devices share.
+        splits_of: How the layers of the model are split on a mesh, by name.
+        refusal: Says why a mesh's form refuses the model, or None.
+    """
+    meshes = list(dict.fromkeys([Mesh(), *meshes_of(num_devices)]))
+    found = [_candidate(costs, mesh, choices, machine, splits_of, refusal) for mesh in meshes]
+
+    def place(candidate: Candidate) -> tuple:
+        if candidate.prediction is None:
+            return (2, 0.0)
+        if candidate.why_not is not None:
+            return (1, candidate.held_bytes)
+        return (0, candidate.prediction.step_seconds)
+
+    return sorted(found, key=place)
+
+
+def why_first(ranked: Sequence[Candidate]) -> str:
+    """Says in a line why the first of several is first.
+
+    Args:
+        ranked: What `rank` returned.
+    """
+    fitting = [candidate for candidate in ranked if candidate.why_not is None]
+    if not fitting:
+        return "no mesh fits"
+    first, *others = fitting
+    if not others:
+        return f"{first.mesh} is the only one that fits"
+    second = others[0]
+    own, other = first.prediction.step_seconds, second.prediction.step_seconds
+    close = [str(c.mesh) for c in others if c.prediction.step_seconds <= own * (1 + _WITHIN)]
+    if close:
+        are = "is" if len(close) == 1 else "are"
+        return (
+            f"{first.mesh} is the fastest as predicted, but within {_WITHIN:.0%} of it {are} "
+            f"{'; '.join(close)}: measure them"
+        )
+    parts = {
+        name: seconds - first.prediction.parts[name]
+        for name, seconds in second.prediction.parts.items()
+    }
+    saved = max(parts, key=parts.get)
+    takes = "takes" if saved == "overhead" else "take"
+    text = (
+        f"{first.mesh} takes {own / other:.0%} of the step of the next, {second.mesh}, whose "
+        f"{saved} {takes} {seconds_text(parts[saved])} more"
+    )
+    if saved == "passes" and second.prediction.bubble > 0:
+        text += f" (its stages stand still {second.prediction.bubble:.0%} of the time)"
+    return text
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people.
+
+    Example:
+        >>> seconds_text(0.0421), seconds_text(1.5)
+        ('42.1 ms', '1.5 s')
+    """
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.4g} s"
+
+
+def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:
+    number = _num_micro_batches(mesh, choices)
+    splits = splits_of(mesh) if mesh.tensor > 1 else {}
+    why_not = _cannot_use(costs, mesh, choices, number, splits) or refusal(mesh)
+    if why_not is not None:
+        return Candidate(mesh, number, why_not=why_not)
+    try:
+        schedule = _schedule(mesh, choices, number)
+    except ScheduleError as error:
+        return Candidate(mesh, number, why_not=str(error).partition(". Received")[0])
+    found = []
+    for balance in choices.balances if mesh.pipeline > 1 else [None]:
+        pieces = Pieces(mesh, choices.batch_size, schedule, (), splits, choices.recompute)
+        counts = tuple(_cut(costs, pieces, balance))
+        prediction = predict(costs, dataclasses.replace(pieces, layers_per_stage=counts), machine)
+        over = max(prediction.held_bytes) - (choices.device_memory or float("inf"))
+        why_not = f"{size_text(over)} too much for a device" if over > 0 else None
+        found.append(Candidate(mesh, number, counts, prediction, why_not, balance))
+    fitting = [candidate for candidate in found if candidate.why_not is None]
+    if fitting:
+        return min(fitting, key=lambda candidate: candidate.prediction.step_seconds)
+    return min(found, key=lambda candidate: candidate.held_bytes)
+
+
+def _num_micro_batches(mesh, choices) -> int:
+    """As many as the form would take; fewer where a replica has not so many rows."""
+    if mesh.pipeline == 1:
+        return 1
+    if choices.num_micro_batches is not None:
+        return choices.num_micro_batches
+    is_alone = form_of(mesh) == "pipeline"
+    number = _NUM_MICRO_BATCHES if is_alone else _NUM_MICRO_BATCHES_OF_A_REPLICA
+    return max(1, min(number, choices.batch_size // mesh.data))
+
+
+def _schedule(mesh, choices, num_micro_batches):
+    if mesh.pipeline == 1:
+        return make_schedule("1f1b", 1, 1)
+    chunks = choices.chunks_per_device
+    return make_schedule(choices.schedule, mesh.pipeline, num_micro_batches, chunks)
+
+
+def _cannot_use(costs, mesh, choices, num_micro_batches, splits) -> str | None:
+    num_pieces, num_stages = mesh.data * num_micro_batches, mesh.pipeline
+    if mesh.pipeline > 1 and choices.schedule == "interleaved":
+        num_stages *= choices.chunks_per_device or 2
+    if num_pieces > choices.batch_size:
+        return f"{num_pieces} pieces of a batch of {choices.batch_size} rows"
+    if num_stages > len(costs.layers):
+        return f"{num_stages} stages of {len(costs.layers)} layers"
+    if mesh.tensor > 1 and not splits:
+        return f"no layer can be split into {mesh.tensor} parts"
+    return None
+
+
+def _cut(costs: ModelCosts, pieces: Pieces, balance: str | None) -> list[int]:
+    """The number of layers of each stage."""
+    layers, rows = costs.layers, pieces.rows
+    if balance is None:
+        return [len(layers)]
+    number = pieces.schedule.num_stages
+    seconds = Weighed([layer.seconds(rows) for layer in layers])
+    sent = {index: (size * rows, readers) for index, (size, readers) in costs.edges.items()}
+    held = Weighed(
+        [layer.state_bytes(True) + layer.activation_bytes(rows) for layer in layers], sent
+    )
+    balanced = {"time": [seconds], "memory": [held], "both": [seconds, held]}[balance]
+    return partition(number, *balanced)

@@ -1,0 +1,126 @@
+"""What a step takes beside its layers: loss, updates and sums, measured on made-up arrays."""
+
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfparallel.cloning.compiled import metric_like
+from tfparallel.placement.timing import copy_of, examples, marginal_seconds, specs
+
+__all__ = ["measured_loss", "measured_sum", "measured_update"]
+
+_FEW, _MANY = 16, 2**20  # Elements of a weight, 4 MiB in float32 at most.
+_MORE_UPDATES = 3  # Behind the first: an update is many operations, and is long to trace.
+_NUM_SMALL = 4  # Small weights are measured together: one takes microseconds.
+
+
+def measured_loss(model: keras.Model, batch_size: int) -> float | None:
+    """Measures loss, its gradient and the metrics, of made-up outputs and targets.
+
+    Args:
+        model: A compiled functional or Sequential model, with or without storage.
+        batch_size: The rows.
+
+    Returns:
+        Seconds; None where made-up targets do not suit the loss.
+    """
+    functional = getattr(model, "_functional", None) or model  # Of a Sequential model.
+    inputs = [keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in model.outputs]
+    names = [name.partition("/")[0] for name in functional.output_names]
+    pairs = zip(inputs, names, strict=True)
+    outputs = [keras.layers.Identity(name=name)(tensor) for tensor, name in pairs]
+    alone = keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])
+    try:
+        config = dict(model._compile_config.config)
+        for name in ("metrics", "weighted_metrics"):
+            config[name] = keras.tree.map_structure(metric_like, config[name])
+        names = ("loss", "loss_weights", "metrics", "weighted_metrics")
+        alone.compile(**{name: config[name] for name in names})
+        return marginal_seconds(_loss_program(alone, batch_size))
+    except (ValueError, TypeError, KeyError, AttributeError, tf.errors.OpError):
+        return None  # A loss, or targets, that nobody but the user knows.
+
+
+def _loss_program(alone, batch_size):
+    is_sparse = "sparse" in _name_of(alone.loss).lower()
+
+    def target(tensor):
+        return tf.zeros(tf.shape(tensor)[:-1] if is_sparse else tf.shape(tensor))
+
+    def program(num_runs):
+        batches = [examples(specs(alone.inputs, batch_size), i) for i in range(num_runs)]
+
+        @tf.function(autograph=False)
+        def run(batches):
+            read = [tf.zeros(())]
+            for batch in batches:
+                with tf.control_dependencies(read), tf.GradientTape() as tape:
+                    outputs = [tf.identity(tensor) for tensor in batch]
+                    tape.watch(outputs)
+                    y_pred = outputs if len(outputs) > 1 else outputs[0]
+                    y = keras.tree.map_structure(target, y_pred)
+                    loss = alone.compute_loss(x=None, y=y, y_pred=y_pred, training=True)
+                gradients = tape.gradient(loss, outputs)
+                alone.compute_metrics(x=None, y=y, y_pred=y_pred)
+                ends = [tf.reshape(each, [-1])[0] for each in gradients if each is not None]
+                read = [*read, *(tf.cast(end, tf.float32) for end in (loss, *ends))]
+            return tf.add_n(read)
+
+        return lambda: run(batches).numpy()
+
+    return program
+
+
+def _name_of(loss) -> str:
+    return loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+
+
+def measured_update(optimizer: keras.Optimizer) -> dict[int, float]:
+    """Measures an update of a weight by an optimizer like this, small and large.
+
+    Returns:
+        Seconds of one weight, by its bytes.
+    """
+    found = {}
+    for count, number in ((_FEW, _NUM_SMALL), (_MANY, 1)):
+        program = _update_program(copy_of(optimizer), count, number)
+        found[count * 4] = marginal_seconds(program, _MORE_UPDATES) / number
+    return found
+
+
+def _update_program(optimizer, count, number) -> Callable:
+    variables = [keras.Variable(tf.zeros([count]), dtype="float32") for _ in range(number)]
+    optimizer.build(variables)
+
+    def program(num_runs):
+        @tf.function(autograph=False)
+        def run(gradients):
+            for _ in range(num_runs):
+                optimizer.apply(gradients, variables)
+            return tf.add_n([variable.value[0] for variable in variables])
+
+        gradients = [tf.ones([count]) for _ in variables]
+        return lambda: run(gradients).numpy()
+
+    return program
+
+
+def measured_sum() -> float:
+    """Measures what a byte takes that is added to another, in seconds.
+
+    By a maximum: of several sums TensorFlow would make one.
+    """
+
+    def program(num_runs):
+        @tf.function(autograph=False)
+        def run(tensors):
+            total = tensors[0]
+            for _ in range(num_runs):
+                total = tf.maximum(total, tensors[1])
+            return total[0]
+
+        tensors = [tf.random.stateless_normal([4 * _MANY], [i, 2]) for i in range(2)]
+        return lambda: run(tensors).numpy()
+
+    return marginal_seconds(program) / (16 * _MANY)
