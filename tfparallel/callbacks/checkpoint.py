@@ -192,7 +192,7 @@ class Checkpoint(keras.callbacks.Callback):
             "layout": self._layout and self._layout.to_json(),
         }
         # Workers that step by themselves have weights and metrics of their own.
-        with getattr(self.model, "settled", contextlib.nullcontext)():
+        with getattr(self.model, "settled_workers", contextlib.nullcontext)():
             specs, captured = state.describe(self.model), state.capture(self.model)
             arrays: Iterable[np.ndarray] = itertools.chain.from_iterable(captured.values())
             if self._workers is not None:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -85,9 +86,18 @@ def send_state(model: keras.Model, workers) -> None:
     if getattr(model, "optimizer", None) is not None:
         known = {id(variable) for variable in found}
         found += [v for v in model.optimizer.variables if id(v) not in known]
+    in_shares = [v for v in found if hasattr(v, "_sharded")]  # Of which each worker has its own.
+    found = [v for v in found if not hasattr(v, "_sharded")]
     sent = workers.broadcast([tf.convert_to_tensor(variable.value) for variable in found])
     for variable, value in zip(found, sent, strict=True):
         variable.assign(value)
+    if in_shares:
+        store: dict[str, Any] = {}
+        model.optimizer.save_own_variables(store)
+        values = workers.broadcast([tf.convert_to_tensor(value) for value in store.values()])
+        model.optimizer.load_own_variables(
+            {name: value.numpy() for name, value in zip(store, values, strict=True)}
+        )
 
 
 class RestoredByChief(keras.callbacks.Callback):

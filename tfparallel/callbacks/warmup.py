@@ -16,7 +16,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     Update u of the first N takes η (f + (1 − f) (u + 1) / N), and the last of them η. From then on
     the rate is left alone, so that another callback may lower it. A run that is resumed goes on
-    where it was: what counts is `optimizer.iterations`.
+    where it was: what counts is `optimizer.iterations`. With `steps_per_execution` a rate holds for
+    all steps of an execution.
 
     More devices make larger batches possible, and those often take a larger rate. `scaling` makes
     η of the one that was found for a smaller batch; it is off unless asked for.
@@ -68,7 +69,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.target = float(learning_rate) * _factor(scaling, batch_size, base_batch_size)
         self._num_steps = int(num_steps)
         self._initial = float(initial)
-        self._is_over = False
+        self._is_over = self._has_begun = False
 
     def rate(self, update: int) -> float:
         """The rate of an update, counted from 0."""
@@ -96,25 +97,27 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "with a warm-up, such as CosineDecay(warmup_steps=…), and no callback; or a number "
                 "with this one."
             )
-        self._is_over = False
+        self._is_over = self._has_begun = False
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Sets the rate of the update to come; for the count of them it waits, until it is over."""
         if self._is_over:
             return
         update = int(self.model.optimizer.iterations)
-        self._is_over = update >= self._num_steps
-        if not self._is_over:
+        was_warm, self._is_over = self._has_begun, update >= self._num_steps
+        if not self._is_over or was_warm:  # An execution of several steps may pass the last one.
             self.model.optimizer.learning_rate = self.rate(update)
+        self._has_begun = True
 
 
 def _check(learning_rate, num_steps, initial):
     for name, value, holds, required in (
-        ("learning_rate", learning_rate, learning_rate > 0, "a number above 0"),
-        ("num_steps", num_steps, int(num_steps) == num_steps >= 1, "a whole number of at least 1"),
-        ("initial", initial, 0 <= initial <= 1, "a fraction, from 0 to 1,"),
+        ("learning_rate", learning_rate, lambda x: x > 0, "a number above 0"),
+        ("num_steps", num_steps, lambda x: int(x) == x >= 1, "a whole number of at least 1"),
+        ("initial", initial, lambda x: 0 <= x <= 1, "a fraction, from 0 to 1,"),
     ):
-        if not holds:
+        is_number = isinstance(value, numbers.Real) and math.isfinite(value)
+        if not is_number or not holds(value):
             raise ValueError(f"`{name}`: {required} is required. Received: {name}={value!r}.")
 
 

@@ -50,8 +50,8 @@ def _problems(values: flags.FlagValues) -> list[str]:
     for name in ("compression", "sync"):
         if getattr(values, name) not in (None, "every_step"):
             problems.append(
-                "What is checked is whether the weights are those of one device, and these are "
-                f"not. Received: --{name}={getattr(values, name)}. Drop it, and look at the "
+                "What is checked is whether the weights are those of one device with an update in "
+                f"each step. Received: --{name}={getattr(values, name)}. Drop it, and look at the "
                 "accuracy that `tfparallel train` reaches with it."
             )
     problems += path_problems("plot", values.plot, ".png")

@@ -25,7 +25,6 @@ from tfparallel.callbacks import chief_only
 from tfparallel.data.shard import Place
 from tfparallel.extend import attach, original_class
 from tfparallel.notice import notice
-from tfparallel.replication import sample_partition
 from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics
 from tfparallel.seams.tensorflow import ResourceVariable
@@ -56,6 +55,14 @@ class _Counts(NamedTuple):
 class AccumulatedSteps(OwnMetrics):
     """Extends a replicated model, of one process or of several workers."""
 
+    _gradients_held: dict[int, tuple[keras.Variable, tf.Variable | None]] = {}  # By weight.
+
+    @property
+    def _what_steps_are(self) -> str:
+        if self._accumulates:
+            return "the gradients of several steps are added up"
+        return super()._what_steps_are
+
     @property
     def _accumulates(self) -> bool:
         return self._sync.accumulates
@@ -68,30 +75,37 @@ class AccumulatedSteps(OwnMetrics):
         """Trains the model, as `keras.Model.fit`; an update is of several steps."""
         if not self._accumulates:
             return super().fit(*args, **kwargs)
+        if original_class(self).fit is not keras.Model.fit:
+            self._refuse("Keras's own `fit` is required", "a model with a `fit` of its own")
         asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
         asked = {name: value for name, value in asked.items() if name != "self"}
         callbacks = [*chief_only.flatten(asked.get("callbacks")), BeginsEpochs()]
+        self._check_callbacks(callbacks)
         self._forget_gradients()
-        self._noise_scale.forget_first()
-        return super().fit(**asked | {"callbacks": callbacks})
+        self._gradient_noise.forget_first()
+        try:
+            with self._training_silently():
+                return super().fit(**asked | {"callbacks": callbacks})
+        finally:
+            self._forget_gradients()
 
     @property
     def is_between_updates(self) -> bool:
         """Whether no gradients are held; only then a checkpoint holds all that there is."""
         if not self._accumulates:
             return True
-        return float(self._counts.steps) == 0 and self._noise_scale.is_between_pairs
+        return float(self._counts_of_update.steps) == 0 and self._gradient_noise.is_between_pairs
 
     @property
     def num_accumulated_steps(self) -> int:
         """N, of how many steps an update is."""
-        return int(self._counts.wanted) if self._accumulates else 1
+        return int(self._counts_of_update.wanted) if self._accumulates else 1
 
     def kept_between_updates(self) -> dict[str, tf.Variable]:
         """What a run that is resumed needs, the same on all workers, by name."""
         if not self._sync.grows:
             return {}
-        return {"steps of an update": self._counts.wanted, **self._noise_scale.state}
+        return {"steps of an update": self._counts_of_update.wanted, **self._gradient_noise.state}
 
     def _check_accumulation(self) -> None:
         """Raises where gradients of several steps do not add up to those of one.
@@ -101,8 +115,10 @@ class AccumulatedSteps(OwnMetrics):
         """
         if original_class(self).train_step is not keras.Model.train_step:
             what = "a model with a `train_step` of its own"
-        elif getattr(self.optimizer, "gradient_accumulation_steps", None):
+        elif any(each.gradient_accumulation_steps for each in _with_inner(self.optimizer)):
             what = "an optimizer that accumulates gradients itself"
+        elif self._sync.grows and len(_with_inner(self.optimizer)) > 1:
+            what = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
         elif self._workers is not None and (layer := self._looks_at_all_rows()) is not None:
             what = f"batch normalization of all workers' rows, in layer '{layer.name}'"
         else:
@@ -142,7 +158,7 @@ class AccumulatedSteps(OwnMetrics):
             self._look_at_rows_of(own)
             with self.strategy.apart(place):
                 logs = self._train_on_own_rows(own, way.metrics)
-        counts = self._counts
+        counts = self._counts_of_update
         is_time = counts.steps.assign_add(1.0) >= counts.wanted
 
         def update():
@@ -154,7 +170,7 @@ class AccumulatedSteps(OwnMetrics):
 
     def _placed(self, data):
         """This worker's rows of what the step was given, and where they lie."""
-        data, worker_rows = sample_partition.held(data, self.strategy)
+        data, worker_rows = self._held(data, "fit")
         if worker_rows is None:
             return self._cut_here(data)
         own = worker_rows[self._workers.worker_index]
@@ -169,10 +185,10 @@ class AccumulatedSteps(OwnMetrics):
         held = self._held_gradients(found)
         for gradient, accumulated in zip(found.gradients, held, strict=True):
             if gradient is not None:
-                gradient = tf.convert_to_tensor(gradient)
+                gradient = tf.cast(tf.convert_to_tensor(gradient), accumulated.dtype)
                 term = gradient * tf.cast(divisor, gradient.dtype)
                 accumulated.assign_add(term, read_value=False)
-        self._counts.divisor.assign_add(tf.cast(divisor, tf.float64), read_value=False)
+        self._counts_of_update.divisor.assign_add(tf.cast(divisor, tf.float64), read_value=False)
         return None
 
     def _divisor_of(self, found: Found):
@@ -190,20 +206,22 @@ class AccumulatedSteps(OwnMetrics):
 
     def _held_gradients(self, found: Found) -> list[tf.Variable | None]:
         """What is added up for each weight; None where no gradient reaches it."""
-        known = getattr(self, "_accumulated", {})
+        known = self._gradients_held
         held: dict[int, tuple[keras.Variable, tf.Variable | None]] = {}
         for variable, gradient in zip(found.variables, found.gradients, strict=True):
             _, accumulated = known.get(id(variable), (None, None))
             if accumulated is None and gradient is not None:
                 with tf.init_scope(), tf.device(self.strategy.devices[0]):
-                    zeros = tf.zeros(variable.shape, gradient.dtype)
+                    # Of 16 bits, small terms would be lost in a large sum.
+                    is_half = gradient.dtype.size == 2
+                    zeros = tf.zeros(variable.shape, tf.float32 if is_half else gradient.dtype)
                     accumulated = ResourceVariable(zeros, trainable=False)
             held[id(variable)] = (variable, accumulated)
-        attach(self, _accumulated=held)
+        attach(self, _gradients_held=held)
         return [accumulated for _, accumulated in held.values()]
 
     @property
-    def _counts(self) -> "_Counts":
+    def _counts_of_update(self) -> "_Counts":
         found = getattr(self, "_accumulated_counts", None)
         if found is None:
             with tf.init_scope(), tf.device("CPU:0"):
@@ -216,7 +234,7 @@ class AccumulatedSteps(OwnMetrics):
         return found
 
     @property
-    def _noise_scale(self) -> NoiseScale:
+    def _gradient_noise(self) -> NoiseScale:
         found = getattr(self, "_noise_scale_of_updates", None)
         if found is None:
             found = NoiseScale(self.strategy.devices[0])
@@ -229,10 +247,10 @@ class AccumulatedSteps(OwnMetrics):
         Args:
             is_full: Whether it is of N steps.
         """
-        pairs = list(self._accumulated.values())
+        pairs = list(self._gradients_held.values())
         found = [(variable, held) for variable, held in pairs if held is not None]
         sums = [held.read_value() for _, held in found]
-        total = self._counts.divisor.read_value()
+        total = self._counts_of_update.divisor.read_value()
         if self._workers is not None:
             variables = [variable for variable, _ in found]
             *sums, total = self._workers.all_reduce_gradients([*sums, total], [*variables, None])
@@ -240,9 +258,11 @@ class AccumulatedSteps(OwnMetrics):
             total = tf.ones_like(total)
         means = [tf.math.divide_no_nan(each, tf.cast(total, each.dtype)) for each in sums]
         if self._sync.grows and is_full:
-            self._noise_scale.see([variable for variable, _ in found], means)
+            self._gradient_noise.see([variable for variable, _ in found], means)
         by_id = {id(variable): mean for (variable, _), mean in zip(found, means, strict=True)}
         gradients = [by_id.get(id(variable)) for variable, _ in pairs]
+        if not found:
+            return
         with compiled_if(self._compiles):
             self.optimizer.apply_gradients(
                 zip(gradients, [variable for variable, _ in pairs], strict=True)
@@ -250,33 +270,40 @@ class AccumulatedSteps(OwnMetrics):
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
-        for _, held in getattr(self, "_accumulated", {}).values():
+        for _, held in self._gradients_held.values():
             if held is not None:
                 held.assign(tf.zeros_like(held), read_value=False)
-        self._counts.divisor.assign(0.0, read_value=False)
-        self._counts.steps.assign(0.0, read_value=False)
+        self._counts_of_update.divisor.assign(0.0, read_value=False)
+        self._counts_of_update.steps.assign(0.0, read_value=False)
 
-    def _end_epoch(self) -> None:
-        super()._end_epoch()
+    def _end_own_epoch(self) -> None:
+        super()._end_own_epoch()
         if not self._accumulates:
             return
-        if float(self._counts.steps):
+        if float(self._counts_of_update.steps):
             with self.strategy.program():
                 self._update_of_steps(is_full=False)
         if self._sync.grows:
             self._grow_if_it_pays()
 
     def _grow_if_it_pays(self) -> None:
-        noise = self._noise_scale
+        noise = self._gradient_noise
         noise.forget_first()
         if noise.num_pairs < _LEAST_PAIRS:
             return
         ratio, steps = noise.ratio, self.num_accumulated_steps
+        if self._workers is not None:  # Where processors differ, so may the last digit.
+            ratio = float(self._workers.broadcast([tf.constant(ratio, tf.float64)])[0])
         if ratio > 1:
-            self._counts.wanted.assign(2.0 * steps)
+            self._counts_of_update.wanted.assign(2.0 * steps)
             noise.restart()
             if self._is_chief:
                 notice(
                     f"accumulate:auto: the gradient noise scale is {ratio:.3g} times the rows of "
                     f"an update; updates of {2 * steps} steps, in place of {steps}, from now on."
                 )
+
+
+def _with_inner(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer] if inner is None else [optimizer, inner]

@@ -75,8 +75,10 @@ class LocalSteps(OwnMetrics):
             attach(self, _has_begun=self._num_updates >= self._sync.start)
             # Behind those of the user, of which one may restore a run.
             callbacks = [*chief_only.flatten(asked.get("callbacks")), BeginsEpochs()]
+            self._check_callbacks(callbacks)
             asked = asked | {"callbacks": callbacks}
-        return super()._fit_as_worker(asked)
+        with self._training_silently():
+            return super()._fit_as_worker(asked)
 
     @property
     def _num_updates(self) -> int:
@@ -86,7 +88,7 @@ class LocalSteps(OwnMetrics):
     def _is_silent(self) -> bool:
         return self._steps_alone or super()._is_silent
 
-    def _begin_step(self) -> None:
+    def _begin_own_step(self) -> None:
         """Until they begin, looks how many steps were done, for which it waits."""
         if self._is_ever_alone and not self._has_begun and self._num_updates >= self._sync.start:
             attach(self, _has_begun=True, _is_in_epoch=True)
@@ -175,7 +177,7 @@ class LocalSteps(OwnMetrics):
         for _, since in groups:
             since.forget()
 
-    def settle(self) -> None:
+    def settle_workers(self) -> None:
         """Averages now what the workers have, the optimizer's state too. All must call it.
 
         What nothing was trained of since its last average is not sent.

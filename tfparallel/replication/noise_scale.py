@@ -51,9 +51,11 @@ class NoiseScale:
             pairs = list(zip(held, gradients, strict=True))
             noise = [_squares(first - gradient) / 2 for first, gradient in pairs]
             signal = [_products(first.read_value(), gradient) for first, gradient in pairs]
-            self.state["noise"].assign_add(tf.add_n(noise), read_value=False)
-            self.state["signal"].assign_add(tf.add_n(signal), read_value=False)
-            self.state["pairs"].assign_add(1.0, read_value=False)
+            terms = {"noise": tf.add_n(noise), "signal": tf.add_n(signal), "pairs": 1.0}
+            is_finite = tf.math.is_finite(terms["noise"]) & tf.math.is_finite(terms["signal"])
+            for name, term in terms.items():
+                term = tf.where(is_finite, tf.cast(term, tf.float64), 0.0)
+                self.state[name].assign_add(term, read_value=False)
             self._waits.assign(False, read_value=False)
             return True
 

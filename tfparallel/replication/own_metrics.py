@@ -11,6 +11,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
+from tfparallel.callbacks.nan import NaNGuard
 from tfparallel.data import shard as shards
 from tfparallel.data import share
 from tfparallel.data.shard import Place, count_rows
@@ -25,45 +26,40 @@ class OwnMetrics:
 
     _sync = EVERY_STEP
     _is_in_epoch = False  # Whether the metrics are this worker's own, until it ends.
+    _what_steps_are = "the workers say nothing in a step"  # For errors.
 
     @property
     def _is_silent(self) -> bool:
         """Whether the workers say nothing in the next step."""
         return False
 
-    def _begin_epoch(self) -> None:
+    def _begin_own_epoch(self) -> None:
         attach(self, _is_in_epoch=self._is_silent)
 
-    def _begin_step(self) -> None:
+    def _begin_own_step(self) -> None:
         """Called before each step of `fit`."""
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`, with what all workers have."""
-        with self._out_of_epoch():
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args, **kwargs):
-        """Predicts, as `keras.Model.predict`, with what all workers have."""
-        with self._out_of_epoch():
-            return super().predict(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _out_of_epoch(self):
-        """Within an epoch too, where a callback calls for it."""
         was_in_epoch = self._is_in_epoch
         attach(self, _is_in_epoch=False)
-        self.settle()
+        self.settle_workers()
         try:
-            yield
+            return super().evaluate(*args, **kwargs)
         finally:
-            if was_in_epoch:
+            if was_in_epoch:  # Keras has reset the metrics, and all workers have the same now.
                 self.metrics_were_restored()
             attach(self, _is_in_epoch=was_in_epoch)
 
+    def predict(self, *args, **kwargs):
+        """Predicts, as `keras.Model.predict`, with what all workers have."""
+        self.settle_workers()
+        return super().predict(*args, **kwargs)
+
     @contextlib.contextmanager
-    def settled(self):
+    def settled_workers(self):
         """Within it all workers hold what is of all: weights, and what metrics have seen."""
-        self.settle()
+        self.settle_workers()
         if self._is_in_epoch:
             self.sum_metrics()
         try:
@@ -72,20 +68,47 @@ class OwnMetrics:
             if self._is_in_epoch:
                 self.metrics_were_restored()
 
-    def settle(self) -> None:
+    def settle_workers(self) -> None:
         """Gives all workers the weights of all, where each has its own. All must call it."""
 
-    def _end_epoch(self) -> None:
+    def _end_own_epoch(self) -> None:
         """What is left to do before anybody looks at the weights."""
-        self.settle()
+        self.settle_workers()
 
-    def get_metrics_result(self):
-        """Returns the metrics by name; at the end of an epoch, those of all workers."""
-        if self._is_in_epoch and not self._in_train_step:
+    def _get_metrics_result_or_logs(self, logs):
+        # Keras's loop calls it behind the steps of an epoch, before any callback. Others call
+        # `get_metrics_result`, whenever they like.
+        if self._is_in_epoch:
             attach(self, _is_in_epoch=False)
-            self._end_epoch()
+            self._end_own_epoch()
             self.sum_metrics()
-        return super().get_metrics_result()
+        return super()._get_metrics_result_or_logs(logs)
+
+    @contextlib.contextmanager
+    def _training_silently(self):
+        """Around a `fit`; one that is interrupted leaves no epoch open."""
+        try:
+            yield
+        finally:
+            attach(self, _is_in_epoch=False)
+
+    def _check_callbacks(self, callbacks) -> None:
+        """Raises for callbacks that stop a worker for what only its own rows say.
+
+        Raises:
+            ValueError: If there are some, and other workers.
+        """
+        stopping = [
+            type(callback).__name__
+            for callback in callbacks
+            if isinstance(callback, keras.callbacks.TerminateOnNaN)
+            or (isinstance(callback, NaNGuard) and callback.stop)
+        ]
+        if stopping and self._workers is not None:
+            self._refuse(
+                "What a step logs is a worker's own, and callbacks that let it go on are required",
+                f"{stopping[0]}, which would stop one worker, and not the others",
+            )
 
     def sum_metrics(self) -> None:
         """Gives all workers the sums of what their metrics have seen. All must call it."""
@@ -116,7 +139,7 @@ class OwnMetrics:
 
     def _refuse(self, required: str, received: str):
         raise ValueError(
-            f"Under sync='{self._sync}' the workers say nothing in a step. {required}. "
+            f"Under sync='{self._sync}' {self._what_steps_are}. {required}. "
             f"Received: {received}. Take sync='every_step'."
         )
 
@@ -133,11 +156,11 @@ class BeginsEpochs(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs=None) -> None:
         """What metrics sum up from now on may be this worker's own."""
-        self.model._begin_epoch()
+        self.model._begin_own_epoch()
 
     def on_train_batch_begin(self, batch: int, logs=None) -> None:
         """Some steps are others than those before."""
-        self.model._begin_step()
+        self.model._begin_own_step()
 
 
 def first_of(data):

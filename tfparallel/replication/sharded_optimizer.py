@@ -70,6 +70,7 @@ class ShardedOptimizer(WithWholeFiles):
     """Extends an optimizer whose update treats each element by itself; behind `prepare`."""
 
     _share_of: dict[int, keras.Variable] = {}  # By the id of a weight.
+    _weights: list[keras.Variable] = []
 
     @property
     def _num_shares(self) -> int:
@@ -77,6 +78,8 @@ class ShardedOptimizer(WithWholeFiles):
 
     def build(self, weights):
         """Makes the shares of the weights, and the slots of the shares."""
+        if self.built:
+            return
         weights = list(weights)
         written = [w.path for w in weights if getattr(w, "overwrite_with_gradient", False)]
         if written:
@@ -127,8 +130,10 @@ class ShardedOptimizer(WithWholeFiles):
         if not self.built:
             self.build(weights)
         shares = [self._share_of.get(id(weight), weight) for weight in weights]
-        changed = [w for w, g in zip(weights, grads, strict=True) if g is not None]
-        self._fill(changed)
+        known = [(w, g) for w, g in zip(weights, grads, strict=True) if id(w) in self._share_of]
+        changed = [w for w, g in known if g is not None]
+        # A moving average is of all weights, also of those that others write.
+        self._fill(self._weights if self.use_ema else changed)
         super().apply(grads, shares)
         self._join(self._weights if self.ema_overwrite_frequency else changed)
         for weight in changed:
@@ -201,7 +206,7 @@ class ShardedOptimizer(WithWholeFiles):
         """Overwrites the weights with their averages, where there are some."""
         if not self.use_ema:
             return
-        weights = list(var_list)
+        weights = [weight for weight in var_list if id(weight) in self._share_of]
         with self._distribution_strategy.program():
             self._fill(weights)
             super().finalize_variable_values([self._share_of[id(w)] for w in weights])
