@@ -1,5 +1,6 @@
 """The step of a mesh from the costs of its layers: by hand for small numbers."""
 
+import dataclasses
 import math
 
 import pytest
@@ -102,6 +103,11 @@ def test_sums_and_updates():
     shared = Machine(side_by_side=1.0)
     assert predict(costs, pieces(Mesh(data=3)), shared).update_seconds == pytest.approx(48.0)
     assert predict(costs, pieces(Mesh()), adding).sums_seconds == 0.0
+    # Three micro-batches are added to the first, in each stage, and then two replicas.
+    assert predict(costs, pieces(Mesh(2, 2), 4), adding).sums_seconds == pytest.approx(4 * 60 / 10)
+    alone = dataclasses.replace(adding, side_by_side=1.0)
+    found = predict(costs, pieces(Mesh(2, 2), 4), alone).sums_seconds
+    assert found == pytest.approx(2 * (2 * 3 + 1) * 60 / 10)
 
 
 def test_parts_add_up_what_they_exchange():

@@ -76,7 +76,7 @@ class Prediction:
     Attributes:
         overhead_seconds: Of a step with next to nothing to do, and of what replicas add to it.
         passes_seconds: Forward and backward, of all pieces.
-        sums_seconds: Of the replicas' gradients.
+        sums_seconds: Of the gradients of pieces and replicas.
         update_seconds: Of the optimizer.
         held_bytes: The most that each device of a replica holds, the first part of a stage.
         bubble: The share of the passes in which stages stand still.
@@ -203,13 +203,19 @@ def _share(layer: LayerCosts, pieces: Pieces) -> float:
 
 
 def _sums_seconds(stages, pieces, machine) -> float:
-    """Stages add up at the same time; where they share cores it is one after the other."""
-    replicas = pieces.mesh.data
-    if replicas == 1:
-        return 0.0
-    sizes = [sum(layer.trained_bytes for layer in stage.layers) for stage in stages]
-    seconds = [machine.sum_seconds(replicas, size) for size in sizes]
-    return max(max(seconds), sum(seconds) / machine.side_by_side)
+    """Each replica adds up its pieces', then the replicas' are added up.
+
+    Stages do so at the same time; where they share cores it is one after the other.
+    """
+    replicas, more_pieces = pieces.mesh.data, pieces.schedule.num_micro_batches - 1
+    longest = total = 0.0
+    for stage in stages:
+        size = sum(layer.trained_bytes for layer in stage.layers)
+        of_pieces = more_pieces * machine.sum_seconds(2, size)
+        of_replicas = machine.sum_seconds(replicas, size) if replicas > 1 else 0.0
+        longest = max(longest, of_pieces + of_replicas)
+        total += replicas * of_pieces + of_replicas
+    return max(longest, total / machine.side_by_side)
 
 
 def _update_seconds(update: Line, stages, pieces, machine) -> float:
