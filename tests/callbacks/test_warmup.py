@@ -62,6 +62,15 @@ def test_later_another_callback_may_lower_it():
     np.testing.assert_allclose(seen[4:], [0.4, *[0.01] * 5], rtol=1e-6)
 
 
+def test_an_execution_of_several_steps_may_pass_the_last_one():
+    model = build()
+    model.compile(keras.optimizers.SGD(7.0), "mse", steps_per_execution=4)
+    model.fit(*data(48), batch_size=4, callbacks=[LearningRateWarmup(0.1, 10)], verbose=0)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.09)  # Of steps 8 to 11.
+    model.fit(*data(64), batch_size=4, callbacks=[LearningRateWarmup(0.1, 22)], verbose=0)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+
+
 def test_an_accumulating_model_warms_up_by_updates():
     model = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"], sync="accumulate:3")
     seen = rates_of(LearningRateWarmup(0.3, 3), model)
@@ -86,6 +95,8 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     ("arguments", "message"),
     [
         ({"learning_rate": 0.0}, "`learning_rate`: a number above 0 is required"),
+        ({"learning_rate": None}, "`learning_rate`: a number above 0 is required. Received: lear"),
+        ({"num_steps": float("nan")}, "`num_steps`: a whole number"),
         ({"num_steps": 0}, "`num_steps`: a whole number of at least 1"),
         ({"initial": 2}, "`initial`: a fraction, from 0 to 1, is required. Received: initial=2"),
         ({"batch_size": 8}, "`scaling` must say how"),

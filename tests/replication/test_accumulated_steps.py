@@ -262,6 +262,76 @@ def test_the_noise_scale_is_that_of_the_examples(in_float64):
     assert noise.num_pairs == 0
 
 
+class Asks(keras.callbacks.Callback):
+    """Looks at the model in the middle of an update."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.ask = ask
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            self.ask(self.model)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: model.get_metrics_result(),
+        lambda model: model.predict(data()[0], verbose=0),
+        lambda model: model.evaluate(*data(), verbose=0),
+        lambda model: model.test_on_batch(*data()),
+    ],
+    ids=["metrics", "predict", "evaluate", "test_on_batch"],
+)
+def test_who_looks_in_the_middle_changes_nothing(in_float64, ask):
+    whole, model = on_replicas("SGD", 2), on_replicas("SGD", 2)
+    trained(whole, "SGD", ROWS)
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    options = {"batch_size": ROWS, "epochs": 2, "shuffle": False, "verbose": 0}
+    model.fit(*data(), callbacks=[Asks(ask)], **options)
+    assert apart(model, whole) < 1e-9
+
+
+def test_a_fit_that_is_interrupted_leaves_nothing_behind(in_float64):
+    def interrupt(model):
+        raise KeyboardInterrupt
+
+    model = on_replicas("SGD", 2, steps=100)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    before = state_of(model)[:4]
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*data(), batch_size=ROWS, verbose=0, callbacks=[Asks(interrupt)])
+    model.get_metrics_result()
+    for weight, expected in zip(state_of(model)[:4], before, strict=True):
+        np.testing.assert_array_equal(weight, expected)
+
+
+def test_a_model_with_nothing_to_train_goes_on(in_float64):
+    model = on_replicas("SGD", 2)
+    model.trainable = False
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    with pytest.warns(UserWarning, match="does not have any trainable weights"):
+        model.fit(*data(), batch_size=ROWS, verbose=0)
+
+
+def test_sums_of_half_precision_are_kept_in_float32():
+    def half():
+        policy = keras.mixed_precision.DTypePolicy("bfloat16")
+        return keras.Sequential([keras.Input((5,)), layers.Dense(1, use_bias=False, dtype=policy)])
+
+    x, y = np.ones((2048, 5)), np.ones((2048, 1))
+    kernels = []
+    for rows, sync in ((2, "accumulate:1024"), (2048, "every_step")):
+        model = tfparallel.data_parallel(
+            lambda: seeded(half), devices=["CPU:0", "CPU:1"], sync=sync
+        )
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+        kernels.append(np.asarray(model.get_weights()[0], "float32"))
+    np.testing.assert_allclose(*kernels, rtol=0.02, atol=0.01)
+
+
 class OwnStep(keras.Model):
     """Whatever it does in a step."""
 

@@ -120,6 +120,55 @@ def test_weights_that_others_write_count(in_float64):
     assert apart(model, one) < 1e-9
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+def test_moving_averages_are_of_weights_that_others_write_too(in_float64):
+    class Book(keras.Model):
+        """A weight that no gradient reaches, and a callback writes."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(3)
+
+        def build(self, shape):
+            self.code = self.add_weight(shape=(4,), initializer="ones", name="code")
+            self.dense.build(shape)
+
+        def call(self, x):
+            return self.dense(x)
+
+    class Writes(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.code.assign(np.full(4, 8.0))
+
+    def book():
+        model = Book()
+        model.build((None, 5))
+        return model
+
+    found = []
+    for model in (seeded(book), on_replicas(2, book)):
+        optimizer = optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+        found.append(trained(model, optimizer, callbacks=[Writes()]))
+    assert apart(*found) < 1e-9
+
+
+def test_averages_in_shares_are_not_swapped():
+    model = on_replicas(2)
+    model.compile(optimizers.SGD(0.1, use_ema=True), "mse")
+    with pytest.raises(ValueError, match="SwapEMAWeights with shard_optimizer=True"):
+        model.fit(*data(), callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
+
+
+def test_an_optimizer_may_be_built_twice(in_float64):
+    one, model = seeded(build), on_replicas(2)
+    optimizer = optimizers.Adam(0.05)
+    model.compile(optimizer, "mse")
+    for _ in range(2):
+        optimizer.build(model.trainable_variables)
+    model.fit(*data(), batch_size=8, epochs=3, shuffle=False, verbose=0)
+    assert apart(model, trained(one, optimizers.Adam(0.05))) < 1e-9
+
+
 def test_decay_leaves_out_what_it_is_told_to(in_float64):
     found = []
     for model in (seeded(build), on_replicas(2)):

@@ -63,6 +63,7 @@ def test_what_is_sent_may_be_compressed(job):
     [
         ("normalized", "batch normalization of all workers' rows, in layer"),
         ("state", "which writes 1 variables when it is called"),
+        ("stops", "TerminateOnNaN, which would stop one worker, and not the others"),
     ],
 )
 def test_what_follows_from_the_rows_of_all_workers_is_refused(job, case, message):
@@ -73,6 +74,12 @@ def test_what_follows_from_the_rows_of_all_workers_is_refused(job, case, message
 def test_each_replica_may_keep_its_share_of_the_optimizer(job):
     for seen in job:
         found = seen["sharded"]
-        assert found["weights"] < 1e-9 and found["accumulated"] < 1e-9 and found["resumed"] < 1e-9
+        for case in ("weights", "accumulated", "resumed", "backed up"):
+            assert found[case] < 1e-9
         # Two slots an element, on four replicas; the first kernel has five rows.
         assert 2 * found["elements"] / 4 <= found["held"] < 0.75 * found["elements"]
+
+
+@pytest.mark.slow
+def test_workers_that_shuffle_otherwise_are_told(job):
+    assert all("different batches" in seen["others' batches"] for seen in job)

@@ -83,10 +83,22 @@ def largest(history, other):
     return max(float(np.abs(np.subtract(history[k], other[k])).max()) for k in other)
 
 
-def refused(function):
+def refused(function, **options):
     try:
-        trained(parallel(function), ROWS)
+        trained(parallel(function), ROWS, **options)
     except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def refused_data(workers):
+    """Each worker shuffles in an order of its own."""
+    model = parallel(build)
+    model.compile("sgd", "mse")
+    shuffled = tf.data.Dataset.from_tensor_slices(data(64)).shuffle(64, workers.worker_index + 1)
+    try:
+        model.fit(shuffled.batch(ROWS), verbose=0)
+    except Exception as error:
         return str(error)
     return "trained"
 
@@ -172,6 +184,9 @@ def main(folder):
     trained(compressed := parallel(build), ROWS)
     workers.compression = None
     found["compressed"] = apart(compressed, whole)
+    found["others' batches"] = refused_data(workers)
+    nan = keras.callbacks.TerminateOnNaN()
+    found["stops"] = refused(lambda: build(), callbacks=[nan])
     found["normalized"] = refused(build_normalized)
     found["state"] = refused(build_with_state)
     return found
@@ -200,4 +215,11 @@ def sharded(workers, folder):
     checkpoint = tfparallel.callbacks.Checkpoint(folder + "/sharded")
     trained(resumed, ROWS, callbacks=[checkpoint])
     found["resumed"] = apart(resumed, whole)
+    backed = parallel(build, "every_step", shard_optimizer=True)
+    trained(backed, ROWS, epochs=1, optimizer=keras.optimizers.Adam(0.05))
+    backup = keras.callbacks.BackupAndRestore(folder + "/backup")  # With nothing to restore.
+    fitted = {"batch_size": ROWS, "shuffle": False, "verbose": 0}
+    backed.fit(*data(57), callbacks=[backup], **fitted)
+    trained(one := alone(build), ROWS, optimizer=keras.optimizers.Adam(0.05))
+    found["backed up"] = apart(backed, one)
     return found
