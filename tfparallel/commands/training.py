@@ -144,7 +144,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     report["sent_bytes_in_a_step"] = sent_bytes.in_a_step
     if form.name == "data":
         report |= {"sync": form.sync, "shard_optimizer": form.shard_optimizer or None}
-        if form.sync != "every_step":
+        if form.sync.startswith("accumulate"):
             report["steps_of_an_update"] = model.num_accumulated_steps
     if form.workers is not None:
         report["compression"] = form.strategy.compression
