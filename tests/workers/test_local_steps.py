@@ -67,13 +67,13 @@ def test_what_was_averaged_is_not_sent_again(job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", ["3", "5"])
+@pytest.mark.parametrize("every", ["3", "5"], ids="every {}".format)
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(job, every):
     assert [seen["resumed"][every] for seen in job] == [0, 0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", ["3", "5"])
+@pytest.mark.parametrize("every", ["3", "5"], ids="every {}".format)
 def test_an_epoch_ends_with_one_state_of_the_optimizer(job, every):
     """Also where its last step has averaged the weights, and no rows came after it."""
     assert [seen["state"][every] for seen in job] == [0, 0]
