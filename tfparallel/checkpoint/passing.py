@@ -14,7 +14,6 @@ import keras
 import numpy as np
 
 from tfparallel.checkpoint import state
-from tfparallel.extend import original_class
 
 __all__ = ["PassedSteps"]
 
@@ -62,7 +61,6 @@ class PassedSteps:
                 )
             if hasattr(self._model, "metrics_were_restored"):
                 self._model.metrics_were_restored()
-            # What extends it takes the first call outside of a step for the end of the epoch.
-            self._logs = original_class(self._model).get_metrics_result(self._model)
+            self._logs = self._model.get_metrics_result()
         self.num_calls += 1
         return self._logs

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from tfparallel.layout.costs import LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.schedule import Schedule
+from tfparallel.layout.schedule import Schedule, most_held
 from tfparallel.layout.simulator import StageSeconds, Timeline, simulate
 
 __all__ = ["Pieces", "Prediction", "predict"]
@@ -247,20 +247,15 @@ def _held_bytes(costs, stages, pieces, device) -> int:
                 share = _share(layer, pieces)
                 total += share * layer.state_bytes(all_gradients)
                 update = max(update, 0.0 if all_gradients else share * layer.update_bytes)
-    held = largest = 0.0
-    for instruction in schedule.instructions[device]:
-        stage = stages[instruction.stage]
+
+    def sizes(index: int) -> tuple[float, float]:
+        stage = stages[index]
         made = sum(_share(layer, pieces) * layer.activation_bytes(rows) for layer in stage.layers)
-        if instruction.stage == schedule.num_stages - 1:
+        if index == schedule.num_stages - 1:
             made += costs.loss_bytes(rows)
         sent = rows * stage.received_bytes
-        kept = sent + (made if pieces.recompute == "never" else 0.0)
-        again = made if pieces.recompute != "never" else 0.0
-        if instruction.kind == "forward":
-            held += kept
-            largest = max(largest, held + again)
-        else:
-            largest = max(largest, held + again)
-            held -= kept
+        return (sent + made, 0.0) if pieces.recompute == "never" else (sent, made)
+
+    largest = most_held(schedule.instructions[device], sizes)
     # Most activations are gone when a large weight is updated.
     return int(total + max(largest, update))

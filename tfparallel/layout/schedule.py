@@ -21,9 +21,16 @@ Parallelism", NeurIPS 2019 (arXiv 1811.06965). Narayanan et al., "PipeDream", SO
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["SCHEDULES", "Instruction", "Schedule", "ScheduleError", "make_schedule"]
+__all__ = [
+    "SCHEDULES",
+    "Instruction",
+    "Schedule",
+    "ScheduleError",
+    "make_schedule",
+    "most_held",
+]
 
 
 class ScheduleError(ValueError):
@@ -133,14 +140,29 @@ class Schedule:
 
         1F1B: at most K − d on device d of K. GPipe: M.
         """
-        most = []
-        for own in self.instructions:
-            held = largest = 0
-            for instruction in own:
-                held += 1 if instruction.kind == "forward" else -1
-                largest = max(largest, held)
-            most.append(largest)
-        return most
+        return [int(most_held(own, lambda stage: (1, 0))) for own in self.instructions]
+
+
+def most_held(
+    instructions: Iterable[Instruction], sizes: Callable[[int], tuple[float, float]]
+) -> float:
+    """The most that a device holds of the micro-batches in flight.
+
+    Args:
+        instructions: What the device does, in order.
+        sizes: Of a stage, how much stays from a micro-batch's forward pass to its backward pass,
+            and how much more is there during each of the two.
+    """
+    held = largest = 0.0
+    for instruction in instructions:
+        kept, meanwhile = sizes(instruction.stage)
+        if instruction.kind == "forward":
+            held += kept
+            largest = max(largest, held + meanwhile)
+        else:
+            largest = max(largest, held + meanwhile)
+            held -= kept
+    return largest
 
 
 def gpipe(num_devices: int, num_micro_batches: int) -> Iterator[list[Instruction]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from tfparallel.layout.schedule import Schedule
+from tfparallel.layout.schedule import Schedule, most_held
 from tfparallel.layout.simulator import StageSeconds, Timeline, simulate, theoretical_bubble
 from tfparallel.pipeline.pipeline_parallel import stages_by_layer
 from tfparallel.placement.costs import layer_costs
@@ -75,18 +75,14 @@ class PipelinePlan:
         """The most that a device holds at one time, as the schedule has it."""
         own = [stage for stage in self.stages if stage.device == device]
         total = sum(stage.state_bytes for stage in own)
-        held = largest = 0
-        for instruction in self.schedule.instructions[device]:
-            stage = self.stages[instruction.stage]
-            kept = stage.activation_bytes if self.recompute == "never" else stage.received_bytes
-            again = stage.activation_bytes if self.recompute != "never" else 0
-            if instruction.kind == "forward":
-                held += kept
-                largest = max(largest, held + again)
-            else:
-                largest = max(largest, held + again)
-                held -= kept
-        return total + largest
+
+        def sizes(index: int) -> tuple[int, int]:
+            stage = self.stages[index]
+            if self.recompute == "never":
+                return stage.activation_bytes, 0
+            return stage.received_bytes, stage.activation_bytes
+
+        return total + int(most_held(self.schedule.instructions[device], sizes))
 
     def as_json(self) -> dict[str, Any]:
         """All of it, as JSON holds it."""
