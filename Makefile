@@ -12,7 +12,7 @@ WITH_TORCH := $(if $(TORCH),--torch=$(TORCH))
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast test-gpu parity networks fuzz lint bench
+.PHONY: setup demo test test-fast nightly test-gpu parity networks fuzz lint bench
 
 setup: $(READY)
 
@@ -32,10 +32,14 @@ demo: $(READY)
 
 # Two processes: what takes long is tracing, which is one thread's work.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not nightly"
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly"
+
+# What `make test` leaves out, but for `make parity` and `make networks`: some ten minutes.
+nightly: $(READY)
+	$(BIN)/python -m pytest -n 2 -m nightly
 
 parity: $(READY)
 	$(BIN)/python -m tests.parity.table --write

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 import random
 import signal
 
@@ -21,6 +22,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # As `nohup` has it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Sub-processes find this checkout wherever they run, and start quickly.
+TOP = pathlib.Path(__file__).resolve().parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(TOP), str(TOP / "tests" / "quick_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 NUM_CPU_DEVICES = 4
 SEED = 7

@@ -1,7 +1,6 @@
 """Devices: names, the split, and every error on its text."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -10,7 +9,6 @@ import pytest
 
 from tfparallel import device_memory, devices
 
-TOP = pathlib.Path(__file__).parents[1]
 # Made by conftest.py.
 CPUS = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 without_gpu = pytest.mark.skipif(
@@ -22,7 +20,7 @@ def run_python(program, **environment):
     """Runs a program in a fresh process, whose runtime has not started."""
     return subprocess.run(
         [sys.executable, "-P", "-c", program],
-        env={**os.environ, "PYTHONPATH": str(TOP), "CUDA_VISIBLE_DEVICES": "-1", **environment},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **environment},
         capture_output=True,
         text=True,
         timeout=120,

@@ -108,7 +108,7 @@ def test_bad_flags_are_refused_before_anything_is_measured(flags, message):
     assert message in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_program_measures_every_contender(module, tmp_path):
     json_path, page_path = tmp_path / "figures.json", tmp_path / "RESULTS.md"
     done = run(

@@ -1,8 +1,6 @@
 """`Cluster.from_env`: each launcher, what it leaves open, and launchers that disagree."""
 
 import json
-import os
-import pathlib
 import shutil
 import subprocess
 import sys
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 
 from tfparallel import Cluster
 
-TOP = pathlib.Path(__file__).parents[2]
 DEADLINE_SECONDS = 60
 
 
@@ -168,7 +165,6 @@ def test_a_real_mpiexec():
     )
     finished = subprocess.run(
         ["mpiexec", "-n", "2", sys.executable, "-P", "-c", program],
-        env={**os.environ, "PYTHONPATH": str(TOP)},
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,

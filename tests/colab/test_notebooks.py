@@ -61,8 +61,7 @@ def test_it_installs_on_colab_alone(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(TOP))
+def test_it_runs(path):
     notebook = read(path)
     client = nbclient.NotebookClient(
         notebook,

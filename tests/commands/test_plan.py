@@ -32,7 +32,7 @@ def test_plan_ranks_every_mesh(tmp_path):
     assert steps == sorted(steps) and min(steps) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_exceeds_the_memory_is_listed_with_its_excess():
     code, shown, _ = run("plan", MLP, "--num_devices=2", "--device_memory=70KiB")
     assert code == 0

@@ -41,7 +41,7 @@ def run_script(text, folder, *launcher):
     done = subprocess.run(
         [*launcher, sys.executable, "train.py"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(TOP), "CUDA_VISIBLE_DEVICES": "-1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,

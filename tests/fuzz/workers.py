@@ -21,7 +21,8 @@ from tfparallel.cluster.supervisor import run
 
 from .judge import CRASH, OneDevice, Outcome, judge
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+SEARCHED = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "quick_start")])
 NAME = "workers"
 
 
@@ -48,7 +49,7 @@ def _start(folder: str, num_workers: int, num_devices: int, seconds: float):
     processes = []
     for worker in range(num_workers):
         place = Place(addresses, worker, worker, num_workers, 0, f"127.0.0.1:{ports[0]}", "fuzz", 0)
-        environment = {**worker_environment(dict(os.environ), place), "PYTHONPATH": str(ROOT)}
+        environment = {**worker_environment(dict(os.environ), place), "PYTHONPATH": SEARCHED}
         command = [sys.executable, "-m", "tests.fuzz.workers", folder, str(num_devices)]
         processes.append(Process(worker, command, environment))
     return run(processes, timeout_seconds=seconds)

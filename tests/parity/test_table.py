@@ -76,8 +76,8 @@ def test_the_page_begins_with_the_introduction_and_says_what_was_not_run():
     assert not_run == {case.feature for case in ALL} - run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(upstream.TASKS) if table.MODE else ["gan"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", upstream.TASKS)
 def test_what_tensorflows_own_strategy_does_with_the_task(name):
     row = upstream.table_row(name)
     if table.MODE != "write":

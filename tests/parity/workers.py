@@ -23,7 +23,8 @@ from tfparallel.cluster.environment import Place, worker_environment
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.supervisor import Program, run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+SEARCHED = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "quick_start")])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _start(names, num_workers, num_devices, path):
             Program(
                 worker,
                 [*command, *names],
-                {**environment, "PYTHONPATH": str(ROOT), "TFPARALLEL_PARITY_WORKERS": path},
+                {**environment, "PYTHONPATH": SEARCHED, "TFPARALLEL_PARITY_WORKERS": path},
             )
         )
     return run(programs, timeout_seconds=60 + 120 * len(names))

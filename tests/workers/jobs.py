@@ -88,7 +88,7 @@ def _programs(
 ) -> list[Program]:
     *ports, master = free_ports(num_workers + 1)
     addresses = [f"127.0.0.1:{port}" for port in ports]
-    inherited = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    inherited = {**os.environ, **environment}
     programs = []
     for worker in range(num_workers):
         place = Place(

@@ -20,8 +20,10 @@ RETURNING = ("workers_that_disagree", "what_cannot_be_sent", "a_barrier_names_wh
 @pytest.fixture(
     name="job",
     scope="module",
-    params=[(3, 1, "ring_tuned"), (2, 2, "mpi")],
-    ids=["3", "2 x 2 by MPI"],
+    params=[
+        pytest.param((3, 1, "ring_tuned"), id="3", marks=pytest.mark.nightly),
+        pytest.param((2, 2, "mpi"), id="2 x 2 by MPI"),
+    ],
 )
 def run_job(request):
     """What each worker saw, by check; one job for all of them."""

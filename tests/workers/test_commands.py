@@ -26,7 +26,7 @@ def run(*arguments, cwd, timeout_seconds=150, **environment):
     process = subprocess.Popen(
         [*TFPARALLEL, *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": ROOT, **environment},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -25,7 +25,10 @@ def run_job(transport, tmp_path_factory):
     return run_workers(PROGRAM, 2, 2, arguments, timeout_seconds=240)
 
 
-@pytest.fixture(scope="module", params=["mpi", "ring_tuned"])
+OTHER = pytest.param("ring_tuned", marks=pytest.mark.nightly)
+
+
+@pytest.fixture(scope="module", params=["mpi", OTHER])
 def transport(request):
     return request.param
 

@@ -24,7 +24,7 @@ def test_it_is_one_step_on_a_larger_batch(job, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["jit_compile", "steps_per_execution", "evaluates"])
+@pytest.mark.parametrize("option", ["jit_compile", "evaluates"])
 def test_options_of_keras(job, option):
     """A callback may evaluate in the middle of an epoch, too."""
     assert all(seen[option] < 1e-12 for seen in job)

@@ -131,8 +131,7 @@ def main(folder):
     whole = parallel(build)
     trained(whole, ROWS)
     for name, options in (
-        ("jit_compile", {"jit_compile": True}),
-        ("steps_per_execution", {"steps_per_execution": 2}),
+        ("jit_compile", {"jit_compile": True, "steps_per_execution": 2}),
         ("evaluates", {"callbacks": [Evaluates()]}),
     ):
         model = parallel(build)
