@@ -13,6 +13,8 @@ import os
 import keras
 import numpy as np
 
+EPOCHS = 12
+
 # Fixed, so that every run holds out the same examples whatever its own seed.
 SPLIT_SEED = 0
 VALIDATION_SHARE = 0.2

@@ -25,6 +25,7 @@ ROWS = [
     ["bench"],
     ["strategies", "checkpoint"],
     ["callbacks"],
+    ["asynchronous"],
     ["replication", "placement"],
     ["pipeline", "layers"],
     ["hybrid"],

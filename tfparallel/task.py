@@ -11,6 +11,8 @@ arrays or nested structures of them; files, by `tfparallel.data.TFRecords` or
 `NPZShards`; a `keras.utils.PyDataset`, whose batches stay as they are; or a
 `tf.data.Dataset` of single examples. `validation` may be None.
 
+`EPOCHS = 12`, by choice, is how often `train` passes over the data.
+
 The file itself imports Keras; this module imports neither Keras nor
 TensorFlow before a function of the task is called.
 """
@@ -43,11 +45,13 @@ class Task:
         path: The path of the file.
         name: The file's name without its ending.
         functions: The user's own functions by name.
+        epochs: How often to pass over the data, if the file says so.
     """
 
     path: str
     name: str
     functions: dict[str, Callable[..., Any]] = dataclasses.field(repr=False)
+    epochs: int | None = None
 
     def build_model(self) -> Any:
         """Returns the user's model.
@@ -141,11 +145,14 @@ def load_task(path: str) -> Task:
             problems.append(f"{signature} must be a function. Received: {function} = {received}")
         else:
             functions[function] = getattr(module, function)
+    epochs = getattr(module, "EPOCHS", None)
+    if epochs is not None and (not isinstance(epochs, int) or epochs < 1):
+        problems.append(f"EPOCHS must be a whole number of at least 1. Received: EPOCHS={epochs!r}")
     if problems:
         raise TaskError(
             _listed(f"The task file {path} must define {', '.join(_SIGNATURES)}", problems)
         )
-    return Task(path=path, name=name, functions=functions)
+    return Task(path=path, name=name, functions=functions, epochs=epochs)
 
 
 def _import(path: str, name: str) -> Any:

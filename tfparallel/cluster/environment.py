@@ -10,7 +10,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 
-__all__ = ["ALL_REDUCE", "Place", "available_cores", "core_shares", "worker_environment"]
+__all__ = [
+    "ALL_REDUCE",
+    "Place",
+    "available_cores",
+    "core_shares",
+    "job_environment",
+    "worker_environment",
+]
 
 # Says what carries tensors between workers where a program does not.
 ALL_REDUCE = "TFPARALLEL_ALL_REDUCE"
@@ -59,14 +66,9 @@ def worker_environment(inherited: Mapping[str, str], place: Place) -> dict[str, 
             the user's own and are kept.
         place: The worker's place.
     """
-    num_threads = max(1, len(available_cores()) // place.num_local_workers)
     master_host, _, master_port = place.master.rpartition(":")
-    return {
-        **_MALLOC,
-        **dict.fromkeys(_THREADS, str(num_threads)),
-        # Into a pipe Python would write in blocks, and its last words would be lost in a crash.
-        "PYTHONUNBUFFERED": "1",
-        **inherited,
+    shared = job_environment(inherited, place.num_local_workers, place.token, place.restart_count)
+    return shared | {
         "TF_CONFIG": json.dumps(
             {
                 "cluster": {"worker": list(place.addresses)},
@@ -81,8 +83,29 @@ def worker_environment(inherited: Mapping[str, str], place: Place) -> dict[str, 
         "MASTER_ADDR": master_host.strip("[]"),
         "MASTER_PORT": master_port,
         "TORCHELASTIC_RESTART_COUNT": str(place.restart_count),
-        "TFPARALLEL_RESTART_COUNT": str(place.restart_count),
-        "TFPARALLEL_JOB_TOKEN": place.token,
+    }
+
+
+def job_environment(
+    inherited: Mapping[str, str], num_local_workers: int, token: str, restart_count: int
+) -> dict[str, str]:
+    """Returns what is the same for all processes of a job on a host.
+
+    Args:
+        inherited: As for `worker_environment`.
+        num_local_workers: How many share the host's cores.
+        token: The job's secret.
+        restart_count: How often the job has been restarted.
+    """
+    num_threads = max(1, len(available_cores()) // num_local_workers)
+    return {
+        **_MALLOC,
+        **dict.fromkeys(_THREADS, str(num_threads)),
+        # Into a pipe Python would write in blocks, and its last words would be lost in a crash.
+        "PYTHONUNBUFFERED": "1",
+        **inherited,
+        "TFPARALLEL_RESTART_COUNT": str(restart_count),
+        "TFPARALLEL_JOB_TOKEN": token,
     }
 
 

@@ -7,13 +7,15 @@ from tfparallel.cluster.environment import (
     Place,
     available_cores,
     core_shares,
+    job_environment,
     worker_environment,
 )
 from tfparallel.cluster.nodes import NodeMeeting
 from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.roles import Roles
 from tfparallel.cluster.supervisor import Program
 
-__all__ = ["host_programs", "meet_alone"]
+__all__ = ["host_programs", "meet_alone", "programs_with_servers"]
 
 
 def meet_alone(num_workers: int) -> NodeMeeting:
@@ -79,4 +81,48 @@ def host_programs(
         )
         environment = worker_environment(inherited, place)
         programs.append(Program(place.worker, command, environment, cores[local_rank]))
+    return programs
+
+
+def programs_with_servers(
+    command: Sequence[str],
+    inherited: Mapping[str, str],
+    *,
+    num_workers: int,
+    num_servers: int,
+    restart_count: int = 0,
+) -> list[Program]:
+    """Makes the programs of a job with servers of weights, all on this host.
+
+    Args:
+        command: What each process runs.
+        inherited: The environment to start from; see `worker_environment`.
+        num_workers: How many processes compute gradients; the job goes on without all but one.
+        num_servers: How many hold the weights.
+        restart_count: How often the job has been restarted.
+
+    Returns:
+        Those of the workers, of the servers, and of the chief, with whose end the job ends.
+
+    Raises:
+        RuntimeError: If the host has too few free ports.
+    """
+    chief, *ports = (f"127.0.0.1:{port}" for port in free_ports(1 + num_workers + num_servers))
+    workers, servers = tuple(ports[:num_workers]), tuple(ports[num_workers:])
+    tasks = [("worker", index) for index in range(num_workers)]
+    tasks += [*(("ps", index) for index in range(num_servers)), ("chief", 0)]
+    shared = job_environment(inherited, num_workers, secrets.token_hex(16), restart_count)
+    programs = []
+    for number, (kind, index) in enumerate(tasks):
+        roles = Roles(chief, workers, servers, kind, index)
+        programs.append(
+            Program(
+                number,
+                command,
+                shared | {"TF_CONFIG": roles.to_tf_config()},
+                name=kind if kind == "chief" else f"{kind} {index}",
+                is_spare=kind == "worker",
+                ends_job=kind == "chief",
+            )
+        )
     return programs

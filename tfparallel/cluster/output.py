@@ -11,7 +11,7 @@ import re
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
 __all__ = ["Prefixer", "Reader", "last_lines"]
@@ -118,8 +118,17 @@ class Prefixer:
     the line is ended first.
     """
 
-    def __init__(self, stdout: BinaryIO, stderr: BinaryIO):
-        """Takes the two binary streams to write to; they may be the same file."""
+    def __init__(
+        self, stdout: BinaryIO, stderr: BinaryIO, names: Mapping[int, str] | None = None
+    ):
+        """Takes the two binary streams to write to, which may be the same file.
+
+        Args:
+            stdout: Where standard output goes.
+            stderr: Where standard error goes.
+            names: What to call workers, by index; by their indices if absent.
+        """
+        self._names = names or {}
         self._streams = {"stdout": stdout, "stderr": stderr}
         # What stands in the last line: one state for a terminal that both streams lead to.
         self._states = {}
@@ -170,7 +179,7 @@ class Prefixer:
                 stream.flush()
 
     def _prefix(self, worker, stream, last, content):
-        name = b"[%d]" % worker
+        name = b"[%s]" % self._names.get(worker, str(worker)).encode()
         if self._colours[stream]:
             name = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[worker % len(_COLOURS)], name)
             if last == b"\r":

@@ -63,12 +63,18 @@ class Program:
         command: The program and its arguments.
         environment: Its whole environment.
         cores: The CPU cores it may use; all that this process may use if empty.
+        name: What to call it, if not by its index.
+        is_spare: Whether the job goes on without it, for as long as another such is left.
+        ends_job: Whether the job has succeeded as soon as it has.
     """
 
     worker: int
     command: Sequence[str]
     environment: Mapping[str, str]
     cores: Sequence[int] = ()
+    name: str = ""
+    is_spare: bool = False
+    ends_job: bool = False
 
 
 class Job:
@@ -81,6 +87,7 @@ class Job:
         on_output: Callable[[int, str, bytes], None] | None = None,
         grace_seconds: float = GRACE_SECONDS,
         news: NodeNews | None = None,
+        on_lost: Callable[[WorkerExit], None] | None = None,
     ):
         """Starts all programs.
 
@@ -91,7 +98,10 @@ class Job:
                 the job.
             grace_seconds: How long a worker that is to stop has until it is killed.
             news: How the job's other hosts fare, if it has any. The caller closes it.
+            on_lost: Called with how a spare program has ended without which the job goes on.
         """
+        self._on_lost = on_lost or (lambda _: None)
+        self._told_lost: list[_Worker] = []
         self._news = news or NodeNews()
         self._grace_seconds = grace_seconds
         self._started_at = time.monotonic()
@@ -155,7 +165,8 @@ class Job:
         """Whether the job has failed, or succeeded on every host."""
         if self._failures() or self._news.is_bad:
             return True
-        if not self._all_ended():
+        self._tell_lost()
+        if not self._all_ended() and not self._is_over():
             return False
         if not self._has_told_success:
             self._has_told_success = True
@@ -212,8 +223,21 @@ class Job:
     def _all_ended(self):
         return all(worker.returncode is not None for worker in self._workers)
 
+    def _tell_lost(self):
+        for worker in self._workers:
+            if worker.program.is_spare and worker.returncode and worker not in self._told_lost:
+                self._told_lost.append(worker)
+                self._on_lost(self._exit_of(worker))
+
+    def _is_over(self):
+        return any(w.program.ends_job and w.returncode == 0 for w in self._workers)
+
     def _failures(self):
-        return [worker for worker in self._workers if worker.returncode]
+        failed = [worker for worker in self._workers if worker.returncode]
+        spare = [worker for worker in self._workers if worker.program.is_spare]
+        if all(worker.returncode for worker in spare):
+            return failed
+        return [worker for worker in failed if not worker.program.is_spare]
 
     def _close(self):
         """Has the guardians kill what is left, and waits for them."""
@@ -235,8 +259,9 @@ class Job:
             worker=worker.program.worker,
             returncode=worker.returncode,
             time_seconds=worker.ended_at - self._started_at,
-            stopped=worker.ended_at > self._stopping_at,
+            stopped=self._stopping_at is not None and worker.ended_at > self._stopping_at,
             tail=tuple(last_lines(self._reader.tail(worker.program.worker), _TAIL_LINES)),
+            name=worker.program.name,
         )
 
 
@@ -247,6 +272,7 @@ def run(
     grace_seconds: float = GRACE_SECONDS,
     timeout_seconds: float | None = None,
     news: NodeNews | None = None,
+    on_lost: Callable[[WorkerExit], None] | None = None,
 ) -> Outcome:
     """Runs a job to its end.
 
@@ -256,6 +282,7 @@ def run(
         grace_seconds: As for `Job`.
         timeout_seconds: As for `Job.wait`.
         news: As for `Job`.
+        on_lost: As for `Job`.
 
     Returns:
         The outcome, with no process left, however the function is left.
@@ -263,7 +290,9 @@ def run(
     Raises:
         Exception: What `on_output` raised.
     """
-    job = Job(programs, on_output=on_output, grace_seconds=grace_seconds, news=news)
+    job = Job(
+        programs, on_output=on_output, grace_seconds=grace_seconds, news=news, on_lost=on_lost
+    )
     return job.wait(timeout_seconds)
 
 

@@ -34,8 +34,8 @@ _EXTRA_KEYS = (
 )
 _EXTRA_TASK_KEYS = ("cloud", "trial")
 _UNSUPPORTED = {
-    "ps": "parameter servers are not supported, since every worker takes part in every step; "
-    "name the workers alone",
+    "ps": "servers of parameters are for data_parallel(…, sync='async') alone; elsewhere every "
+    "worker takes part in every step: name the workers alone",
     "master": "TensorFlow's word for it is 'chief' now; write that",
 }
 

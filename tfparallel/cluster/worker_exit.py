@@ -44,6 +44,7 @@ class WorkerExit:
         stopped: Whether the job was being stopped by then.
         tail: The last lines of its output.
         node: The other host that it ran on; None on this one.
+        name: What to call it, if not by its index.
     """
 
     worker: int
@@ -52,6 +53,7 @@ class WorkerExit:
     stopped: bool
     tail: tuple[str, ...] = ()
     node: int | None = None
+    name: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -65,7 +67,8 @@ class WorkerExit:
         else:
             how = f"was killed by {_signal_name(-self.returncode)}"
         where = "" if self.node is None else f" of node {self.node}"
-        return f"worker {self.worker}{where} {how} after {self.time_seconds:.1f} s"
+        who = self.name or f"worker {self.worker}"
+        return f"{who}{where} {how} after {self.time_seconds:.1f} s"
 
     def explain(self) -> str:
         """Returns what `describe` does, what it may mean, and the last lines of the output."""

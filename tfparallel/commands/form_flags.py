@@ -102,7 +102,8 @@ def common_flags() -> flags.FlagValues:
         "sync",
         None,
         f"For data: when the weights are updated, and workers agree, {synchronization.FORMS}. "
-        "every_step if absent; the last two are not exact, and for several workers.",
+        "every_step if absent; from local_sgd on they are not exact, and for several workers, and "
+        "async is for `tfparallel launch --num_ps=1`.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -229,6 +230,8 @@ def _update_problems(values: flags.FlagValues) -> list[str]:
         policy = synchronization.Synchronization.parse(values.sync)
     except ValueError as error:
         return [f"--sync: {error}"]
+    if policy.is_async:
+        return _async_problems(values)
     if policy.is_local and values.compression is not None:
         return [
             "--compression is of gradients, and workers that step by themselves send weights. "
@@ -240,6 +243,27 @@ def _update_problems(values: flags.FlagValues) -> list[str]:
             f"--sync={values.sync} with --shard_optimizer. Drop one."
         ]
     return []
+
+
+_NOT_ASYNC = (
+    "devices", "num_devices", "num_workers", "all_reduce", "bucket_bytes", "compression",
+    "shard_optimizer", "inject", "checkpoint_every_steps",
+)  # fmt: skip
+
+
+def _async_problems(values: flags.FlagValues) -> list[str]:
+    """Returns which flags do not go with asynchronous workers."""
+    given = [name for name in _NOT_ASYNC if name in values and getattr(values, name)]
+    given += ["strategy"] if values.strategy != "auto" else []
+    if "jit_compile" in values and values.jit_compile == "true":
+        given.append("jit_compile=true")
+    if "precision" in values and values.precision == "mixed_float16":
+        given.append("precision=mixed_float16")
+    return [
+        "Asynchronous workers sum no gradients, and are the processes of the job. Received: "
+        f"--{name} with --sync={values.sync}. Drop one; --sync=every_step goes with all."
+        for name in given
+    ]
 
 
 def common_problems(values: flags.FlagValues) -> list[str]:

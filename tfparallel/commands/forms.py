@@ -9,6 +9,9 @@ import keras
 from absl import flags
 
 from tfparallel import devices as device_lib
+from tfparallel.asynchronous.in_flight import steps_ahead
+from tfparallel.asynchronous.servers import join
+from tfparallel.cluster.roles import Roles
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.choice import all_reduce_report
@@ -45,6 +48,7 @@ class Form:
             it: `all_reduce` and `calibrate`.
         sync: When the weights are updated, as `data_parallel` takes it.
         shard_optimizer: Whether each replica keeps its share of the optimizer.
+        num_servers: How many processes hold the weights of asynchronous workers; 0 for none.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Form:
     all_reduce: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sync: str = "every_step"
     shard_optimizer: bool = False
+    num_servers: int = 0
 
     @property
     def workers(self):
@@ -68,6 +73,8 @@ class Form:
     @property
     def num_workers(self) -> int:
         """How many processes train the model."""
+        if self.num_servers:
+            return len(self.devices)
         return self.workers.num_workers if self.workers is not None else 1
 
     @property
@@ -95,6 +102,8 @@ class Form:
         except PlacementError as error:
             raise UsageError(str(error)) from error
         update = {"sync": self.sync, "shard_optimizer": self.shard_optimizer}
+        if self.num_servers:
+            return data_parallel(build_model, sync=self.sync)
         if self.strategy is not None:
             return data_parallel(build_model, self.strategy, **update)
         if self.all_reduce and len(self.devices) > 1:
@@ -141,6 +150,12 @@ class Form:
                 f"{self.cut['num_micro_batches']} micro-batches through {number} ({names}), "
                 f"schedule {self.cut['schedule']}"
             )
+        if self.num_servers:
+            return (
+                f"data parallel on {self.num_workers} workers, which do not wait for each other, "
+                f"weights on {self.num_servers} server{'s' * (self.num_servers > 1)}, sync "
+                f"{self.sync}"
+            )
         sync = "" if self.sync == "every_step" else f", sync {self.sync}"
         sync += ", the optimizer in shares" if self.shard_optimizer else ""
         if self.workers is not None:
@@ -165,6 +180,8 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     """
     try:
         hide_gpus_if_unused(values)
+        if Synchronization.parse(values.sync or "every_step").is_async:
+            return _form_with_servers(values, facts)
         cluster = Cluster.from_env()
         is_worker = (
             cluster.num_workers > 1
@@ -226,6 +243,24 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
     except RuntimeError as error:
         raise StartError(str(error)) from error
     return Form(values.parallel, devices, strategy, cut=_cut(values), **update)
+
+
+def _form_with_servers(values, facts) -> Form:
+    """In the chief the form; the other processes serve it, and do not come back."""
+    roles, policy = Roles.from_env(), Synchronization.parse(values.sync)
+    if roles is None:
+        raise UsageError(
+            "--sync=async needs a job with servers of the weights. Received: none (TF_CONFIG "
+            "lists no 'ps'). Start it by `tfparallel launch --nproc_per_node=2 --num_ps=1 -- …`."
+        )
+    if policy.staleness is not None:
+        steps_ahead(policy.staleness, len(roles.workers))
+    try:
+        servers = join(roles, start_timeout=values.start_timeout, facts=facts)
+    except RuntimeError as error:
+        raise StartError(str(error)) from error
+    devices = list(servers.layout.devices)
+    return Form("data", devices, sync=values.sync, num_servers=len(roles.servers))
 
 
 def hide_gpus_if_unused(values: flags.FlagValues) -> None:

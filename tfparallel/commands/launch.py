@@ -11,7 +11,7 @@ from absl import flags
 
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import ALL_REDUCE, available_cores, core_shares
-from tfparallel.cluster.host_share import host_programs, meet_alone
+from tfparallel.cluster.host_share import host_programs, meet_alone, programs_with_servers
 from tfparallel.cluster.nodes import meet
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.ports import free_ports
@@ -40,6 +40,13 @@ def main(arguments: Sequence[str]) -> int:
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_integer("nproc_per_node", 1, "Workers on this host.", flag_values=values)
+    flags.DEFINE_integer(
+        "num_ps",
+        None,
+        "For --sync=async: servers that hold the weights. They and a chief, which runs the program "
+        "and deals out its batches, are started beside the workers.",
+        flag_values=values,
+    )
     flags.DEFINE_integer("nnodes", 1, "Hosts of the job.", flag_values=values)
     flags.DEFINE_integer(
         "node_rank", None, "This host's index, from 0; with --nnodes.", flag_values=values
@@ -119,6 +126,7 @@ def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
         problems.append(
             f"--start_timeout must be positive. Received: --start_timeout={values.start_timeout}."
         )
+    problems += _server_problems(values)
     problems += _node_problems(values)
     if values.bind_cores and values.nproc_per_node >= 1:
         if not hasattr(os, "sched_setaffinity"):
@@ -142,6 +150,22 @@ def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
                 )
     problems += _command_problems(command)
     return problems
+
+
+def _server_problems(values):
+    if values.num_ps is None:
+        return []
+    if values.num_ps < 1:
+        return [f"--num_ps must be at least 1. Received: --num_ps={values.num_ps}."]
+    given = [name for name in ("bind_cores", "transport") if getattr(values, name)]
+    if values.nnodes != 1:
+        given.append("nnodes")
+    return [
+        f"--num_ps is for a job on this host, whose processes sum no gradients. Received: --{name} "
+        f"with --num_ps={values.num_ps}. Drop --{name}; on several hosts, name all processes in "
+        "TF_CONFIG."
+        for name in given
+    ]
 
 
 def _node_problems(values):
@@ -242,21 +266,36 @@ def _run_with_restarts(values, command):
 
 def _run_once(values: flags.FlagValues, command: Sequence[str], attempt: int) -> Outcome:
     chosen = {} if values.transport is None else {ALL_REDUCE: values.transport}
-    meeting = _meet(values, attempt)
     with contextlib.ExitStack() as stack:
-        news = stack.enter_context(meeting.news)
-        programs = host_programs(
-            meeting,
-            command,
-            os.environ | chosen,
-            node_rank=values.node_rank or 0,
-            restart_count=attempt,
-            bind_cores=values.bind_cores,
-        )
-        screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer)
+        news = None
+        if values.num_ps is not None:
+            programs = programs_with_servers(
+                command,
+                os.environ,
+                num_workers=values.nproc_per_node,
+                num_servers=values.num_ps,
+                restart_count=attempt,
+            )
+        else:
+            meeting = _meet(values, attempt)
+            news = stack.enter_context(meeting.news)
+            programs = host_programs(
+                meeting,
+                command,
+                os.environ | chosen,
+                node_rank=values.node_rank or 0,
+                restart_count=attempt,
+                bind_cores=values.bind_cores,
+            )
+        names = {program.worker: program.name for program in programs if program.name}
+        screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer, names)
         on_output = _keeping(values, programs, attempt, screen.write, stack)
         outcome = run(
-            programs, on_output=on_output, grace_seconds=values.grace_seconds, news=news
+            programs,
+            on_output=on_output,
+            grace_seconds=values.grace_seconds,
+            news=news,
+            on_lost=lambda exit_: _say(f"{exit_.describe()}; the job goes on without it"),
         )
         screen.finish()
         return outcome
@@ -292,7 +331,8 @@ def _keeping(
     suffix = f".restart_{attempt}" if attempt else ""
     logs = {}
     for program in programs:
-        path = os.path.join(values.log_dir, f"worker_{program.worker}{suffix}.log")
+        name = program.name.replace(" ", "_") or f"worker_{program.worker}"
+        path = os.path.join(values.log_dir, f"{name}{suffix}.log")
         logs[program.worker] = stack.enter_context(open(path, "wb", buffering=0))
 
     def keep_and_show(worker, stream, text):
@@ -304,8 +344,10 @@ def _keeping(
 
 def _report(cause: str, outcome: Outcome) -> None:
     _say(cause)
-    stopped = [str(exit_.worker) for exit_ in outcome.exits if exit_.stopped]
-    if stopped:
+    stopped = [exit_.name or str(exit_.worker) for exit_ in outcome.exits if exit_.stopped]
+    if any(exit_.name for exit_ in outcome.exits):
+        _say(f"stopped {', '.join(stopped)}")
+    elif stopped:
         _say(f"stopped worker{'s' * (len(stopped) > 1)} {', '.join(stopped)}")
 
 

@@ -31,7 +31,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def _flags() -> flags.FlagValues:
     values = common_flags()
-    flags.DEFINE_integer("epochs", 1, "How often the data is passed over.", flag_values=values)
+    flags.DEFINE_integer(
+        "epochs",
+        None,
+        "How often the data is passed over. As often as EPOCHS in the task file says if absent, or "
+        "once.",
+        flag_values=values,
+    )
     flags.DEFINE_integer(
         "steps_per_epoch", None, "Batches in an epoch; one pass if absent.", flag_values=values
     )
@@ -68,7 +74,7 @@ def _flags() -> flags.FlagValues:
 
 def _problems(values: flags.FlagValues) -> list[str]:
     problems = common_problems(values)
-    if values.epochs < 1:
+    if values.epochs is not None and values.epochs < 1:
         problems.append(f"At least one epoch is required. Received: --epochs={values.epochs}.")
     if values.steps_per_epoch is not None and values.steps_per_epoch < 1:
         problems.append(

@@ -103,7 +103,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
     try:
         model.fit(
             batches.dataset,
-            epochs=values.epochs,
+            epochs=values.epochs or task.epochs or 1,
             validation_data=validation,
             callbacks=callbacks,
             shuffle=False,  # The batches come shuffled.
@@ -146,6 +146,12 @@ def train(path: str, values: flags.FlagValues) -> Result:
         report |= {"sync": form.sync, "shard_optimizer": form.shard_optimizer or None}
         if form.sync.startswith("accumulate"):
             report["steps_of_an_update"] = model.num_accumulated_steps
+    if form.num_servers:
+        report |= {"num_servers": form.num_servers, "staleness": model.staleness}
+        report["num_reductions"] = 0  # Nothing is summed between workers.
+        number = model.staleness["updates"]
+        of_a_step = model.bytes_of_a_step
+        report["sent_bytes"] = {name: number * size for name, size in of_a_step.items()}
     if form.workers is not None:
         report["compression"] = form.strategy.compression
         report["sent_bytes"] = form.workers.traffic.read()
@@ -172,7 +178,7 @@ def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
 
 def _report_of_data(form, batches, model, global_batch_size) -> dict[str, Any]:
     report = batches.report()
-    if form.name == "data":
+    if form.name == "data" and not form.num_servers:
         rows = rows_by_replica(model.distribute_strategy, global_batch_size)
         report |= {"partition": "batch", "rows_of_a_full_batch": rows}
     return report

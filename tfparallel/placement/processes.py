@@ -19,7 +19,6 @@ What is written eagerly to a variable of another process is waited for (`strateg
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.cluster.address import split_address
+from tfparallel.cluster.presence import hold_until_gone, wait_for_server
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives.between_workers import WorkerLostError, naming_lost_worker
 from tfparallel.peers import meet_peers
@@ -39,11 +38,6 @@ __all__ = ["connect_to_cluster", "has_others", "naming_lost_process", "peak_memo
 
 # A step that waits for a process that has ended is given this long to fail by itself.
 _GRACE_SECONDS = 10.0
-_CONNECT_SECONDS = 3.0
-# So often in a row is a connection refused by a process that has ended.
-_REFUSALS, _REFUSED_SECONDS = 3, 0.2
-# A host that does not answer at all is gone after this long.
-_SILENCE_SECONDS = 15.0
 _LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
 
 # What a process has made is sent by a thread of this pool. Its only thread would send it when
@@ -155,8 +149,8 @@ def _serve(addresses: Sequence[str], index: int, start_timeout: float) -> None:
     cluster = tf.train.ClusterSpec({"worker": list(addresses)})
     with quiet_stderr():
         server = tf.distribute.Server(cluster, job_name="worker", task_index=index)
-    _wait_for_server(addresses[0], time.monotonic() + start_timeout)
-    _hold_until_gone(addresses[0])
+    wait_for_server(addresses[0], time.monotonic() + start_timeout)
+    hold_until_gone(addresses[0])
     sys.stdout.flush()
     sys.stderr.flush()
     del server
@@ -165,7 +159,7 @@ def _serve(addresses: Sequence[str], index: int, start_timeout: float) -> None:
 
 def _watch(index: int) -> None:
     """Notes in process 0 that another has ended, and ends what would wait for it for ever."""
-    _hold_until_gone(_addresses[index])
+    hold_until_gone(_addresses[index])
     _lost[index] = _addresses[index]
     if _told.wait(_GRACE_SECONDS):
         return
@@ -179,41 +173,11 @@ def _wait_for_servers(addresses: Sequence[str], start_timeout: float) -> None:
     """Waits until each other process, which was there a moment ago, executes."""
     deadline = time.monotonic() + start_timeout
     for index, address in enumerate(addresses[1:], start=1):
-        if not _wait_for_server(address, deadline):
+        if not wait_for_server(address, deadline):
             raise RuntimeError(
                 f"Process {index} ({address}) was met, and has not started to serve within "
                 f"{start_timeout:.0f} s. Every process is required. See its output."
             )
-
-
-def _wait_for_server(address: str, deadline: float) -> bool:
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            socket.create_connection(split_address(address), _CONNECT_SECONDS).close()
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def _hold_until_gone(address: str) -> None:
-    """Holds connections to a process until nobody listens there any more.
-
-    TensorFlow closes one that says nothing, so that the next must be tried; and on a busy host an
-    answer may be slow, where a process that has ended refuses at once.
-    """
-    misses, seen = 0, time.monotonic()
-    while misses < _REFUSALS and time.monotonic() - seen < _SILENCE_SECONDS:
-        try:
-            with socket.create_connection(split_address(address), _CONNECT_SECONDS) as connection:
-                connection.settimeout(None)
-                while connection.recv(4096):
-                    pass
-            misses, seen = 0, time.monotonic()
-        except ConnectionRefusedError:
-            misses += 1
-            time.sleep(_REFUSED_SECONDS)
-        except OSError:
-            time.sleep(_REFUSED_SECONDS)
 
 
 def _explanation() -> str:

@@ -2,10 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
 from tfparallel import devices as device_lib
+from tfparallel.asynchronous.asynchronous_model import extend_model as extend_asynchronous
+from tfparallel.asynchronous.in_flight import steps_ahead
+from tfparallel.asynchronous.servers import join
+from tfparallel.cluster.roles import Roles
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.compression_name import CompressionName
@@ -66,7 +71,9 @@ def data_parallel(
             `"accumulate:auto"`, after every N steps, with an N that is doubled at the end of an
             epoch if the gradient noise scale says that a larger batch pays;
             `"local_sgd:8"`, by averaging weights every 8 steps, in which each worker trains by
-            itself; `"post_local_sgd:1000,8"`, so from step 1,000 on. See
+            itself; `"post_local_sgd:1000,8"`, so from step 1,000 on; `"async"`, never: each worker
+            updates weights that servers hold, by gradients that miss at most a few updates of the
+            others, or as many as `"async:6"` says, in a job of `tfparallel launch --num_ps=1`. See
             `docs/synchronization.md`. Within a process replicas always agree.
         shard_optimizer: Whether each of N replicas, of all workers, keeps and updates its share of
             what the optimizer holds: 1/N of the memory of it, and the same weights. For optimizers
@@ -106,6 +113,14 @@ def data_parallel(
         Distributed Synchronous SGD", arXiv:1604.00981, 2016.
     """
     policy = Synchronization.parse(sync)
+    if policy.is_async:
+        _refuse_beside_async(
+            sync,
+            {"devices": devices, "all_reduce": all_reduce, "compression": compression}
+            | {"shard_optimizer": shard_optimizer or None, "replica_weights": replica_weights}
+            | {"strategy": None if strategy == "auto" else strategy},
+        )
+        return _build_asynchronous(model_or_function, policy)
     strategy = _resolve_strategy(
         strategy, devices, all_reduce, compression, allow_independent_workers
     )
@@ -134,6 +149,47 @@ def data_parallel(
     )
     if model._is_chief:
         notice(f"data_parallel: {_in_words(model.layout)}.", once=True)
+    return model
+
+
+def _refuse_beside_async(sync: str, given: dict[str, Any]) -> None:
+    received = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if received:
+        raise ValueError(
+            "Asynchronous workers sum no gradients, and servers hold the weights and the "
+            f"optimizer. sync={sync!r} alone is required. Received: {', '.join(received)}. Leave "
+            f"{'it' if len(received) == 1 else 'them'} out."
+        )
+
+
+def _build_asynchronous(model_or_function, policy: Synchronization) -> keras.Model:
+    roles = Roles.from_env()
+    if roles is None:
+        raise ValueError(
+            "sync='async' needs a job with a chief, workers and servers of the weights. TF_CONFIG "
+            "with a list of 'ps' is required. Received: none. Start the job by `tfparallel launch "
+            "--nproc_per_node=2 --num_ps=1 -- …`."
+        )
+    if policy.staleness is not None:
+        steps_ahead(policy.staleness, len(roles.workers))  # Before anybody is waited for.
+    servers = join(roles)
+    if not isinstance(model_or_function, keras.Model):
+        model = _build(model_or_function, servers)
+    elif model_or_function.compiled:
+        raise ValueError(
+            "Under sync='async' the servers hold the optimizer. A function, or a model that is "
+            f"compiled afterwards, is required. Received: model '{model_or_function.name}', "
+            "compiled. Pass the function that builds it, and compile what is returned."
+        )
+    else:
+        model = clone.clone_under(model_or_function, servers)
+    model = extend_asynchronous(model, servers, policy.staleness)
+    workers, number = len(roles.workers), len(roles.servers)
+    notice(
+        f"data_parallel: {workers} worker{'s' * (workers > 1)} that do not wait for each other; "
+        f"the weights are on {number} server{'s' * (number > 1)}.",
+        once=True,
+    )
     return model
 
 

@@ -6,7 +6,7 @@ __all__ = ["EVERY_STEP", "FORMS", "Synchronization"]
 
 FORMS = (
     "every_step, accumulate:N such as accumulate:4, accumulate:auto, local_sgd:H such as "
-    "local_sgd:8, or post_local_sgd:START,H"
+    "local_sgd:8, post_local_sgd:START,H, async, or async:STALENESS"
 )
 
 
@@ -18,16 +18,20 @@ class Synchronization(NamedTuple):
         start: How many steps sum gradients before that begins.
         accumulated: N, of how many steps an update is, at first.
         grows: Whether N is doubled where a larger batch pays.
+        is_async: Whether each worker updates weights that servers hold, by itself.
+        staleness: How many updates of others a gradient may miss then; None for a default.
     """
 
     every: int | None = None
     start: int = 0
     accumulated: int = 1
     grows: bool = False
+    is_async: bool = False
+    staleness: int | None = None
 
     @classmethod
     def parse(cls, spec: str) -> "Synchronization":
-        """Reads "every_step", "accumulate:4", "local_sgd:8" or "post_local_sgd:1000,8".
+        """Reads "every_step", "accumulate:4", "local_sgd:8", "post_local_sgd:1000,8" or "async:6".
 
         Raises:
             ValueError: If it is none of these, or the numbers do not fit.
@@ -35,7 +39,13 @@ class Synchronization(NamedTuple):
         kind, _, numbers = str(spec).partition(":")
         if spec == "every_step":
             return cls()
-        if kind == "accumulate":
+        if spec == "async":
+            return cls(is_async=True)
+        if kind == "async":
+            found, wanted = _whole(numbers), "async takes the updates that a gradient may miss"
+            if len(found) == 1 and found[0] >= 1:
+                return cls(is_async=True, staleness=found[0])
+        elif kind == "accumulate":
             if numbers == "auto":
                 return cls(grows=True)
             found, wanted = _whole(numbers), "accumulate takes the steps of an update, or auto"
@@ -67,6 +77,8 @@ class Synchronization(NamedTuple):
         return self.every is not None
 
     def __str__(self) -> str:
+        if self.is_async:
+            return "async" if self.staleness is None else f"async:{self.staleness}"
         if self.grows:
             return "accumulate:auto"
         if self.every is None:

@@ -1,0 +1,316 @@
+"""The Keras model whose steps are dealt out to workers, each of which updates the weights: `async`.
+
+    chief      deals out a batch, whole, to a worker that is free, and goes on
+    worker     v ← version, θ ← weights, g ← gradient of the batch
+    server     θ ← update(θ, g), version ← version + 1; one at a time, so that none is torn
+
+The gradient is of weights that others may have updated since: its staleness is how many did. It is
+counted for each step, and bounded (`in_flight.py`). So this is not the training of one device. A
+batch is an update, as there; nothing is summed between workers.
+
+Metrics are the chief's. Those whose states add up come as numbers; of the others the predictions
+do. A batch that a worker was computing when it ended is dealt out again.
+
+References:
+    Jeffrey Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012.
+"""
+
+import collections
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.asynchronous.in_flight import InFlight, default_staleness, steps_ahead
+from tfparallel.asynchronous.server_optimizer import on_servers
+from tfparallel.asynchronous.servers import Servers
+from tfparallel.data.shard import count_rows
+from tfparallel.extend import attach, extend, original_class
+from tfparallel.layout.layout import Layout
+from tfparallel.notice import notice
+from tfparallel.seams.keras import batches_of
+from tfparallel.step.ahead import types_of_batches
+from tfparallel.step.by_rows import metrics_not_by_rows
+from tfparallel.step.loss import call_with
+from tfparallel.step.metrics import StepMetrics
+from tfparallel.step.terms import growth, states
+
+__all__ = ["AsynchronousModel", "extend_model"]
+
+_OWN = ("train_step", "compute_metrics", "fit", "train_on_batch")
+
+
+class AsynchronousModel:
+    """Extends the user's model class; its variables are on the servers."""
+
+    _servers: Servers
+    _max_staleness: int
+
+    @property
+    def layout(self) -> Layout:
+        """What is where."""
+        return self._servers.layout
+
+    @property
+    def strategy(self) -> None:
+        """None: no strategy of this process has replicas."""
+        return None
+
+    @property
+    def _workers(self) -> None:
+        return None
+
+    @property
+    def _is_chief(self) -> bool:
+        return True
+
+    @property
+    def staleness(self) -> dict[str, Any]:
+        """Of the updates of all `fit`s: how many, the mean and the largest staleness, the bound."""
+        seen = self._seen_staleness
+        number = sum(seen.values())
+        return {
+            "updates": number,
+            "mean": sum(s * count for s, count in seen.items()) / max(1, number),
+            "largest": max(seen, default=0),
+            "bound": self._max_staleness,
+        }
+
+    @property
+    def bytes_of_a_step(self) -> dict[str, int]:
+        """What a worker reads of the weights, and hands over of their gradients, in a step.
+
+        Of an embedding that a layer looks up, the rows of a batch alone travel; it counts whole.
+        """
+        return {
+            "weights": _bytes_of(self.variables),
+            "gradients": _bytes_of(self.trainable_variables),
+        }
+
+    def compile(self, *args, **kwargs):
+        """Configures training, as `keras.Model.compile`; the servers hold the optimizer."""
+        super().compile(*args, **kwargs)
+        self._take_optimizer()
+
+    def _take_optimizer(self) -> None:
+        if self.jit_compile is True:
+            raise ValueError(
+                "Under sync='async' a step is not compiled by XLA. jit_compile=False, or 'auto', "
+                "is required. Received: jit_compile=True."
+            )
+        if self.optimizer is not None:
+            self.optimizer = on_servers(self.optimizer, self._servers.scope)
+        self.train_function = None
+
+    def fit(self, *args, **kwargs):
+        """Trains the model, as `keras.Model.fit`; each batch is a step of one worker."""
+        own = [name for name in _OWN if getattr(original_class(self), name) is not _keras(name)]
+        if own:
+            raise ValueError(
+                "Under sync='async' the chief deals out Keras's own step. A model without one of "
+                f"its own is required. Received: `{own[0]}` of class "
+                f"{original_class(self).__name__}. Take sync='every_step'."
+            )
+        before = collections.Counter(self._seen_staleness)
+        try:
+            with self._servers.naming_lost_server():
+                history = super().fit(*args, **kwargs)
+        finally:
+            with contextlib.suppress(Exception):
+                self._servers.coordinator.join()
+            self._in_flight.forget()
+            attach(self, _is_in_epoch=False)
+        self._tell(collections.Counter(self._seen_staleness) - before)
+        return history
+
+    def _tell(self, seen) -> None:
+        number = sum(seen.values())
+        if number:
+            mean = sum(s * count for s, count in seen.items()) / number
+            notice(
+                f"async: {number} updates by {self._servers.num_workers} workers, of a mean "
+                f"staleness of {mean:.2f}, at most {max(seen)} (bound {self._max_staleness})."
+            )
+
+    def train_on_batch(self, *args, **kwargs):
+        """Refused: a step alone would be waited for."""
+        raise ValueError(
+            "Under sync='async' steps are dealt out by `fit`. Received: `train_on_batch`. Take "
+            "`fit`, or sync='every_step'."
+        )
+
+    def _resolve_auto_jit_compile(self):
+        return False
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        if iterator is not None:
+            data_batch = types_of_batches(batches_of(iterator))
+        if not all(layer.built for layer in self._flatten_layers()):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+            x = keras.tree.map_structure(lambda v: keras.KerasTensor(v.shape, v.dtype.name), x)
+            with self._servers.scope():
+                keras.backend.compute_output_spec(self, x, training=False)
+        if self.optimizer is not None and not self.optimizer.built:
+            with self._servers.scope():
+                self.optimizer.build(self.trainable_variables)
+        # Losses and metrics are the chief's own.
+        self._symbolic_build(data_batch=data_batch)
+
+    def make_train_function(self, force=False):
+        """Makes what deals out a step, and hands over the logs of those that have ended."""
+        if self.train_function is not None and not force:
+            return self.train_function
+        with self._servers.scope(), tf.device(self._servers.device):
+            version = tf.Variable(0, dtype=tf.int64, trainable=False)
+            one_at_a_time = tf.CriticalSection()
+        compiled = self._compile_metrics
+        metrics = StepMetrics.divided(compiled, metrics_not_by_rows(self))
+        step = _Step(self, metrics, version, one_at_a_time)
+        attach(self, _step_metrics=metrics)
+
+        def deal(batch):
+            return self._servers.coordinator.schedule(step.function, args=(batch,))
+
+        def deal_several(iterator):
+            attach(self, _is_in_epoch=True)
+            for _ in range(self.steps_per_execution):
+                self._in_flight.begin(deal, next(iterator))
+            return self.get_metrics_result()
+
+        self.train_function = deal_several
+        return deal_several
+
+    def _take(self, found, batch) -> None:
+        """Adds what a step has found to the logs."""
+        numbers, outputs = found
+        loss, rows, stale, *numbers = np.asarray(numbers)
+        self._seen_staleness[int(stale)] += 1
+        self._loss_tracker.update_state(loss, sample_weight=rows)
+        trackers = [tracker for tracker in _trackers(self) if tracker is not None]
+        for tracker, value in zip(trackers, numbers, strict=False):
+            tracker.update_state(value, sample_weight=rows)
+        sums, grown = numbers[len(trackers) :], []
+        for variable in states(self._step_metrics.summed):
+            size = int(np.prod(variable.shape))
+            grown.append(np.reshape(sums[:size], variable.shape))
+            sums = sums[size:]
+        _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        if self._step_metrics.joined is not None:
+            self._step_metrics.joined.update_state(y, outputs, sample_weight=sample_weight)
+        for variable, value in zip(states(self._step_metrics.summed), grown, strict=True):
+            variable.assign_add(tf.cast(value, variable.dtype))
+
+    def _get_metrics_result_or_logs(self, logs):
+        # Keras's loop calls it behind the steps of an epoch, before any callback.
+        if self._is_in_epoch:
+            self._in_flight.end_all()
+            attach(self, _is_in_epoch=False)
+        return super()._get_metrics_result_or_logs(logs)
+
+
+class _Step:
+    """What a worker computes of a batch.
+
+    Args:
+        model: The model.
+        metrics: Its metrics, divided.
+        version: How many updates there have been.
+        one_at_a_time: Where updates are done.
+    """
+
+    def __init__(self, model, metrics: StepMetrics, version, one_at_a_time):
+        self._model, self._metrics = model, metrics
+        self._version, self._one_at_a_time = version, one_at_a_time
+        self.function = tf.function(self._on_worker, reduce_retracing=True)
+
+    def _on_worker(self, data):
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        # Before any weight is read, so that no update is missed.
+        read_at = self._version.read_value()
+        with tf.control_dependencies([read_at]), tf.GradientTape() as tape:
+            outputs = model(x, training=True)
+            loss, values = self._loss(x, y, outputs, sample_weight)
+        weights = model.trainable_variables
+        gradients = tape.gradient(loss, [weight.value for weight in weights])
+        sums = growth(self._metrics.summed, y, outputs, sample_weight)
+        with tf.control_dependencies([g for g in map(_tensor_of, gradients) if g is not None]):
+            now = self._one_at_a_time.execute(lambda: self._update(gradients, weights))
+        numbers = [loss, count_rows(keras.tree.flatten(x)[0]), now - read_at - 1, *values, *sums]
+        flat = [tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers]
+        return tf.concat(flat, 0), outputs if self._metrics.joined is not None else ()
+
+    def _update(self, gradients, weights):
+        with tf.device(self._version.device):
+            self._model.optimizer.apply(gradients, weights)
+            return self._version.assign_add(1, read_value=True)
+
+    def _loss(self, x, y, outputs, sample_weight):
+        """The loss of the batch, and that of each output where it is logged."""
+        model, values = self._model, []
+        compiled = model._compile_loss
+        if compiled is None or original_class(model).compute_loss is not keras.Model.compute_loss:
+            return model._compute_loss(x, y, outputs, sample_weight, training=True), values
+
+        def noting(loss):
+            def noted(y_true, y_pred, weight):
+                values.append(loss(y_true, y_pred, weight))
+                return values[-1]
+
+            return noted
+
+        losses = [call_with(noting, compiled, y, outputs, sample_weight)]
+        losses += [model._aggregate_additional_loss(loss) for loss in model.losses]
+        tracked = [value for tracker, value in zip(_trackers(model), values, strict=False)
+                   if tracker is not None]  # fmt: skip
+        return tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses]), tracked
+
+
+def extend_model(model: keras.Model, servers: Servers, staleness: int | None) -> keras.Model:
+    """Makes `model`, whose variables the servers hold, train asynchronously, in place.
+
+    Args:
+        model: A model built, or to be built, in the servers' scope.
+        servers: The processes of the job.
+        staleness: The bound; None for one that keeps the workers busy.
+
+    Raises:
+        ValueError: If the bound cannot be kept.
+    """
+    number = servers.num_workers
+    bound = default_staleness(number) if staleness is None else staleness
+    ahead = steps_ahead(bound, number)
+    extend(
+        model,
+        AsynchronousModel,
+        _servers=servers,
+        _max_staleness=bound,
+        _seen_staleness=collections.Counter(),
+        _is_in_epoch=False,
+        _step_metrics=StepMetrics(None),
+        _distribute_strategy=None,
+    )
+    attach(model, _in_flight=InFlight(ahead, model._take))
+    if model.compiled:
+        model._take_optimizer()
+    return model
+
+
+def _keras(name: str):
+    return getattr(keras.Model, name)
+
+
+def _trackers(model) -> list[Any]:
+    """What logs the loss of each output; None for one that is not logged."""
+    compiled = model._compile_loss
+    return [] if compiled is None else list(compiled._metrics or ())
+
+
+def _tensor_of(gradient):
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _bytes_of(variables) -> int:
+    return sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in variables)

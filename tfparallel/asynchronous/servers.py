@@ -1,0 +1,183 @@
+"""The processes of an asynchronous job: who meets, who serves, and who notices that one has ended.
+
+```
+ chief: the program              worker k: a server             ps: a server
+ ┌───────────────────────┐      ┌────────────────────┐      ┌────────────────────┐
+ │ data, fit, callbacks  │      │ forward, backward  │ ◄──  │ weights            │
+ │ deals out batches ────┼────► │          gradients ┼────► │ optimizer, slots   │
+ └───────────────────────┘      └────────────────────┘      └────────────────────┘
+```
+
+All of them run the same program, up to `join`. There the chief goes on alone, and in the others
+TensorFlow executes what it sends, until it has ended.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.cluster.gpu_binding import visible_gpus
+from tfparallel.cluster.presence import hold_until_gone, is_there, wait_for_server
+from tfparallel.cluster.roles import Roles
+from tfparallel.collectives.between_workers import WorkerLostError
+from tfparallel.layout.layout import Layout
+from tfparallel.layout.mesh import Mesh
+from tfparallel.peers import meet_peers
+from tfparallel.startup import quiet_stderr
+
+__all__ = ["Servers", "join"]
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
+_LOOK_SECONDS, _MISSES = 1.0, 5
+
+
+class Servers:
+    """What the chief of a job holds.
+
+    Args:
+        roles: The processes; all of them are there, and serve.
+
+    Attributes:
+        roles: Likewise.
+        coordinator: Hands functions to the workers, as they are free.
+    """
+
+    of_process: "Servers | None" = None
+
+    def __init__(self, roles: Roles):
+        self.roles = roles
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(roles.jobs), task_type="chief", task_id=0, rpc_layer="grpc"
+        )
+        with quiet_stderr():
+            self._strategy = tf.distribute.ParameterServerStrategy(resolver)
+            self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
+        threading.Thread(target=self._watch, name="watch of workers", daemon=True).start()
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes compute gradients."""
+        return len(self.roles.workers)
+
+    @property
+    def device(self) -> str:
+        """The first server's, where each update is done."""
+        return "/job:ps/task:0/device:CPU:0"
+
+    @property
+    def layout(self) -> Layout:
+        """What is where."""
+        number = len(self.roles.servers)
+        return Layout(
+            Mesh(data=self.num_workers),
+            [self._device_of(index) for index in range(self.num_workers)],
+            reduction=f"not summed; the weights are on {number} server{'s' * (number > 1)}",
+        )
+
+    def _device_of(self, index: int) -> str:
+        """A worker's first GPU, or its CPU."""
+        own = f"/job:worker/replica:0/task:{index}/device:GPU:0"
+        has_gpu = any(device.name == own for device in tf.config.list_logical_devices("GPU"))
+        return f"/job:worker/task:{index}/device:{'GPU' if has_gpu else 'CPU'}:0"
+
+    def scope(self):
+        """Where variables are made on the servers, one after another on each."""
+        return self._strategy.scope()
+
+    @contextlib.contextmanager
+    def naming_lost_server(self) -> Iterator[None]:
+        """Turns the error of a step that has lost a server into one that names it.
+
+        Raises:
+            WorkerLostError: If a server has ended.
+        """
+        try:
+            yield
+        except tf.errors.OpError:
+            lost = [address for address in self.roles.servers if not is_there(address)]
+            if not lost:
+                raise
+            raise WorkerLostError(
+                f"A server of the job has ended: {', '.join(lost)}. Every server is required, and "
+                "the weights that it held are lost. The cause is in its output; `tfparallel launch "
+                "--max_restarts=3` starts all again, and they resume from their checkpoint if "
+                "there is one."
+            ) from None
+
+    def _watch(self) -> None:
+        """Ends a program that would wait for ever, since no worker is left."""
+        misses = 0
+        while misses < _MISSES:
+            time.sleep(_LOOK_SECONDS)
+            misses = 0 if any(map(is_there, self.roles.workers)) else misses + 1
+        print(
+            f"\nAll workers of the job have ended: {', '.join(self.roles.workers)}. At least one "
+            "is required. The cause is in their output.",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.stdout.flush()
+        os._exit(_LOST_EXIT_CODE)
+
+
+def join(
+    roles: Roles, *, start_timeout: float = 120.0, facts: Mapping[str, Any] | None = None
+) -> Servers:
+    """Meets the other processes of the job; returns in the chief alone.
+
+    In the others it serves until the chief has ended, and then ends the process by `SystemExit`.
+
+    Args:
+        roles: The processes.
+        start_timeout: How many seconds to wait for the others.
+        facts: What all must agree on, by name, as JSON holds it.
+
+    Raises:
+        RuntimeError: If a process is missing, cannot be reached, or does not agree.
+    """
+    if Servers.of_process is not None:
+        return Servers.of_process
+    addresses = [roles.chief, *roles.workers, *roles.servers]
+    first = {"chief": 0, "worker": 1, "ps": 1 + len(roles.workers)}[roles.task_type]
+    if roles.task_type == "worker":
+        os.environ.update(visible_gpus(os.environ, *roles.place_on_host))
+    else:
+        os.environ[_VISIBLE] = "-1"  # A GPU's memory is the workers'.
+    meet_peers(addresses, first + roles.task_index, facts or {}, start_timeout)
+    if not roles.is_chief:
+        _serve(roles, start_timeout)
+    deadline = time.monotonic() + start_timeout
+    for address in addresses[1:]:
+        if not wait_for_server(address, deadline):
+            raise RuntimeError(
+                f"The process at {address} was met, and has not started to serve within "
+                f"{start_timeout:.0f} s. Every process is required. See its output."
+            )
+    Servers.of_process = Servers(roles)
+    return Servers.of_process
+
+
+def _serve(roles: Roles, start_timeout: float) -> None:
+    """Executes what the chief sends, until it has ended."""
+    # Functions wait for each other in threads between operations: TensorFlow's advice.
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=4)
+    with quiet_stderr():
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec(roles.jobs),
+            job_name=roles.task_type,
+            task_index=roles.task_index,
+            protocol="grpc",
+            config=config,
+        )
+        wait_for_server(roles.chief, time.monotonic() + start_timeout)
+        hold_until_gone(roles.chief)
+        sys.stdout.flush()
+    del server
+    os._exit(0)  # TensorFlow's threads would wait for what the chief no longer sends.
