@@ -17,6 +17,7 @@ References:
 
 import collections
 import contextlib
+import itertools
 from typing import Any
 
 import keras
@@ -30,7 +31,7 @@ from tfparallel.data.shard import count_rows
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.notice import notice
-from tfparallel.seams.keras import batches_of
+from tfparallel.seams.keras import batches_of, compute_output_spec
 from tfparallel.step.ahead import types_of_batches
 from tfparallel.step.by_rows import metrics_not_by_rows
 from tfparallel.step.loss import call_with
@@ -114,6 +115,7 @@ class AsynchronousModel:
                 f"{original_class(self).__name__}. Take sync='every_step'."
             )
         before = collections.Counter(self._seen_staleness)
+        attach(self, _batch_spec=None)
         try:
             with self._servers.naming_lost_server():
                 history = super().fit(*args, **kwargs)
@@ -130,8 +132,8 @@ class AsynchronousModel:
         if number:
             mean = sum(s * count for s, count in seen.items()) / number
             notice(
-                f"async: {number} updates by {self._servers.num_workers} workers, of a mean "
-                f"staleness of {mean:.2f}, at most {max(seen)} (bound {self._max_staleness})."
+                f"async: {number} updates, of a mean staleness of {mean:.2f}, at most {max(seen)} "
+                f"(bound {self._max_staleness})."
             )
 
     def train_on_batch(self, *args, **kwargs):
@@ -146,12 +148,15 @@ class AsynchronousModel:
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         if iterator is not None:
-            data_batch = types_of_batches(batches_of(iterator))
+            batches = batches_of(iterator)
+            data_batch = types_of_batches(batches)
+            if self._batch_spec is None:  # Of a `fit` that begins; what follows is of a validation.
+                attach(self, _batch_spec=batches.element_spec)
         if not all(layer.built for layer in self._flatten_layers()):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
             x = keras.tree.map_structure(lambda v: keras.KerasTensor(v.shape, v.dtype.name), x)
             with self._servers.scope():
-                keras.backend.compute_output_spec(self, x, training=False)
+                compute_output_spec(self, x, training=False)
         if self.optimizer is not None and not self.optimizer.built:
             with self._servers.scope():
                 self.optimizer.build(self.trainable_variables)
@@ -171,12 +176,15 @@ class AsynchronousModel:
         attach(self, _step_metrics=metrics)
 
         def deal(batch):
-            return self._servers.coordinator.schedule(step.function, args=(batch,))
+            function = step.function_of(self._batch_spec)
+            return self._servers.coordinator.schedule(function, args=(batch,))
 
         def deal_several(iterator):
             attach(self, _is_in_epoch=True)
-            for _ in range(self.steps_per_execution):
-                self._in_flight.begin(deal, next(iterator))
+            batches = itertools.islice(iterator, self.steps_per_execution)
+            self._in_flight.begin(deal, next(batches))  # Raises where there is none.
+            for batch in batches:
+                self._in_flight.begin(deal, batch)
             return self.get_metrics_result()
 
         self.train_function = deal_several
@@ -189,8 +197,10 @@ class AsynchronousModel:
         self._seen_staleness[int(stale)] += 1
         self._loss_tracker.update_state(loss, sample_weight=rows)
         trackers = [tracker for tracker in _trackers(self) if tracker is not None]
+        is_known = keras.tree.flatten(self._batch_spec)[0].shape[0] is not None
         for tracker, value in zip(trackers, numbers, strict=False):
-            tracker.update_state(value, sample_weight=rows)
+            # Keras weighs them by the rows only where each batch has as many.
+            tracker.update_state(value, sample_weight=rows if is_known else None)
         sums, grown = numbers[len(trackers) :], []
         for variable in states(self._step_metrics.summed):
             size = int(np.prod(variable.shape))
@@ -223,7 +233,15 @@ class _Step:
     def __init__(self, model, metrics: StepMetrics, version, one_at_a_time):
         self._model, self._metrics = model, metrics
         self._version, self._one_at_a_time = version, one_at_a_time
-        self.function = tf.function(self._on_worker, reduce_retracing=True)
+        self._functions: list[tuple[Any, Any]] = []
+
+    def function_of(self, spec):
+        """The function for batches of a spec, traced once for all of them."""
+        for known, function in self._functions:
+            if known == spec:
+                return function
+        self._functions.append((spec, tf.function(self._on_worker, input_signature=[spec])))
+        return self._functions[-1][1]
 
     def _on_worker(self, data):
         model = self._model
@@ -289,6 +307,7 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
         _max_staleness=bound,
         _seen_staleness=collections.Counter(),
         _is_in_epoch=False,
+        _batch_spec=None,
         _step_metrics=StepMetrics(None),
         _distribute_strategy=None,
     )

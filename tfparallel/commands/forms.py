@@ -152,9 +152,9 @@ class Form:
             )
         if self.num_servers:
             return (
-                f"data parallel on {self.num_workers} workers, which do not wait for each other, "
-                f"weights on {self.num_servers} server{'s' * (self.num_servers > 1)}, sync "
-                f"{self.sync}"
+                f"data parallel, asynchronous, {self.num_workers} "
+                f"worker{'s' * (self.num_workers > 1)}, weights on {self.num_servers} "
+                f"server{'s' * (self.num_servers > 1)}, sync {self.sync}"
             )
         sync = "" if self.sync == "every_step" else f", sync {self.sync}"
         sync += ", the optimizer in shares" if self.shard_optimizer else ""

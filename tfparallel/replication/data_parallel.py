@@ -186,8 +186,8 @@ def _build_asynchronous(model_or_function, policy: Synchronization) -> keras.Mod
     model = extend_asynchronous(model, servers, policy.staleness)
     workers, number = len(roles.workers), len(roles.servers)
     notice(
-        f"data_parallel: {workers} worker{'s' * (workers > 1)} that do not wait for each other; "
-        f"the weights are on {number} server{'s' * (number > 1)}.",
+        f"data_parallel: asynchronous, {workers} worker{'s' * (workers > 1)}; the weights are on "
+        f"{number} server{'s' * (number > 1)}.",
         once=True,
     )
     return model

@@ -1,0 +1,210 @@
+"""What the chief of `test_asynchronous_model.py` runs, with one worker: the training of one device.
+
+Each step reads what the one before it has written, so that nothing is stale, and all must be as in
+plain Keras.
+"""
+
+import json
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+
+ROWS = 8
+
+
+@keras.saving.register_keras_serializable()
+class LargestError(keras.metrics.Metric):
+    """Its state does not add up: predictions must come to the chief."""
+
+    def __init__(self, name="largest_error", dtype=None):
+        super().__init__(name=name, dtype=dtype)
+        self.largest = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        error = keras.ops.max(keras.ops.abs(y_true - y_pred))
+        self.largest.assign(keras.ops.maximum(self.largest, error))
+
+    def result(self):
+        return self.largest
+
+
+def dense():
+    return keras.Sequential(
+        [keras.Input((5,)), layers.Dense(16, "tanh", kernel_regularizer="l2"), layers.Dense(2)]
+    )
+
+
+def normalized():
+    return keras.Sequential(
+        [keras.Input((5,)), layers.Dense(8), layers.BatchNormalization(), layers.Dense(2)]
+    )
+
+
+def embedding():
+    words = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True)(words)
+    return keras.Model(words, layers.Dense(2)(layers.LSTM(5)(x)))
+
+
+def two_outputs():
+    x = keras.Input((5,))
+    hidden = layers.Dense(8, "tanh")(x)
+    outputs = [layers.Dense(2, name=name)(hidden) for name in ("one", "two")]
+    return keras.Model(x, outputs)
+
+
+class Subclassed(keras.Model):
+    """Makes its variables when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = layers.Dense(8, "relu"), layers.Dense(2)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+def adam(**options):
+    return lambda: keras.optimizers.Adam(0.05, **options)
+
+
+CASES = {
+    "SGD": (dense, lambda: keras.optimizers.SGD(0.1, 0.9), {}),
+    "clipping": (dense, adam(global_clipnorm=0.1), {}),
+    "averages": (dense, adam(use_ema=True, ema_overwrite_frequency=3), {}),
+    "decay": (dense, lambda: keras.optimizers.AdamW(0.05, 0.1), {}),
+    "accumulation": (dense, adam(gradient_accumulation_steps=3), {}),
+    "schedule": (
+        dense,
+        lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),
+        {},
+    ),
+    "by name": (dense, lambda: "rmsprop", {}),
+    "batch normalization": (normalized, adam(), {}),
+    "sparse gradients": (embedding, adam(), {}),
+    "two outputs": (two_outputs, adam(), {}),
+    "subclassed": (Subclassed, adam(), {}),
+    "sample weights": (dense, adam(), {"sample_weight": np.linspace(0, 2, 57)}),
+    "steps_per_execution": (dense, adam(), {"steps_per_execution": 3}),
+}
+
+
+def data(model_of):
+    generator = np.random.default_rng(0)
+    if model_of is embedding:
+        return generator.integers(0, 9, (57, 6)), generator.normal(size=(57, 2))
+    x = generator.normal(size=(57, 5))
+    y = np.stack([x.sum(1), x.max(1)], 1)
+    return x, [y, -y] if model_of is two_outputs else y
+
+
+def trained(model, model_of, optimizer, epochs=2, callbacks=(), steps_per_execution=1, **options):
+    metrics = ["mae", LargestError()]
+    metrics = [["mae"], [LargestError()]] if model_of is two_outputs else metrics
+    model.compile(optimizer(), "mse", metrics=metrics, steps_per_execution=steps_per_execution)
+    fitted = {"batch_size": ROWS, "epochs": epochs, "shuffle": False, "verbose": 0}
+    x, y = data(model_of)
+    callbacks = list(callbacks)
+    return model.fit(x, y, validation_data=(x, y), callbacks=callbacks, **fitted, **options).history
+
+
+def made(model_of):
+    keras.utils.set_random_seed(5)
+    return tfparallel.data_parallel(model_of, sync="async")
+
+
+def alone(model_of):
+    keras.utils.set_random_seed(5)
+    return model_of()
+
+
+def apart(one, other):
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def refused(function):
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+class OwnStep(keras.Model):
+    """Whatever it does in a step."""
+
+    def call(self, x):
+        return x
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def main(folder):
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    found = {}
+    for name, (model_of, optimizer, options) in CASES.items():
+        model, one = made(model_of), alone(model_of)
+        history = trained(model, model_of, optimizer, **options)
+        expected = trained(one, model_of, optimizer, **options)
+        assert set(history) == set(expected), (set(history), set(expected))
+        found[name] = {
+            "weights": apart(model, one),
+            "logs": max(float(np.abs(np.subtract(history[k], expected[k])).max()) for k in history),
+            "largest staleness": model.staleness["largest"],
+        }
+    model, one = made(dense), alone(dense)
+    checkpoint = tfparallel.callbacks.Checkpoint(folder)
+    trained(model, dense, adam(), epochs=1, callbacks=[checkpoint])
+    resumed = made(dense)
+    trained(resumed, dense, adam(), callbacks=[tfparallel.callbacks.Checkpoint(folder)])
+    trained(one, dense, adam())
+    found["resumed"] = apart(resumed, one)
+    resumed.save(f"{folder}/saved.keras")
+    loaded = keras.models.load_model(f"{folder}/saved.keras")
+    x, _ = data(dense)
+    found["saved"] = {
+        "class": type(loaded).__module__,
+        "apart": float(np.abs(loaded.predict(x, verbose=0) - resumed.predict(x, verbose=0)).max()),
+    }
+    keras.utils.set_random_seed(5)
+    built = tfparallel.data_parallel(alone(dense), sync="async")
+    trained(built, dense, adam())
+    found["built"] = apart(built, one)
+    x, y = data(dense)
+    compiled = alone(dense)
+    compiled.compile("sgd", "mse")
+
+    def own_step():
+        model = made(OwnStep)
+        model.compile("sgd", "mse")
+        model.fit(x, y, verbose=0)
+
+    found["refused"] = {
+        "train_on_batch": refused(lambda: built.train_on_batch(x, y)),
+        "own step": refused(own_step),
+        "XLA": refused(lambda: built.compile("sgd", "mse", jit_compile=True)),
+        "compiled": refused(lambda: tfparallel.data_parallel(compiled, sync="async")),
+        "beside": refused(
+            lambda: tfparallel.data_parallel(dense, sync="async", compression="bf16")
+        ),
+        "scaled": refused(
+            lambda: built.compile(keras.optimizers.LossScaleOptimizer(adam()()), "mse")
+        ),
+    }
+    found["layout"] = str(built.layout)
+    found["bytes"] = built.bytes_of_a_step
+    with open(f"{folder}/found.json", "w") as file:
+        json.dump(found, file)
+
+
+if __name__ == "__main__":
+    tf.config.set_soft_device_placement(True)
+    main(sys.argv[1])
