@@ -161,8 +161,17 @@ def main(folder):
             "largest staleness": model.staleness["largest"],
         }
     model, one = made(dense), alone(dense)
-    checkpoint = tfparallel.callbacks.Checkpoint(folder)
-    trained(model, dense, adam(), epochs=1, callbacks=[checkpoint])
+
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 5:
+                raise KeyboardInterrupt
+
+    checkpoint = tfparallel.callbacks.Checkpoint(folder, every_steps=2)
+    try:
+        trained(model, dense, adam(), callbacks=[checkpoint, Interrupts()])
+    except KeyboardInterrupt:
+        pass
     resumed = made(dense)
     trained(resumed, dense, adam(), callbacks=[tfparallel.callbacks.Checkpoint(folder)])
     trained(one, dense, adam())

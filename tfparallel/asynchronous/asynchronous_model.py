@@ -136,6 +136,22 @@ class AsynchronousModel:
                 f"(bound {self._max_staleness})."
             )
 
+    def evaluate(self, *args, **kwargs):
+        """Evaluates, as `keras.Model.evaluate`, once all steps that have begun are done."""
+        self._in_flight.end_all()
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        """Predicts, as `keras.Model.predict`, once all steps that have begun are done."""
+        self._in_flight.end_all()
+        return super().predict(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def settled_workers(self):
+        """Within it no step is on its way: what is written is of all that were dealt out."""
+        self._in_flight.end_all()
+        yield
+
     def train_on_batch(self, *args, **kwargs):
         """Refused: a step alone would be waited for."""
         raise ValueError(

@@ -247,7 +247,7 @@ def _update_problems(values: flags.FlagValues) -> list[str]:
 
 _NOT_ASYNC = (
     "devices", "num_devices", "num_workers", "all_reduce", "bucket_bytes", "compression",
-    "shard_optimizer", "inject", "checkpoint_every_steps",
+    "shard_optimizer", "inject",
 )  # fmt: skip
 
 

@@ -1,0 +1,238 @@
+"""Times asynchronous steps against two processes that know nothing of each other; kills a worker.
+
+    .venv/bin/python benchmarks/asynchronous.py
+
+`models/digits_cnn.py`, 2 workers and 1 server of `tfparallel launch --num_ps=1`, 1,000 updates of
+32 examples. A worker's step is twice the time of the whole, over the updates. Of two plain
+processes at once it is the median step of the slower. What a step costs to read the weights from
+the server, and to hand over their gradients and have them applied, is measured in the same job,
+by both workers at once, without a network's passes. The contenders take turns, a round each.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import contest
+import environment
+import numpy as np
+import psutil
+
+TOP = pathlib.Path(__file__).parents[1]
+NUM_WORKERS, NUM_UPDATES, ROWS = 2, 1000, 32
+TARGET = 1.10
+DEADLINE_SECONDS = 600.0
+ROLE = "--role"  # How this file is started as a contender.
+
+
+def main(arguments):
+    if arguments[:1] == [ROLE]:
+        return contender(*arguments[1:])
+    options = contest.parse(contest.make_parser(__doc__, num_rounds=3), arguments)
+    described = environment.describe()
+    rounds = []
+    for index in range(options.num_rounds):
+        turns = contest.in_turn([unjoined, asynchronous], index)
+        found = {measure.__name__: measure() for measure in turns}
+        rounds.append(found)
+        print(f"round {index + 1}: {found}", file=sys.stderr)
+    killed = asynchronous(kills=True)
+    found = summarized(rounds, killed)
+    contest.publish("asynchronous", page(found, described, options), found, options)
+    return 0
+
+
+def start(command, **variables):
+    variables = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", **variables}
+    return subprocess.Popen(
+        [*map(str, command)], cwd=TOP, env={**os.environ, "PYTHONPATH": str(TOP), **variables}
+    )
+
+
+def unjoined():
+    """The median step, in ms, of the slower of two plain processes at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [f"{folder}/{index}.json" for index in range(NUM_WORKERS)]
+        processes = [start([sys.executable, __file__, ROLE, "plain", path]) for path in paths]
+        for process in processes:
+            if process.wait(DEADLINE_SECONDS):
+                raise RuntimeError(f"A plain process ended with {process.returncode}.")
+        return max(json.loads(pathlib.Path(path).read_text())["step_ms"] for path in paths)
+
+
+def asynchronous(*, kills=False):
+    """What the chief of a job has found.
+
+    Args:
+        kills: Whether worker 1 gets SIGKILL once training has begun.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "found.json")
+        launch = [sys.executable, "-m", "tfparallel", "launch", f"--nproc_per_node={NUM_WORKERS}"]
+        job = start([*launch, "--num_ps=1", "--", sys.executable, __file__, ROLE, "async", path])
+        try:
+            if kills:
+                kill_worker(job, pathlib.Path(f"{path}.begun"))
+            if job.wait(DEADLINE_SECONDS):
+                raise RuntimeError(f"The job ended with {job.returncode}.")
+        finally:
+            job.terminate()  # Takes its processes with it; without effect on one that has ended.
+        return json.loads(path.read_text())
+
+
+def kill_worker(job, begun):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not begun.exists():
+        if job.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("The job ended, or was too slow, before it trained.")
+        time.sleep(0.05)
+    time.sleep(1.0)
+    for process in psutil.Process(job.pid).children(recursive=True):
+        task = json.loads(process.environ().get("TF_CONFIG", "{}")).get("task")
+        is_own = process.cmdline()[1:3] == [__file__, ROLE]
+        if is_own and task == {"type": "worker", "index": 1}:
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def contender(kind, path):
+    """Trains, as one plain process or as a process of the job, and writes what it found."""
+    import tfparallel
+
+    tfparallel.devices.hide_gpus()
+    import keras
+
+    sys.path.insert(0, str(TOP / "models"))
+    import digits_cnn
+
+    (x, y), _ = digits_cnn.load_data()
+    keras.utils.set_random_seed(0)
+    is_plain = kind == "plain"
+    build = digits_cnn.build_model
+    model = build() if is_plain else tfparallel.data_parallel(build, sync="async")
+    digits_cnn.compile_model(model)
+
+    def batches(number):
+        order = np.random.default_rng(0).integers(0, len(x), (number, ROWS))
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices((x[order], y[order]))
+
+    model.fit(batches(40), verbose=0)  # Traces, and warms up.
+    found = {}
+    if is_plain:
+        times = Times()
+        model.fit(batches(NUM_UPDATES // NUM_WORKERS), verbose=0, callbacks=[times])
+        found["step_ms"] = 1e3 * float(np.median(np.diff(times.ends)))
+    else:
+        pathlib.Path(f"{path}.begun").touch()
+        started = time.perf_counter()
+        history = model.fit(batches(NUM_UPDATES), verbose=0).history
+        found["step_ms"] = 1e3 * NUM_WORKERS * (time.perf_counter() - started) / NUM_UPDATES
+        found |= {"loss": history["loss"][-1], **model.staleness, **wires(model)}
+    pathlib.Path(path).write_text(json.dumps(found))
+    return 0
+
+
+class Times:
+    """Notes when each step has ended."""
+
+    def __new__(cls):
+        import keras
+
+        class Noting(keras.callbacks.Callback):
+            ends = []
+
+            def on_train_batch_end(self, batch, logs=None):
+                self.ends.append(time.perf_counter())
+
+        return Noting()
+
+
+def wires(model, number=100):
+    """Milliseconds in which a worker reads the weights, and in which its gradients are applied."""
+    import tensorflow as tf
+
+    servers, weights = model._servers, model.trainable_variables
+
+    @tf.function
+    def pull():
+        return tf.add_n([tf.reduce_sum(tf.identity(weight.value)) for weight in model.variables])
+
+    @tf.function
+    def push(value):
+        gradients = [tf.fill(weight.shape, value) for weight in weights]
+        with tf.control_dependencies(gradients), tf.device(servers.device):
+            model.optimizer.apply(gradients, weights)
+            return tf.constant(0.0)
+
+    found = {}
+    for name, function, arguments in (("pull", pull, ()), ("push", push, (tf.constant(0.0),))):
+        for repeats in (10, number):
+            started = time.perf_counter()
+            for _ in range(repeats):
+                servers.coordinator.schedule(function, args=arguments)
+            servers.coordinator.join()
+            seconds = time.perf_counter() - started
+        found[f"{name}_ms"] = 1e3 * NUM_WORKERS * seconds / number
+    return found
+
+
+def summarized(rounds, killed):
+    def median(values):
+        return float(np.median(list(values)))
+
+    ours = [found["asynchronous"] for found in rounds]
+    step, plain = (median(values) for values in (
+        (each["step_ms"] for each in ours), (found["unjoined"] for found in rounds)
+    ))  # fmt: skip
+    pull, push = (median(each[f"{name}_ms"] for each in ours) for name in ("pull", "push"))
+    return {
+        "step_ms": step,
+        "unjoined_ms": plain,
+        "pull_ms": pull,
+        "push_ms": push,
+        "over_allowed": median(
+            each["step_ms"] / (found["unjoined"] + each["pull_ms"] + each["push_ms"])
+            for each, found in zip(ours, rounds, strict=True)
+        ),
+        "mean_staleness": median(each["mean"] for each in ours),
+        "largest_staleness": max(each["largest"] for each in ours),
+        "bound": ours[0]["bound"],
+        "killed_step_ms": killed["step_ms"],
+        "killed_updates": killed["updates"],
+    }
+
+
+def page(found, described, options):
+    verdict = "reached" if found["over_allowed"] <= TARGET else "missed"
+    lines = [
+        "## Asynchronous steps: 2 workers, 1 server",
+        "",
+        f"`models/digits_cnn.py`, {NUM_UPDATES} updates of {ROWS} examples; milliseconds of a "
+        "worker's step, medians of the rounds. All processes, the chief and the server too, share "
+        f"{os.cpu_count()} cores.",
+        "",
+        "| | ms |",
+        "| --- | --- |",
+        f"| a step of two processes that are not joined | {found['unjoined_ms']:.1f} |",
+        f"| to read the weights (pull) | {found['pull_ms']:.1f} |",
+        f"| to hand over gradients, and their update (push) | {found['push_ms']:.1f} |",
+        f"| **an asynchronous step** | **{found['step_ms']:.1f}** |",
+        "",
+        f"Over the sum of the first three: {found['over_allowed']:.2f} (at most {TARGET:.2f}: "
+        f"{verdict}). Staleness: {found['mean_staleness']:.2f} on average, at most "
+        f"{found['largest_staleness']}; the bound is {found['bound']}.",
+        "",
+        f"With worker 1 killed a second after the start: {found['killed_updates'] - 40} updates of "
+        f"{NUM_UPDATES} were done, by the other one, in {found['killed_step_ms'] / 2:.1f} ms each.",
+    ]
+    return lines + contest.footer("asynchronous", described, options, "num_rounds")
+
+
+if __name__ == "__main__":
+    contest.run(main)
