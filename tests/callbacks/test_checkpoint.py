@@ -197,6 +197,61 @@ def test_a_run_goes_on_in_another_form(tmp_path, capsys):
     assert capsys.readouterr().out.rstrip().endswith("written on data=2")
 
 
+def plain():
+    """Layers that every form takes without a word."""
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dropout(0.4),
+            keras.layers.Dense(6, activation="tanh"),
+            keras.layers.Dense(1),
+        ],
+        name="plain",
+    )
+
+
+DEVICES = [f"CPU:{index}" for index in range(4)]
+
+
+def in_shares(build_model):
+    return tfparallel.data_parallel(build_model, devices=DEVICES, shard_optimizer=True)
+
+
+def on_mesh(**axes):
+    size = tfparallel.Mesh(**axes).size
+    return lambda build_model: tfparallel.hybrid_parallel(
+        build_model, tfparallel.Mesh(**axes), DEVICES[:size]
+    )
+
+
+CHAIN = [
+    one_device,
+    on_mesh(data=2, pipeline=2),
+    lambda build_model: tfparallel.data_parallel(build_model, devices=DEVICES[:3]),
+    on_mesh(data=2, tensor=2),
+    in_shares,
+    on_mesh(pipeline=2, tensor=2),
+    lambda build_model: tfparallel.tensor_parallel(build_model, DEVICES[:2]),
+    lambda build_model: tfparallel.pipeline_parallel(build_model, DEVICES[:2], 2),
+    on_mesh(data=4),
+]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_every_other_mesh(tmp_path, in_float64):
+    """A run that goes from one form to the next, two steps in each, ends as one on one device."""
+    options = {"build_model": plain, "optimizer": lambda: keras.optimizers.AdamW(0.01, clipnorm=1)}
+    whole, _, _ = fitted(one_device, **options)
+    for number, form in enumerate(CHAIN[:-1], start=1):
+        with pytest.raises(Interruption):
+            fitted(form, str(tmp_path), divmod(2 * number, STEPS), **options)
+    model, _, checkpoint = fitted(CHAIN[-1], str(tmp_path), **options)
+    assert checkpoint.resumed["step"] == 2 * (len(CHAIN) - 1)
+    for one, other in zip(whole.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-9)
+
+
 def test_from_a_damaged_one_the_run_falls_back(tmp_path):
     with pytest.raises(Interruption):
         fitted(one_device, tmp_path, (1, 3))
