@@ -103,7 +103,7 @@ def common_flags() -> flags.FlagValues:
         None,
         f"For data: when the weights are updated, and workers agree, {synchronization.FORMS}. "
         "every_step if absent; from local_sgd on they are not exact, and for several workers, and "
-        "async is for `tfparallel launch --num_ps=1`.",
+        "async is for `tfparallel launch --num_ps=1`. For pipeline and hybrid: the first two.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -220,16 +220,19 @@ def _update_problems(values: flags.FlagValues) -> list[str]:
         ]
     if values.sync is None:
         return []
-    if values.parallel != "data":
-        return [
-            "--sync is of replicas that each hold the whole model. Received: "
-            f"--sync={values.sync} with --parallel={values.parallel}. Take --parallel=data, or "
-            "drop --sync."
-        ]
     try:
         policy = synchronization.Synchronization.parse(values.sync)
     except ValueError as error:
         return [f"--sync: {error}"]
+    in_micro_batches = values.parallel in ("pipeline", "hybrid")
+    is_plain = not (policy.grows or policy.is_local or policy.is_async)
+    if values.parallel != "data" and not (in_micro_batches and is_plain):
+        takes = "every_step and accumulate:N alone" if in_micro_batches else "none"
+        return [
+            f"--parallel={values.parallel} takes of --sync {takes}; replicas that each hold the "
+            f"whole model take all. Received: --sync={values.sync} with --parallel="
+            f"{values.parallel}. Take --parallel=data, or drop --sync."
+        ]
     if policy.is_async:
         return _async_problems(values)
     if policy.is_local and values.compression is not None:

@@ -331,7 +331,9 @@ def _cut(values) -> dict[str, Any]:
     if values.parallel == "hybrid":
         cut["mesh"] = Mesh.parse(values.mesh)
         cut["allow_independent_workers"] = values.allow_independent_workers
-    return cut | pipeline_choices(values) if values.parallel in ("pipeline", "hybrid") else cut
+    if values.parallel not in ("pipeline", "hybrid"):
+        return cut
+    return cut | pipeline_choices(values) | {"sync": values.sync or "every_step"}
 
 
 def _num_devices(values, num_workers: int) -> int | None:

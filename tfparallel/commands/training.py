@@ -144,8 +144,10 @@ def train(path: str, values: flags.FlagValues) -> Result:
     report["sent_bytes_in_a_step"] = sent_bytes.in_a_step
     if form.name == "data":
         report |= {"sync": form.sync, "shard_optimizer": form.shard_optimizer or None}
-        if form.sync.startswith("accumulate"):
-            report["steps_of_an_update"] = model.num_accumulated_steps
+    elif "sync" in form.cut:
+        report["sync"] = form.cut["sync"]
+    if report.get("sync", "").startswith("accumulate"):
+        report["steps_of_an_update"] = model.num_accumulated_steps
     if form.num_servers:
         report |= {"num_servers": form.num_servers, "staleness": model.staleness}
         report["num_reductions"] = 0  # Nothing is summed between workers.

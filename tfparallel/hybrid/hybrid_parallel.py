@@ -15,7 +15,7 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.notice import notice
 from tfparallel.pipeline.batch_norm import batch_norms
-from tfparallel.pipeline.pipeline_parallel import Choices, in_micro_batches
+from tfparallel.pipeline.pipeline_parallel import Choices, accumulating, in_micro_batches
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
@@ -40,6 +40,7 @@ def hybrid_parallel(
     device_memory: int | None = None,
     batch_size: int = 32,
     compression: str | None = None,
+    sync: str = "every_step",
     check_rows: bool = True,
     allow_independent_workers: bool = False,
 ) -> keras.Model:
@@ -70,7 +71,8 @@ def hybrid_parallel(
         device_memory: Likewise.
         batch_size: The examples of a batch, for what the best cut costs.
         compression: Of the gradients that travel between workers, as for `data_parallel`.
-        check_rows: Likewise.
+        sync: As for `pipeline_parallel`. Of several workers the gradients are summed in each step.
+        check_rows: As for `data_parallel`.
         allow_independent_workers: Likewise. Else the replicas are shared out to the workers of the
             job that this process is part of, in order.
 
@@ -122,6 +124,7 @@ def hybrid_parallel(
         device_memory=device_memory,
         batch_size=batch_size,
         check_rows=check_rows,
+        sync=accumulating(sync),
     )
     strategy = None
     if number > 1:

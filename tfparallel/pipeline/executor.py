@@ -426,6 +426,8 @@ class Step:
             "growth": grown,
             "outputs": types,
             "rows": rows,
+            "divisor": self._losses[0].divisor(),
+            "num_added": len(extra.losses),
         }
 
     def _check(self, whole: WholeLoss, extra: ExtraLosses):

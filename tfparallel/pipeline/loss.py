@@ -54,19 +54,32 @@ class MicroBatchLoss:
 
     def __init__(self, compiled: CompileLoss | None, y, sample_weight, predictions):
         self._compiled = compiled
+        self._divisors: list[tf.Tensor] = []
+        self._follow_from_sizes = True
         if compiled is None:
             return
-        self._divisors: list[tf.Tensor] = []
 
         def divisor(loss) -> Callable:
             def find(y_true, y_pred, weight):
-                self._divisors.append(_values(loss, y_true, y_pred, weight).divisor())
+                values = _values(loss, y_true, y_pred, weight)
+                self._divisors.append(values.divisor())
+                self._follow_from_sizes &= values.follows_from_sizes
                 return tf.zeros([], self._divisors[-1].dtype)
 
             return find
 
         # Without metrics: what tracks each output's loss is told once, of the sums.
         call_with(divisor, compiled, y, predictions, sample_weight)
+
+    def divisor(self, num_rows):
+        """By what all of the loss is divided, but for a factor; None where that is not one number.
+
+        Args:
+            num_rows: Of the whole batch.
+        """
+        if self._follow_from_sizes:
+            return num_rows
+        return self._divisors[0] if len(self._divisors) == 1 else None
 
     def __call__(self, y, sample_weight, predictions) -> Part | None:
         """Returns a micro-batch's part of the loss; None of a model without."""

@@ -19,6 +19,7 @@ from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.check_rows import make_quiet
+from tfparallel.replication.synchronization import Synchronization
 
 __all__ = [
     "Choices",
@@ -63,6 +64,7 @@ class Choices:
     device_memory: int | None
     batch_size: int
     check_rows: bool
+    sync: Synchronization
 
 
 def pipeline_parallel(
@@ -80,6 +82,7 @@ def pipeline_parallel(
     device_memory: int | None = None,
     batch_size: int = 32,
     check_rows: bool = True,
+    sync: str = "every_step",
 ) -> keras.Model:
     """Cuts a functional or Sequential model into stages, and each batch into micro-batches.
 
@@ -117,6 +120,8 @@ def pipeline_parallel(
         batch_size: The examples of a batch, for what the best cut costs.
         check_rows: Whether a model that does not treat each example by itself is refused, as for
             `data_parallel`.
+        sync: When the weights are updated: `"every_step"`, or `"accumulate:4"`, after every four
+            batches, to the weights of batches four times as large.
 
     Returns:
         A `keras.Model`; `fit`, `evaluate`, `predict` and callbacks work as always, the latter two
@@ -149,9 +154,25 @@ def pipeline_parallel(
         device_memory=device_memory,
         batch_size=batch_size,
         check_rows=check_rows,
+        sync=accumulating(sync),
     )
     mesh = Mesh(pipeline=len(names))
     return in_micro_batches(model_or_function, mesh, names, problems, chosen)
+
+
+def accumulating(sync: str) -> Synchronization:
+    """Reads `sync`, of a model whose batches go through in micro-batches.
+
+    Raises:
+        ValueError: If it is neither every_step nor accumulate:N.
+    """
+    policy = Synchronization.parse(sync)
+    if policy.grows or policy.is_local or policy.is_async:
+        raise PlacementError(
+            "A model in micro-batches takes sync='every_step' or 'accumulate:N'. Received: "
+            f"sync={sync!r}. Replicas that each hold the whole model, in `data_parallel`, take all."
+        )
+    return policy
 
 
 def in_micro_batches(
@@ -237,6 +258,7 @@ def in_micro_batches(
     attributes = {
         "batch_normalization": chosen.batch_normalization,
         "check_rows": chosen.check_rows,
+        "_sync": chosen.sync,
     }
     return place(model_or_function, decide, mixin, attributes, finish=finish)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfparallel.data.batch_size import KERAS_BATCH_SIZE
 from tfparallel.extend import attach
 from tfparallel.layout.schedule import Schedule
+from tfparallel.pipeline.accumulated_batches import AccumulatedBatches
 from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
@@ -29,7 +30,7 @@ __all__ = ["PipelinedModel"]
 _ROWS_PROBED = 5  # Two micro-batches of unequal size.
 
 
-class PipelinedModel(WhereRowsMeet, PlacedModel):
+class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
     """Extends a functional or Sequential model of placed layers; training takes micro-batches.
 
     Attributes:

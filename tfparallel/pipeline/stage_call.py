@@ -159,6 +159,10 @@ class LossCall:
         loss, *others = found
         return Part(loss, others[: self._num_shares]), others[self._num_shares :]
 
+    def divisor(self):
+        """By what the loss of the whole batch is divided, as `MicroBatchLoss.divisor` has it."""
+        return None if self._loss is None else self._loss.divisor(self._batch.num_rows)
+
     def _run(self, tensors: list[Any], shard: Shard) -> tuple[list[Any], list[int]]:
         values = dict(zip(self._given, tensors, strict=False))
         like = (self._batch.y, self._batch.sample_weight)

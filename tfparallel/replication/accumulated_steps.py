@@ -16,6 +16,7 @@ takes the mean of the steps' gradients, which is another number where batches di
 """
 
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
@@ -158,6 +159,11 @@ class AccumulatedSteps(OwnMetrics):
             self._look_at_rows_of(own)
             with self.strategy.apart(place):
                 logs = self._train_on_own_rows(own, way.metrics)
+        self._count_step()
+        return logs
+
+    def _count_step(self) -> None:
+        """Counts a step whose gradients are held; makes the update, if it is the last of N."""
         counts = self._counts_of_update
         is_time = counts.steps.assign_add(1.0) >= counts.wanted
 
@@ -166,7 +172,6 @@ class AccumulatedSteps(OwnMetrics):
             return True  # As the other branch: Python's None would be an operation in one alone.
 
         tf.cond(is_time, update, lambda: False)
-        return logs
 
     def _placed(self, data):
         """This worker's rows of what the step was given, and where they lie."""
@@ -185,14 +190,15 @@ class AccumulatedSteps(OwnMetrics):
         held = self._held_gradients(found)
         for gradient, accumulated in zip(found.gradients, held, strict=True):
             if gradient is not None:
-                gradient = tf.cast(tf.convert_to_tensor(gradient), accumulated.dtype)
-                term = gradient * tf.cast(divisor, gradient.dtype)
-                accumulated.assign_add(term, read_value=False)
+                with tf.device(accumulated.device):
+                    gradient = tf.cast(tf.convert_to_tensor(gradient), accumulated.dtype)
+                    term = gradient * tf.cast(divisor, gradient.dtype)
+                    accumulated.assign_add(term, read_value=False)
         self._counts_of_update.divisor.assign_add(tf.cast(divisor, tf.float64), read_value=False)
         return None
 
     def _divisor_of(self, found: Found):
-        num_added = len(self.losses)
+        num_added = len(self.losses) if found.num_added is None else found.num_added
         if self._are_sums:
             if num_added:
                 self._refuse(_ONE_DIVISOR, "reduction='sum' beside a regularizer or `add_loss`")
@@ -211,7 +217,7 @@ class AccumulatedSteps(OwnMetrics):
         for variable, gradient in zip(found.variables, found.gradients, strict=True):
             _, accumulated = known.get(id(variable), (None, None))
             if accumulated is None and gradient is not None:
-                with tf.init_scope(), tf.device(self.strategy.devices[0]):
+                with tf.init_scope(), tf.device(self._device_of_sum(variable)):
                     # Of 16 bits, small terms would be lost in a large sum.
                     is_half = gradient.dtype.size == 2
                     zeros = tf.zeros(variable.shape, tf.float32 if is_half else gradient.dtype)
@@ -219,6 +225,14 @@ class AccumulatedSteps(OwnMetrics):
             held[id(variable)] = (variable, accumulated)
         attach(self, _gradients_held=held)
         return [accumulated for _, accumulated in held.values()]
+
+    def _device_of_sum(self, variable: keras.Variable | None) -> str:
+        """Where the gradients of a weight are added up, or what is not of one."""
+        return self.strategy.devices[0]
+
+    def _between_steps(self) -> AbstractContextManager:
+        """Where an update is made outside of a step."""
+        return self.strategy.program()
 
     @property
     def _counts_of_update(self) -> "_Counts":
@@ -237,7 +251,7 @@ class AccumulatedSteps(OwnMetrics):
     def _gradient_noise(self) -> NoiseScale:
         found = getattr(self, "_noise_scale_of_updates", None)
         if found is None:
-            found = NoiseScale(self.strategy.devices[0])
+            found = NoiseScale(self._device_of_sum(None))
             attach(self, _noise_scale_of_updates=found)
         return found
 
@@ -251,7 +265,7 @@ class AccumulatedSteps(OwnMetrics):
         found = [(variable, held) for variable, held in pairs if held is not None]
         sums = [held.read_value() for _, held in found]
         total = self._counts_of_update.divisor.read_value()
-        if self._workers is not None:
+        if self._workers_are_apart:
             variables = [variable for variable, _ in found]
             *sums, total = self._workers.all_reduce_gradients([*sums, total], [*variables, None])
         if self._are_sums:
@@ -281,7 +295,7 @@ class AccumulatedSteps(OwnMetrics):
         if not self._accumulates:
             return
         if float(self._counts_of_update.steps):
-            with self.strategy.program():
+            with self._between_steps():
                 self._update_of_steps(is_full=False)
         if self._sync.grows:
             self._grow_if_it_pays()

@@ -29,6 +29,11 @@ class OwnMetrics:
     _what_steps_are = "the workers say nothing in a step"  # For errors.
 
     @property
+    def _workers_are_apart(self) -> bool:
+        """Whether there are workers, of which each has seen its own rows when they say nothing."""
+        return self._workers is not None
+
+    @property
     def _is_silent(self) -> bool:
         """Whether the workers say nothing in the next step."""
         return False
@@ -104,7 +109,7 @@ class OwnMetrics:
             if isinstance(callback, keras.callbacks.TerminateOnNaN)
             or (isinstance(callback, NaNGuard) and callback.stop)
         ]
-        if stopping and self._workers is not None:
+        if stopping and self._workers_are_apart:
             self._refuse(
                 "What a step logs is a worker's own, and callbacks that let it go on are required",
                 f"{stopping[0]}, which would stop one worker, and not the others",
@@ -112,13 +117,13 @@ class OwnMetrics:
 
     def sum_metrics(self) -> None:
         """Gives all workers the sums of what their metrics have seen. All must call it."""
-        if self._workers is not None:
+        if self._workers_are_apart:
             values = [tf.convert_to_tensor(v.value) for v in self.metrics_variables]
             self._assign_metrics(self._workers.all_reduce(values))
 
     def metrics_were_restored(self) -> None:
         """Of sums over all workers, which each of them has, one is kept."""
-        if self._workers is not None and not self._is_chief:
+        if self._workers_are_apart and not self._is_chief:
             self._assign_metrics([tf.zeros_like(v.value) for v in self.metrics_variables])
 
     def _assign_metrics(self, values) -> None:

@@ -70,12 +70,17 @@ class ExampleLosses(NamedTuple):
         """
         if self.reduction == "sum":
             return self.numerator()
-        by_weight = self.reduction == "mean_with_sample_weight" and self.weight is not None
-        if self.mask is not None or by_weight:
+        if not self.follows_from_sizes:
             return None
         values = self._weighted(self.weight)
         of_a_row = values[:1]  # Of which there is one at least: see `Shard.num_rows_used`.
         return self.numerator() / tf.cast(num_rows * _size(of_a_row), values.dtype)
+
+    @property
+    def follows_from_sizes(self) -> bool:
+        """Whether the divisor does, and no mask or weights decide it."""
+        by_weight = self.reduction == "mean_with_sample_weight" and self.weight is not None
+        return self.reduction == "sum" or not (self.mask is not None or by_weight)
 
     def _weighted(self, weight) -> tf.Tensor:
         if weight is None:

@@ -41,6 +41,8 @@ class Found(NamedTuple):
         rows: The joined rows of the outputs that it looks at.
         checked: What must be done before the weights may change.
         divisor: By what the loss is divided, if all of it is by one number.
+        num_added: How many losses are added to it, of layers and of regularizers; None for those
+            that the model lists.
     """
 
     loss: tf.Tensor
@@ -54,6 +56,7 @@ class Found(NamedTuple):
     rows: Sequence[tf.Tensor] = ()
     checked: Sequence[tf.Operation] = ()
     divisor: Any = None
+    num_added: int | None = None
 
 
 class OneStep(CompiledByDevice):
