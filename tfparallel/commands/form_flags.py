@@ -109,7 +109,7 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_bool(
         "shard_optimizer",
         False,
-        "For data: whether each replica keeps and updates its share of the optimizer.",
+        "For data and hybrid: whether each replica keeps and updates its share of the optimizer.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -212,11 +212,11 @@ def _mesh_problems(values: flags.FlagValues) -> list[str]:
 
 def _update_problems(values: flags.FlagValues) -> list[str]:
     """Returns what is wrong with --sync and --shard_optimizer."""
-    if values.shard_optimizer and values.parallel != "data":
+    if values.shard_optimizer and values.parallel not in ("data", "hybrid"):
         return [
-            "--shard_optimizer is of replicas that each hold the whole model. Received: "
-            f"--shard_optimizer with --parallel={values.parallel}. Take --parallel=data, or drop "
-            "--shard_optimizer."
+            "--shard_optimizer is of replicas. Received: "
+            f"--shard_optimizer with --parallel={values.parallel}. Take --parallel=data or hybrid, "
+            "or drop --shard_optimizer."
         ]
     if values.sync is None:
         return []

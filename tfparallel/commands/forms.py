@@ -331,6 +331,7 @@ def _cut(values) -> dict[str, Any]:
     if values.parallel == "hybrid":
         cut["mesh"] = Mesh.parse(values.mesh)
         cut["allow_independent_workers"] = values.allow_independent_workers
+        cut["shard_optimizer"] = values.shard_optimizer
     if values.parallel not in ("pipeline", "hybrid"):
         return cut
     return cut | pipeline_choices(values) | {"sync": values.sync or "every_step"}

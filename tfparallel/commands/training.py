@@ -146,6 +146,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
         report |= {"sync": form.sync, "shard_optimizer": form.shard_optimizer or None}
     elif "sync" in form.cut:
         report["sync"] = form.cut["sync"]
+        report["shard_optimizer"] = form.cut.get("shard_optimizer") or None
     if report.get("sync", "").startswith("accumulate"):
         report["steps_of_an_update"] = model.num_accumulated_steps
     if form.num_servers:

@@ -5,6 +5,7 @@ import inspect
 import keras
 
 from tfparallel.hybrid.optimizer import update_copies
+from tfparallel.hybrid.sharded_copies import shard_copies
 from tfparallel.hybrid.spread_call import SpreadCall
 from tfparallel.layers.optimizer import split_updates
 from tfparallel.layers.split_model import NestedModel
@@ -26,6 +27,7 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
     """
 
     strategy = None  # What joins the workers of a job; None for one process.
+    _shards_optimizer = False
 
     @property
     def split(self) -> dict[str, str]:
@@ -106,6 +108,8 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
         replicas = replicas_of(self.layout)
         if len(replicas) > 1:
             update_copies(self.optimizer, replicas)
+            if self._shards_optimizer:
+                shard_copies(self.optimizer)
 
     def _parts(self, variables):
         return parts_of(variables)

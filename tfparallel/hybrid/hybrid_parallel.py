@@ -41,6 +41,7 @@ def hybrid_parallel(
     batch_size: int = 32,
     compression: str | None = None,
     sync: str = "every_step",
+    shard_optimizer: bool = False,
     check_rows: bool = True,
     allow_independent_workers: bool = False,
 ) -> keras.Model:
@@ -72,6 +73,8 @@ def hybrid_parallel(
         batch_size: The examples of a batch, for what the best cut costs.
         compression: Of the gradients that travel between workers, as for `data_parallel`.
         sync: As for `pipeline_parallel`. Of several workers the gradients are summed in each step.
+        shard_optimizer: Whether each of D replicas keeps and updates its share of the optimizer, as
+            for `data_parallel`. In one process, and without parts (tensor=1).
         check_rows: As for `data_parallel`.
         allow_independent_workers: Likewise. Else the replicas are shared out to the workers of the
             job that this process is part of, in order.
@@ -99,6 +102,13 @@ def hybrid_parallel(
         raise PlacementError(
             f"Each of the {number} workers ({cluster.source}) has as many replicas as the others. "
             f"Received: a mesh of {mesh}. Take data={number}, or a multiple of it."
+        )
+    if shard_optimizer and (mesh.tensor > 1 or number > 1):
+        received = f"tensor={mesh.tensor}" if mesh.tensor > 1 else f"{number} workers"
+        raise PlacementError(
+            "The replicas of a mesh share out the optimizer in one process, and where no layer is "
+            f"in parts. Received: shard_optimizer=True with {received}. Leave it out, or take "
+            "`data_parallel`, whose workers share it out too."
         )
     if devices is None:
         devices = _first_devices(mesh, number)
@@ -134,7 +144,7 @@ def hybrid_parallel(
 
     def spread(model: HybridModel) -> None:
         parts.spread(model)
-        attach(model, strategy=strategy)
+        attach(model, strategy=strategy, _shards_optimizer=shard_optimizer)
 
     model = in_micro_batches(
         model_or_function,

@@ -18,6 +18,10 @@ It is stage 1 of ZeRO: Samyam Rajbhandari et al., "ZeRO: Memory Optimizations To
 Trillion Parameter Models", SC 2020, arXiv:1910.02054.
 """
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -28,20 +32,70 @@ from tfparallel.seams.tensorflow import PerReplica
 from tfparallel.step import elementwise
 from tfparallel.strategies import variables
 
-__all__ = ["ShardedOptimizer", "shard"]
+__all__ = [
+    "Holders",
+    "ShardedOptimizer",
+    "check_shardable",
+    "cut_share",
+    "shape_shared_out",
+    "shard",
+]
 
 
 class Shares(PerReplica):
     """What each replica here has of a gradient."""
 
 
+class Holders:
+    """The replicas that hold shares: those of a strategy.
+
+    Args:
+        strategy: What holds their variables.
+    """
+
+    def __init__(self, strategy):
+        self._strategy = strategy
+        self.number = strategy.num_replicas
+        self.workers = strategy.workers
+
+    def scope(self) -> AbstractContextManager:
+        """Where shares are made."""
+        return self._strategy.scope()
+
+    def program(self) -> AbstractContextManager:
+        """Where variables are read and written outside of a step."""
+        return self._strategy.program()
+
+    def bounds(self, size: int) -> Iterator[tuple[int, int]]:
+        """Of each replica here, the first element, or row, of its share, and the end.
+
+        Args:
+            size: Of a share.
+        """
+        first = self._strategy.first_replica
+        for k in range(first, first + len(self._strategy.devices)):
+            yield k * size, (k + 1) * size
+
+    def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
+        """What each replica here has of a variable."""
+        return variables.copies(variable)
+
+    def alone(self, index: int) -> AbstractContextManager:
+        """Where writing the copy of a replica, by its index here, writes no other."""
+        return contextlib.nullcontext()
+
+
 class WithWholeFiles:
     """Extends an optimizer that holds shares, or others that do."""
+
+    @property
+    def _holders(self) -> Holders:
+        return Holders(self._distribution_strategy)
 
     def save_own_variables(self, store):
         """Saves the optimizer, with whole slots; every worker must call it."""
         found = [v for v in self.variables if hasattr(v, "_sharded")]
-        wholes = _wholes(found, self._distribution_strategy)
+        wholes = _wholes(found, self._holders)
         by_id = dict(zip(map(id, found), wholes, strict=True))
         for index, variable in enumerate(self.variables):
             whole = by_id.get(id(variable))
@@ -50,7 +104,7 @@ class WithWholeFiles:
 
     def load_own_variables(self, store):
         """Loads the optimizer; each replica takes its share of whole slots."""
-        strategy, found = self._distribution_strategy, self.variables
+        holders, found = self._holders, self.variables
         if len(store.keys()) != len(found):
             super().load_own_variables(store)  # Which says what is missing.
             return
@@ -59,11 +113,13 @@ class WithWholeFiles:
             if not hasattr(variable, "_sharded"):
                 variable.assign(value)
                 continue
-            shape = _shape_shared_out(value.shape, strategy.num_replicas)
-            copies = variables.copies(variable)
-            of_copies = zip(copies, _bounds(strategy, variable.shape[0]), strict=True)
-            for copy, bounds in of_copies:
-                copy.assign(_cut_out(tf.constant(value, copy.dtype), shape, *bounds))
+            shape = shape_shared_out(value.shape, holders.number)
+            of_copies = zip(
+                holders.copies(variable), holders.bounds(variable.shape[0]), strict=True
+            )
+            for index, (copy, bounds) in enumerate(of_copies):
+                with holders.alone(index):
+                    copy.assign(_cut_out(tf.constant(value, copy.dtype), shape, *bounds))
 
 
 class ShardedOptimizer(WithWholeFiles):
@@ -74,7 +130,7 @@ class ShardedOptimizer(WithWholeFiles):
 
     @property
     def _num_shares(self) -> int:
-        return self._distribution_strategy.num_replicas
+        return self._holders.number
 
     def build(self, weights):
         """Makes the shares of the weights, and the slots of the shares."""
@@ -87,7 +143,7 @@ class ShardedOptimizer(WithWholeFiles):
                 "Under shard_optimizer=True weights are updated by the optimizer. Received: "
                 f"{written}, which take their gradient for their value. Leave shard_optimizer out."
             )
-        with tf.init_scope(), self._distribution_strategy.scope():
+        with tf.init_scope(), self._holders.scope():
             shares = [self._made_share(weight) for weight in weights]
         by_id = {id(weight): share for weight, share in zip(weights, shares, strict=True)}
         attach(self, _share_of=by_id, _weights=weights)
@@ -95,18 +151,20 @@ class ShardedOptimizer(WithWholeFiles):
         for weight, share in zip(weights, shares, strict=True):
             if self._var_key(weight) in left_out:
                 left_out.add(self._var_key(share))
-        with tf.init_scope(), self._distribution_strategy.program():
+        with tf.init_scope(), self._holders.program():
             self._fill(weights)
         super().build(shares)
         if original_class(self) is keras.optimizers.ScheduleFreeAdamW:
             with tf.init_scope():
                 for slot, share in zip(self._momentums, shares, strict=True):  # Begins as it.
-                    pairs = zip(variables.copies(slot), variables.copies(share), strict=True)
-                    for own, part in pairs:
-                        own.assign(part)
+                    holders = self._holders
+                    pairs = zip(holders.copies(slot), holders.copies(share), strict=True)
+                    for index, (own, part) in enumerate(pairs):
+                        with holders.alone(index):
+                            own.assign(part)
 
     def _made_share(self, weight):
-        number, *rest = _shape_shared_out(weight.shape, self._num_shares)
+        number, *rest = shape_shared_out(weight.shape, self._num_shares)
         shape = (-(-number // self._num_shares), *rest)
         share = keras.Variable("zeros", shape, weight.dtype, trainable=True, name=weight.name)
         share._path = weight.path  # Slots are named by it.
@@ -153,37 +211,38 @@ class ShardedOptimizer(WithWholeFiles):
         """Each replica's share of a gradient, where it is needed."""
         found = replica_sums.on_each_device(gradient)
         copies = found.values if isinstance(found, PerReplica) else None
-        shape = _shape_shared_out(gradient.shape, self._num_shares)
+        shape = shape_shared_out(gradient.shape, self._num_shares)
         parts = []
         size = -(-shape[0] // self._num_shares)
-        for k, bounds in enumerate(_bounds(self._distribution_strategy, size)):
+        for k, bounds in enumerate(self._holders.bounds(size)):
             if isinstance(gradient, tf.IndexedSlices):
-                parts.append(_rows_read(gradient, shape, *bounds))
+                parts.append(cut_share(gradient, shape, bounds))
                 continue
             # Of one tensor for all, the share is cut where the tensor is, and sent.
             whole = gradient if copies is None else copies[k]
             with tf.device(whole.device):
-                parts.append(_cut_out(whole, shape, *bounds))
+                parts.append(cut_share(whole, shape, bounds))
         return Shares(parts)
 
     def _fill(self, weights) -> None:
         """Gives each share what its replica's copy of the weight holds."""
+        holders = self._holders
         for weight in weights:
             share = self._share_of[id(weight)]
-            shape = _shape_shared_out(weight.shape, self._num_shares)
-            all_bounds = _bounds(self._distribution_strategy, share.shape[0])
-            copies = variables.copies(share), variables.copies(weight)
-            for own, whole, bounds in zip(*copies, all_bounds, strict=True):
-                with tf.device(own.device):
+            shape = shape_shared_out(weight.shape, self._num_shares)
+            copies = holders.copies(share), holders.copies(weight)
+            found = zip(*copies, holders.bounds(share.shape[0]), strict=True)
+            for index, (own, whole, bounds) in enumerate(found):
+                with holders.alone(index), tf.device(own.device):
                     own.assign(_cut_out(tf.convert_to_tensor(whole), shape, *bounds))
 
     def _join(self, weights) -> None:
         """Gives every copy of the weights what all shares hold."""
         shares = [self._share_of[id(weight)] for weight in weights]
-        wholes = _wholes(shares, self._distribution_strategy)
+        wholes = _wholes(shares, self._holders)
         for weight, whole in zip(weights, wholes, strict=True):
-            for copy in variables.copies(weight):
-                with tf.device(copy.device):
+            for index, copy in enumerate(self._holders.copies(weight)):
+                with self._holders.alone(index), tf.device(copy.device):
                     copy.assign(whole)
 
     def _update_model_variables_moving_average(self, trainable_variables):
@@ -207,41 +266,42 @@ class ShardedOptimizer(WithWholeFiles):
         if not self.use_ema:
             return
         weights = [weight for weight in var_list if id(weight) in self._share_of]
-        with self._distribution_strategy.program():
+        with self._holders.program():
             self._fill(weights)
             super().finalize_variable_values([self._share_of[id(w)] for w in weights])
             self._join(weights)
 
 
-def _bounds(strategy, size: int):
-    """Of each replica here, the first element, or row, of its share, and the end."""
-    for k in range(strategy.first_replica, strategy.first_replica + len(strategy.devices)):
-        yield k * size, (k + 1) * size
-
-
-def _wholes(found, strategy) -> list[tf.Tensor]:
+def _wholes(found, holders: Holders) -> list[tf.Tensor]:
     """Joins what all replicas hold of shares, or of slots, to the shapes of the weights."""
     if not found:
         return []
     rows = []
     for variable in found:
-        own = [tf.convert_to_tensor(copy) for copy in variables.copies(variable)]
+        own = [tf.convert_to_tensor(copy) for copy in holders.copies(variable)]
         rows.append(tf.concat(own, 0)[None])
-    workers = strategy.workers
+    workers = holders.workers
     if workers is not None:
         rows = workers.all_gather(rows, [1] * workers.num_workers)
     wholes = []
     for row, variable in zip(rows, found, strict=True):
-        shape = _shape_shared_out(variable._sharded.shape, strategy.num_replicas)
+        shape = shape_shared_out(variable._sharded.shape, holders.number)
         joined = tf.reshape(row, [-1, *shape[1:]])[: shape[0]]
         wholes.append(tf.reshape(joined, variable._sharded.shape))
     return wholes
 
 
-def _shape_shared_out(shape, num_shares: int) -> list[int]:
+def shape_shared_out(shape: Sequence[int], num_shares: int) -> list[int]:
     """In which shape a weight is cut along axis 0: a matrix as it is, all else flat."""
     shape = [int(size) for size in shape]
     return shape if len(shape) == 2 and shape[0] >= num_shares else [int(np.prod(shape))]
+
+
+def cut_share(gradient, shape: list[int], bounds: tuple[int, int]):
+    """What a replica's share has of a gradient, dense or sparse."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return _rows_read(gradient, shape, *bounds)
+    return _cut_out(gradient, shape, *bounds)
 
 
 def _cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Tensor:
@@ -280,6 +340,17 @@ def shard(optimizer: keras.Optimizer) -> None:
     if cls in (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer):
         extend(optimizer, WithWholeFiles)
         return
+    check_shardable(optimizer)
+    extend(optimizer, ShardedOptimizer)
+
+
+def check_shardable(optimizer: keras.Optimizer) -> None:
+    """Raises for an optimizer that cannot be held in shares.
+
+    Raises:
+        ValueError: As `shard`.
+    """
+    cls = original_class(optimizer)
     if not elementwise.is_elementwise(cls):
         raise ValueError(
             "Under shard_optimizer=True each replica updates its share of a weight, and the update "
@@ -300,4 +371,3 @@ def shard(optimizer: keras.Optimizer) -> None:
             f"built is required. Received: a {cls.__name__} with slots of whole weights. Compile "
             "the model with a new optimizer, or pass the compiled model to `data_parallel`."
         )
-    extend(optimizer, ShardedOptimizer)

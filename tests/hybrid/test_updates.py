@@ -1,0 +1,181 @@
+"""Updates of several batches, and in shares, on meshes: the weights of one device."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import tfparallel
+from tests.commands.command_line import ROOT
+from tests.comparison import seeded
+from tests.replication import test_accumulated_steps as accumulated
+from tests.replication import test_sharded_optimizer as sharded
+from tfparallel import Mesh
+from tfparallel.placement.copies import copies_of
+
+pytestmark = pytest.mark.slow
+
+DEVICES = [f"CPU:{index}" for index in range(8)]
+STEPS = accumulated.STEPS
+
+
+def on_mesh(function, mesh, **options):
+    number = 1 if mesh.data == 4 else 2
+    options = {"num_micro_batches": number} | options
+    devices = DEVICES[: mesh.size]
+    return tfparallel.hybrid_parallel(lambda: seeded(function), mesh, devices, **options)
+
+
+def in_stages(function, schedule):
+    return tfparallel.pipeline_parallel(
+        lambda: seeded(function), DEVICES[:2], 2, schedule, sync=f"accumulate:{STEPS}"
+    )
+
+
+def of_one_step(case):
+    one = seeded(accumulated.CASES[case][0])
+    accumulated.trained(one, case, accumulated.ROWS * STEPS)
+    return one
+
+
+def some(cases, fast):
+    """The cases, of which `make test` has a few."""
+    return [
+        pytest.param(*case, marks=() if case[0] in fast else pytest.mark.nightly) for case in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    some(
+        [(case, "1f1b") for case in accumulated.CASES] + [("sum", "gpipe"), ("mask", "gpipe")],
+        fast=("mask", "two outputs", "activity"),
+    ),
+)
+def test_batches_in_stages_are_one_larger_batch(in_float64, case, schedule):
+    model = in_stages(accumulated.CASES[case][0], schedule)
+    accumulated.trained(model, case, accumulated.ROWS)
+    assert accumulated.apart(model, of_one_step(case)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(data=2, pipeline=2), Mesh(data=2, tensor=2), Mesh(pipeline=2, tensor=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("case", some([("Adam, clipped",), ("mask",)], fast=("Adam, clipped",)))
+def test_batches_on_a_mesh_are_one_larger_batch(in_float64, mesh, case):
+    model = on_mesh(accumulated.CASES[case][0], mesh, sync=f"accumulate:{STEPS}")
+    accumulated.trained(model, case, accumulated.ROWS)
+    assert accumulated.apart(model, of_one_step(case)) < 1e-9
+
+
+def test_predictions_that_meet_are_no_sums_over_rows():
+    model = in_stages(accumulated.build, "gpipe")
+    model.compile("sgd", "hinge")
+    with pytest.raises(ValueError, match="Received: outputs that must be joined"):
+        model.fit(*accumulated.data(), verbose=0)
+
+
+@pytest.mark.parametrize("sync", ["accumulate:auto", "local_sgd:8", "async"])
+def test_other_policies_are_of_whole_replicas(sync):
+    with pytest.raises(ValueError, match="every_step' or 'accumulate:N'. Received: "):
+        tfparallel.pipeline_parallel(accumulated.build, DEVICES[:2], sync=sync)
+
+
+def trained(model, optimizer, function):
+    model.compile(optimizer(), "mse", metrics=["mae"])
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)  # Within a step, Keras does it anew.
+    x, y = sharded.data(function)
+    return model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+
+def difference(found, expected):
+    pairs = zip(found, expected, strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+def with_constraint():
+    return sharded.build("non_neg")
+
+
+SHARED = ("Adam", "ScheduleFreeAdamW", "global_clipnorm", "clipnorm", "moving average")
+CASES = {name: (sharded.build, sharded.OPTIMIZERS[name]) for name in SHARED} | {
+    "embedding": (sharded.build_embedding, sharded.OPTIMIZERS["Adam"]),
+    "constraint": (with_constraint, sharded.OPTIMIZERS["AdamW"]),
+}
+
+
+@pytest.mark.parametrize(
+    "case", some([(case,) for case in CASES], fast=("global_clipnorm", "embedding"))
+)
+def test_each_replica_may_keep_its_share_of_the_optimizer(in_float64, tmp_path, case):
+    """In the file whole slots, which one device goes on with."""
+    function, optimizer = CASES[case]
+    one = seeded(function)
+    model = on_mesh(function, Mesh(data=2, pipeline=2), shard_optimizer=True)
+    trained(one, optimizer, function)
+    trained(model, optimizer, function)
+    assert difference(model.get_weights(), one.get_weights()) < 1e-9
+    path = tmp_path / "model.keras"
+    model.save(path)
+    loaded = keras.models.load_model(path)
+    assert difference(loaded.optimizer.variables, one.optimizer.variables) < 1e-9
+    shares = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
+    held = sum(int(np.prod(copies_of(share)[0].shape)) for share in shares)
+    whole = sum(int(np.prod(share._sharded.shape)) for share in shares)
+    assert whole / 2 <= held < 0.6 * whole
+    assert all(len(copies_of(share)) == 2 for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "optimizer", "message"),
+    [
+        (Mesh(data=2, tensor=2), "Adam", "where no layer is in parts. Received: "),
+        (Mesh(data=2, pipeline=2), "loss scaling", "wraps no others. Received: LossScaleOptimizer"),
+        (Mesh(data=2, pipeline=2), "several", "wraps no others. Received: MultiOptimizer"),
+    ],
+    ids=["parts", "loss scaling", "several"],
+)
+def test_what_cannot_be_held_in_shares_is_refused(mesh, optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        model = on_mesh(sharded.build, mesh, shard_optimizer=True)
+        model.compile(sharded.OPTIMIZERS[optimizer](), "mse")
+
+
+def eight_devices():
+    """The largest difference on meshes of eight devices."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    found, case = [], "Adam, clipped"
+    for mesh in (Mesh(data=2, pipeline=2, tensor=2), Mesh(data=4, pipeline=2)):
+        options = {"sync": f"accumulate:{STEPS}", "shard_optimizer": mesh.tensor == 1}
+        model = on_mesh(accumulated.CASES[case][0], mesh, num_micro_batches=1, **options)
+        accumulated.trained(model, case, accumulated.ROWS)
+        one = of_one_step(case)
+        found.append(difference(model.get_weights(), one.get_weights()))
+    return max(found)
+
+
+ON_EIGHT = """
+import tfparallel
+tfparallel.devices.split_cpu(8)
+from tests.hybrid.test_updates import eight_devices
+print(eight_devices())
+"""
+
+
+def test_on_eight_devices():
+    """Of batches and of shares at once."""
+    done = subprocess.run(
+        [sys.executable, "-c", ON_EIGHT],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 1e-9

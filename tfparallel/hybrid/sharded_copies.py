@@ -1,0 +1,134 @@
+"""Each replica of a mesh keeps and updates its share of the optimizer: `shard_optimizer=True`.
+
+A share is a variable with a copy in each replica, which holds what that replica updates, and so
+are its slots (`replication/sharded_optimizer.py` has the picture). Each replica runs the optimizer
+on its own copies; then every copy of a weight is given what all of them have come to. Every element
+is updated once, so that replicas cannot come apart.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import keras
+import tensorflow as tf
+
+from tfparallel.extend import extend, original_class
+from tfparallel.placement.copies import Replica, at_work, copies_of, copy_to, replica_at_work
+from tfparallel.placement.problems import PlacementError
+from tfparallel.replication.sharded_optimizer import (
+    Holders,
+    ShardedOptimizer,
+    check_shardable,
+    cut_share,
+    shape_shared_out,
+)
+
+__all__ = ["shard_copies"]
+
+
+class HoldersOnMesh(Holders):
+    """The replicas of a mesh that hold shares.
+
+    Args:
+        replicas: All of them.
+    """
+
+    workers = None
+
+    def __init__(self, replicas: Sequence[Replica]):
+        self._replicas = replicas
+        self.number = len(replicas)
+
+    def scope(self) -> AbstractContextManager:
+        """Where shares are made: each beside its weight, wherever that is."""
+        return contextlib.nullcontext()
+
+    def program(self) -> AbstractContextManager:
+        """Anywhere."""
+        return contextlib.nullcontext()
+
+    def bounds(self, size: int) -> Iterator[tuple[int, int]]:
+        """Of each replica the first element, or row, of its share, and the end."""
+        for k in range(self.number):
+            yield k * size, (k + 1) * size
+
+    def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
+        """What each replica has of a variable."""
+        return copies_of(variable)
+
+    def alone(self, index: int) -> AbstractContextManager:
+        """Where writing the copy of a replica writes no other."""
+        return at_work(self._replicas[index])
+
+
+class ShardedCopies(ShardedOptimizer):
+    """Extends an optimizer that updates the copies of variables (`hybrid/optimizer.py`)."""
+
+    @property
+    def _holders(self) -> Holders:
+        return HoldersOnMesh(self._replicas)
+
+    def _made_share(self, weight):
+        with tf.device(weight._value.device):
+            share = super()._made_share(weight)
+        copy_to(self._replicas, [share])
+        return share
+
+    def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
+        """Makes a slot beside its share, with a copy in each replica."""
+        with tf.device(reference_variable._value.device):
+            slot = super().add_variable_from_reference(reference_variable, name, initializer)
+        copy_to(self._replicas, [slot])
+        return slot
+
+    @contextlib.contextmanager
+    def _in_replicas(self, updated, gradients=()) -> Iterator[Sequence[Replica]]:
+        yield self._replicas  # Each updates what no other does.
+
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        # Past the class between: a strategy's replicas are handed all shares at once.
+        beyond = super(ShardedOptimizer, self)
+        pairs = zip(beyond._clip_gradients(grads), trainable_variables, strict=True)
+        beyond._backend_apply_gradients(
+            [self._own_part(gradient, share) for gradient, share in pairs], trainable_variables
+        )
+
+    def _own_part(self, gradient, share):
+        """What the share of the replica at work has of a gradient."""
+        whole = share._sharded.shape
+        if isinstance(gradient, tf.IndexedSlices):  # Whose own shape may be known to nobody.
+            shape = tf.constant([*whole], gradient.indices.dtype)
+            gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
+        shape, k = shape_shared_out(whole, self._num_shares), replica_at_work().index
+        size = -(-shape[0] // self._num_shares)
+        return cut_share(gradient, shape, (k * size, (k + 1) * size))
+
+    def _update_model_variables_moving_average(self, trainable_variables):
+        # Keras's own, of the copies of the replica at work.
+        super(ShardedOptimizer, self)._update_model_variables_moving_average(trainable_variables)
+
+
+def shard_copies(optimizer: keras.Optimizer) -> None:
+    """Makes each replica update its share, in place.
+
+    Args:
+        optimizer: One that updates the copies of variables.
+
+    Raises:
+        ValueError: If its update looks at more than one element at a time, or is not known; or if
+            it wraps others, or has a schedule of the user's own.
+    """
+    if isinstance(optimizer, ShardedCopies):
+        return
+    if original_class(optimizer) in (
+        keras.optimizers.LossScaleOptimizer,
+        keras.optimizers.MultiOptimizer,
+    ):
+        raise PlacementError(
+            "Under shard_optimizer=True a mesh takes an optimizer that wraps no others. Received: "
+            f"{original_class(optimizer).__name__}. Take another, `data_parallel`, or leave "
+            "shard_optimizer out."
+        )
+    check_shardable(optimizer)
+    extend(optimizer, ShardedCopies)
