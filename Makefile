@@ -77,6 +77,7 @@ bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.
 	$(BIN)/python benchmarks/model_parallel.py
 	$(BIN)/python benchmarks/pipeline.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/restarts.py
+	$(BIN)/python benchmarks/asynchronous.py
 	$(BIN)/python benchmarks/sync.py
 	$(BIN)/python benchmarks/compressed_sums.py
 	$(BIN)/python benchmarks/slow_link.py $(WITH_TORCH)  # As root; measures nothing otherwise.
