@@ -51,6 +51,18 @@ def embedding():
     return keras.Model(words, layers.Dense(2)(layers.LSTM(5)(x)))
 
 
+def tokens():
+    words = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True)(words)
+    return keras.Model(words, layers.Dense(2)(layers.LSTM(5, return_sequences=True)(x)))
+
+
+@keras.saving.register_keras_serializable()
+def distance(y_true, y_pred):
+    """A metric that nobody knows to add up."""
+    return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=-1)
+
+
 def two_outputs():
     x = keras.Input((5,))
     hidden = layers.Dense(8, "tanh")(x)
@@ -73,6 +85,23 @@ def adam(**options):
     return lambda: keras.optimizers.Adam(0.05, **options)
 
 
+def without_biases():
+    optimizer = keras.optimizers.AdamW(0.05, 0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+class Slows(keras.callbacks.Callback):
+    """Sets the learning rate before a batch, by the logs of the one before."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch > 3:
+            self.model.optimizer.learning_rate = 0.001 * self.loss
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.loss = float(logs["loss"])
+
+
 CASES = {
     "SGD": (dense, lambda: keras.optimizers.SGD(0.1, 0.9), {}),
     "clipping": (dense, adam(global_clipnorm=0.1), {}),
@@ -85,6 +114,12 @@ CASES = {
         {},
     ),
     "by name": (dense, lambda: "rmsprop", {}),
+    "Nadam": (dense, lambda: keras.optimizers.Nadam(0.05), {}),
+    "Muon": (dense, lambda: keras.optimizers.Muon(0.05, adam_weight_decay=0.9), {}),
+    "loss_scale_factor": (dense, lambda: keras.optimizers.SGD(0.1, loss_scale_factor=64.0), {}),
+    "decay without biases": (dense, without_biases, {}),
+    "callbacks of batches": (dense, adam(), {"callbacks": [Slows()]}),
+    "masked metrics": (tokens, adam(), {}),
     "batch normalization": (normalized, adam(), {}),
     "sparse gradients": (embedding, adam(), {}),
     "two outputs": (two_outputs, adam(), {}),
@@ -96,15 +131,16 @@ CASES = {
 
 def data(model_of):
     generator = np.random.default_rng(0)
-    if model_of is embedding:
-        return generator.integers(0, 9, (57, 6)), generator.normal(size=(57, 2))
+    if model_of in (embedding, tokens):
+        shape = (57, 6, 2) if model_of is tokens else (57, 2)
+        return generator.integers(0, 9, (57, 6)), generator.normal(size=shape)
     x = generator.normal(size=(57, 5))
     y = np.stack([x.sum(1), x.max(1)], 1)
     return x, [y, -y] if model_of is two_outputs else y
 
 
 def trained(model, model_of, optimizer, epochs=2, callbacks=(), steps_per_execution=1, **options):
-    metrics = ["mae", LargestError()]
+    metrics = ["mae", LargestError(), distance]
     metrics = [["mae"], [LargestError()]] if model_of is two_outputs else metrics
     model.compile(optimizer(), "mse", metrics=metrics, steps_per_execution=steps_per_execution)
     fitted = {"batch_size": ROWS, "epochs": epochs, "shuffle": False, "verbose": 0}
@@ -134,6 +170,12 @@ def refused(function):
     except ValueError as error:
         return str(error)
     return "trained"
+
+
+class Named(keras.Model):
+    """Has a name that the extended class takes."""
+
+    staleness = 3
 
 
 class OwnStep(keras.Model):
@@ -176,6 +218,12 @@ def main(folder):
     trained(resumed, dense, adam(), callbacks=[tfparallel.callbacks.Checkpoint(folder)])
     trained(one, dense, adam())
     found["resumed"] = apart(resumed, one)
+    every_third = keras.callbacks.ModelCheckpoint(f"{folder}/at_{{batch}}.keras", save_freq=3)
+    saved = [made(dense), alone(dense)]
+    for each in saved:
+        trained(each, dense, adam(), epochs=1, callbacks=[every_third])
+        each.at_third = keras.models.load_model(f"{folder}/at_3.keras")
+    found["in the middle"] = apart(*(each.at_third for each in saved))
     resumed.save(f"{folder}/saved.keras")
     loaded = keras.models.load_model(f"{folder}/saved.keras")
     x, _ = data(dense)
@@ -204,6 +252,7 @@ def main(folder):
         "beside": refused(
             lambda: tfparallel.data_parallel(dense, sync="async", compression="bf16")
         ),
+        "names": refused(lambda: made(Named)),
         "scaled": refused(
             lambda: built.compile(keras.optimizers.LossScaleOptimizer(adam()()), "mse")
         ),

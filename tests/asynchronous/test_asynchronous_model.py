@@ -1,5 +1,6 @@
 """Asynchronous training, in real jobs: a chief, workers, servers."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -53,7 +54,7 @@ def test_one_worker_is_one_device(found, case):
 
 @pytest.mark.slow
 def test_a_run_is_resumed_saved_and_made_of_a_built_model(found):
-    assert found["resumed"] < 1e-12 and found["built"] < 1e-12
+    assert max(found[name] for name in ("resumed", "built", "in the middle")) < 1e-12
     assert found["saved"] == {"class": "keras.src.models.sequential", "apart": 0}
     assert "the weights are on 1 server" in found["layout"]
     assert found["bytes"]["weights"] == found["bytes"]["gradients"] == 8 * (5 * 16 + 16 + 32 + 2)
@@ -68,7 +69,8 @@ def test_a_run_is_resumed_saved_and_made_of_a_built_model(found):
         ("XLA", "Received: jit_compile=True"),
         ("compiled", "Pass the function that builds it"),
         ("beside", "Received: compression='bf16'. Leave it out"),
-        ("scaled", "a LossScaleOptimizer, which wraps others"),
+        ("names", "given 'staleness'. A class without"),
+        ("scaled", "wraps no others is required. Received: a LossScaleOptimizer"),
     ],
 )
 def test_what_cannot_be_is_refused(found, case, message):
@@ -106,43 +108,49 @@ def processes_of(launcher):
     return found
 
 
+@contextlib.contextmanager
 def running_job(*flags):
-    """A job of two workers that is training."""
-    train = [*TRAIN, "--epochs=400", "--global_batch_size=16", *flags]
+    """A job of two workers that is training; it is ended, whatever happens."""
+    train = [*TRAIN, "--epochs=100", "--global_batch_size=16", *flags]
     launcher = subprocess.Popen(
         launch(2, *train), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     shown = ""
     deadline = time.monotonic() + 120
-    while "Epoch 3/" not in shown:
-        assert time.monotonic() < deadline, shown
-        line = launcher.stdout.readline()
-        assert line, shown
-        shown += line
-    return launcher, processes_of(launcher), shown
+    try:
+        while "Epoch 3/" not in shown:
+            assert time.monotonic() < deadline, shown
+            line = launcher.stdout.readline()
+            assert line, shown
+            shown += line
+        yield launcher, processes_of(launcher)
+    finally:
+        launcher.terminate()  # Takes its processes with it.
+        launcher.wait()
+        launcher.stdout.close()
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_costs_its_step_in_flight(tmp_path):
     report = tmp_path / "report.json"
-    launcher, processes, shown = running_job(f"--report={report}")
-    os.kill(processes["worker", 1].pid, signal.SIGKILL)
-    rest, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
-    assert launcher.returncode == 0, shown + rest
-    assert "worker 1 was killed by SIGKILL" in rest and "the job goes on without it" in rest
+    with running_job(f"--report={report}") as (launcher, processes):
+        os.kill(processes["worker", 1].pid, signal.SIGKILL)
+        rest, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
+    assert launcher.returncode == 0, rest
+    assert "worker 1 was killed by SIGKILL" in rest and "the job goes on with those left" in rest
     told = json.loads(report.read_text())
-    assert len(told["history"]["loss"]) == 400
-    per_epoch = told["staleness"]["updates"] / 400
+    assert len(told["history"]["loss"]) == 100
+    per_epoch = told["staleness"]["updates"] / 100
     assert per_epoch == int(per_epoch)  # Each batch is counted once.
     assert not any(process.is_running() for process in processes.values())
 
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_is_named_and_ends_the_job():
-    launcher, processes, shown = running_job()
-    os.kill(processes["ps", 0].pid, signal.SIGKILL)
-    rest, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
-    assert launcher.returncode != 0 and "ps 0 was killed by SIGKILL" in rest, shown + rest
+    with running_job() as (launcher, processes):
+        os.kill(processes["ps", 0].pid, signal.SIGKILL)
+        rest, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
+    assert launcher.returncode != 0 and "ps 0 was killed by SIGKILL" in rest, rest
     assert not any(process.is_running() for process in processes.values())
 
 
@@ -150,7 +158,7 @@ def test_a_server_that_is_killed_is_named_and_ends_the_job():
     ("arguments", "message"),
     [
         (TRAIN, "Start it by `tfparallel launch --nproc_per_node=2 --num_ps=1"),
-        ([*TRAIN[:-1], "--sync=async:0"], "whole numbers of at least 1"),
+        ([*TRAIN[:-1], "--sync=async:-1"], "whole numbers of at least 1"),
         ([*TRAIN, "--compression=bf16"], "--compression with --sync=async"),
         ([*TRAIN, "--shard_optimizer"], "--shard_optimizer with --sync=async"),
         ([*TRAIN, "--parallel=pipeline"], "Received: --sync=async with --parallel=pipeline"),
@@ -165,7 +173,7 @@ def test_flags_that_do_not_fit(arguments, message):
 
 def test_a_bound_that_workers_cannot_keep_is_refused():
     assert [least_staleness(number) for number in (1, 2, 4)] == [0, 2, 6]
-    assert steps_ahead(2, 2) == 1 and steps_ahead(6, 2) == 5 and steps_ahead(3, 1) == 3
+    assert steps_ahead(2, 2) == 1 and steps_ahead(6, 2) == 5 and steps_ahead(0, 1) == 0
     with pytest.raises(ValueError, match="at most 6, or more. Received: sync='async:5'"):
         steps_ahead(5, 4)
 
@@ -191,6 +199,6 @@ def test_a_step_begins_once_as_many_have_ended_as_must_have():
 
     for number in range(4):
         steps.begin(deal, number)
-    assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "begin 3"]
+    assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "begin 3", "end 2"]
     steps.end_all()
     assert taken == [(number, number) for number in range(4)]

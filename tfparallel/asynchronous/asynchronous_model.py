@@ -17,6 +17,7 @@ References:
 
 import collections
 import contextlib
+import inspect
 import itertools
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.asynchronous.in_flight import InFlight, default_staleness, steps_ahead
-from tfparallel.asynchronous.server_optimizer import on_servers
+from tfparallel.asynchronous.server_optimizer import move_to_servers
 from tfparallel.asynchronous.servers import Servers
 from tfparallel.data.shard import count_rows
 from tfparallel.extend import attach, extend, original_class
@@ -40,7 +41,8 @@ from tfparallel.step.terms import growth, states
 
 __all__ = ["AsynchronousModel", "extend_model"]
 
-_OWN = ("train_step", "compute_metrics", "fit", "train_on_batch")
+# What only Keras's own may do.
+_KERASS = ("train_step", "compute_metrics", "fit", "train_on_batch", "make_train_function")
 
 
 class AsynchronousModel:
@@ -92,22 +94,29 @@ class AsynchronousModel:
 
     def compile(self, *args, **kwargs):
         """Configures training, as `keras.Model.compile`; the servers hold the optimizer."""
+        asked = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs).arguments
+        for name in ("jit_compile", "run_eagerly"):
+            if asked.get(name) is True:
+                raise ValueError(
+                    "Under sync='async' a step is a graph that TensorFlow runs on a worker. "
+                    f"{name}=False is required. Received: {name}=True."
+                )
         super().compile(*args, **kwargs)
         self._take_optimizer()
 
     def _take_optimizer(self) -> None:
-        if self.jit_compile is True:
-            raise ValueError(
-                "Under sync='async' a step is not compiled by XLA. jit_compile=False, or 'auto', "
-                "is required. Received: jit_compile=True."
-            )
         if self.optimizer is not None:
-            self.optimizer = on_servers(self.optimizer, self._servers.scope)
+            move_to_servers(self.optimizer, self._servers.strategy)
         self.train_function = None
 
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`; each batch is a step of one worker."""
-        own = [name for name in _OWN if getattr(original_class(self), name) is not _keras(name)]
+        own = [
+            name
+            for name in _KERASS
+            if name in vars(self)
+            or getattr(original_class(self), name) is not getattr(keras.Model, name)
+        ]
         if own:
             raise ValueError(
                 "Under sync='async' the chief deals out Keras's own step. A model without one of "
@@ -117,7 +126,7 @@ class AsynchronousModel:
         before = collections.Counter(self._seen_staleness)
         attach(self, _batch_spec=None)
         try:
-            with self._servers.naming_lost_server():
+            with self._servers.naming_lost_server(lambda: len(self._in_flight) > 0):
                 history = super().fit(*args, **kwargs)
         finally:
             with contextlib.suppress(Exception):
@@ -135,6 +144,26 @@ class AsynchronousModel:
                 f"async: {number} updates, of a mean staleness of {mean:.2f}, at most {max(seen)} "
                 f"(bound {self._max_staleness})."
             )
+
+    def save(self, *args, **kwargs):
+        """Saves the model, as `keras.Model.save`, once all steps that have begun are done."""
+        self._in_flight.end_all()
+        return super().save(*args, **kwargs)
+
+    def save_weights(self, *args, **kwargs):
+        """Saves the weights, as `keras.Model.save_weights`, likewise."""
+        self._in_flight.end_all()
+        return super().save_weights(*args, **kwargs)
+
+    def get_weights(self):
+        """Returns the weights, as `keras.Model.get_weights`, likewise."""
+        self._in_flight.end_all()
+        return super().get_weights()
+
+    def set_weights(self, weights):
+        """Sets the weights, as `keras.Model.set_weights`, likewise."""
+        self._in_flight.end_all()
+        return super().set_weights(weights)
 
     def evaluate(self, *args, **kwargs):
         """Evaluates, as `keras.Model.evaluate`, once all steps that have begun are done."""
@@ -196,19 +225,22 @@ class AsynchronousModel:
             return self._servers.coordinator.schedule(function, args=(batch,))
 
         def deal_several(iterator):
-            attach(self, _is_in_epoch=True)
+            if not self._is_in_epoch:
+                attach(self, _is_in_epoch=True, _has_logs=False)
             batches = itertools.islice(iterator, self.steps_per_execution)
             self._in_flight.begin(deal, next(batches))  # Raises where there is none.
             for batch in batches:
                 self._in_flight.begin(deal, batch)
-            return self.get_metrics_result()
+            # While nothing has ended there is nothing to say.
+            return self.get_metrics_result() if self._has_logs else {}
 
         self.train_function = deal_several
         return deal_several
 
     def _take(self, found, batch) -> None:
         """Adds what a step has found to the logs."""
-        numbers, outputs = found
+        numbers, outputs, masks = found
+        attach(self, _has_logs=True)
         loss, rows, stale, *numbers = np.asarray(numbers)
         self._seen_staleness[int(stale)] += 1
         self._loss_tracker.update_state(loss, sample_weight=rows)
@@ -224,6 +256,9 @@ class AsynchronousModel:
             sums = sums[size:]
         _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         if self._step_metrics.joined is not None:
+            outputs = keras.tree.map_structure(tf.convert_to_tensor, outputs)
+            for place, mask in masks.items():
+                keras.tree.flatten(outputs)[int(place)]._keras_mask = tf.convert_to_tensor(mask)
             self._step_metrics.joined.update_state(y, outputs, sample_weight=sample_weight)
         for variable, value in zip(states(self._step_metrics.summed), grown, strict=True):
             variable.assign_add(tf.cast(value, variable.dtype))
@@ -233,6 +268,7 @@ class AsynchronousModel:
         if self._is_in_epoch:
             self._in_flight.end_all()
             attach(self, _is_in_epoch=False)
+            return self.get_metrics_result()  # The step's logs may be of none.
         return super()._get_metrics_result_or_logs(logs)
 
 
@@ -252,12 +288,16 @@ class _Step:
         self._functions: list[tuple[Any, Any]] = []
 
     def function_of(self, spec):
-        """The function for batches of a spec, traced once for all of them."""
+        """The function for batches of a spec, traced once for all of them.
+
+        Traced here, outside of the scope, in which Keras's optimizers would ask for a replica.
+        """
         for known, function in self._functions:
             if known == spec:
                 return function
-        self._functions.append((spec, tf.function(self._on_worker, input_signature=[spec])))
-        return self._functions[-1][1]
+        traced = tf.function(self._on_worker, input_signature=[spec]).get_concrete_function()
+        self._functions.append((spec, traced))
+        return traced
 
     def _on_worker(self, data):
         model = self._model
@@ -267,14 +307,22 @@ class _Step:
         with tf.control_dependencies([read_at]), tf.GradientTape() as tape:
             outputs = model(x, training=True)
             loss, values = self._loss(x, y, outputs, sample_weight)
+            scaled = model.optimizer.scale_loss(loss)
         weights = model.trainable_variables
-        gradients = tape.gradient(loss, [weight.value for weight in weights])
+        gradients = tape.gradient(scaled, [weight.value for weight in weights])
         sums = growth(self._metrics.summed, y, outputs, sample_weight)
         with tf.control_dependencies([g for g in map(_tensor_of, gradients) if g is not None]):
             now = self._one_at_a_time.execute(lambda: self._update(gradients, weights))
         numbers = [loss, count_rows(keras.tree.flatten(x)[0]), now - read_at - 1, *values, *sums]
         flat = [tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers]
-        return tf.concat(flat, 0), outputs if self._metrics.joined is not None else ()
+        if self._metrics.joined is None:
+            return tf.concat(flat, 0), (), {}
+        masks = {
+            str(place): output._keras_mask
+            for place, output in enumerate(keras.tree.flatten(outputs))
+            if getattr(output, "_keras_mask", None) is not None
+        }
+        return tf.concat(flat, 0), outputs, masks
 
     def _update(self, gradients, weights):
         with tf.device(self._version.device):
@@ -313,6 +361,7 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
     Raises:
         ValueError: If the bound cannot be kept.
     """
+    _refuse_hidden_names(model)
     number = servers.num_workers
     bound = default_staleness(number) if staleness is None else staleness
     ahead = steps_ahead(bound, number)
@@ -323,6 +372,7 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
         _max_staleness=bound,
         _seen_staleness=collections.Counter(),
         _is_in_epoch=False,
+        _has_logs=False,
         _batch_spec=None,
         _step_metrics=StepMetrics(None),
         _distribute_strategy=None,
@@ -333,8 +383,21 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
     return model
 
 
-def _keras(name: str):
-    return getattr(keras.Model, name)
+def _refuse_hidden_names(model: keras.Model) -> None:
+    """Raises if something of the user's has a name that the extended class takes."""
+    hidden = [
+        name
+        for name in vars(AsynchronousModel)
+        if not name.startswith("__")
+        and not hasattr(keras.Model, name)
+        and (name in vars(model) or hasattr(original_class(model), name))
+    ]
+    if hidden:
+        raise ValueError(
+            f"Under sync='async' a model is given {', '.join(map(repr, hidden))}. A class without "
+            f"such names is required. Received: {original_class(model).__name__}, which has one of "
+            "its own. Rename it."
+        )
 
 
 def _trackers(model) -> list[Any]:

@@ -6,6 +6,9 @@ others can begin while one is computed. Of W workers, at most W - 1 were computi
 
     staleness ≤ A + min(A, W - 1)
 
+and one more for each worker that is lost meanwhile, whose step is dealt out again. Of one worker
+nothing is stale; A = 0 has the chief wait for each step, and callbacks see what they see in Keras.
+
 References:
     Qirong Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
         Server", NeurIPS 2013.
@@ -24,8 +27,8 @@ def least_staleness(num_workers: int) -> int:
 
 
 def default_staleness(num_workers: int) -> int:
-    """A bound under which a worker that is done has its next step waiting."""
-    return 3 * num_workers
+    """A bound under which a worker that is done has its next step waiting; 0 of one worker."""
+    return 3 * num_workers if num_workers > 1 else 0
 
 
 def steps_ahead(staleness: int, num_workers: int) -> int:
@@ -62,20 +65,23 @@ class InFlight:
         self._steps: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def begin(self, deal: Callable[[Any], Any], batch: Any) -> None:
-        """Deals out a step, once as many have ended as must have.
+        """Deals out a step, and waits until as many have ended as must before the next.
 
         Args:
             deal: Takes the batch, returns TensorFlow's `RemoteValue`.
             batch: What the step trains on.
         """
+        self._steps.append((deal(batch), batch))
         while len(self._steps) > self._ahead:
             self._end_oldest()
-        self._steps.append((deal(batch), batch))
 
     def end_all(self) -> None:
         """Waits for all steps that have begun."""
         while self._steps:
             self._end_oldest()
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def forget(self) -> None:
         """Lets go of what a run that was interrupted has left."""

@@ -1,79 +1,66 @@
-"""An optimizer whose update is done where the weights are: on the servers."""
+"""An optimizer whose variables, and whose update of each weight, are on the servers.
+
+It stays the object that the program has, of its own class: its variables are given other storage,
+and Keras, which asks a strategy to update a variable's copies, finds one with none but the variable
+itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import extend
-
-__all__ = ["on_servers"]
+__all__ = ["move_to_servers"]
 
 
-class ServerOptimizer:
-    """Extends an optimizer: no strategy, and each variable's update on its own device.
-
-    Keras asks the strategy to update the copies of a variable; here there are none.
-    """
-
-    def _apply_weight_decay(self, variables):
-        if self.weight_decay is None:
-            return
-        for variable in variables:
-            if self._use_weight_decay(variable):
-                with _beside(variable):
-                    rate = tf.cast(self.learning_rate, variable.dtype)
-                    decay = tf.cast(self.weight_decay, variable.dtype)
-                    self.assign_sub(variable, variable * decay * rate)
-
-    def _backend_update_step(self, grads, trainable_variables, learning_rate):
-        for gradient, variable in zip(grads, trainable_variables, strict=True):
-            with _beside(variable):
-                self.update_step(gradient, variable, learning_rate)
-
-    def _backend_increment_gradient_accumulators(self, grads, acc_grads):
-        for gradient, accumulated in zip(grads, acc_grads, strict=True):
-            with _beside(accumulated):
-                accumulated.assign(accumulated + gradient)
-
-    def _overwrite_model_variables_with_average_value(self, trainable_variables):
-        pairs = zip(trainable_variables, self._model_variables_moving_average, strict=True)
-        for variable, average in pairs:
-            with _beside(variable):
-                variable.assign(average)
-
-
-def _beside(variable):
-    return tf.device(variable.value.device)
-
-
-def on_servers(optimizer: keras.Optimizer, scope) -> keras.Optimizer:
-    """A new optimizer of the same kind, whose variables are made in a scope.
+class _Extended:
+    """Stands for `tf.distribute.StrategyExtended`.
 
     Args:
-        optimizer: One that has not been built.
-        scope: What has the servers' `scope()`.
+        strategy: The servers', which puts a slot where its weight is.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self.colocate_vars_with = strategy.extended.colocate_vars_with
+
+    @staticmethod
+    def update(
+        variable, function: Callable, args: tuple = (), kwargs=None, *, group: bool = True
+    ) -> Any:
+        """Calls a function that updates a variable, where the variable is."""
+        with tf.device(variable.device):
+            return function(variable, *args, **(kwargs or {}))
+
+
+class OnServers:
+    """Stands for the strategy of an optimizer, in a step that is traced outside of any scope."""
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self.extended = _Extended(strategy)
+
+
+def move_to_servers(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Gives an optimizer's variables storage on the servers, with the values that they have.
+
+    Args:
+        optimizer: Built or not; in place.
+        strategy: The servers'.
 
     Raises:
-        ValueError: If it has state already, wraps others, or cannot be made from its config.
+        ValueError: If it wraps others.
     """
-    received = None
-    if optimizer.built:
-        received = f"a {type(optimizer).__name__} with slots"
-    elif isinstance(
-        optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer
-    ):
-        received = f"a {type(optimizer).__name__}, which wraps others"
-    if received is not None:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer):
         raise ValueError(
-            "Under sync='async' the servers hold the optimizer. A new one, that wraps no others, "
-            f"is required. Received: {received}. Compile with a new optimizer of another kind, or "
-            "take sync='every_step'."
+            "Under sync='async' an optimizer that wraps no others is required. Received: a "
+            f"{type(optimizer).__name__}. Compile with one that does not, or take "
+            "sync='every_step'."
         )
-    with scope():
-        try:
-            copy = type(optimizer).from_config(optimizer.get_config())
-        except Exception as error:
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot be made from its config, as it must be to be "
-                f"made on the servers: {error}."
-            ) from error
-    return extend(copy, ServerOptimizer)
+    own = {id(variable) for variable in getattr(optimizer, "_trainable_variables", ())}
+    for variable in optimizer.variables:
+        if id(variable) not in own and "/job:ps" not in variable.value.device:
+            with tf.init_scope(), strategy.scope():
+                variable._value = tf.Variable(
+                    variable.value.numpy(), dtype=variable.dtype, trainable=False
+                )
+    optimizer._distribution_strategy = OnServers(strategy)

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -46,6 +46,7 @@ class Servers:
 
     Attributes:
         roles: Likewise.
+        strategy: TensorFlow's, under whose scope variables are made on the servers.
         coordinator: Hands functions to the workers, as they are free.
     """
 
@@ -57,9 +58,8 @@ class Servers:
             tf.train.ClusterSpec(roles.jobs), task_type="chief", task_id=0, rpc_layer="grpc"
         )
         with quiet_stderr():
-            self._strategy = tf.distribute.ParameterServerStrategy(resolver)
-            self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self._strategy)
-        threading.Thread(target=self._watch, name="watch of workers", daemon=True).start()
+            self.strategy = tf.distribute.ParameterServerStrategy(resolver)
+            self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
 
     @property
     def num_workers(self) -> int:
@@ -89,15 +89,23 @@ class Servers:
 
     def scope(self):
         """Where variables are made on the servers, one after another on each."""
-        return self._strategy.scope()
+        return self.strategy.scope()
 
     @contextlib.contextmanager
-    def naming_lost_server(self) -> Iterator[None]:
+    def naming_lost_server(self, is_waiting: Callable[[], bool]) -> Iterator[None]:
         """Turns the error of a step that has lost a server into one that names it.
+
+        Without a word TensorFlow waits for workers that have all ended; then the process ends.
+
+        Args:
+            is_waiting: Says whether there are steps that workers have not done.
 
         Raises:
             WorkerLostError: If a server has ended.
         """
+        over = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(over, is_waiting), daemon=True)
+        watch.start()
         try:
             yield
         except tf.errors.OpError:
@@ -110,13 +118,18 @@ class Servers:
                 "--max_restarts=3` starts all again, and they resume from their checkpoint if "
                 "there is one."
             ) from None
+        finally:
+            over.set()
+            watch.join()
 
-    def _watch(self) -> None:
+    def _watch(self, over: threading.Event, is_waiting: Callable[[], bool]) -> None:
         """Ends a program that would wait for ever, since no worker is left."""
         misses = 0
         while misses < _MISSES:
-            time.sleep(_LOOK_SECONDS)
-            misses = 0 if any(map(is_there, self.roles.workers)) else misses + 1
+            if over.wait(_LOOK_SECONDS):
+                return
+            is_lost = is_waiting() and not any(map(is_there, self.roles.workers))
+            misses = misses + 1 if is_lost else 0
         print(
             f"\nAll workers of the job have ended: {', '.join(self.roles.workers)}. At least one "
             "is required. The cause is in their output.",
@@ -176,8 +189,9 @@ def _serve(roles: Roles, start_timeout: float) -> None:
             protocol="grpc",
             config=config,
         )
-        wait_for_server(roles.chief, time.monotonic() + start_timeout)
-        hold_until_gone(roles.chief)
-        sys.stdout.flush()
+    wait_for_server(roles.chief, time.monotonic() + start_timeout)
+    hold_until_gone(roles.chief)
     del server
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)  # TensorFlow's threads would wait for what the chief no longer sends.

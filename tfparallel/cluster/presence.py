@@ -50,12 +50,18 @@ def hold_until_gone(address: str) -> None:
     while misses < _REFUSALS and time.monotonic() - seen < _SILENCE_SECONDS:
         try:
             with socket.create_connection(split_address(address), _CONNECT_SECONDS) as connection:
-                connection.settimeout(None)
-                while connection.recv(4096):
-                    pass
+                _listen(connection)
             misses, seen = 0, time.monotonic()
         except ConnectionRefusedError:
             misses += 1
             time.sleep(_REFUSED_SECONDS)
         except OSError:
             time.sleep(_REFUSED_SECONDS)
+
+
+def _listen(connection: socket.socket) -> None:
+    """Reads until the other side ends the connection, or has been silent: then ask anew."""
+    connection.settimeout(_SILENCE_SECONDS)
+    with contextlib.suppress(TimeoutError):
+        while connection.recv(4096):
+            pass

@@ -64,7 +64,8 @@ class Program:
         environment: Its whole environment.
         cores: The CPU cores it may use; all that this process may use if empty.
         name: What to call it, if not by its index.
-        is_spare: Whether the job goes on without it, for as long as another such is left.
+        is_spare: Whether the job goes on without it, if a signal has ended it. A program that fails
+            by itself is at fault.
         ends_job: Whether the job has succeeded as soon as it has.
     """
 
@@ -225,7 +226,7 @@ class Job:
 
     def _tell_lost(self):
         for worker in self._workers:
-            if worker.program.is_spare and worker.returncode and worker not in self._told_lost:
+            if worker.is_lost and worker not in self._told_lost:
                 self._told_lost.append(worker)
                 self._on_lost(self._exit_of(worker))
 
@@ -233,11 +234,7 @@ class Job:
         return any(w.program.ends_job and w.returncode == 0 for w in self._workers)
 
     def _failures(self):
-        failed = [worker for worker in self._workers if worker.returncode]
-        spare = [worker for worker in self._workers if worker.program.is_spare]
-        if all(worker.returncode for worker in spare):
-            return failed
-        return [worker for worker in failed if not worker.program.is_spare]
+        return [worker for worker in self._workers if worker.returncode and not worker.is_lost]
 
     def _close(self):
         """Has the guardians kill what is left, and waits for them."""
@@ -326,6 +323,11 @@ class _Worker:
         finally:
             theirs.close()
         self.control.setblocking(False)
+
+    @property
+    def is_lost(self):
+        """Whether it has been killed, and the job goes on."""
+        return self.program.is_spare and (self.returncode or 0) < 0
 
     def listen(self):
         """Takes in what the guardian says; False once it has gone."""

@@ -34,8 +34,9 @@ _EXTRA_KEYS = (
 )
 _EXTRA_TASK_KEYS = ("cloud", "trial")
 _UNSUPPORTED = {
-    "ps": "servers of parameters are for data_parallel(…, sync='async') alone; elsewhere every "
-    "worker takes part in every step: name the workers alone",
+    "ps": "servers of weights are for data_parallel(…, sync='async') alone, and every worker takes "
+    "part in every step elsewhere; add it, or start the job without them (`tfparallel launch` "
+    "without --num_ps)",
     "master": "TensorFlow's word for it is 'chief' now; write that",
 }
 

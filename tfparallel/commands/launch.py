@@ -295,7 +295,7 @@ def _run_once(values: flags.FlagValues, command: Sequence[str], attempt: int) ->
             on_output=on_output,
             grace_seconds=values.grace_seconds,
             news=news,
-            on_lost=lambda exit_: _say(f"{exit_.describe()}; the job goes on without it"),
+            on_lost=lambda exit_: _say(f"{exit_.describe()}; the job goes on with those left"),
         )
         screen.finish()
         return outcome
@@ -345,7 +345,7 @@ def _keeping(
 def _report(cause: str, outcome: Outcome) -> None:
     _say(cause)
     stopped = [exit_.name or str(exit_.worker) for exit_ in outcome.exits if exit_.stopped]
-    if any(exit_.name for exit_ in outcome.exits):
+    if stopped and any(exit_.name for exit_ in outcome.exits):
         _say(f"stopped {', '.join(stopped)}")
     elif stopped:
         _say(f"stopped worker{'s' * (len(stopped) > 1)} {', '.join(stopped)}")

@@ -165,6 +165,7 @@ def _refuse_beside_async(sync: str, given: dict[str, Any]) -> None:
 def _build_asynchronous(model_or_function, policy: Synchronization) -> keras.Model:
     roles = Roles.from_env()
     if roles is None:
+        Cluster.from_env()  # Which says what is wrong with TF_CONFIG, if something is.
         raise ValueError(
             "sync='async' needs a job with a chief, workers and servers of the weights. TF_CONFIG "
             "with a list of 'ps' is required. Received: none. Start the job by `tfparallel launch "

@@ -43,7 +43,7 @@ class Synchronization(NamedTuple):
             return cls(is_async=True)
         if kind == "async":
             found, wanted = _whole(numbers), "async takes the updates that a gradient may miss"
-            if len(found) == 1 and found[0] >= 1:
+            if len(found) == 1 and found[0] >= 0:
                 return cls(is_async=True, staleness=found[0])
         elif kind == "accumulate":
             if numbers == "auto":
