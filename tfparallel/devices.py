@@ -145,6 +145,11 @@ def resolve(name: str) -> str:
     return name
 
 
+def reached_devices() -> set[str]:
+    """The names of all devices that TensorFlow reaches, of other processes too; starts it."""
+    return {canonical(device.name) for device in tf.config.list_logical_devices()}
+
+
 def connect(addresses: Sequence[str]) -> list[str]:
     """Joins the devices of other processes to those of this one, which is the first.
 
@@ -156,7 +161,7 @@ def connect(addresses: Sequence[str]) -> list[str]:
     """
     cluster = tf.train.ClusterSpec({"worker": list(addresses)})
     tf.config.experimental_connect_to_cluster(cluster, job_name="worker", task_index=0)
-    found = {canonical(device.name) for device in tf.config.list_logical_devices()}
+    found = reached_devices()
     _connected[:] = sorted(found, key=lambda name: [int(n) for n in re.findall(r":(\d+)", name)])
     return list(_connected)
 

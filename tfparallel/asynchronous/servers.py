@@ -26,6 +26,7 @@ from tfparallel.cluster.gpu_binding import visible_gpus
 from tfparallel.cluster.presence import hold_until_gone, is_there, wait_for_server
 from tfparallel.cluster.roles import Roles
 from tfparallel.collectives.between_workers import WorkerLostError
+from tfparallel.devices import reached_devices
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.peers import meet_peers
@@ -83,9 +84,8 @@ class Servers:
 
     def _device_of(self, index: int) -> str:
         """A worker's first GPU, or its CPU."""
-        own = f"/job:worker/replica:0/task:{index}/device:GPU:0"
-        has_gpu = any(device.name == own for device in tf.config.list_logical_devices("GPU"))
-        return f"/job:worker/task:{index}/device:{'GPU' if has_gpu else 'CPU'}:0"
+        gpu = f"/job:worker/task:{index}/device:GPU:0"
+        return gpu if gpu in reached_devices() else gpu.replace("GPU", "CPU")
 
     def scope(self):
         """Where variables are made on the servers, one after another on each."""
