@@ -44,6 +44,14 @@ def test_a_good_file_loads_and_imports_its_neighbour(tmp_path):
     assert sys.path == before
 
 
+def test_a_file_may_say_how_often_to_pass_over_the_data(tmp_path):
+    functions = "def build_model(): pass\ndef compile_model(model): pass\ndef load_data(): pass\n"
+    assert load_task(write(tmp_path, functions)).epochs is None
+    assert load_task(write(tmp_path, f"EPOCHS = 12\n{functions}")).epochs == 12
+    with pytest.raises(TaskError, match="at least 1. Received: EPOCHS=0"):
+        load_task(write(tmp_path, f"EPOCHS = 0\n{functions}"))
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
