@@ -28,16 +28,15 @@ import tensorflow as tf
 from tfparallel.asynchronous.in_flight import InFlight, default_staleness, steps_ahead
 from tfparallel.asynchronous.server_optimizer import move_to_servers
 from tfparallel.asynchronous.servers import Servers
-from tfparallel.data.shard import count_rows
+from tfparallel.asynchronous.worker_step import WorkerStep, loss_trackers
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.notice import notice
 from tfparallel.seams.keras import batches_of, compute_output_spec
 from tfparallel.step.ahead import types_of_batches
 from tfparallel.step.by_rows import metrics_not_by_rows
-from tfparallel.step.loss import call_with
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.terms import growth, states
+from tfparallel.step.terms import states
 
 __all__ = ["AsynchronousModel", "extend_model"]
 
@@ -217,7 +216,7 @@ class AsynchronousModel:
             one_at_a_time = tf.CriticalSection()
         compiled = self._compile_metrics
         metrics = StepMetrics.divided(compiled, metrics_not_by_rows(self))
-        step = _Step(self, metrics, version, one_at_a_time)
+        step = WorkerStep(self, metrics, version, one_at_a_time)
         attach(self, _step_metrics=metrics)
 
         def deal(batch):
@@ -244,7 +243,7 @@ class AsynchronousModel:
         loss, rows, stale, *numbers = np.asarray(numbers)
         self._seen_staleness[int(stale)] += 1
         self._loss_tracker.update_state(loss, sample_weight=rows)
-        trackers = [tracker for tracker in _trackers(self) if tracker is not None]
+        trackers = [tracker for tracker in loss_trackers(self) if tracker is not None]
         is_known = keras.tree.flatten(self._batch_spec)[0].shape[0] is not None
         for tracker, value in zip(trackers, numbers, strict=False):
             # Keras weighs them by the rows only where each batch has as many.
@@ -270,84 +269,6 @@ class AsynchronousModel:
             attach(self, _is_in_epoch=False)
             return self.get_metrics_result()  # The step's logs may be of none.
         return super()._get_metrics_result_or_logs(logs)
-
-
-class _Step:
-    """What a worker computes of a batch.
-
-    Args:
-        model: The model.
-        metrics: Its metrics, divided.
-        version: How many updates there have been.
-        one_at_a_time: Where updates are done.
-    """
-
-    def __init__(self, model, metrics: StepMetrics, version, one_at_a_time):
-        self._model, self._metrics = model, metrics
-        self._version, self._one_at_a_time = version, one_at_a_time
-        self._functions: list[tuple[Any, Any]] = []
-
-    def function_of(self, spec):
-        """The function for batches of a spec, traced once for all of them.
-
-        Traced here, outside of the scope, in which Keras's optimizers would ask for a replica.
-        """
-        for known, function in self._functions:
-            if known == spec:
-                return function
-        traced = tf.function(self._on_worker, input_signature=[spec]).get_concrete_function()
-        self._functions.append((spec, traced))
-        return traced
-
-    def _on_worker(self, data):
-        model = self._model
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        # Before any weight is read, so that no update is missed.
-        read_at = self._version.read_value()
-        with tf.control_dependencies([read_at]), tf.GradientTape() as tape:
-            outputs = model(x, training=True)
-            loss, values = self._loss(x, y, outputs, sample_weight)
-            scaled = model.optimizer.scale_loss(loss)
-        weights = model.trainable_variables
-        gradients = tape.gradient(scaled, [weight.value for weight in weights])
-        sums = growth(self._metrics.summed, y, outputs, sample_weight)
-        with tf.control_dependencies([g for g in map(_tensor_of, gradients) if g is not None]):
-            now = self._one_at_a_time.execute(lambda: self._update(gradients, weights))
-        numbers = [loss, count_rows(keras.tree.flatten(x)[0]), now - read_at - 1, *values, *sums]
-        flat = [tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers]
-        if self._metrics.joined is None:
-            return tf.concat(flat, 0), (), {}
-        masks = {
-            str(place): output._keras_mask
-            for place, output in enumerate(keras.tree.flatten(outputs))
-            if getattr(output, "_keras_mask", None) is not None
-        }
-        return tf.concat(flat, 0), outputs, masks
-
-    def _update(self, gradients, weights):
-        with tf.device(self._version.device):
-            self._model.optimizer.apply(gradients, weights)
-            return self._version.assign_add(1, read_value=True)
-
-    def _loss(self, x, y, outputs, sample_weight):
-        """The loss of the batch, and that of each output where it is logged."""
-        model, values = self._model, []
-        compiled = model._compile_loss
-        if compiled is None or original_class(model).compute_loss is not keras.Model.compute_loss:
-            return model._compute_loss(x, y, outputs, sample_weight, training=True), values
-
-        def noting(loss):
-            def noted(y_true, y_pred, weight):
-                values.append(loss(y_true, y_pred, weight))
-                return values[-1]
-
-            return noted
-
-        losses = [call_with(noting, compiled, y, outputs, sample_weight)]
-        losses += [model._aggregate_additional_loss(loss) for loss in model.losses]
-        tracked = [value for tracker, value in zip(_trackers(model), values, strict=False)
-                   if tracker is not None]  # fmt: skip
-        return tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses]), tracked
 
 
 def extend_model(model: keras.Model, servers: Servers, staleness: int | None) -> keras.Model:
@@ -398,16 +319,6 @@ def _refuse_hidden_names(model: keras.Model) -> None:
             f"such names is required. Received: {original_class(model).__name__}, which has one of "
             "its own. Rename it."
         )
-
-
-def _trackers(model) -> list[Any]:
-    """What logs the loss of each output; None for one that is not logged."""
-    compiled = model._compile_loss
-    return [] if compiled is None else list(compiled._metrics or ())
-
-
-def _tensor_of(gradient):
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _bytes_of(variables) -> int:

@@ -1,0 +1,102 @@
+"""What a worker computes of a batch: its gradients, and what the chief adds to the logs."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.data.shard import count_rows
+from tfparallel.extend import original_class
+from tfparallel.step.loss import call_with
+from tfparallel.step.metrics import StepMetrics
+from tfparallel.step.terms import growth
+
+__all__ = ["WorkerStep", "loss_trackers"]
+
+
+class WorkerStep:
+    """What a worker computes of a batch.
+
+    Args:
+        model: The model.
+        metrics: Its metrics, divided.
+        version: How many updates there have been.
+        one_at_a_time: Where updates are done.
+    """
+
+    def __init__(self, model, metrics: StepMetrics, version, one_at_a_time):
+        self._model, self._metrics = model, metrics
+        self._version, self._one_at_a_time = version, one_at_a_time
+        self._functions: list[tuple[Any, Any]] = []
+
+    def function_of(self, spec):
+        """The function for batches of a spec, traced once for all of them.
+
+        Traced here, outside of the scope, in which Keras's optimizers would ask for a replica.
+        """
+        for known, function in self._functions:
+            if known == spec:
+                return function
+        traced = tf.function(self._on_worker, input_signature=[spec]).get_concrete_function()
+        self._functions.append((spec, traced))
+        return traced
+
+    def _on_worker(self, data):
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        # Before any weight is read, so that no update is missed.
+        read_at = self._version.read_value()
+        with tf.control_dependencies([read_at]), tf.GradientTape() as tape:
+            outputs = model(x, training=True)
+            loss, values = self._loss(x, y, outputs, sample_weight)
+            scaled = model.optimizer.scale_loss(loss)
+        weights = model.trainable_variables
+        gradients = tape.gradient(scaled, [weight.value for weight in weights])
+        sums = growth(self._metrics.summed, y, outputs, sample_weight)
+        with tf.control_dependencies([g for g in map(_tensor_of, gradients) if g is not None]):
+            now = self._one_at_a_time.execute(lambda: self._update(gradients, weights))
+        numbers = [loss, count_rows(keras.tree.flatten(x)[0]), now - read_at - 1, *values, *sums]
+        flat = [tf.reshape(tf.cast(number, tf.float64), [-1]) for number in numbers]
+        if self._metrics.joined is None:
+            return tf.concat(flat, 0), (), {}
+        masks = {
+            str(place): output._keras_mask
+            for place, output in enumerate(keras.tree.flatten(outputs))
+            if getattr(output, "_keras_mask", None) is not None
+        }
+        return tf.concat(flat, 0), outputs, masks
+
+    def _update(self, gradients, weights):
+        with tf.device(self._version.device):
+            self._model.optimizer.apply(gradients, weights)
+            return self._version.assign_add(1, read_value=True)
+
+    def _loss(self, x, y, outputs, sample_weight):
+        """The loss of the batch, and that of each output where it is logged."""
+        model, values = self._model, []
+        compiled = model._compile_loss
+        if compiled is None or original_class(model).compute_loss is not keras.Model.compute_loss:
+            return model._compute_loss(x, y, outputs, sample_weight, training=True), values
+
+        def noting(loss):
+            def noted(y_true, y_pred, weight):
+                values.append(loss(y_true, y_pred, weight))
+                return values[-1]
+
+            return noted
+
+        losses = [call_with(noting, compiled, y, outputs, sample_weight)]
+        losses += [model._aggregate_additional_loss(loss) for loss in model.losses]
+        tracked = [value for tracker, value in zip(loss_trackers(model), values, strict=False)
+                   if tracker is not None]  # fmt: skip
+        return tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses]), tracked
+
+
+def loss_trackers(model) -> list[Any]:
+    """What logs the loss of each output; None for one that is not logged."""
+    compiled = model._compile_loss
+    return [] if compiled is None else list(compiled._metrics or ())
+
+
+def _tensor_of(gradient):
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
