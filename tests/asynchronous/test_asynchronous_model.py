@@ -140,8 +140,8 @@ def test_a_worker_that_is_killed_costs_its_step_in_flight(tmp_path):
     assert "worker 1 was killed by SIGKILL" in rest and "the job goes on with those left" in rest
     told = json.loads(report.read_text())
     assert len(told["history"]["loss"]) == 100
-    per_epoch = told["staleness"]["updates"] / 100
-    assert per_epoch == int(per_epoch)  # Each batch is counted once.
+    # Each batch is counted once, but for those whose numbers the worker has taken along.
+    assert 0 <= -told["staleness"]["updates"] % 100 <= told["staleness"]["bound"]
     assert not any(process.is_running() for process in processes.values())
 
 

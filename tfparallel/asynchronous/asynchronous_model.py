@@ -236,6 +236,15 @@ class AsynchronousModel:
         self.train_function = deal_several
         return deal_several
 
+    def _fetch(self, remote) -> Any:
+        """What a step has found; None if its worker has ended since, and taken it along."""
+        try:
+            return remote.fetch()
+        except tf.errors.UnavailableError:
+            if not self._servers.all_hold:
+                raise
+            return None
+
     def _take(self, found, batch) -> None:
         """Adds what a step has found to the logs."""
         numbers, outputs, masks = found
@@ -298,7 +307,7 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
         _step_metrics=StepMetrics(None),
         _distribute_strategy=None,
     )
-    attach(model, _in_flight=InFlight(ahead, model._take))
+    attach(model, _in_flight=InFlight(ahead, model._take, model._fetch))
     if model.compiled:
         model._take_optimizer()
     return model

@@ -57,10 +57,17 @@ class InFlight:
     Args:
         ahead: A.
         take: Called with what a step has left, and its batch, in order.
+        fetch: Waits for a `RemoteValue`; returns None where a lost worker has taken it along.
     """
 
-    def __init__(self, ahead: int, take: Callable[[Any, Any], None]):
+    def __init__(
+        self,
+        ahead: int,
+        take: Callable[[Any, Any], None],
+        fetch: Callable[[Any], Any] = lambda remote: remote.fetch(),
+    ):
         self._ahead = ahead
+        self._fetch = fetch
         self._take = take
         self._steps: collections.deque[tuple[Any, Any]] = collections.deque()
 
@@ -89,4 +96,6 @@ class InFlight:
 
     def _end_oldest(self) -> None:
         remote, batch = self._steps.popleft()
-        self._take(remote.fetch(), batch)
+        found = self._fetch(remote)
+        if found is not None:
+            self._take(found, batch)

@@ -68,6 +68,11 @@ class Servers:
         return len(self.roles.workers)
 
     @property
+    def all_hold(self) -> bool:
+        """Whether all servers are there."""
+        return all(map(is_there, self.roles.servers))
+
+    @property
     def device(self) -> str:
         """The first server's, where each update is done."""
         return "/job:ps/task:0/device:CPU:0"
