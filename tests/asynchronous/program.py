@@ -9,10 +9,10 @@ import sys
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tests.workers.local_steps import OwnStep, refused
 
 ROWS = 8
 
@@ -164,28 +164,10 @@ def apart(one, other):
     return max(float(np.abs(a - b).max()) for a, b in pairs)
 
 
-def refused(function):
-    try:
-        function()
-    except ValueError as error:
-        return str(error)
-    return "trained"
-
-
 class Named(keras.Model):
     """Has a name that the extended class takes."""
 
     staleness = 3
-
-
-class OwnStep(keras.Model):
-    """Whatever it does in a step."""
-
-    def call(self, x):
-        return x
-
-    def train_step(self, data):
-        return super().train_step(data)
 
 
 def main(folder):
@@ -264,5 +246,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    tf.config.set_soft_device_placement(True)
     main(sys.argv[1])

@@ -20,7 +20,7 @@ from .program import CASES
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 TFPARALLEL = [sys.executable, "-m", "tfparallel"]
 TRAIN = [*TFPARALLEL, "train", str(TASKS / "blobs.py"), "--sync=async"]
-DEADLINE_SECONDS = 300
+DEADLINE_SECONDS = 200
 
 
 def launch(num_workers, *command, num_servers=1):
@@ -143,6 +143,43 @@ def test_a_worker_that_is_killed_costs_its_step_in_flight(tmp_path):
     # Each batch is counted once, but for those whose numbers the worker has taken along.
     assert 0 <= -told["staleness"]["updates"] % 100 <= told["staleness"]["bound"]
     assert not any(process.is_running() for process in processes.values())
+
+
+LOSES_A_WORKER = """
+import json, os, pathlib, signal, sys, threading, time
+import tfparallel, keras, numpy as np
+
+begun = pathlib.Path(sys.argv[1])
+if json.loads(os.environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}:
+    def end():
+        while not begun.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, daemon=True).start()
+build = lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+model = tfparallel.data_parallel(build, sync="async")
+model.compile("sgd", "mse")
+
+class Begins(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 100:
+            begun.touch()
+
+model.fit(np.ones((3200, 4)), np.ones((3200, 2)), batch_size=4, verbose=0, callbacks=[Begins()])
+print("trained, loss below one:", model.evaluate(np.ones((4, 4)), np.ones((4, 2)), verbose=0) < 1)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_though_a_worker_was_lost(tmp_path):
+    """Without `tfparallel train`: TensorFlow would wait for the worker, when Python ends."""
+    program = tmp_path / "program.py"
+    program.write_text(LOSES_A_WORKER)
+    code, shown, said = run(*launch(2, sys.executable, program, tmp_path / "begun"))
+    assert code == 0, shown + said
+    assert "worker 1 was killed by SIGKILL" in said
+    assert "trained, loss below one: True" in shown
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ TensorFlow executes what it sends, until it has ended.
 """
 
 import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -61,6 +62,9 @@ class Servers:
         with quiet_stderr():
             self.strategy = tf.distribute.ParameterServerStrategy(resolver)
             self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+        # TensorFlow stops one that is collected, as when the program ends, and waits for a lost
+        # worker for ever: it is never collected.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.coordinator))
 
     @property
     def num_workers(self) -> int:
@@ -150,7 +154,7 @@ def join(
 ) -> Servers:
     """Meets the other processes of the job; returns in the chief alone.
 
-    In the others it serves until the chief has ended, and then ends the process by `SystemExit`.
+    In the others it serves until the chief has ended, and then ends the process, with code 0.
 
     Args:
         roles: The processes.

@@ -53,6 +53,10 @@ class WorkerStep:
         weights = model.trainable_variables
         gradients = tape.gradient(scaled, [weight.value for weight in weights])
         sums = growth(self._metrics.summed, y, outputs, sample_weight)
+        # An update begins when all that it needs is on the servers: a worker that ends meanwhile
+        # holds nobody up.
+        pairs = zip(gradients, weights, strict=True)
+        gradients = [_beside(gradient, weight) for gradient, weight in pairs]
         with tf.control_dependencies([g for g in map(_tensor_of, gradients) if g is not None]):
             now = self._one_at_a_time.execute(lambda: self._update(gradients, weights))
         numbers = [loss, count_rows(keras.tree.flatten(x)[0]), now - read_at - 1, *values, *sums]
@@ -96,6 +100,17 @@ def loss_trackers(model) -> list[Any]:
     """What logs the loss of each output; None for one that is not logged."""
     compiled = model._compile_loss
     return [] if compiled is None else list(compiled._metrics or ())
+
+
+def _beside(gradient, weight):
+    """A gradient on the device of its weight."""
+    if gradient is None:
+        return None
+    with tf.device(weight.value.device):
+        if isinstance(gradient, tf.IndexedSlices):
+            values, indices = tf.identity(gradient.values), tf.identity(gradient.indices)
+            return tf.IndexedSlices(values, indices, gradient.dense_shape)
+        return tf.identity(gradient)
 
 
 def _tensor_of(gradient):
