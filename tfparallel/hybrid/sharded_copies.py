@@ -86,22 +86,10 @@ class ShardedCopies(ShardedOptimizer):
     def _in_replicas(self, updated, gradients=()) -> Iterator[Sequence[Replica]]:
         yield self._replicas  # Each updates what no other does.
 
-    def _backend_apply_gradients(self, grads, trainable_variables):
-        # Past the class between: a strategy's replicas are handed all shares at once.
-        beyond = super(ShardedOptimizer, self)
-        pairs = zip(beyond._clip_gradients(grads), trainable_variables, strict=True)
-        beyond._backend_apply_gradients(
-            [self._own_part(gradient, share) for gradient, share in pairs], trainable_variables
-        )
-
-    def _own_part(self, gradient, share):
+    def _cut(self, gradient, share):
         """What the share of the replica at work has of a gradient."""
-        whole = share._sharded.shape
-        if isinstance(gradient, tf.IndexedSlices):  # Whose own shape may be known to nobody.
-            shape = tf.constant([*whole], gradient.indices.dtype)
-            gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
-        shape, k = shape_shared_out(whole, self._num_shares), replica_at_work().index
-        size = -(-shape[0] // self._num_shares)
+        shape = shape_shared_out(share._sharded.shape, self._num_shares)
+        k, size = replica_at_work().index, share.shape[0]
         return cut_share(gradient, shape, (k * size, (k + 1) * size))
 
     def _update_model_variables_moving_average(self, trainable_variables):

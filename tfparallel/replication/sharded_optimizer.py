@@ -199,22 +199,21 @@ class ShardedOptimizer(WithWholeFiles):
                 weight.assign(weight.constraint(weight))
 
     def _backend_apply_gradients(self, grads, trainable_variables):
-        grads = super()._clip_gradients(grads)
+        pairs = zip(super()._clip_gradients(grads), trainable_variables, strict=True)
         super()._backend_apply_gradients(
-            [self._cut(gradient) for gradient in grads], trainable_variables
+            [self._cut(gradient, share) for gradient, share in pairs], trainable_variables
         )
 
     def _clip_gradients(self, grads):
         return grads  # Which is done: see above.
 
-    def _cut(self, gradient) -> Shares:
+    def _cut(self, gradient, share) -> Shares:
         """Each replica's share of a gradient, where it is needed."""
         found = replica_sums.on_each_device(gradient)
         copies = found.values if isinstance(found, PerReplica) else None
-        shape = shape_shared_out(gradient.shape, self._num_shares)
+        shape = shape_shared_out(share._sharded.shape, self._num_shares)
         parts = []
-        size = -(-shape[0] // self._num_shares)
-        for k, bounds in enumerate(self._holders.bounds(size)):
+        for k, bounds in enumerate(self._holders.bounds(share.shape[0])):
             if isinstance(gradient, tf.IndexedSlices):
                 parts.append(cut_share(gradient, shape, bounds))
                 continue
@@ -314,7 +313,7 @@ def _cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Te
 
 def _rows_read(gradient: tf.IndexedSlices, shape: list[int], start: int, end: int):
     """The rows of a sparse gradient that a share has; others stand in its first row, as zeros."""
-    if list(gradient.shape) != shape:
+    if len(shape) < 2:  # Flat.
         raise ValueError(
             "Under shard_optimizer=True an embedding is shared out by rows. A matrix of at least "
             f"as many rows as there are replicas is required. Received: shape {gradient.shape}. "
