@@ -28,7 +28,7 @@ import tensorflow as tf
 from tfparallel.asynchronous.in_flight import InFlight, default_staleness, steps_ahead
 from tfparallel.asynchronous.server_optimizer import move_to_servers
 from tfparallel.asynchronous.servers import Servers
-from tfparallel.asynchronous.worker_step import WorkerStep, loss_trackers
+from tfparallel.asynchronous.worker_step import STALENESS, WorkerStep, loss_trackers
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.notice import notice
@@ -217,7 +217,7 @@ class AsynchronousModel:
         compiled = self._compile_metrics
         metrics = StepMetrics.divided(compiled, metrics_not_by_rows(self))
         step = WorkerStep(self, metrics, version, one_at_a_time)
-        attach(self, _step_metrics=metrics)
+        attach(self, _step_metrics=metrics, _added_up=tf.function(self._add_up))
 
         def deal(batch):
             function = step.function_of(self._batch_spec)
@@ -225,13 +225,12 @@ class AsynchronousModel:
 
         def deal_several(iterator):
             if not self._is_in_epoch:
-                attach(self, _is_in_epoch=True, _has_logs=False)
+                attach(self, _is_in_epoch=True, _latest_logs={})
             batches = itertools.islice(iterator, self.steps_per_execution)
             self._in_flight.begin(deal, next(batches))  # Raises where there is none.
             for batch in batches:
                 self._in_flight.begin(deal, batch)
-            # While nothing has ended there is nothing to say.
-            return self.get_metrics_result() if self._has_logs else {}
+            return self._latest_logs  # Of the steps that have ended; at first there are none.
 
         self.train_function = deal_several
         return deal_several
@@ -248,28 +247,37 @@ class AsynchronousModel:
     def _take(self, found, batch) -> None:
         """Adds what a step has found to the logs."""
         numbers, outputs, masks = found
-        attach(self, _has_logs=True)
-        loss, rows, stale, *numbers = np.asarray(numbers)
-        self._seen_staleness[int(stale)] += 1
-        self._loss_tracker.update_state(loss, sample_weight=rows)
-        trackers = [tracker for tracker in loss_trackers(self) if tracker is not None]
-        is_known = keras.tree.flatten(self._batch_spec)[0].shape[0] is not None
-        for tracker, value in zip(trackers, numbers, strict=False):
-            # Keras weighs them by the rows only where each batch has as many.
-            tracker.update_state(value, sample_weight=rows if is_known else None)
-        sums, grown = numbers[len(trackers) :], []
-        for variable in states(self._step_metrics.summed):
-            size = int(np.prod(variable.shape))
-            grown.append(np.reshape(sums[:size], variable.shape))
-            sums = sums[size:]
-        _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        self._seen_staleness[int(numbers[STALENESS])] += 1
         if self._step_metrics.joined is not None:
+            _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             outputs = keras.tree.map_structure(tf.convert_to_tensor, outputs)
             for place, mask in masks.items():
                 keras.tree.flatten(outputs)[int(place)]._keras_mask = tf.convert_to_tensor(mask)
             self._step_metrics.joined.update_state(y, outputs, sample_weight=sample_weight)
-        for variable, value in zip(states(self._step_metrics.summed), grown, strict=True):
-            variable.assign_add(tf.cast(value, variable.dtype))
+        are_alike = keras.tree.flatten(self._batch_spec)[0].shape[0] is not None
+        attach(self, _latest_logs=self._added_up(tf.constant(numbers), are_alike))
+
+    def _add_up(self, numbers: tf.Tensor, are_alike: bool) -> dict[str, tf.Tensor]:
+        """Adds a step's numbers to what metrics hold, and returns the logs; it is traced.
+
+        Args:
+            numbers: As `WorkerStep` has them.
+            are_alike: Whether all batches have as many rows.
+        """
+        loss, rows, _ = tf.unstack(numbers[: STALENESS + 1])
+        self._loss_tracker.update_state(loss, sample_weight=rows)
+        start = STALENESS + 1
+        for tracker in loss_trackers(self):
+            if tracker is not None:
+                # Only then Keras weighs them by their rows.
+                tracker.update_state(numbers[start], sample_weight=rows if are_alike else None)
+                start += 1
+        for variable in states(self._step_metrics.summed):
+            size = int(np.prod(variable.shape))
+            grown = tf.reshape(numbers[start : start + size], variable.shape)
+            variable.assign_add(tf.cast(grown, variable.dtype))
+            start += size
+        return self.get_metrics_result()
 
     def _get_metrics_result_or_logs(self, logs):
         # Keras's loop calls it behind the steps of an epoch, before any callback.
@@ -302,7 +310,7 @@ def extend_model(model: keras.Model, servers: Servers, staleness: int | None) ->
         _max_staleness=bound,
         _seen_staleness=collections.Counter(),
         _is_in_epoch=False,
-        _has_logs=False,
+        _latest_logs={},
         _batch_spec=None,
         _step_metrics=StepMetrics(None),
         _distribute_strategy=None,

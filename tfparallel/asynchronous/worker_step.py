@@ -11,7 +11,10 @@ from tfparallel.step.loss import call_with
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
 
-__all__ = ["WorkerStep", "loss_trackers"]
+__all__ = ["STALENESS", "WorkerStep", "loss_trackers"]
+
+# Where it stands among a step's numbers: loss, rows, staleness, losses of outputs, metrics' sums.
+STALENESS = 2
 
 
 class WorkerStep:
