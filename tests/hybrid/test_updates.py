@@ -1,11 +1,13 @@
 """Updates of several batches, and in shares, on meshes: the weights of one device."""
 
+import functools
 import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfparallel
 from tests.commands.command_line import ROOT
@@ -75,7 +77,7 @@ def test_batches_on_a_mesh_are_one_larger_batch(in_float64, mesh, case):
 def test_predictions_that_meet_are_no_sums_over_rows():
     model = in_stages(accumulated.build, "gpipe")
     model.compile("sgd", "hinge")
-    with pytest.raises(ValueError, match="Received: outputs that must be joined"):
+    with pytest.raises(ValueError, match="Received: loss 'hinge' may look at several examples"):
         model.fit(*accumulated.data(), verbose=0)
 
 
@@ -83,6 +85,37 @@ def test_predictions_that_meet_are_no_sums_over_rows():
 def test_other_policies_are_of_whole_replicas(sync):
     with pytest.raises(ValueError, match="every_step' or 'accumulate:N'. Received: "):
         tfparallel.pipeline_parallel(accumulated.build, DEVICES[:2], sync=sync)
+
+
+@pytest.mark.parametrize("form", ["stages", "replicas"])
+def test_an_update_of_rows_without_weight_is_of_the_regularizers(in_float64, form):
+    """All rows of the first update have a sample weight of zero."""
+    build = functools.partial(accumulated.build, "l2")
+    x, y = (array[:24] for array in accumulated.data())
+    weights = np.repeat([0.0, 1.0], 12)
+    one, model = seeded(build), (
+        in_stages(build, "1f1b")
+        if form == "stages"
+        else tfparallel.data_parallel(
+            lambda: seeded(build), devices=DEVICES[:2], sync=f"accumulate:{STEPS}"
+        )
+    )
+    for each, rows in ((one, 4 * STEPS), (model, 4)):
+        each.compile(keras.optimizers.SGD(0.1), accumulated.mean_by_weights())
+        each.fit(x, y, batch_size=rows, sample_weight=weights, shuffle=False, verbose=0)
+    assert difference(model.get_weights(), one.get_weights()) < 1e-9
+
+
+def test_gradients_of_another_loss_are_dropped(in_float64):
+    one, model = seeded(accumulated.build), in_stages(accumulated.build, "1f1b")
+    x, y = (array[:4] for array in accumulated.data())
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.train_on_batch(x, y)
+    for each, times in ((one, 1), (model, STEPS)):
+        each.compile(keras.optimizers.SGD(0.1), "mae")
+        for _ in range(times):
+            each.train_on_batch(x, y)
+    assert difference(model.get_weights(), one.get_weights()) < 1e-9
 
 
 def trained(model, optimizer, function):
@@ -144,6 +177,32 @@ def test_what_cannot_be_held_in_shares_is_refused(mesh, optimizer, message):
     with pytest.raises(ValueError, match=message):
         model = on_mesh(sharded.build, mesh, shard_optimizer=True)
         model.compile(sharded.OPTIMIZERS[optimizer](), "mse")
+
+
+class Halves(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule of the user's own, which might keep a state."""
+
+    def __call__(self, step):
+        return 0.1 / 2.0 ** keras.ops.cast(step, "float32")
+
+
+def test_replicas_that_each_compute_the_rate_need_one_of_kerass():
+    model = on_mesh(sharded.build, Mesh(data=2, pipeline=2), shard_optimizer=True)
+    with pytest.raises(ValueError, match="a schedule of Keras's, is required. Received: a Halves"):
+        model.compile(keras.optimizers.SGD(Halves()), "mse")
+
+
+@pytest.mark.parametrize("form", ["mesh", "replicas"])
+def test_shares_are_neither_swapped_nor_written_as_wholes(tmp_path, form):
+    if form == "mesh":
+        model = on_mesh(sharded.build, Mesh(data=2, pipeline=2), shard_optimizer=True)
+    else:
+        model = sharded.on_replicas(2)
+    trained(model, lambda: keras.optimizers.Adam(0.05, use_ema=True), sharded.build)
+    with pytest.raises(ValueError, match="Received: SwapEMAWeights with shard_optimizer=True"):
+        model.fit(*sharded.data(), callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
+    with pytest.raises(ValueError, match="would write one replica's share"):
+        tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "all"))
 
 
 def eight_devices():

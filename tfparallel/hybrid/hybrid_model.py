@@ -14,6 +14,7 @@ from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.placement.copies import copy_to, replicas_of
 from tfparallel.placement.problems import PlacementError
 from tfparallel.replication.one_of_workers import OneOfWorkers
+from tfparallel.replication.sharded_optimizer import refuse_swaps
 
 __all__ = ["HybridModel"]
 
@@ -36,9 +37,11 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
 
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`; batch sizes are global."""
+        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
+        if self._shards_optimizer:
+            refuse_swaps(asked.get("callbacks"))
         if self._workers is None:
             return super().fit(*args, **kwargs)
-        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
         with self._knowing_batches("fit", args, kwargs, hands_on=True):
             return self._fit_as_worker(asked)
 

@@ -29,7 +29,7 @@ from tfparallel.placement.copies import (
 )
 from tfparallel.placement.optimizer import place_updates, wrapped_by
 
-__all__ = ["update_copies"]
+__all__ = ["update_copies", "updates_alike"]
 
 
 class CopyingOptimizer:
@@ -72,7 +72,7 @@ class CopyingOptimizer:
     @contextlib.contextmanager
     def _in_replicas(self, updated, gradients=()) -> Iterator[Sequence[Replica]]:
         """The replicas in which to update; the others' copies are sent afterwards."""
-        if _updates_alike(self) and not _may_differ(self._replicas, gradients):
+        if updates_alike(self) and not _may_differ(self._replicas, gradients):
             yield self._replicas
             return
         yield self._replicas[:1]
@@ -103,12 +103,12 @@ def _all_variables(optimizer) -> list[keras.Variable]:
     return [*_own_variables(optimizer), *inner]
 
 
-def _updates_alike(optimizer) -> bool:
+def updates_alike(optimizer) -> bool:
     """Whether an update is known to give the same each time, of the same variables."""
     rate = getattr(optimizer, "_learning_rate", None)
     own = [original_class(optimizer), type(rate)]
     is_kerass = all(cls.__module__.startswith("keras.") for cls in own)
-    return is_kerass and all(map(_updates_alike, wrapped_by(optimizer)))
+    return is_kerass and all(map(updates_alike, wrapped_by(optimizer)))
 
 
 def _may_differ(replicas, gradients) -> bool:

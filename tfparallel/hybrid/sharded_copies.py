@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import extend, original_class
+from tfparallel.hybrid.optimizer import updates_alike
 from tfparallel.placement.copies import Replica, at_work, copies_of, copy_to, replica_at_work
 from tfparallel.placement.problems import PlacementError
 from tfparallel.replication.sharded_optimizer import (
@@ -60,6 +61,10 @@ class HoldersOnMesh(Holders):
     def alone(self, index: int) -> AbstractContextManager:
         """Where writing the copy of a replica writes no other."""
         return at_work(self._replicas[index])
+
+    def beside(self, weight: keras.Variable) -> AbstractContextManager:
+        """The device of a weight, so that stages need not wait for each other."""
+        return tf.device(weight._value.device)
 
 
 class ShardedCopies(ShardedOptimizer):
@@ -116,6 +121,13 @@ def shard_copies(optimizer: keras.Optimizer) -> None:
         raise PlacementError(
             "Under shard_optimizer=True a mesh takes an optimizer that wraps no others. Received: "
             f"{original_class(optimizer).__name__}. Take another, `data_parallel`, or leave "
+            "shard_optimizer out."
+        )
+    if not updates_alike(optimizer):
+        raise PlacementError(
+            "Under shard_optimizer=True each replica of a mesh computes the learning rate. A "
+            "number, or a schedule of Keras's, is required. Received: a "
+            f"{type(optimizer._learning_rate).__name__}. Take one of these, or leave "
             "shard_optimizer out."
         )
     check_shardable(optimizer)

@@ -35,7 +35,7 @@ class AccumulatedBatches(AccumulatedSteps):
         if self._accumulates and found.predictions is not None:
             self._refuse(
                 "Losses and metrics that are sums over the rows are required",
-                "outputs that must be joined for one of them, or a step that runs eagerly",
+                self.why_joined or "outputs that meet for one of them",
             )
         super()._apply_found(found)
 

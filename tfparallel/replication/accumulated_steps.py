@@ -36,6 +36,7 @@ __all__ = ["AccumulatedSteps"]
 
 
 _ONE_DIVISOR = "One divisor of the whole loss is required"
+_NEXT_TO_NONE = 1e-20  # A divisor that is nothing beside a row, and more than float32's least.
 _LEAST_PAIRS = 4  # Of updates that are compared, before N is doubled.
 
 
@@ -88,6 +89,12 @@ class AccumulatedSteps(OwnMetrics):
             with self._training_silently():
                 return super().fit(**asked | {"callbacks": callbacks})
         finally:
+            self._forget_gradients()
+
+    def compile(self, *args, **kwargs):
+        """Configures training, as `keras.Model.compile`; gradients of another loss are dropped."""
+        super().compile(*args, **kwargs)
+        if self._gradients_held:
             self._forget_gradients()
 
     @property
@@ -186,7 +193,11 @@ class AccumulatedSteps(OwnMetrics):
     def _apply_found(self, found: Found) -> None:
         if not self._accumulates:
             return super()._apply_found(found)
-        divisor = self._divisor_of(found)
+        divisor = tf.cast(self._divisor_of(found), tf.float64)
+        # Of rows that all are masked, or have no weight, regularizers alone have a gradient; it
+        # counts where all steps of an update are such.
+        least = tf.constant(_NEXT_TO_NONE, tf.float64)
+        divisor = tf.where(tf.equal(divisor, 0.0), least, divisor)
         held = self._held_gradients(found)
         for gradient, accumulated in zip(found.gradients, held, strict=True):
             if gradient is not None:
@@ -194,7 +205,7 @@ class AccumulatedSteps(OwnMetrics):
                     gradient = tf.cast(tf.convert_to_tensor(gradient), accumulated.dtype)
                     term = gradient * tf.cast(divisor, gradient.dtype)
                     accumulated.assign_add(term, read_value=False)
-        self._counts_of_update.divisor.assign_add(tf.cast(divisor, tf.float64), read_value=False)
+        self._counts_of_update.divisor.assign_add(divisor, read_value=False)
         return None
 
     def _divisor_of(self, found: Found):
@@ -276,6 +287,7 @@ class AccumulatedSteps(OwnMetrics):
         by_id = {id(variable): mean for (variable, _), mean in zip(found, means, strict=True)}
         gradients = [by_id.get(id(variable)) for variable, _ in pairs]
         if not found:
+            self._forget_gradients()
             return
         with compiled_if(self._compiles):
             self.optimizer.apply_gradients(

@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.callbacks import chief_only
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -83,25 +82,12 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         checks.check_data(
             asked.get("x"), asked.get("batch_size"), asked.get("steps_per_epoch"), "fit"
         )
-        self._check_averages(asked.get("callbacks"))
+        if self._shard is not None:
+            sharded_optimizer.refuse_swaps(asked.get("callbacks"))
         if self._workers is None:
             return super().fit(*args, **kwargs)
         with self._knowing_batches("fit", args, kwargs, hands_on=True):
             return self._fit_as_worker(asked)
-
-    def _check_averages(self, callbacks) -> None:
-        """Raises for a callback that swaps what the optimizer holds with the weights."""
-        swaps = [
-            callback
-            for callback in chief_only.flatten(callbacks)
-            if isinstance(callback, keras.callbacks.SwapEMAWeights)
-        ]
-        if swaps and self._shard is not None:
-            raise ValueError(
-                "SwapEMAWeights swaps the weights with averages that, under shard_optimizer=True, "
-                "each replica has a share of. An optimizer with whole averages is required. "
-                "Received: SwapEMAWeights with shard_optimizer=True. Leave one of them out."
-            )
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`; the chief alone shows progress."""

@@ -26,6 +26,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.callbacks import chief_only
 from tfparallel.collectives import replica_sums
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.seams.tensorflow import PerReplica
@@ -37,6 +38,7 @@ __all__ = [
     "ShardedOptimizer",
     "check_shardable",
     "cut_share",
+    "refuse_swaps",
     "shape_shared_out",
     "shard",
 ]
@@ -84,6 +86,25 @@ class Holders:
         """Where writing the copy of a replica, by its index here, writes no other."""
         return contextlib.nullcontext()
 
+    def beside(self, weight: keras.Variable) -> AbstractContextManager:
+        """Where the shares of a weight are joined."""
+        return contextlib.nullcontext()
+
+
+class Shared:
+    """Extends a variable that has a share of a weight, or of a slot, in each replica."""
+
+    def _serialize_to_tensors(self):
+        raise ValueError(
+            "`tf.train.Checkpoint` would write one replica's share. Whole slots are required. "
+            f"Received: '{self.path}', under shard_optimizer=True. Take `tfparallel.callbacks."
+            "Checkpoint`, or `model.save`, which write all of it."
+        )
+
+
+def _mark(variable: keras.Variable, weight: keras.Variable) -> None:
+    extend(variable, Shared, _sharded=weight)
+
 
 class WithWholeFiles:
     """Extends an optimizer that holds shares, or others that do."""
@@ -113,6 +134,11 @@ class WithWholeFiles:
             if not hasattr(variable, "_sharded"):
                 variable.assign(value)
                 continue
+            if value.shape != tuple(variable._sharded.shape):
+                raise ValueError(
+                    f"'{variable.path}' is of a weight of shape {tuple(variable._sharded.shape)}. "
+                    f"Received: a value of shape {value.shape}. Is it the file of this model?"
+                )
             shape = shape_shared_out(value.shape, holders.number)
             of_copies = zip(
                 holders.copies(variable), holders.bounds(variable.shape[0]), strict=True
@@ -168,7 +194,7 @@ class ShardedOptimizer(WithWholeFiles):
         shape = (-(-number // self._num_shares), *rest)
         share = keras.Variable("zeros", shape, weight.dtype, trainable=True, name=weight.name)
         share._path = weight.path  # Slots are named by it.
-        attach(share, _sharded=weight)
+        _mark(share, weight)
         return share
 
     def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
@@ -176,7 +202,7 @@ class ShardedOptimizer(WithWholeFiles):
         slot = super().add_variable_from_reference(reference_variable, name, initializer)
         weight = getattr(reference_variable, "_sharded", None)
         if weight is not None:
-            attach(slot, _sharded=weight)
+            _mark(slot, weight)
         return slot
 
     def apply(self, grads, trainable_variables=None):
@@ -278,15 +304,17 @@ def _wholes(found, holders: Holders) -> list[tf.Tensor]:
     rows = []
     for variable in found:
         own = [tf.convert_to_tensor(copy) for copy in holders.copies(variable)]
-        rows.append(tf.concat(own, 0)[None])
+        with holders.beside(variable._sharded):
+            rows.append(tf.concat(own, 0)[None])
     workers = holders.workers
     if workers is not None:
         rows = workers.all_gather(rows, [1] * workers.num_workers)
     wholes = []
     for row, variable in zip(rows, found, strict=True):
         shape = shape_shared_out(variable._sharded.shape, holders.number)
-        joined = tf.reshape(row, [-1, *shape[1:]])[: shape[0]]
-        wholes.append(tf.reshape(joined, variable._sharded.shape))
+        with holders.beside(variable._sharded):
+            joined = tf.reshape(row, [-1, *shape[1:]])[: shape[0]]
+            wholes.append(tf.reshape(joined, variable._sharded.shape))
     return wholes
 
 
@@ -343,6 +371,21 @@ def shard(optimizer: keras.Optimizer) -> None:
     extend(optimizer, ShardedOptimizer)
 
 
+def refuse_swaps(callbacks) -> None:
+    """Raises for a callback of a `fit` that swaps what the optimizer holds with the weights.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    flat = chief_only.flatten(callbacks)
+    if any(isinstance(callback, keras.callbacks.SwapEMAWeights) for callback in flat):
+        raise ValueError(
+            "SwapEMAWeights swaps the weights with averages that, under shard_optimizer=True, "
+            "each replica has a share of. An optimizer with whole averages is required. "
+            "Received: SwapEMAWeights with shard_optimizer=True. Leave one of them out."
+        )
+
+
 def check_shardable(optimizer: keras.Optimizer) -> None:
     """Raises for an optimizer that cannot be held in shares.
 
@@ -368,5 +411,5 @@ def check_shardable(optimizer: keras.Optimizer) -> None:
         raise ValueError(
             "Under shard_optimizer=True an optimizer makes its slots in shares. One that is not "
             f"built is required. Received: a {cls.__name__} with slots of whole weights. Compile "
-            "the model with a new optimizer, or pass the compiled model to `data_parallel`."
+            "the model with a new optimizer, or pass the compiled model to the builder."
         )
