@@ -28,6 +28,7 @@ from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.choice import Choice
 from tfparallel.collectives.compression import compression_of
 from tfparallel.collectives.freed_memory import keep_freed_memory
+from tfparallel.collectives.leaving import leave_in_order
 from tfparallel.device_names import canonical
 from tfparallel.notice import notice
 from tfparallel.peers import meet_peers
@@ -188,6 +189,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 timeout_seconds=options.timeout_seconds or 0.0,
                 first_host=_first_host(cluster_resolver),
             )
+            leave_in_order(self.workers)
             keep_freed_memory()
             _recommend_a_process_for_each_gpu(self.devices, self.workers.worker_index)
             self.workers.bucket_bytes, self.workers.compression = bucket_bytes, compressed
