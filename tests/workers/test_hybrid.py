@@ -11,7 +11,7 @@ PROGRAM = pathlib.Path(__file__).with_name("hybrid.py")
 pytestmark = pytest.mark.slow
 
 # A replica on each worker, with all cases of the program, and two, with some of them.
-JOBS = {"1": (2, 2, []), "2": (4, 4, ["stages", "a mask, sparse gradients"])}
+JOBS = {"1": (2, 2, []), "2": (4, 4, ["stages", "a mask, sparse gradients", "shares"])}
 
 
 @pytest.fixture(name="job", scope="module", params=JOBS)
@@ -34,7 +34,18 @@ def test_trains_to_the_weights_of_one_device(job):
 
 
 def test_what_workers_save_at_once_is_whole(job):
-    assert all(seen["saved"] == 0 for seen in job)
+    for seen in job:
+        saved = [apart["saved"] for apart in seen["apart"].values() if "saved" in apart]
+        assert saved and max(saved) == 0
+
+
+def test_gradients_of_several_batches_are_sent_once(job):
+    """Two epochs of three batches: two updates; losses and metrics are a few numbers a batch."""
+    for seen in job:
+        sent = seen["sent"].get("several batches")
+        if sent is not None:
+            gradients = 8 * (9 * 4 + 4 * 6 + 6 + 6 * 3 + 3)
+            assert 2 * gradients < sent < 2 * gradients + 2000
 
 
 def test_the_layout_names_workers_and_replicas(job):

@@ -249,7 +249,7 @@ def _key(spec):
 
 
 def _spec(variable) -> list[Any]:
-    whole = getattr(variable, "_sharded", variable)  # Of a replica's share of a slot.
+    whole = getattr(variable, "_shown", variable)  # Of a replica's share of a slot.
     return [variable.path, list(whole.shape), keras.backend.standardize_dtype(variable.dtype)]
 
 

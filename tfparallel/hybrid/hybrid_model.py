@@ -109,10 +109,10 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
         else:
             super()._place_updates()
         replicas = replicas_of(self.layout)
-        if len(replicas) > 1:
+        if len(replicas) > 1 or self._shards_optimizer:
             update_copies(self.optimizer, replicas)
-            if self._shards_optimizer:
-                shard_copies(self.optimizer)
+        if self._shards_optimizer:
+            shard_copies(self.optimizer, self._workers)
 
     def _parts(self, variables):
         return parts_of(variables)

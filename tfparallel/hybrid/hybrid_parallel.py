@@ -72,9 +72,9 @@ def hybrid_parallel(
         device_memory: Likewise.
         batch_size: The examples of a batch, for what the best cut costs.
         compression: Of the gradients that travel between workers, as for `data_parallel`.
-        sync: As for `pipeline_parallel`. Of several workers the gradients are summed in each step.
-        shard_optimizer: Whether each of D replicas keeps and updates its share of the optimizer, as
-            for `data_parallel`. In one process, and without parts (tensor=1).
+        sync: As for `pipeline_parallel`; between workers no gradient is sent for N−1 batches.
+        shard_optimizer: Whether each of D replicas, of all workers, keeps and updates its share of
+            the optimizer, as for `data_parallel`.
         check_rows: As for `data_parallel`.
         allow_independent_workers: Likewise. Else the replicas are shared out to the workers of the
             job that this process is part of, in order.
@@ -102,13 +102,6 @@ def hybrid_parallel(
         raise PlacementError(
             f"Each of the {number} workers ({cluster.source}) has as many replicas as the others. "
             f"Received: a mesh of {mesh}. Take data={number}, or a multiple of it."
-        )
-    if shard_optimizer and (mesh.tensor > 1 or number > 1):
-        received = f"tensor={mesh.tensor}" if mesh.tensor > 1 else f"{number} workers"
-        raise PlacementError(
-            "The replicas of a mesh share out the optimizer in one process, and where no layer is "
-            f"in parts. Received: shard_optimizer=True with {received}. Leave it out, or take "
-            "`data_parallel`, whose workers share it out too."
         )
     if devices is None:
         devices = _first_devices(mesh, number)
@@ -144,7 +137,7 @@ def hybrid_parallel(
 
     def spread(model: HybridModel) -> None:
         parts.spread(model)
-        attach(model, strategy=strategy, _shards_optimizer=shard_optimizer)
+        attach(model, strategy=strategy, _shards_optimizer=shard_optimizer and mesh.data > 1)
 
     model = in_micro_batches(
         model_or_function,

@@ -29,7 +29,7 @@ from tfparallel.placement.copies import (
 )
 from tfparallel.placement.optimizer import place_updates, wrapped_by
 
-__all__ = ["update_copies", "updates_alike"]
+__all__ = ["in_parts", "update_copies", "updates_alike"]
 
 
 class CopyingOptimizer:
@@ -51,7 +51,7 @@ class CopyingOptimizer:
             return
         grads = list(grads)
         if trainable_variables is not None:
-            grads, trainable_variables = _in_parts(grads, list(trainable_variables))
+            grads, trainable_variables = in_parts(grads, list(trainable_variables))
             if not self.built:
                 self.build(trainable_variables)
             # One that was made since; each replica would update it once more.
@@ -119,7 +119,7 @@ def _may_differ(replicas, gradients) -> bool:
     return len(kinds) > 1 or (is_sparse and kinds != {"CPU"})
 
 
-def _in_parts(gradients, variables) -> tuple[list[Any], list[keras.Variable]]:
+def in_parts(gradients, variables) -> tuple[list[Any], list[keras.Variable]]:
     """Gradients of whole variables, from a loop of the user's own, cut into those of the parts."""
     parts = parts_of(variables)
     if len(gradients) != len(parts):

@@ -2,8 +2,9 @@
 
 A share is a variable with a copy in each replica, which holds what that replica updates, and so
 are its slots (`replication/sharded_optimizer.py` has the picture). Each replica runs the optimizer
-on its own copies; then every copy of a weight is given what all of them have come to. Every element
-is updated once, so that replicas cannot come apart.
+on its own copies; then every copy of a weight is given what all of them have come to, those of
+other workers too. Every element is updated once, so that replicas cannot come apart. Of a layer in
+parts each part is a weight; files hold the wholes.
 """
 
 import contextlib
@@ -13,8 +14,10 @@ from contextlib import AbstractContextManager
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import extend, original_class
-from tfparallel.hybrid.optimizer import updates_alike
+from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.extend import attach, extend, original_class
+from tfparallel.hybrid.optimizer import in_parts, updates_alike
+from tfparallel.layers.variable import parts_of, whole_of
 from tfparallel.placement.copies import Replica, at_work, copies_of, copy_to, replica_at_work
 from tfparallel.placement.problems import PlacementError
 from tfparallel.replication.sharded_optimizer import (
@@ -32,14 +35,15 @@ class HoldersOnMesh(Holders):
     """The replicas of a mesh that hold shares.
 
     Args:
-        replicas: All of them.
+        replicas: Those of this process.
+        workers: Each of which has as many; None for one process.
     """
 
-    workers = None
-
-    def __init__(self, replicas: Sequence[Replica]):
+    def __init__(self, replicas: Sequence[Replica], workers: WorkerGroup | None):
         self._replicas = replicas
-        self.number = len(replicas)
+        self.workers = workers
+        self.number = len(replicas) * (1 if workers is None else workers.num_workers)
+        self.first = 0 if workers is None else len(replicas) * workers.worker_index
 
     def scope(self) -> AbstractContextManager:
         """Where shares are made: each beside its weight, wherever that is."""
@@ -50,8 +54,8 @@ class HoldersOnMesh(Holders):
         return contextlib.nullcontext()
 
     def bounds(self, size: int) -> Iterator[tuple[int, int]]:
-        """Of each replica the first element, or row, of its share, and the end."""
-        for k in range(self.number):
+        """Of each replica here the first element, or row, of its share, and the end."""
+        for k in range(self.first, self.first + len(self._replicas)):
             yield k * size, (k + 1) * size
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
@@ -72,8 +76,37 @@ class ShardedCopies(ShardedOptimizer):
 
     @property
     def _holders(self) -> Holders:
-        return HoldersOnMesh(self._replicas)
+        return HoldersOnMesh(self._replicas, self._workers_of_shares)
 
+    def build(self, weights):
+        """Makes the shares of the weights, or of their parts, and the slots of the shares."""
+        left_out = getattr(self, "_exclude_from_weight_decay", set())
+        for whole in weights:
+            if self._var_key(whole) in left_out:
+                left_out.update(map(self._var_key, parts_of([whole])))
+        super().build(parts_of(weights))
+
+    def apply(self, grads, trainable_variables=None):
+        """Applies gradients of whole weights, or of their parts, the same on all workers."""
+        if trainable_variables is None:
+            trainable_variables = self._weights
+        grads, parts = in_parts(list(grads), list(trainable_variables))
+        super().apply(grads, parts)
+        pairs = zip(parts, grads, strict=True)
+        changed = {id(whole_of(part)): part for part, found in pairs if found is not None}
+        for part in changed.values():
+            whole = whole_of(part)
+            if whole is not part and whole.constraint is not None:
+                whole.assign(whole.constraint(whole))
+
+    def finalize_variable_values(self, var_list):
+        """Overwrites the weights with their averages, where there are some."""
+        super().finalize_variable_values(parts_of(var_list))
+
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        # By the norm of a weight: of all its parts.
+        attach(self, _applied_to=[share._sharded for share in trainable_variables])
+        super()._backend_apply_gradients(grads, trainable_variables)
     def _made_share(self, weight):
         with tf.device(weight._value.device):
             share = super()._made_share(weight)
@@ -94,7 +127,7 @@ class ShardedCopies(ShardedOptimizer):
     def _cut(self, gradient, share):
         """What the share of the replica at work has of a gradient."""
         shape = shape_shared_out(share._sharded.shape, self._num_shares)
-        k, size = replica_at_work().index, share.shape[0]
+        k, size = self._holders.first + replica_at_work().index, share.shape[0]
         return cut_share(gradient, shape, (k * size, (k + 1) * size))
 
     def _update_model_variables_moving_average(self, trainable_variables):
@@ -102,11 +135,12 @@ class ShardedCopies(ShardedOptimizer):
         super(ShardedOptimizer, self)._update_model_variables_moving_average(trainable_variables)
 
 
-def shard_copies(optimizer: keras.Optimizer) -> None:
+def shard_copies(optimizer: keras.Optimizer, workers: WorkerGroup | None) -> None:
     """Makes each replica update its share, in place.
 
     Args:
         optimizer: One that updates the copies of variables.
+        workers: Those that have the replicas; None for one process.
 
     Raises:
         ValueError: If its update looks at more than one element at a time, or is not known; or if
@@ -131,4 +165,4 @@ def shard_copies(optimizer: keras.Optimizer) -> None:
             "shard_optimizer out."
         )
     check_shardable(optimizer)
-    extend(optimizer, ShardedCopies)
+    extend(optimizer, ShardedCopies, _workers_of_shares=workers)

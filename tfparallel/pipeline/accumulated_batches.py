@@ -1,7 +1,9 @@
 """An update of several batches, of a model in micro-batches: `sync="accumulate:4"`.
 
 The gradients of a batch, of all micro-batches and replicas, are added up beside each weight, and
-every N batches they are an update: that of the N batches as one. Under 1F1B the same comes of
+every N batches they are an update: that of the N batches as one. Of several workers each adds up
+those of its replicas, and the sums are sent with the update; losses and metrics, a few numbers, are
+summed in each step. Under 1F1B the same comes of
 batches N times as large in N times as many micro-batches, at the same memory; this is for a host
 that cannot hold such a batch, and for a program whose batches are what they are.
 """
@@ -44,6 +46,10 @@ class AccumulatedBatches(AccumulatedSteps):
 
     def _device_of_sum(self, variable: keras.Variable | None) -> str:
         return self._last_device if variable is None else variable._value.device
+
+    def _of_all_workers(self, variables, sums, divisor):
+        # The divisor of a batch is that of all its rows, on each worker.
+        return self._workers.all_reduce_gradients(sums, variables), divisor
 
     def _between_steps(self):
         return contextlib.nullcontext()

@@ -87,6 +87,7 @@ class Step:
         traces_each: Whether each micro-batch is traced, or only the first.
         compiles: Whether XLA compiles what a stage computes.
         has_parts: Whether a stage is on several devices, which its gradients follow.
+        gradients_stay: Whether gradients are those of this process's replicas, of the loss of all.
         timed: Whether to note when each instruction begins and ends.
 
     Attributes:
@@ -108,6 +109,7 @@ class Step:
         traces_each: bool = False,
         compiles: bool = False,
         has_parts: bool = False,
+        gradients_stay: bool = False,
         timed: bool = False,
     ):
         self._model = model
@@ -121,7 +123,9 @@ class Step:
         self._recompute = "never" if tf.executing_eagerly() else recompute
         self._memory = StepMemory()
         self._writable = writable(model, recompute)
-        self._sums = GradientSums(model._trained(), self._kinds_of_readings, others)
+        self._sums = GradientSums(
+            model._trained(), self._kinds_of_readings, others, stay=gradients_stay
+        )
         self._taken: dict[tuple, Values] = {}  # By stage and micro-batch: what was sent.
         self._recorded: dict[tuple, Recorded] = {}  # Likewise.
         self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.

@@ -1,7 +1,7 @@
 """Σ_m g_m for each weight, added up on its device, micro-batch by micro-batch.
 
 Of several replicas each adds up its own, and what they have come to is summed once, over those of
-other processes too.
+other processes too, unless an update of several batches sums it later.
 """
 
 import itertools
@@ -28,6 +28,7 @@ class GradientSums:
         variables: The weights.
         kinds: Returns, by the weight's id, the kinds of its readings, where no graph is traced.
         others: The replicas in other processes.
+        stay: Whether gradients are summed over the replicas of this process alone.
     """
 
     def __init__(
@@ -35,9 +36,12 @@ class GradientSums:
         variables: Sequence[keras.Variable],
         kinds: Callable[[], dict[int, Any]],
         others: Others,
+        *,
+        stay: bool = False,
     ):
         self._kinds = kinds
-        self._workers = others.workers
+        self._others = others
+        self._workers = None if stay else others.workers
         self._dense: dict[int, dict[str, tf.Tensor]] = {id(v): {} for v in variables}
         # By weight, then by stage: of each micro-batch the same readings, in the same order.
         self._sparse: dict[int, dict[int, list[tf.IndexedSlices]]] = {id(v): {} for v in variables}
@@ -85,6 +89,8 @@ class GradientSums:
             for place, total in zip(places, summed, strict=False):
                 with tf.device(variables[place]._value.device):
                     dense[place] = tf.identity(total)
+        else:
+            beside = self._others.summed(beside)
         totals = [
             one if other is None else other if one is None else one + tf.convert_to_tensor(other)
             for one, other in zip(dense, sparse, strict=True)

@@ -276,9 +276,8 @@ class AccumulatedSteps(OwnMetrics):
         found = [(variable, held) for variable, held in pairs if held is not None]
         sums = [held.read_value() for _, held in found]
         total = self._counts_of_update.divisor.read_value()
-        if self._workers_are_apart:
-            variables = [variable for variable, _ in found]
-            *sums, total = self._workers.all_reduce_gradients([*sums, total], [*variables, None])
+        if self._workers is not None:
+            sums, total = self._of_all_workers([variable for variable, _ in found], sums, total)
         if self._are_sums:
             total = tf.ones_like(total)
         means = [tf.math.divide_no_nan(each, tf.cast(total, each.dtype)) for each in sums]
@@ -294,6 +293,11 @@ class AccumulatedSteps(OwnMetrics):
                 zip(gradients, [variable for variable, _ in pairs], strict=True)
             )
         self._forget_gradients()
+
+    def _of_all_workers(self, variables, sums, divisor):
+        """What the gradients of all workers' rows come to, and their divisors."""
+        *sums, total = self._workers.all_reduce_gradients([*sums, divisor], [*variables, None])
+        return sums, total
 
     def _forget_gradients(self) -> None:
         for _, held in self._gradients_held.values():

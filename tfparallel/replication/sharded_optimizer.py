@@ -21,6 +21,7 @@ Trillion Parameter Models", SC 2020, arXiv:1910.02054.
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import keras
 import numpy as np
@@ -103,7 +104,8 @@ class Shared:
 
 
 def _mark(variable: keras.Variable, weight: keras.Variable) -> None:
-    extend(variable, Shared, _sharded=weight)
+    """Has a share, or a slot of it, know the weight, and what the weight may be a part of."""
+    extend(variable, Shared, _sharded=weight, _shown=getattr(weight, "_whole", weight))
 
 
 class WithWholeFiles:
@@ -113,39 +115,63 @@ class WithWholeFiles:
     def _holders(self) -> Holders:
         return Holders(self._distribution_strategy)
 
+    @property
+    def variables(self):
+        """The variables of the optimizer; of a weight in parts, the first part's stand for all."""
+        return [group[0] for group in self._grouped]
+
+    @property
+    def _grouped(self) -> list[list[keras.Variable]]:
+        """The variables, those of the parts of a weight together."""
+        groups: dict[Any, list[keras.Variable]] = {}
+        for variable in super().variables:
+            groups.setdefault(getattr(variable, "_slot_of", id(variable)), []).append(variable)
+        return list(groups.values())
+
     def save_own_variables(self, store):
         """Saves the optimizer, with whole slots; every worker must call it."""
-        found = [v for v in self.variables if hasattr(v, "_sharded")]
-        wholes = _wholes(found, self._holders)
-        by_id = dict(zip(map(id, found), wholes, strict=True))
-        for index, variable in enumerate(self.variables):
-            whole = by_id.get(id(variable))
-            value = tf.convert_to_tensor(variable.value) if whole is None else whole
-            store[str(index)] = value.numpy()
+        in_shares = [group for group in self._grouped if hasattr(group[0], "_sharded")]
+        wholes = iter(_wholes([v for group in in_shares for v in group], self._holders))
+        for index, group in enumerate(self._grouped):
+            if hasattr(group[0], "_sharded"):
+                parts = [next(wholes).numpy() for _ in group]
+                whole = group[0]._shown
+                store[str(index)] = np.concatenate(parts, whole.axis) if parts[1:] else parts[0]
+            else:
+                store[str(index)] = tf.convert_to_tensor(group[0].value).numpy()
 
     def load_own_variables(self, store):
         """Loads the optimizer; each replica takes its share of whole slots."""
-        holders, found = self._holders, self.variables
-        if len(store.keys()) != len(found):
+        groups = self._grouped
+        if len(store.keys()) != len(groups):
             super().load_own_variables(store)  # Which says what is missing.
             return
-        for index, variable in enumerate(found):
+        for index, group in enumerate(groups):
             value = np.asarray(store[str(index)])
-            if not hasattr(variable, "_sharded"):
-                variable.assign(value)
+            if not hasattr(group[0], "_sharded"):
+                group[0].assign(value)
                 continue
-            if value.shape != tuple(variable._sharded.shape):
+            whole = group[0]._shown
+            if value.shape != tuple(whole.shape):
                 raise ValueError(
-                    f"'{variable.path}' is of a weight of shape {tuple(variable._sharded.shape)}. "
-                    f"Received: a value of shape {value.shape}. Is it the file of this model?"
+                    f"'{group[0].path}' is of a weight of shape {tuple(whole.shape)}. Received: a "
+                    f"value of shape {value.shape}. Is it the file of this model?"
                 )
-            shape = shape_shared_out(value.shape, holders.number)
-            of_copies = zip(
-                holders.copies(variable), holders.bounds(variable.shape[0]), strict=True
-            )
-            for index, (copy, bounds) in enumerate(of_copies):
-                with holders.alone(index):
-                    copy.assign(_cut_out(tf.constant(value, copy.dtype), shape, *bounds))
+            parts = [value]
+            if group[1:]:
+                sizes = [slot._sharded.shape[whole.axis] for slot in group]
+                parts = np.split(value, np.cumsum(sizes)[:-1], whole.axis)
+            for slot, part in zip(group, parts, strict=True):
+                self._share_out(slot, part)
+
+    def _share_out(self, slot, value):
+        """Gives each replica here its share of a slot."""
+        holders = self._holders
+        shape = shape_shared_out(value.shape, holders.number)
+        of_copies = zip(holders.copies(slot), holders.bounds(slot.shape[0]), strict=True)
+        for index, (copy, bounds) in enumerate(of_copies):
+            with holders.alone(index):
+                copy.assign(_cut_out(tf.constant(value, copy.dtype), shape, *bounds))
 
 
 class ShardedOptimizer(WithWholeFiles):
@@ -203,6 +229,7 @@ class ShardedOptimizer(WithWholeFiles):
         weight = getattr(reference_variable, "_sharded", None)
         if weight is not None:
             _mark(slot, weight)
+            attach(slot, _slot_of=(id(slot._shown), name))
         return slot
 
     def apply(self, grads, trainable_variables=None):
