@@ -124,6 +124,25 @@ def reduce_scatter_of_equal_shares(strategy, w, W):
         tfparallel.reduce_scatter(tf.ones([W + 1, 2]))
 
 
+def gradients_in_shares(strategy, w, W):
+    """Of several types, one of them larger than what a transport sends at once."""
+    generator = np.random.default_rng(0)
+    large = generator.integers(-9, 9, size=(W, W * 200_000, 2)).astype("float32")
+    small = generator.integers(-9, 9, size=(W, 3 * W))
+
+    @tf.function
+    def in_graph(tensors):
+        return strategy.workers.reduce_scatter(tensors)
+
+    tensors = [tf.constant(large[w])]
+    tensors += [tf.constant(small[w], dtype) for dtype in (tf.float32, tf.float64, tf.bfloat16)]
+    for function in (strategy.workers.reduce_scatter, in_graph):
+        first, *others = function(tensors)
+        equal(first, large.sum(0)[w * 200_000 : (w + 1) * 200_000])
+        for own, tensor in zip(others, tensors[1:], strict=True):
+            equal(own, small.sum(0)[3 * w : 3 * w + 3], tensor.dtype)
+
+
 def in_a_function(strategy, w, W):
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def collective(x):
@@ -505,6 +524,7 @@ CHECKS = {
         gather_to_the_root_alone,
         broadcast_to_the_last_bit,
         reduce_scatter_of_equal_shares,
+        gradients_in_shares,
         in_a_function,
         gradients_of_sums,
         gradients_of_a_structure,

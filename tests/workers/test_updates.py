@@ -76,6 +76,10 @@ def test_each_replica_may_keep_its_share_of_the_optimizer(job):
         found = seen["sharded"]
         for case in ("weights", "accumulated", "resumed", "backed up"):
             assert found[case] < 1e-9
+        for case in ("clipnorm", "clipvalue", "global_clipnorm"):
+            assert found[case] < 1e-12, case
+        # Half a sum for gradients, half of one for weights, and what fills up such small shares.
+        assert found["sent"]["shares"] < 1.5 * found["sent"]["whole"]
         # Two slots an element, on four replicas; the first kernel has five rows.
         assert 2 * found["elements"] / 4 <= found["held"] < 0.75 * found["elements"]
 

@@ -191,18 +191,41 @@ def main(folder):
     return found
 
 
+CLIPPED = {
+    "clipnorm": {"clipnorm": 0.05},
+    "clipvalue": {"clipvalue": 0.02},
+    "global_clipnorm": {"global_clipnorm": 0.1, "momentum": 0.9},
+}
+
+
+def build_read():
+    """Sparse gradients, dense ones, and such that no rows of the batch have a part in."""
+    inputs = keras.Input((5,))
+    ids = keras.ops.cast(keras.ops.abs(inputs) * 2, "int32") % 6
+    read = keras.layers.Embedding(6, 3, embeddings_regularizer="l2")(ids)
+    hidden = keras.layers.Dense(7, "tanh", kernel_regularizer="l2")(keras.layers.Flatten()(read))
+    return keras.Model(inputs, keras.layers.Dense(2)(hidden))
+
+
 def sharded(workers, folder):
     """Each of four replicas keeps its share of the optimizer."""
     one = alone(build)
     trained(one, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
-    model = parallel(build, "every_step", shard_optimizer=True)
-    before = workers.traffic.read()["sums"]
-    trained(model, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
-    sent = workers.traffic.read()["sums"] - before
+    sent = {}
+    for name, shares in (("whole", False), ("shares", True)):
+        model = parallel(build, "every_step", shard_optimizer=shares)
+        before = workers.traffic.read()["sums"]
+        trained(model, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
+        sent[name] = workers.traffic.read()["sums"] - before
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
     held = sum(copies(slot)[0].shape.num_elements() for slot in slots)
     found = {"weights": apart(model, one), "held": held, "sent": sent}
     found["elements"] = sum(int(np.prod(w.shape)) for w in model.trainable_variables)
+    for name, options in CLIPPED.items():
+        trained(one := alone(build_read), ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
+        other = parallel(build_read, "every_step", shard_optimizer=True)
+        trained(other, ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
+        found[name] = apart(other, one)
     accumulating = parallel(build, shard_optimizer=True)
     trained(accumulating, ROWS)
     whole = alone(build)

@@ -21,6 +21,7 @@ import copy
 import functools
 import json
 import math
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from tfparallel.collectives.compression import Compression
 from tfparallel.collectives.lost import WorkerLostError
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.collectives.vectors import by_dtype, in_vectors
-from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2
+from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2, all_to_all_v2
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
 _STEPS_PER_OCTAVE = 4
@@ -211,6 +212,41 @@ class WorkerGroup:
                 results[i] = total
         return results
 
+    def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums each tensor over the workers; each worker gets its rows of the sum.
+
+        It sends half of what a sum for all does. One collective for each dtype.
+
+        Args:
+            tensors: Shape `(W·n, …)` each, of a size that is known, the same on all workers.
+
+        Returns:
+            For each, shape `(n, …)`: rows w·n to (w + 1)·n of the sum, on worker w. Terms are added
+            in the order of the workers.
+        """
+        results: list = [None] * len(tensors)
+        for indices in in_vectors(tensors):
+            rows = [tf.reshape(tensors[i], [self.num_workers, -1]) for i in indices]
+            widths = [row.shape[1] for row in rows]
+            own = self._scattered(tf.reshape(tf.concat(rows, 1), [-1]))
+            own = tf.ensure_shape(own, [sum(widths)])
+            for i, part in zip(indices, tf.split(own, widths), strict=True):
+                number, *rest = tensors[i].shape
+                results[i] = tf.reshape(part, [number // self.num_workers, *rest])
+        return results
+
+    def _scattered(self, flat: tf.Tensor) -> tf.Tensor:
+        """This worker's share of the sum of vectors, whose size W divides."""
+        shape = [self.num_workers, flat.shape[0] // self.num_workers]
+        if self.transport == "nccl":
+            return tf.reshape(self._collective("sum", flat), shape)[self.worker_index]
+        signature = self._signatures.setdefault(
+            ("all_to_all", flat.dtype, flat.shape[0]), len(self._signatures)
+        )
+        self.traffic.add_tensor(SUMS, flat, one_in=2)
+        terms = _restored(self._run("all_to_all", movable(flat), signature), flat.dtype)
+        return _added_up(tf.unstack(tf.reshape(terms, shape)))
+
     def all_gather(
         self, tensors: Sequence[tf.Tensor], counts: Sequence, kind: str = SUMS
     ) -> list[tf.Tensor]:
@@ -328,6 +364,8 @@ class WorkerGroup:
         with tf.device(place):
             if name == "all_gather":
                 return all_gather_v2(flat, **arguments)
+            if name == "all_to_all":
+                return all_to_all_v2(tf.reshape(flat, [self.num_workers, -1]), **arguments)
             return all_reduce_v2(
                 flat,
                 merge_op=_MERGE_OPS[name],
@@ -340,6 +378,14 @@ class WorkerGroup:
             return _STOCK_PIECES
         wanted = flat.shape[0] * flat.dtype.size // (self.num_workers * _PIECE_BYTES)
         return min(wanted, _MAX_PIECES) if wanted > 1 else _STOCK_PIECES
+
+
+def _added_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Their sum, in order; of 16 bits in 32, and rounded once."""
+    dtype = terms[0].dtype
+    if dtype.size > 2:
+        return functools.reduce(operator.add, terms)
+    return tf.cast(functools.reduce(operator.add, [tf.cast(t, tf.float32) for t in terms]), dtype)
 
 
 def _host_of(device: str) -> str:

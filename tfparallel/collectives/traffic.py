@@ -2,7 +2,8 @@
 
 What is counted is what a collective is given: of a sum over workers the vector that is summed, of
 a join what this worker adds to it, padding and all. What of it travels, and how often, is the
-algorithm's: a ring of W workers sends 2(W - 1)/W bytes for a byte that is summed.
+algorithm's: a ring of W workers sends 2(W - 1)/W bytes for a byte that is summed. A sum of which
+each worker gets a share sends half as many, and half of its vector is counted.
 """
 
 import tensorflow as tf
@@ -33,15 +34,22 @@ class Traffic:
         self._in_python[kind] += num_bytes
         self._in_python[_CALLS] += kind == SUMS
 
-    def add_tensor(self, kind: str, tensor: tf.Tensor) -> None:
-        """Counts a tensor's bytes: now, or whenever the graph that is being traced runs."""
+    def add_tensor(self, kind: str, tensor: tf.Tensor, *, one_in: int = 1) -> None:
+        """Counts a tensor's bytes: now, or whenever the graph that is being traced runs.
+
+        Args:
+            kind: What they are.
+            tensor: It.
+            one_in: Of how many bytes one counts.
+        """
         size = tensor.shape.num_elements()
         if tf.executing_eagerly():
-            self.add(kind, size * tensor.dtype.size)
+            self.add(kind, size * tensor.dtype.size // one_in)
             return
         with tf.device("CPU:0"):
             size = tf.size(tensor, tf.int64) if size is None else size
-            self._in_graphs[kind].assign_add(size * tensor.dtype.size, read_value=False)
+            num_bytes = size * tensor.dtype.size // one_in
+            self._in_graphs[kind].assign_add(num_bytes, read_value=False)
             if kind == SUMS:
                 self._in_graphs[_CALLS].assign_add(1, read_value=False)
 

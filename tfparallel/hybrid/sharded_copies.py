@@ -20,13 +20,8 @@ from tfparallel.hybrid.optimizer import in_parts, updates_alike
 from tfparallel.layers.variable import parts_of, whole_of
 from tfparallel.placement.copies import Replica, at_work, copies_of, copy_to, replica_at_work
 from tfparallel.placement.problems import PlacementError
-from tfparallel.replication.sharded_optimizer import (
-    Holders,
-    ShardedOptimizer,
-    check_shardable,
-    cut_share,
-    shape_shared_out,
-)
+from tfparallel.replication.sharded_optimizer import ShardedOptimizer, check_shardable
+from tfparallel.replication.shares import Holders, cut_share, shape_shared_out
 
 __all__ = ["shard_copies"]
 

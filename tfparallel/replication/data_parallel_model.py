@@ -263,9 +263,12 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         # A user's own step may do anything with its gradients, so they are summed at once; Keras's
         # hands them straight to the optimizer.
         is_kerass = original_class(self).train_step is keras.Model.train_step
-        if self._in_train_step and is_kerass and optimizer.accumulates(self.optimizer):
-            return self.optimizer.pending_terms
-        return None
+        if not (self._in_train_step and is_kerass) or self._accumulates:
+            return None
+        leaves = optimizer.accumulates(self.optimizer) or sharded_optimizer.sums_in_shares(
+            self.optimizer, self._workers
+        )
+        return self.optimizer.pending_terms if leaves else None
 
 
 def extend_model(

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import replica_sums
 from tfparallel.extend import extend
+from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.seams.tensorflow import PerReplica
 from tfparallel.strategies import variables
 
@@ -110,11 +111,10 @@ class AccumulatingOptimizer(ProgramOptimizer):
     An accumulator's value is the sum of its copies.
 
     Attributes:
-        pending_terms: Where a step leaves gradients unsummed, `{id(variable): [g_0, …]}`, until it
-            calls `apply`, which takes them out.
+        pending_terms: Where a step leaves gradients unsummed until it calls `apply`.
     """
 
-    pending_terms: dict[int, list[tf.Tensor]]
+    pending_terms: PendingTerms
 
     def apply(self, grads, trainable_variables=None):
         """Applies gradients; terms that the step left unsummed are accumulated as they are."""
@@ -206,7 +206,8 @@ def prepare(
         extend(optimizer, ScaledProgramOptimizer)
     elif optimizer.gradient_accumulation_steps:
         if not isinstance(optimizer, AccumulatingOptimizer):
-            extend(optimizer, AccumulatingOptimizer, pending_terms={})
+            pending = PendingTerms(takes_sparse=True)
+            extend(optimizer, AccumulatingOptimizer, pending_terms=pending)
     else:
         extend(optimizer, ProgramOptimizer)
     if shard is not None:

@@ -44,6 +44,7 @@ from tfparallel.extend import attach
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
+from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.replication.sums import Summed, Sums
 from tfparallel.seams.tensorflow import is_recording, needs_gradient
 from tfparallel.step.known_rows import is_known_by_rows
@@ -93,7 +94,7 @@ class ReplicatedCall:
         layer: keras.Layer,
         call: Callable[..., Any],
         strategy,
-        partial_gradients: dict | None = None,
+        partial_gradients: PendingTerms | None = None,
         worker_rows: Sequence[tf.Tensor] | None = None,
         gathers: bool = True,
         compiles: bool = False,
@@ -352,23 +353,22 @@ class ReplicatedCall:
                 # any size), and what has no size in the graph is padded, and never compressed.
                 if isinstance(term, tf.Tensor):
                     term.set_shape(variable.shape)
-        if self._partial_gradients is not None:
-            found = zip(self._trainable, by_variable, strict=True)
-            present = {id(v): (v, list(terms)) for v, terms in found if terms[0] is not None}
-            self._partial_gradients.update({key: terms for key, (_, terms) in present.items()})
-            return [
-                tf.zeros_like(variable.value) if id(variable) in present else None
-                for variable in self._trainable
-            ]
+        pending = self._partial_gradients
+        left = [pending is not None and pending.takes(terms) for terms in by_variable]
+        pairs = zip(by_variable, left, strict=True)
         reducer = Reducer(self._strategy.all_reduce_ops, self._strategy.workers)
         totals, beside = reducer.totals(
-            by_variable,
+            [[None] if is_left else terms for terms, is_left in pairs],
             lambda: self._kinds_of_readings(inputs),
             self._waiting,
             self._trainable,
         )
         if self._waiting:
             self._arrived = beside
+        for i, (variable, terms) in enumerate(zip(self._trainable, by_variable, strict=True)):
+            if left[i]:
+                pending[id(variable)] = list(terms)
+                totals[i] = tf.zeros_like(variable.value)
         return totals
 
     def _kinds_of_readings(self, inputs) -> list:

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.replication.check_rows import check_rows
+from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.replication.replicated_call import ReplicatedCall
 from tfparallel.seams.keras import compute_output_spec, in_stateless_scope
 
@@ -77,7 +78,7 @@ class ReplicatedLayer:
         with tf.init_scope(), self._strategy.scope():
             compute_output_spec(super().__call__, *args, **kwargs)
 
-    def _partial_gradients(self) -> dict | None:
+    def _partial_gradients(self) -> PendingTerms | None:
         return None
 
 

@@ -9,18 +9,15 @@
 To the optimizer the shares are its variables: of each weight one, a copy of which on a replica's
 device holds the replica's own share. It is filled from the weight before an update, and the weight
 from all shares behind it; so whoever else writes the weight need not know. Clipping is done
-before, of whole gradients, and constraints behind. Files hold whole slots.
+before, by norms of whole gradients, and constraints behind. Files hold whole slots.
 
-A matrix is shared out by rows, so that a sparse gradient, of an embedding's rows, stays sparse:
-Keras's optimizers treat a row that a batch reads twice as two. Everything else is flat.
+`shares.py` says how a weight is cut. Of several workers each gets of the sum of the gradients what
+its replicas update (`share_sums.py`).
 
 It is stage 1 of ZeRO: Samyam Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models", SC 2020, arXiv:1910.02054.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -29,83 +26,29 @@ import tensorflow as tf
 
 from tfparallel.callbacks import chief_only
 from tfparallel.collectives import replica_sums
+from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.extend import attach, extend, original_class
+from tfparallel.replication.pending_terms import PendingTerms
+from tfparallel.replication.share_sums import clip_factors, share_sums
+from tfparallel.replication.shares import (
+    Holders,
+    Shares,
+    cut_out,
+    cut_share,
+    joined,
+    mark,
+    shape_shared_out,
+)
 from tfparallel.seams.tensorflow import PerReplica
 from tfparallel.step import elementwise
-from tfparallel.strategies import variables
 
 __all__ = [
-    "Holders",
     "ShardedOptimizer",
     "check_shardable",
-    "cut_share",
     "refuse_swaps",
-    "shape_shared_out",
     "shard",
+    "sums_in_shares",
 ]
-
-
-class Shares(PerReplica):
-    """What each replica here has of a gradient."""
-
-
-class Holders:
-    """The replicas that hold shares: those of a strategy.
-
-    Args:
-        strategy: What holds their variables.
-    """
-
-    def __init__(self, strategy):
-        self._strategy = strategy
-        self.number = strategy.num_replicas
-        self.workers = strategy.workers
-
-    def scope(self) -> AbstractContextManager:
-        """Where shares are made."""
-        return self._strategy.scope()
-
-    def program(self) -> AbstractContextManager:
-        """Where variables are read and written outside of a step."""
-        return self._strategy.program()
-
-    def bounds(self, size: int) -> Iterator[tuple[int, int]]:
-        """Of each replica here, the first element, or row, of its share, and the end.
-
-        Args:
-            size: Of a share.
-        """
-        first = self._strategy.first_replica
-        for k in range(first, first + len(self._strategy.devices)):
-            yield k * size, (k + 1) * size
-
-    def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
-        """What each replica here has of a variable."""
-        return variables.copies(variable)
-
-    def alone(self, index: int) -> AbstractContextManager:
-        """Where writing the copy of a replica, by its index here, writes no other."""
-        return contextlib.nullcontext()
-
-    def beside(self, weight: keras.Variable) -> AbstractContextManager:
-        """Where the shares of a weight are joined."""
-        return contextlib.nullcontext()
-
-
-class Shared:
-    """Extends a variable that has a share of a weight, or of a slot, in each replica."""
-
-    def _serialize_to_tensors(self):
-        raise ValueError(
-            "`tf.train.Checkpoint` would write one replica's share. Whole slots are required. "
-            f"Received: '{self.path}', under shard_optimizer=True. Take `tfparallel.callbacks."
-            "Checkpoint`, or `model.save`, which write all of it."
-        )
-
-
-def _mark(variable: keras.Variable, weight: keras.Variable) -> None:
-    """Has a share, or a slot of it, know the weight, and what the weight may be a part of."""
-    extend(variable, Shared, _sharded=weight, _shown=getattr(weight, "_whole", weight))
 
 
 class WithWholeFiles:
@@ -131,7 +74,7 @@ class WithWholeFiles:
     def save_own_variables(self, store):
         """Saves the optimizer, with whole slots; every worker must call it."""
         in_shares = [group for group in self._grouped if hasattr(group[0], "_sharded")]
-        wholes = iter(_wholes([v for group in in_shares for v in group], self._holders))
+        wholes = iter(joined([v for group in in_shares for v in group], self._holders))
         for index, group in enumerate(self._grouped):
             if hasattr(group[0], "_sharded"):
                 parts = [next(wholes).numpy() for _ in group]
@@ -171,12 +114,13 @@ class WithWholeFiles:
         of_copies = zip(holders.copies(slot), holders.bounds(slot.shape[0]), strict=True)
         for index, (copy, bounds) in enumerate(of_copies):
             with holders.alone(index):
-                copy.assign(_cut_out(tf.constant(value, copy.dtype), shape, *bounds))
+                copy.assign(cut_out(tf.constant(value, copy.dtype), shape, *bounds))
 
 
 class ShardedOptimizer(WithWholeFiles):
     """Extends an optimizer whose update treats each element by itself; behind `prepare`."""
 
+    pending_terms: PendingTerms | None = None  # Of a step of several workers, unsummed.
     _share_of: dict[int, keras.Variable] = {}  # By the id of a weight.
     _weights: list[keras.Variable] = []
 
@@ -220,7 +164,7 @@ class ShardedOptimizer(WithWholeFiles):
         shape = (-(-number // self._num_shares), *rest)
         share = keras.Variable("zeros", shape, weight.dtype, trainable=True, name=weight.name)
         share._path = weight.path  # Slots are named by it.
-        _mark(share, weight)
+        mark(share, weight)
         return share
 
     def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
@@ -228,7 +172,7 @@ class ShardedOptimizer(WithWholeFiles):
         slot = super().add_variable_from_reference(reference_variable, name, initializer)
         weight = getattr(reference_variable, "_sharded", None)
         if weight is not None:
-            _mark(slot, weight)
+            mark(slot, weight)
             attach(slot, _slot_of=(id(slot._shown), name))
         return slot
 
@@ -252,13 +196,52 @@ class ShardedOptimizer(WithWholeFiles):
                 weight.assign(weight.constraint(weight))
 
     def _backend_apply_gradients(self, grads, trainable_variables):
-        pairs = zip(super()._clip_gradients(grads), trainable_variables, strict=True)
-        super()._backend_apply_gradients(
-            [self._cut(gradient, share) for gradient, share in pairs], trainable_variables
-        )
+        if self.pending_terms:
+            cut = self._summed_in_shares(grads, trainable_variables)
+        else:
+            pairs = zip(super()._clip_gradients(grads), trainable_variables, strict=True)
+            cut = [self._cut(gradient, share) for gradient, share in pairs]
+        super()._backend_apply_gradients(cut, trainable_variables)
 
     def _clip_gradients(self, grads):
         return grads  # Which is done: see above.
+
+    def _summed_in_shares(self, grads, shares) -> list[Shares]:
+        """Each replica's shares of gradients that no worker has the whole of, clipped."""
+        workers, number = self._holders.workers, self._num_shares
+        here = number // workers.num_workers
+        pending, wholes = [], []
+        for i, share in enumerate(shares):
+            terms = self.pending_terms.pop(id(share._sharded), None)
+            if terms is not None:
+                shape = shape_shared_out(share._sharded.shape, number)
+                pending.append(i)
+                wholes.append([cut_out(t, shape, 0, number * share.shape[0]) for t in terms])
+        self.pending_terms.clear()
+        # What the program itself differentiated, a regularizer say, is whole on every worker.
+        cut = [self._cut(gradient, share) for gradient, share in zip(grads, shares, strict=True)]
+        sums = share_sums(wholes, self._distribution_strategy.all_reduce_ops, workers)
+        sums = [
+            total + tf.concat([tf.convert_to_tensor(part) for part in cut[i].values], 0)
+            for i, total in zip(pending, sums, strict=True)
+        ]
+        others = [i for i in range(len(cut)) if i not in pending]
+        if self.clipnorm or self.global_clipnorm:
+            factors = clip_factors(self, sums, [grads[i] for i in others], workers)
+            of_sums, of_others = factors
+            sums = [s * tf.cast(f, s.dtype) for s, f in zip(sums, of_sums, strict=True)]
+            for i, factor in zip(others, of_others, strict=True):
+                # By the norm of all gradients Keras makes dense ones of an embedding's.
+                whole = grads[i] if self.clipnorm else tf.convert_to_tensor(grads[i])
+                cut[i] = self._cut(_times(whole, factor), shares[i])
+        elif self.clipvalue:
+            sums = super()._clip_gradients(sums)
+            for i in others:
+                (clipped,) = super()._clip_gradients([grads[i]])
+                cut[i] = self._cut(clipped, shares[i])
+        for i, total in zip(pending, sums, strict=True):
+            cut[i] = Shares(tf.split(total, here))
+        return cut
 
     def _cut(self, gradient, share) -> Shares:
         """Each replica's share of a gradient, where it is needed."""
@@ -286,12 +269,12 @@ class ShardedOptimizer(WithWholeFiles):
             found = zip(*copies, holders.bounds(share.shape[0]), strict=True)
             for index, (own, whole, bounds) in enumerate(found):
                 with holders.alone(index), tf.device(own.device):
-                    own.assign(_cut_out(tf.convert_to_tensor(whole), shape, *bounds))
+                    own.assign(cut_out(tf.convert_to_tensor(whole), shape, *bounds))
 
     def _join(self, weights) -> None:
         """Gives every copy of the weights what all shares hold."""
         shares = [self._share_of[id(weight)] for weight in weights]
-        wholes = _wholes(shares, self._holders)
+        wholes = joined(shares, self._holders)
         for weight, whole in zip(weights, wholes, strict=True):
             for index, copy in enumerate(self._holders.copies(weight)):
                 with self._holders.alone(index), tf.device(copy.device):
@@ -324,63 +307,6 @@ class ShardedOptimizer(WithWholeFiles):
             self._join(weights)
 
 
-def _wholes(found, holders: Holders) -> list[tf.Tensor]:
-    """Joins what all replicas hold of shares, or of slots, to the shapes of the weights."""
-    if not found:
-        return []
-    rows = []
-    for variable in found:
-        own = [tf.convert_to_tensor(copy) for copy in holders.copies(variable)]
-        with holders.beside(variable._sharded):
-            rows.append(tf.concat(own, 0)[None])
-    workers = holders.workers
-    if workers is not None:
-        rows = workers.all_gather(rows, [1] * workers.num_workers)
-    wholes = []
-    for row, variable in zip(rows, found, strict=True):
-        shape = shape_shared_out(variable._sharded.shape, holders.number)
-        with holders.beside(variable._sharded):
-            joined = tf.reshape(row, [-1, *shape[1:]])[: shape[0]]
-            wholes.append(tf.reshape(joined, variable._sharded.shape))
-    return wholes
-
-
-def shape_shared_out(shape: Sequence[int], num_shares: int) -> list[int]:
-    """In which shape a weight is cut along axis 0: a matrix as it is, all else flat."""
-    shape = [int(size) for size in shape]
-    return shape if len(shape) == 2 and shape[0] >= num_shares else [int(np.prod(shape))]
-
-
-def cut_share(gradient, shape: list[int], bounds: tuple[int, int]):
-    """What a replica's share has of a gradient, dense or sparse."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return _rows_read(gradient, shape, *bounds)
-    return _cut_out(gradient, shape, *bounds)
-
-
-def _cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Tensor:
-    """A share of a tensor that is brought into a shape before; zeros behind its end."""
-    number = shape[0]
-    found = tf.reshape(tensor, shape)[min(start, number) : min(end, number)]
-    missing = (end - start) - max(min(end, number) - start, 0)
-    return tf.pad(found, [[0, missing]] + [[0, 0]] * len(shape[1:])) if missing else found
-
-
-def _rows_read(gradient: tf.IndexedSlices, shape: list[int], start: int, end: int):
-    """The rows of a sparse gradient that a share has; others stand in its first row, as zeros."""
-    if len(shape) < 2:  # Flat.
-        raise ValueError(
-            "Under shard_optimizer=True an embedding is shared out by rows. A matrix of at least "
-            f"as many rows as there are replicas is required. Received: shape {gradient.shape}. "
-            "Leave shard_optimizer out."
-        )
-    indices = gradient.indices
-    inside = (indices >= start) & (indices < end)
-    values = tf.where(inside[:, None], gradient.values, tf.zeros_like(gradient.values))
-    own = tf.where(inside, indices - start, tf.zeros_like(indices))
-    return tf.IndexedSlices(values, own, tf.constant([end - start, shape[1]], indices.dtype))
-
-
 def shard(optimizer: keras.Optimizer) -> None:
     """Makes each replica update its share, in place; of one that wraps others, them.
 
@@ -395,7 +321,24 @@ def shard(optimizer: keras.Optimizer) -> None:
         extend(optimizer, WithWholeFiles)
         return
     check_shardable(optimizer)
-    extend(optimizer, ShardedOptimizer)
+    extend(optimizer, ShardedOptimizer, pending_terms=PendingTerms(takes_sparse=False))
+
+
+def sums_in_shares(optimizer: keras.Optimizer, workers: WorkerGroup | None) -> bool:
+    """Whether a step of Keras's own leaves gradients to the optimizer, which sums its shares.
+
+    Not under loss scaling, which must see whether all of them are finite, nor what compression
+    knows by the weight.
+    """
+    is_sharded = isinstance(optimizer, ShardedOptimizer)
+    return is_sharded and workers is not None and workers.compression is None
+
+
+def _times(gradient, factor: tf.Tensor):
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient * tf.cast(factor, gradient.dtype)
+    values = gradient.values * tf.cast(factor, gradient.values.dtype)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def refuse_swaps(callbacks) -> None:

@@ -28,7 +28,7 @@ from tensorflow.python.distribute.values import (
 )
 from tensorflow.python.eager import context, record
 from tensorflow.python.framework.errors import InaccessibleTensorError
-from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2
+from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2, all_to_all_v2
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.util import nest
 
@@ -46,6 +46,7 @@ __all__ = [
     "SyncOnReadVariable",
     "all_gather_v2",
     "all_reduce_v2",
+    "all_to_all_v2",
     "collective_keys",
     "compile_at_first_run",
     "coordination_service",

@@ -101,7 +101,7 @@ class Communicator:
     def implementation(self, collective: str) -> str:
         """Returns what truly runs a collective, in words."""
         name = " ".join(self._mpi.Get_library_version().split("\n")[0].split())
-        if self._shared is not None and collective == "all_gather":
+        if self._shared is not None and collective in ("all_gather", "reduce_scatter"):
             return "MPI shared memory, pipelined"
         if collective == "all_reduce" and self.algorithm == "mpi_shared_memory":
             return "MPI shared memory, pipelined"
@@ -172,7 +172,10 @@ class Communicator:
         with self._lock:
             out = self._buffers.take(array.nbytes // self.num_ranks).view(array.dtype)
             self._announce(f"reduce_scatter() of {array.dtype.name} {array.shape}")
-            self._finish(self._comm.Ireduce_scatter_block(array, out))
+            if self._shared is not None:
+                self._shared.reduce_scatter(_bytes_of(array), _bytes_of(out), array.dtype)
+            else:
+                self._finish(self._comm.Ireduce_scatter_block(array, out))
         return out
 
     def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:

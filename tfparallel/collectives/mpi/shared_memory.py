@@ -168,6 +168,30 @@ class SharedMemory:
             for row, inputs in zip(rows, self._inputs, strict=True):
                 row[first : first + part.size] = inputs[self._turn % 2, : part.size]
 
+    def reduce_scatter(self, source: np.ndarray, out: np.ndarray, dtype: np.dtype) -> None:
+        """Sums the workers' messages, of one size; each takes its share of the sum.
+
+        Args:
+            source: This worker's, uint8: a share for each worker, in order.
+            out: Where to, uint8; a share.
+            dtype: What the bytes are.
+        """
+        rank, n = self._rank, self._num_ranks
+        shares = source.reshape(n, -1)
+        size = BLOCK_BYTES // (n * dtype.itemsize) * dtype.itemsize
+        for first in range(0, out.size, size):
+            last = min(first + size, out.size)
+            window = self._inputs[rank][(self._turn + 1) % 2]
+            for other in range(n):
+                if other != rank:
+                    start = other * size
+                    window[start : start + last - first] = shares[other, first:last]
+            self._barrier()
+            begin, end = rank * size, rank * size + last - first
+            terms = [inputs[self._turn % 2, begin:end] for inputs in self._inputs]
+            terms[rank] = shares[rank, first:last]
+            _reduce("sum", [term.view(dtype) for term in terms], out[first:last].view(dtype))
+
     def _part(self, block, num_bytes, rank, dtype):
         """The bytes of a block that a worker sums."""
         size = min(BLOCK_BYTES, num_bytes - block * BLOCK_BYTES) // dtype.itemsize

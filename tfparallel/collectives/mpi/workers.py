@@ -63,6 +63,12 @@ class MpiWorkerGroup(WorkerGroup):
                 results[i] = tf.cast(tf.ensure_shape(y, tensors[i].shape), tensors[i].dtype)
         return results
 
+    def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums each tensor over the workers, which have shares of it; see `WorkerGroup`."""
+        wide = [tf.cast(x, tf.float32) if x.dtype in _HALVES else x for x in tensors]
+        pairs = zip(super().reduce_scatter(wide), tensors, strict=True)
+        return [tf.cast(y, x.dtype) for y, x in pairs]
+
     def all_reduce_halves(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums numbers of one 16-bit type over the workers, which travel in 16 bits.
 
@@ -77,6 +83,10 @@ class MpiWorkerGroup(WorkerGroup):
         total = tf.ensure_shape(total, vector.shape)[: sum(sizes)]
         parts = zip(tf.split(total, sizes), tensors, strict=True)
         return [tf.reshape(part, tensor.shape) for part, tensor in parts]
+
+    def _scattered(self, flat: tf.Tensor) -> tf.Tensor:
+        (own,) = self._run(self._reduce_scatter, [flat])
+        return own
 
     def _collective(self, name: str, flat: tf.Tensor, kind: str = SUMS) -> tf.Tensor:
         if name != "all_gather":
@@ -93,6 +103,10 @@ class MpiWorkerGroup(WorkerGroup):
     def _reduce(self, op: str, *arrays: np.ndarray) -> list[np.ndarray]:
         self.traffic.add(SUMS, sum(array.nbytes for array in arrays))
         return self.communicator.all_reduce(op, arrays)
+
+    def _reduce_scatter(self, array: np.ndarray) -> list[np.ndarray]:
+        self.traffic.add(SUMS, array.nbytes // 2)
+        return [self.communicator.reduce_scatter(array)]
 
     def _reduce_halves(self, array: np.ndarray) -> list[np.ndarray]:
         self.traffic.add(SUMS, array.nbytes)  # A sum of so many bytes, whatever it consists of.
