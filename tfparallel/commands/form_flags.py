@@ -142,6 +142,7 @@ def numbers_flags(values: flags.FlagValues) -> None:
         "Compute in this type; Keras's own if absent. float64 makes `check` sharpest.",
         values,
     )
+    flags.DEFINE_alias("dtype", "precision", values)
     flags.DEFINE_enum(
         "jit_compile",
         None,
