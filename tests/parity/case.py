@@ -79,6 +79,8 @@ class Case:
         tolerance: Replaces the dtype's, with its reason beside the case.
         drop_in: Whether the case is also run as plain code under the drop-in
             strategy.
+        options: What the builder is given besides the model and the devices.
+        forms: The forms that take these options; all of them if empty.
     """
 
     group: str
@@ -95,6 +97,14 @@ class Case:
     dtype: str = "float64"
     tolerance: float | None = None
     drop_in: bool = True
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    forms: tuple[str, ...] = ()
+
+    def runs_under(self, form: str) -> bool:
+        """Whether a form of this name trains the case, or refuses it."""
+        if form == DropIn.name:
+            return self.drop_in
+        return not self.forms or form in self.forms
 
     @property
     def limit(self) -> float:
@@ -121,6 +131,7 @@ class Plain:
     """One device, plain Keras."""
 
     name = "one device"
+    asked: dict[str, Any] = {}  # What the builder is given besides, by `run`.
 
     def model(self, case: Case) -> keras.Model:
         return self.make(case.build, case.compile)
@@ -155,7 +166,7 @@ class Builder(Plain):
     def make(self, build, compile=None) -> keras.Model:
         import tfparallel
 
-        model = tfparallel.data_parallel(build, devices=self.devices)
+        model = tfparallel.data_parallel(build, devices=self.devices, **self.asked)
         if compile is not None:
             compile(model)
         return model
@@ -234,7 +245,7 @@ class Pipeline(Plain):
         import tfparallel
 
         model = tfparallel.pipeline_parallel(
-            build, self.devices, allow_empty_stages=True, **self.options
+            build, self.devices, allow_empty_stages=True, **self.options, **self.asked
         )
         if compile is not None:
             compile(model)
@@ -265,6 +276,7 @@ class Hybrid(Plain):
             balance="memory",
             allow_empty_stages=True,
             **self.options,
+            **self.asked,
         )
         if compile is not None:
             compile(model)
@@ -301,6 +313,7 @@ def precision(dtype: str) -> Iterator[None]:
 def run(case: Case, form: Plain, *, baseline: bool = False) -> Observed:
     """Trains `case` under `form` from its own seed, in its own precision."""
     train = (case.baseline if baseline else None) or case.train or fit
+    form.asked = {} if baseline else case.options
     keras.backend.clear_session()  # Before the dtype policy is set: it resets that, too.
     with precision(case.dtype):
         keras.utils.set_random_seed(SEED)

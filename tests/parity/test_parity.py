@@ -32,6 +32,7 @@ FAST = {
     "optimizer SGD with momentum",
     "optimizer Nadam",
     "optimizer MultiOptimizer",
+    "shares of an embedding's optimizer",
     "optimizer Adam global_clipnorm",
     "optimizer Adam accumulating 5 steps",
     "optimizer Adam use_ema overwriting every 7",
@@ -130,7 +131,7 @@ def parameters(cases: list[Case] = ALL, mode: str = table.MODE):
     """
     for case in cases:
         for form, replicas in WAYS if mode else sample_of(case.name):
-            if form == "MirroredStrategy" and not case.drop_in:
+            if not case.runs_under(form):
                 continue
             fast = case.name in FAST - TAKE_LONG and (form, replicas) == WAYS[0]
             yield pytest.param(

@@ -93,7 +93,7 @@ def main(num_devices: int, names: Sequence[str]) -> None:
         name = "workers"
 
         def make(self, build, compile=None):
-            model = tfparallel.data_parallel(build, strategy)
+            model = tfparallel.data_parallel(build, strategy, **self.asked)
             if compile is not None:
                 compile(model)
             return model

@@ -11,6 +11,7 @@ from . import (
     rows,
     split,
     structures,
+    synchronization,
     training_steps,
     workflows,
     xla,
@@ -18,6 +19,7 @@ from . import (
 
 ALL = [
     *optimizers.CASES,
+    *synchronization.CASES,
     *losses.CASES,
     *structures.CASES,
     *metrics.CASES,
