@@ -37,7 +37,7 @@ test: $(READY)
 test-fast: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly"
 
-# What `make test` leaves out, but for `make parity` and `make networks`: some ten minutes.
+# What `make test` leaves out, but for `make parity` and `make networks`: some twenty minutes.
 nightly: $(READY)
 	$(BIN)/python -m pytest -n 2 -m nightly
 

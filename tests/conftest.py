@@ -36,6 +36,8 @@ tfparallel.devices.split_cpu(NUM_CPU_DEVICES)
 
 import keras  # noqa: E402  (TensorFlow is loaded by the face, without its chatter)
 
+from tests.nightly import is_nightly  # noqa: E402
+
 
 @pytest.fixture(autouse=True)
 def fixed_seeds():
@@ -70,7 +72,10 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Skips what is marked `gpu` where TensorFlow sees none."""
+    """Marks what is nightly, and skips what is marked `gpu` where TensorFlow sees none."""
+    for item in items:
+        if is_nightly(item.nodeid):
+            item.add_marker("nightly")
     if tfparallel.devices.list_devices("GPU"):
         return
     skip = pytest.mark.skip(reason="TensorFlow lists no GPU on this machine")

@@ -9,6 +9,9 @@ import re
 
 from xdist.scheduler import LoadScopeScheduling
 
+# Files whose tests look at what one job has done.
+JOBS = ("placement/test_processes.py", "asynchronous/test_asynchronous_model.py")
+
 
 class BySharedWork(LoadScopeScheduling):
     """Keeps the tests of one job of workers together, and the pairs of one parity case."""
@@ -22,6 +25,6 @@ class BySharedWork(LoadScopeScheduling):
         if "/workers/" in path or path.endswith("parity/test_workers.py"):
             job = re.match(r"\d( x \d)?(?=-|$)", parameters[1]) if parameters else None
             return f"{path}::{job[0]}" if job else path
-        if path.endswith("placement/test_processes.py"):
+        if path.endswith(JOBS):
             return path
         return nodeid

@@ -112,7 +112,7 @@ def test_between_workers_at_the_sizes_of_a_model():
 @pytest.mark.parametrize(
     ("arguments", "ran"),
     [
-        (["reduce_scatter", "--dtype=bfloat16"], "MPI_Ireduce_scatter_block, in float32"),
+        (["reduce_scatter", "--dtype=bfloat16"], "MPI shared memory, pipelined, in float32"),
         (["all_gather"], "TensorFlow CollectiveGatherV2 (RING)"),
     ],
 )

@@ -1,0 +1,57 @@
+"""What `make test` leaves to `make nightly`: further variants of what it runs anyway.
+
+A pattern is matched against the whole name of a test, behind `tests/`. A test that stands alone
+carries the marker `nightly` itself.
+"""
+
+import re
+
+VARIANTS = [
+    r"benchmarks/test_sync_bench.py::test_the_program_trains_by_each_policy",
+    r"callbacks/test_checkpoint.py::test_all_of_the_state_is_kept\[(loss_scale|executions|opaque)\]",
+    r"callbacks/test_checkpoint.py::test_an_interrupted_run_ends_as_if_.*\[in_scope-at2\]",
+    r"colab/.*::test_it_runs\[(all_reduce|hybrid|model_parallel|synchronization)\]",
+    r"commands/test_check.py::test_half_precision_may_be_wrong_by_what_it_is_wrong_by_on_one_device",
+    r"commands/test_check.py::test_what_xla_compiles_is_exact",
+    r"diagnostics/test_gpu.py::test_a_network_trains_in_parts_.*\[(CNN|LSTM|ragged|transformer).*\]",
+    r"diagnostics/test_gpu.py::test_each_form_is_compiled_.*\[compiled\]",
+    r"diagnostics/test_inject.py::test_a_fault_strikes_in_the_first_attempt_alone\[exit.*\]",
+    r"docs/test_migrate.py::test_after_is_one_training_on_.*\[(ddp|tf.distribute)\]",
+    r"hybrid/test_hybrid_parallel.py::test_a_mask_decides_the_divisor_.*\[2 x 1 x 2\]",
+    r"hybrid/test_hybrid_parallel.py::test_each_replica_runs_.*\[(accum|clipping|scaled).*\]",
+    r"hybrid/test_hybrid_parallel.py::test_trains_to_the_weights_of_one_device\[2 x 2 x 1-gpipe\]",
+    r"layers/test_tensor_parallel.py::test_what_an_optimizer_does_.*\[Nadam-.*\]",
+    r"layers/test_tensor_parallel.py::test_what_weight_decay_leaves_out_is_left_out\[False\]",
+    r"layers/test_variable.py::test_a_checkpoint_holds_.*\[(split|to three devices)\]",
+    r"layers/test_variable.py::test_a_loop_of_the_users_own\[(?!AdamW.*True-False|SGD.*False-True).*\]",
+    r"models/test_models.py::test_a_task_learns\[resnet.*\]",
+    r"pipeline/test_commands.py::test_bench_measures_stages_in_processes",
+    r"pipeline/test_memory.py::.*",
+    r"pipeline/test_pipeline_parallel.py::test_a_metric_inside_of_a_layer_.*\[memory\]",
+    r"pipeline/test_pipeline_parallel.py::test_it_trains_to_the_weights_.*\[residual-options2\]",
+    r"pipeline/test_pipeline_parallel.py::test_ragged_tensors_.*\[options[12]\]",
+    r"pipeline/test_traced_once.py::test_a_pipeline_trains_.*\[(?!read_twice).*-gpipe-9\]",
+    r"placement/test_processes.py::test_a_job_that_is_killed_resumes_to_the_weights_of_one_process",
+    r"replication/test_accumulated_steps.py::test_it_is_one_step_on_a_larger_batch\[.*-1\]",
+    r"replication/test_custom_loop.py::test_the_weights_and_slots_.*\[(averages|clipvalue|sgd)\]",
+    r"replication/test_custom_loop.py::test_an_optimizer_may_be_prepared_.*\[clipnorm\]",
+    r"replication/test_sharded_optimizer.py::test_it_trains_as_one_device_does\[(A.*[^mW]|F.*|L.*|"
+    r"N.*|R.*|S.*D|a schedule|clipvalue|momentum|moving average at the end)\]",
+    r"step/test_ahead.py::test_a_step_is_traced_once\[train_on_batch-.*\]",
+    r"step/test_metrics.py::test_it_is_that_of_one_device\[eager-(1f1b|gpipe)\]",
+    r"step/test_metrics.py::test_(no_other_output_meets|what_meets_is_told)\[1f1b\]",
+    r"step/test_where_rows_meet.py::test_a_mask_with_an_axis_more_than_the_losses\[sum-.*\]",
+    r"step/test_where_rows_meet.py::test_each_outputs_loss_has_the_weight_of_its_rows\[eager-.*\]",
+    r"step/test_where_rows_meet.py::test_one_row_for_all_is_refused_.*\[weights-.*\]",
+    r"step/test_where_rows_meet.py::test_what_does_not_fit_is_refused_in_fit\[.*GPU:.*-gpipe\]",
+    r"step/test_xla.py::test_a_compiled_dropout_draws_.*\[(model|tensor)\]",
+    r"workers/test_traffic.py::test_predictions_cross_only_where_they_must\[mpi\]",
+    r"workers/test_tutorials.py::test_a_custom_training_loop.*",
+]
+
+_ANY = re.compile("|".join(f"(?:{pattern})" for pattern in VARIANTS))
+
+
+def is_nightly(name: str) -> bool:
+    """Whether a test, by its whole name, is one of these."""
+    return _ANY.fullmatch(name.removeprefix("tests/")) is not None
