@@ -227,8 +227,8 @@ class ShardedOptimizer(WithWholeFiles):
         ]
         others = [i for i in range(len(cut)) if i not in pending]
         if self.clipnorm or self.global_clipnorm:
-            factors = clip_factors(self, sums, [grads[i] for i in others], workers)
-            of_sums, of_others = factors
+            wholes_left = [grads[i] for i in others]
+            of_sums, of_others = clip_factors(self, sums, wholes_left, workers)
             sums = [s * tf.cast(f, s.dtype) for s, f in zip(sums, of_sums, strict=True)]
             for i, factor in zip(others, of_others, strict=True):
                 # By the norm of all gradients Keras makes dense ones of an embedding's.
