@@ -1,5 +1,8 @@
 """A `fit` that was interrupted ends as one that was not: weights, logs and history."""
 
+import shutil
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +10,8 @@ import tensorflow as tf
 
 import tfparallel
 from tfparallel.callbacks import Checkpoint
-from tfparallel.checkpoint import state
+from tfparallel.checkpoint import folder, state
+from tfparallel.checkpoint.folder import CheckpointFolder
 from tfparallel.data.batches import EpochBatches
 
 X = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
@@ -255,12 +259,60 @@ def test_a_run_goes_on_under_every_other_mesh(tmp_path, in_float64):
 def test_from_a_damaged_one_the_run_falls_back(tmp_path):
     with pytest.raises(Interruption):
         fitted(one_device, tmp_path, (1, 3))
+    CheckpointFolder(str(tmp_path), keep=2).settle()
     file = tmp_path / "step_00000010" / "state.npy"
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.warns(UserWarning, match="step_00000010 is not whole"):
         resumed = fitted(one_device, tmp_path)
     assert resumed[2].resumed["step"] == 9
     assert_same_run(fitted(one_device), resumed)
+
+
+class At(keras.callbacks.Callback):
+    """Calls a function before a step of the first epoch."""
+
+    def __init__(self, step, function):
+        super().__init__()
+        self._step, self._function = step, function
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == self._step and self._function is not None:
+            function, self._function = self._function, None
+            function()
+
+
+def test_training_goes_on_beside_a_write(tmp_path):
+    """A disk that takes nothing until two more steps are done."""
+    done, seen = threading.Event(), []
+
+    def look():
+        seen.extend(sorted(path.name for path in tmp_path.iterdir()))
+        done.set()
+
+    model = build()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    checkpoint = Checkpoint(tmp_path, every_steps=3)
+    callbacks = [At(2, lambda: folder._WRITER.submit(done.wait, 60)), checkpoint, At(5, look)]
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=callbacks)
+    assert seen == ["step_00000000"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000006", "step_00000007"]
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_write_that_fails_beside_ends_the_training(tmp_path, step):
+    """By the next write, or at the end."""
+    directory = tmp_path / "checkpoints"
+
+    def lose():
+        CheckpointFolder(str(directory), keep=2).settle()
+        shutil.rmtree(directory)
+        directory.write_text("no folder any more")
+
+    model = build()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    callbacks = [At(step, lose), Checkpoint(directory, every_steps=2)]
+    with pytest.raises(RuntimeError, match="could not be written; room and a working disk are"):
+        model.fit(X, Y, batch_size=8, verbose=0, callbacks=callbacks)
 
 
 def test_what_is_written_when(tmp_path):

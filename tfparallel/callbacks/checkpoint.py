@@ -32,7 +32,10 @@ class Checkpoint(keras.callbacks.Callback):
     counters of the random layers, the position in the data, the metrics' running sums and the
     history: a run that was killed and started again ends with the weights, the logs and the
     history of a run that was not. It is written beside the others and renamed, with checksums; one
-    that was damaged since is passed over for the one before, with a warning.
+    that was damaged since is passed over for the one before, with a warning. A step waits for a
+    copy of the state in the host's memory, and for the write before, if that has not ended; writing
+    goes on beside training. Of a model with stages or parts, which may be larger than one device,
+    arrays are written one by one, and training waits.
 
     `fit` begins the interrupted epoch anew, so that step numbers and the progress bar are those of
     the undisturbed run; the steps that were done pass without training, and other callbacks see
@@ -65,7 +68,8 @@ class Checkpoint(keras.callbacks.Callback):
     Raises:
         ValueError: If an argument is out of range. From `fit`, before any training: if the folder
             cannot be written to, or holds checkpoints of another model or configuration.
-        RuntimeError: From `fit`, if a checkpoint could not be written; those before are whole.
+        RuntimeError: From `fit`, if a checkpoint could not be written, when the next one is due or
+            training ends; those before are whole.
 
     Example:
         >>> checkpoint = tfparallel.callbacks.Checkpoint("checkpoints", every_steps=500)
@@ -178,7 +182,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._write(self._epoch_start, epoch + 1, 0, history)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Leaves nothing behind that would move the next `fit`."""
+        """Waits for the last write; leaves nothing behind that would move the next `fit`."""
+        self._by_chief(self._folder.settle)
         self.model._initial_epoch = None
 
     def _write(self, step, epoch, step_in_epoch, history):
@@ -191,16 +196,17 @@ class Checkpoint(keras.callbacks.Callback):
             "configuration": self._configuration,
             "layout": self._layout and self._layout.to_json(),
         }
+        # That the disk takes it is known before the first step.
+        beside = step > 0 and not self._is_spread
         # Workers that step by themselves have weights and metrics of their own.
         with getattr(self.model, "settled_workers", contextlib.nullcontext)():
             specs, captured = state.describe(self.model), state.capture(self.model)
             arrays: Iterable[np.ndarray] = itertools.chain.from_iterable(captured.values())
-            if self._workers is not None:
+            if self._workers is not None or beside:
                 arrays = list(arrays)  # To read a variable may take all workers.
         content["num_arrays"] = [len(specs[group]) for group in state.GROUPS]
-        self._by_chief(
-            lambda: self._folder.write(step, sum(specs.values(), []), arrays, content)
-        )
+        write = self._folder.write_beside if beside else self._folder.write
+        self._by_chief(lambda: write(step, sum(specs.values(), []), arrays, content))
         self._written_at = step
 
     def _find(self):
@@ -268,6 +274,11 @@ class Checkpoint(keras.callbacks.Callback):
     @property
     def _layout(self) -> Layout | None:
         return getattr(self.model, "layout", None)
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether a model is on several devices, and the host may not hold a copy of it."""
+        return self._layout is not None and self._layout.num_stages * self._layout.mesh.tensor > 1
 
     @property
     def _workers(self):

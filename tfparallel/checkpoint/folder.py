@@ -21,6 +21,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,10 @@ _ARRAYS = "state.npy"
 _MANIFEST = "manifest.json"
 _UNFINISHED = "unfinished_"
 _NAME = re.compile(r"step_(\d{8,})")
+# What this process writes beside its training, by folder: another reader of it waits. Python does,
+# too, before it ends.
+_WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+_writes: dict[str, Future] = {}
 
 
 class ForeignCheckpointError(ValueError):
@@ -86,6 +91,7 @@ class CheckpointFolder:
         Raises:
             ForeignCheckpointError: If that fails.
         """
+        self.settle()
         try:
             os.makedirs(self.directory, exist_ok=True)
             # Permissions alone do not tell: the file system may be read-only.
@@ -142,6 +148,10 @@ class CheckpointFolder:
         Raises:
             CheckpointError: If the disk is full, or will not take it for another reason.
         """
+        self.settle()
+        return self._write(step, specs, arrays, content)
+
+    def _write(self, step, specs, arrays, content):
         path = self._path(step)
         unfinished = os.path.join(self.directory, _UNFINISHED + os.path.basename(path))
         try:
@@ -172,6 +182,38 @@ class CheckpointFolder:
             self._remove(old)
         return path
 
+    def write_beside(
+        self,
+        step: int,
+        specs: Sequence[Sequence[Any]],
+        arrays: Sequence[np.ndarray],
+        content: dict[str, Any],
+    ) -> None:
+        """As `write`, while this process goes on; the one before is waited for.
+
+        Args:
+            step: As for `write`.
+            specs: Likewise.
+            arrays: The state, which nobody changes any more.
+            content: As for `write`.
+
+        Raises:
+            CheckpointError: If the write before failed.
+        """
+        self.settle()
+        written = _WRITER.submit(self._write, step, specs, arrays, content)
+        _writes[os.path.realpath(self.directory)] = written
+
+    def settle(self) -> None:
+        """Waits until what is written into this folder is there.
+
+        Raises:
+            CheckpointError: If it could not be written.
+        """
+        write = _writes.pop(os.path.realpath(self.directory), None)
+        if write is not None:
+            write.result()
+
     def _failure(self, path, error):
         steps = self._steps()
         before = f"{self._path(steps[-1])} is whole" if steps else "There is none before it"
@@ -184,7 +226,7 @@ class CheckpointFolder:
     def _steps(self):
         try:
             names = os.listdir(self.directory)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
