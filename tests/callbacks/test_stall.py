@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tfparallel.callbacks.stall import EXIT_CODE
+from tfparallel.cluster.preemption import TRY_AGAIN
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def run(body):
 )  # fmt: skip
 def test_a_worker_that_hangs_ends(body, message):
     done = run(body)
-    assert done.returncode == EXIT_CODE
+    assert done.returncode == TRY_AGAIN
     assert "Worker 3 makes no progress" in done.stderr and message in done.stderr
     assert 'File "<string>", line 7' in done.stderr  # Where it hangs.
     assert "ended well" not in done.stdout

@@ -5,6 +5,7 @@ At two steps here; `benchmarks/restarts.py` kills from outside, at ten random mo
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -97,9 +98,57 @@ def test_a_worker_that_hangs_is_ended_and_named(tmp_path, undisturbed):
     assert "[1] Worker 1 makes no progress" in shown, shown
     assert "Received: no step has begun for longer" in shown and "in _strike" in shown, shown
     assert "worker 1 exited with code 75" in shown and "(10 steps are done)" in shown, shown
-    ended_at = keras.models.load_model(tmp_path / "h.keras").get_weights()
-    for expected, found in zip(undisturbed[0], ended_at, strict=True):
+    same_weights(tmp_path / "h.keras", undisturbed)
+
+
+def same_weights(path, undisturbed):
+    for expected, found in zip(
+        undisturbed[0], keras.models.load_model(path).get_weights(), strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_job_that_is_told_to_end_saves_and_says_to_start_it_again(tmp_path, undisturbed):
+    """SIGTERM, as Slurm and Kubernetes send it: to the launcher, which hands it on."""
+    flags = [f"--checkpoint_dir={tmp_path}/ckpt", f"--save={tmp_path}/t.keras"]
+    slow = "--inject=slow:worker=0,ms=100"  # Else it may have ended before.
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2", "--grace_seconds=60"]
+        + ["--", sys.executable, "-m", "tfparallel", "train", str(TASK), *FLAGS, *flags, slow],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        seen = ""
+        for line in launcher.stdout:
+            seen += line
+            if "Epoch 2/8" in line:
+                break
+        launcher.send_signal(signal.SIGTERM)
+        seen += launcher.communicate(timeout=90)[0]
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 75, seen
+    assert "stopped by SIGTERM; the workers have saved their state" in seen, seen
+    done = int(re.search(r"stopped by SIGTERM: (\d+) steps are in the checkpoint", seen)[1])
+    code, shown = job(*flags)
+    assert code == 0 and f"({done} steps are done)" in shown, shown
+    same_weights(tmp_path / "t.keras", undisturbed)
+
+
+@pytest.mark.nightly
+def test_if_one_worker_is_told_to_end_all_do_before_the_same_step(tmp_path, undisturbed):
+    code, shown = job(
+        *("--inject=preempt:worker=1,step=10", f"--checkpoint_dir={tmp_path}/ckpt"),
+        f"--save={tmp_path}/p.keras",
+        max_restarts=1,
+    )
+    assert code == 0, shown
+    assert re.search(r"stopped by another worker: 1[012] steps are in the checkpoint", shown), shown
+    assert "exited with code 75" in shown and "restarting all workers (1 of 1)" in shown, shown
+    same_weights(tmp_path / "p.keras", undisturbed)
 
 
 def test_all_workers_refuse_what_the_chief_cannot_use(tmp_path):

@@ -2,8 +2,9 @@
 
 from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.callbacks.nan import NaNGuard
+from tfparallel.callbacks.preemption import Preemption
 from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.callbacks.warmup import LearningRateWarmup
 
-__all__ = ["Checkpoint", "LearningRateWarmup", "NaNGuard", "SentBytes", "StepTime"]
+__all__ = ["Checkpoint", "LearningRateWarmup", "NaNGuard", "Preemption", "SentBytes", "StepTime"]

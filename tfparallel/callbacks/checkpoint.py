@@ -105,11 +105,27 @@ class Checkpoint(keras.callbacks.Callback):
         self.resumed = None
         self._metrics: list[np.ndarray] = []
         self._passed: PassedSteps | None = None
+        self._is_passing = False
         self._written_on: Layout | None = None
         self._epoch = 0
         self._epoch_start = 0  # Steps done when the epoch began.
         self._steps_in_epoch = 0
         self._written_at = 0
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the step at hand was done before the run was interrupted, and passes."""
+        return self._is_passing
+
+    @property
+    def written_at(self) -> int:
+        """Of how many steps the newest checkpoint is."""
+        return self._written_at
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker tells the user."""
+        return self._is_chief
 
     @property
     def num_passed(self) -> int:
@@ -158,7 +174,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes, if it is time to, the state that the step about to begin starts from."""
-        if self._passed is not None and self._passed.before_step(batch):
+        self._is_passing = self._passed is not None and self._passed.before_step(batch)
+        if self._is_passing:
             return
         step = self._epoch_start + batch
         every = self._every_steps
@@ -166,6 +183,17 @@ class Checkpoint(keras.callbacks.Callback):
         # Gradients that wait for an update are in no file; one of the next steps has none.
         if is_time and getattr(self.model, "is_between_updates", True):
             self._write(step, self._epoch, batch, self._history().history)
+
+    def save_before(self, batch: int) -> None:
+        """Writes the state that a step, which is about to begin, starts from, and waits for it.
+
+        Args:
+            batch: The step's number in the epoch.
+        """
+        step = self._epoch_start + batch
+        if step != self._written_at:
+            self._write(step, self._epoch, batch, self._history().history)
+        self._by_chief(self._folder.settle)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts the steps of the epoch."""

@@ -18,9 +18,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["EXIT_CODE", "StallGuard"]
+from tfparallel.cluster.preemption import TRY_AGAIN
 
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
+__all__ = ["StallGuard"]
+
 _HEAD_START = 0.1  # Of the timeout: how much later than the one that hangs the others end.
 
 
@@ -94,7 +95,7 @@ class StallGuard(keras.callbacks.Callback):
         sys.stdout.flush()
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
-        os._exit(EXIT_CODE)  # The main thread may be where no exception reaches it.
+        os._exit(TRY_AGAIN)  # The main thread may be where no exception reaches it.
 
 
 def _is_on_gpu(log) -> bool:

@@ -47,11 +47,13 @@ class StopRequest(BaseException):
 
     Attributes:
         signum: The signal, which the workers receive too.
+        exits: How they ended then.
     """
 
     def __init__(self, signum: int):
         super().__init__(signum)
         self.signum = signum
+        self.exits: tuple[WorkerExit, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,8 @@ class Job:
             self.stop(signal.SIGINT)
         else:
             self.stop(getattr(error, "signum", signal.SIGTERM))
+        if isinstance(error, StopRequest):
+            error.exits = tuple(map(self._exit_of, self._workers))
 
     def wait(self, timeout_seconds: float | None = None) -> Outcome:
         """Waits until all workers succeeded or one failed, on any host; then stops the others.

@@ -15,6 +15,7 @@ from tfparallel.cluster.host_share import host_programs, meet_alone, programs_wi
 from tfparallel.cluster.nodes import meet
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.supervisor import GRACE_SECONDS, Program, StopRequest, run
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
@@ -240,7 +241,11 @@ def _main(arguments: Sequence[str]) -> int:
         with _signals_raise():
             return _run_with_restarts(values, command)
     except StopRequest as request:
-        _say(f"stopped by {signal.Signals(request.signum).name}")
+        name = signal.Signals(request.signum).name
+        if request.exits and all(exit_.returncode == TRY_AGAIN for exit_ in request.exits):
+            _say(f"stopped by {name}; the workers have saved their state")
+            return TRY_AGAIN
+        _say(f"stopped by {name}")
         return 128 + request.signum
     except BrokenPipeError:
         raise  # Nobody reads the output any more; `run_command` ends quietly.
@@ -363,7 +368,7 @@ def _signals_raise() -> Iterator[None]:
     def stop(signum, frame):
         raise StopRequest(signum)
 
-    names = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    names = [signal.SIGINT, signal.SIGHUP, *SIGNALS]
     before = {name: signal.getsignal(name) for name in names}
     for name, handler in before.items():
         # `nohup`, or `&` in a script.

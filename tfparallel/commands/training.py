@@ -1,5 +1,6 @@
 """The body of `tfparallel train`: everything that needs TensorFlow loaded."""
 
+import contextlib
 import dataclasses
 import hashlib
 import sys
@@ -12,6 +13,7 @@ from absl import flags
 from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.callbacks.nan import NaNGuard, NaNLossError
+from tfparallel.callbacks.preemption import Preemption
 from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
@@ -99,16 +101,21 @@ def train(path: str, values: flags.FlagValues) -> Result:
         callbacks.append(checkpoint)
     if values.inject is not None:
         callbacks.append(Inject(values.inject))
+    preemption: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if checkpoint is not None:
+        preemption = Preemption(checkpoint)
+        callbacks.append(preemption)
     failure = None
     try:
-        model.fit(
-            batches.dataset,
-            epochs=values.epochs or task.epochs or 1,
-            validation_data=validation,
-            callbacks=callbacks,
-            shuffle=False,  # The batches come shuffled.
-            verbose=_verbosity(),
-        )
+        with preemption:
+            model.fit(
+                batches.dataset,
+                epochs=values.epochs or task.epochs or 1,
+                validation_data=validation,
+                callbacks=callbacks,
+                shuffle=False,  # The batches come shuffled.
+                verbose=_verbosity(),
+            )
     except ForeignCheckpointError as error:
         raise UsageError(str(error)) from error
     except WorkerLostError as error:

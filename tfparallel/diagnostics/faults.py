@@ -8,6 +8,7 @@ GRAMMAR = """\
 kill:worker=1,step=20        the worker gets SIGKILL
 hang:worker=0,step=5         the worker stops making steps, and lives
 exit:worker=1,step=3,code=5  the worker ends with this exit code
+preempt:worker=1,step=20     the worker gets SIGTERM, as from a scheduler that takes it back
 slow:worker=1,ms=50          the worker waits this long before each step
 Workers count from 0. A fault strikes once `step` steps are done, before the next one."""
 
@@ -15,6 +16,7 @@ _PARTS = {
     "kill": ("worker", "step"),
     "hang": ("worker", "step"),
     "exit": ("worker", "step", "code"),
+    "preempt": ("worker", "step"),
     "slow": ("worker", "ms"),
 }
 
@@ -24,7 +26,7 @@ class Fault:
     """What befalls a worker.
 
     Attributes:
-        kind: "kill", "hang", "exit" or "slow".
+        kind: "kill", "hang", "exit", "preempt" or "slow".
         worker: The worker's index.
         step: How many steps of the run are done when it strikes; None for "slow".
         code: The exit code of "exit".

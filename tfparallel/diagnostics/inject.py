@@ -23,8 +23,9 @@ class Inject(keras.callbacks.Callback):
 
     Args:
         fault: A `Fault`, or its text: "kill:worker=1,step=20", "hang:worker=0,step=5",
-            "exit:worker=1,step=3,code=5", "slow:worker=1,ms=50". Workers count from 0, and so do
-            steps, through all epochs: the fault strikes once `step` of them are done.
+            "exit:worker=1,step=3,code=5", "preempt:worker=1,step=20", "slow:worker=1,ms=50".
+            Workers count from 0, and so do steps, through all epochs: the fault strikes once
+            `step` of them are done.
 
     Raises:
         ValueError: If the text does not follow the grammar, or, from `fit`, if there is no such
@@ -72,11 +73,15 @@ class Inject(keras.callbacks.Callback):
 
     def _strike(self, num_done):
         how = {"kill": "kills itself", "hang": "hangs", "exit": f"exits with {self._fault.code}"}
+        how["preempt"] = "is told to end"
         print(
             f"inject: worker {self._fault.worker} {how[self._fault.kind]} after {num_done} steps",
             flush=True,
         )
         sys.stderr.flush()
+        if self._fault.kind == "preempt":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         if self._fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._fault.kind == "exit":

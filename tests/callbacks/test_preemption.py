@@ -1,0 +1,77 @@
+"""A program that is told to end saves its state, and says that it should be started again.
+
+Jobs of several workers are in `workers/test_restart.py`.
+"""
+
+import os
+import re
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from tests.callbacks.test_checkpoint import EPOCHS, STEPS, At, X, Y, build
+from tests.comparison import seeded
+from tfparallel.callbacks import Checkpoint, Preemption
+from tfparallel.callbacks.preemption import Preempted
+from tfparallel.cluster.preemption import SignalWatch
+
+
+def trained(directory, callbacks=(), **options):
+    model = seeded(build)
+    model.compile("adam", "mse")
+    checkpoint = Checkpoint(directory)
+    with Preemption(checkpoint, **options) as preemption:
+        model.fit(
+            *(X, Y),
+            batch_size=8,
+            epochs=EPOCHS,
+            shuffle=False,
+            verbose=0,
+            callbacks=[*callbacks, checkpoint, preemption],
+        )
+    return model, checkpoint
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_it_ends_with_code_75_and_goes_on_from_there(tmp_path, capsys, number):
+    before = signal.getsignal(number)
+    whole, _ = trained(tmp_path / "whole")
+    told = At(4, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(Preempted) as ended:
+        trained(tmp_path / "told", [told])
+    assert ended.value.code == 75 and signal.getsignal(number) == before
+    told = re.match(r"stopped by (\w+): (\d) steps are in the checkpoint", capsys.readouterr().out)
+    # The thread that hears it may be late by a step.
+    done = int(told[2])
+    assert told[1] == signal.Signals(number).name and done in (4, 5)
+    model, checkpoint = trained(tmp_path / "told")
+    assert checkpoint.resumed == {"step": done, "epoch": 0, "step_in_epoch": done}
+    for expected, found in zip(whole.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_other_signals_are_left_alone(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, [At(2, lambda: os.kill(os.getpid(), signal.SIGINT))])
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_in_c():
+    heard = threading.Event()
+    with SignalWatch([signal.SIGUSR1], lambda number: heard.set()):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard.wait(10)
+
+
+def test_on_another_thread_nothing_is_watched():
+    found = []
+
+    def enter():
+        with SignalWatch([signal.SIGUSR1], found.append):
+            found.append(signal.getsignal(signal.SIGUSR1))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGUSR1)] and STEPS == 7
