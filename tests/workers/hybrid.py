@@ -1,5 +1,6 @@
 """A worker's program for test_hybrid.py: replicas of two devices each, a replica a worker."""
 
+import contextlib
 import os
 
 import keras
@@ -24,10 +25,11 @@ def network(normalizes=False):
 
 
 def text():
-    """A mask that decides the divisor, and sparse gradients."""
+    """A mask that decides the divisor, and sparse gradients, with a dense one beside."""
     keras.utils.set_random_seed(3)
     inputs = keras.Input((None,), dtype="int32")
-    x = layers.Embedding(9, 4, mask_zero=True, name="embed")(inputs)
+    read = layers.Embedding(9, 4, mask_zero=True, embeddings_regularizer="l2", name="embed")
+    x = read(inputs)
     x = layers.Dense(6, activation="tanh", name="between")(x)
     return keras.Model(inputs, layers.Dense(3, activation="softmax", name="out")(x))
 
@@ -90,6 +92,36 @@ def difference(found, expected):
     return max(float(np.max(np.abs(np.array(a) - np.array(b)))) for a, b in pairs)
 
 
+class Interrupts(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+
+def resumed(folder, undisturbed):
+    """How far a run that goes on from a checkpoint ends from the one that `cases` has trained."""
+    build, axes, options, optimizer, loss, _ = cases()["shares"]
+    mesh = tfparallel.Mesh(data=int(os.environ["NUM_REPLICAS"]), **axes)
+    for interrupted in (True, False):
+        model = tfparallel.hybrid_parallel(
+            build, mesh, num_micro_batches=2, balance="memory", **options
+        )
+        model.compile(optimizer(), loss)
+        keras.utils.set_random_seed(5)
+        callbacks = [tfparallel.callbacks.Checkpoint(os.path.join(folder, "checkpoints"))]
+        callbacks += [Interrupts()] * interrupted
+        with contextlib.suppress(KeyboardInterrupt):
+            model.fit(
+                *data(build),
+                batch_size=10,
+                epochs=2,
+                shuffle=False,
+                verbose=0,
+                callbacks=callbacks,
+            )
+    return difference(model.get_weights(), undisturbed.get_weights())
+
+
 def main(folder, names):
     from tfparallel.pipeline.batch_norm import grouped
 
@@ -123,6 +155,8 @@ def main(folder, names):
         seen[name]["saved"] = difference(loaded.get_weights(), models[name].get_weights())
         slots[name] = [variable.numpy() for variable in loaded.optimizer.variables]
         seen[name]["slots"] = difference(slots[name], slots["stages"])
+    if "shares" in models:
+        seen["shares"]["resumed"] = resumed(folder, models["shares"])
     return {
         "apart": seen,
         "sent": sent,

@@ -1,5 +1,7 @@
 """What each worker of `test_updates.py` runs."""
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -207,6 +209,25 @@ def build_read():
     return keras.Model(inputs, keras.layers.Dense(2)(hidden))
 
 
+class InterruptsEpoch(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+
+class Twice(keras.Model):
+    """Whose loss looks at two calls of it."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        other = self(x / 2, training=training)
+        return keras.ops.mean((y_pred - y) ** 2) + keras.ops.mean((y_pred - other) ** 2)
+
+
+def build_twice():
+    inputs = keras.Input((5,))
+    return Twice(inputs, layers.Dense(2)(layers.Dense(16, "tanh")(inputs)))
+
+
 def sharded(workers, folder):
     """Each of four replicas keeps its share of the optimizer."""
     one = alone(build)
@@ -244,4 +265,14 @@ def sharded(workers, folder):
     backed.fit(*data(57), callbacks=[backup], **fitted)
     trained(one := alone(build), ROWS, optimizer=keras.optimizers.Adam(0.05))
     found["backed up"] = apart(backed, one)
+    for interrupted in (True, False):  # And with something: the chief alone reads the file.
+        restored = parallel(build, "every_step", shard_optimizer=True)
+        backup = keras.callbacks.BackupAndRestore(folder + "/restored")
+        callbacks = [backup, InterruptsEpoch()] if interrupted else [backup]
+        with contextlib.suppress(KeyboardInterrupt):
+            trained(restored, ROWS, optimizer=keras.optimizers.Adam(0.05), callbacks=callbacks)
+    found["restored"] = apart(restored, one)
+    trained(one := alone(build_twice), ROWS)
+    trained(twice := parallel(build_twice, "every_step", shard_optimizer=True), ROWS)
+    found["called twice"] = apart(twice, one)
     return found

@@ -17,6 +17,7 @@ from tfparallel.checkpoint.folder import (
     Found,
 )
 from tfparallel.checkpoint.passing import PassedSteps
+from tfparallel.collectives.workers_of_model import workers_of
 from tfparallel.data.batches import EpochBatches
 from tfparallel.layout.layout import Layout
 
@@ -310,7 +311,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     @property
     def _workers(self):
-        return getattr(self.model.distribute_strategy, "workers", None)
+        return workers_of(self.model)
 
     @property
     def _is_chief(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 _PATH_OF = {
@@ -92,12 +93,21 @@ def send_state(model: keras.Model, workers) -> None:
     for variable, value in zip(found, sent, strict=True):
         variable.assign(value)
     if in_shares:
+        loaded, kept = model.optimizer.loaded_values(), model.optimizer.variables
         store: dict[str, Any] = {}
-        model.optimizer.save_own_variables(store)
-        values = workers.broadcast([tf.convert_to_tensor(value) for value in store.values()])
+        if not workers.exchange(loaded is not None)[0]:
+            model.optimizer.save_own_variables(store)
+        elif workers.worker_index == 0:  # Which alone has read a file, and has all of it.
+            store = {str(i): value for i, value in enumerate(loaded)}
+        else:
+            shown = [getattr(variable, "_shown", variable) for variable in kept]
+            store = {str(i): np.zeros(variable.shape) for i, variable in enumerate(shown)}
+        pairs = zip(store.values(), kept, strict=True)
+        values = workers.broadcast([tf.cast(value, own.dtype) for value, own in pairs])
         model.optimizer.load_own_variables(
             {name: value.numpy() for name, value in zip(store, values, strict=True)}
         )
+        model.optimizer.loaded_values()
 
 
 class RestoredByChief(keras.callbacks.Callback):

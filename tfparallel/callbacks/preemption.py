@@ -9,6 +9,7 @@ import keras
 from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN, SignalWatch
 from tfparallel.collectives.stopping import StopAgreement
+from tfparallel.collectives.workers_of_model import workers_of
 
 __all__ = ["Preempted", "Preemption"]
 
@@ -65,7 +66,7 @@ class Preemption(keras.callbacks.Callback):
         """Begins to listen to the other workers."""
         self._end()
         self._num_begun = 0
-        workers = getattr(self.model.distribute_strategy, "workers", None)
+        workers = workers_of(self.model)
         self._agreement = StopAgreement(workers).__enter__()
         if self._signal is not None:  # It came before.
             self._agreement.ask()

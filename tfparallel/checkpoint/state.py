@@ -24,6 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.collectives.workers_of_model import workers_of
 from tfparallel.seams.keras import (
     GLOBAL_SEED_GENERATOR,
     get_global,
@@ -175,7 +176,7 @@ def _kept(model) -> dict[str, tf.Variable]:
 
 
 def _compression(model):
-    workers = getattr(model.distribute_strategy, "workers", None)
+    workers = workers_of(model)
     return workers, getattr(workers, "compression", None)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tfparallel.collectives.workers_of_model import workers_of
 from tfparallel.diagnostics.faults import Fault, parse_fault
 
 __all__ = ["Inject"]
@@ -45,7 +46,7 @@ class Inject(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Finds out whether this is the worker, and the attempt."""
-        workers = getattr(self.model.distribute_strategy, "workers", None)
+        workers = workers_of(self.model)
         num_workers = 1 if workers is None else workers.num_workers
         if self._fault.worker >= num_workers:
             raise ValueError(

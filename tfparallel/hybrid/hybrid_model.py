@@ -73,12 +73,15 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
         return super().predict_step(data)
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
-        """Saves plain Keras, as `keras.Model.save`; any worker may, alone or with all others."""
+        """Saves plain Keras, as `keras.Model.save`; any worker may, alone or with all others.
+
+        With `shard_optimizer=True` all workers must.
+        """
         with self._path_to_write(filepath, overwrite) as path:
             return super().save(path, overwrite, zipped, **kwargs)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
-        """Saves the weights, as `keras.Model.save_weights`; any worker may, alone or with all."""
+        """Saves the weights, as `keras.Model.save_weights`; who must, `save` says."""
         with self._path_to_write(filepath, overwrite) as path:
             return super().save_weights(path, overwrite, **kwargs)
 

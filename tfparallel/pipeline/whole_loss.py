@@ -59,11 +59,13 @@ class ExtraLosses:
     ) -> None:
         """Adds the regularizers' gradients to those of the weights, once a step.
 
+        On one worker; the others add zeros, so that all send the same tensors.
+
         Args:
             sums: The gradients of the weights.
             seed_of: The gradient that a regularizer's loss has; None if nothing reaches it.
         """
-        for own in self._regularized if self._others.is_first else ():
+        for own in self._regularized:
             with tf.device(own.parts[0]._value.device):
                 seed = seed_of(own.loss)
                 if seed is None:
@@ -71,7 +73,14 @@ class ExtraLosses:
                 seed, values = tf.cast(seed, own.loss.dtype), [part._value for part in own.parts]
                 found = own.tape.gradient(own.loss, values, output_gradients=seed)
             for part, gradient in zip(own.parts, found, strict=True):
-                sums.add(part, gradient)
+                sums.add(part, gradient if self._others.is_first else _zeros_of(gradient))
+
+
+def _zeros_of(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
+        zeros = tf.zeros_like(gradient.values)
+        return tf.IndexedSlices(zeros, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else tf.zeros_like(gradient)
 
 
 def added_up(

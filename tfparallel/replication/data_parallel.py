@@ -148,7 +148,8 @@ def data_parallel(
         shard_optimizer=shards,
     )
     if model._is_chief:
-        notice(f"data_parallel: {_in_words(model.layout)}.", once=True)
+        shares = "; the optimizer in shares" if shards else ""
+        notice(f"data_parallel: {_in_words(model.layout)}{shares}.", once=True)
     return model
 
 

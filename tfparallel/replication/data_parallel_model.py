@@ -151,12 +151,15 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
             return super().quantize(*args, **kwargs)
 
     def save(self, filepath, overwrite=True, **kwargs):
-        """Saves the model, as `keras.Model.save`; any worker may, alone or with all others."""
+        """Saves the model, as `keras.Model.save`; any worker may, alone or with all others.
+
+        With `gradient_accumulation_steps` or `shard_optimizer=True` all workers must.
+        """
         with self._path_to_write(filepath, overwrite) as path:
             return super().save(path, overwrite, **kwargs)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
-        """Saves the weights, as `keras.Model.save_weights`; any worker may, alone or with all."""
+        """Saves the weights, as `keras.Model.save_weights`; who must, `save` says."""
         with self._path_to_write(filepath, overwrite) as path:
             return super().save_weights(path, overwrite, **kwargs)
 
@@ -216,6 +219,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         if not self._is_silent:
             data, worker_rows = sample_partition.held(data, self.strategy)
         object.__setattr__(self, "_in_train_step", True)
+        if getattr(self.optimizer, "pending_terms", None):
+            self.optimizer.pending_terms.clear()  # Of a trace that failed.
         try:
             # Of a step whose data has run out, ops that need no data (the count of the steps, the
             # reset of an accumulator) must not run either. A dependency on an argument, or on its

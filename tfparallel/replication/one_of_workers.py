@@ -65,6 +65,8 @@ class OneOfWorkers:
     def _fit_as_worker(self, asked):
         """Trains as one of several workers, of which the chief alone speaks and writes."""
         self._choose_all_reduce()
+        if hasattr(self.optimizer, "loaded_values"):
+            self.optimizer.loaded_values()  # Which takes memory, and nobody sends any more.
         asked = {name: value for name, value in asked.items() if name != "self"}
         callbacks = chief_only.flatten(asked.get("callbacks"))
         restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import keras
 import tensorflow as tf
 
 __all__ = ["PendingTerms"]
@@ -23,3 +24,13 @@ class PendingTerms(dict[int, list[tf.Tensor]]):
         if terms[0] is None:
             return False
         return self._takes_sparse or all(isinstance(term, tf.Tensor) for term in terms)
+
+    def add(self, variable: keras.Variable, terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> None:
+        """Adds terms to those of other calls of the model in the same step, as a tape would."""
+        known = self.get(id(variable))
+        if known is None:
+            self[id(variable)] = list(terms)
+            return
+        for k, term in enumerate(terms):
+            with tf.device(term.device):
+                known[k] = tf.convert_to_tensor(known[k]) + tf.convert_to_tensor(term)

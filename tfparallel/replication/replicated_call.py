@@ -81,8 +81,8 @@ class ReplicatedCall:
         layer: The built layer whose variables the call reads.
         call: The layer's own `__call__`, unreplicated.
         strategy: The `tfparallel.MirroredStrategy` that the variables belong to.
-        partial_gradients: If given, variable gradients are left unsummed: the tape receives
-            zeros, and this worker's terms go into this dictionary, `{id(variable): [g_0, …]}`.
+        partial_gradients: If given, the gradients of variables that it takes are left unsummed:
+            the tape receives zeros, and this worker's terms are added to it.
         worker_rows: How many rows each worker has, if the arguments hold this worker's alone: a
             scalar tensor a worker, equal on all.
         gathers: Whether the outputs are joined with those of the other workers.
@@ -367,7 +367,7 @@ class ReplicatedCall:
             self._arrived = beside
         for i, (variable, terms) in enumerate(zip(self._trainable, by_variable, strict=True)):
             if left[i]:
-                pending[id(variable)] = list(terms)
+                pending.add(variable, terms)
                 totals[i] = tf.zeros_like(variable.value)
         return totals
 

@@ -9,7 +9,8 @@
 To the optimizer the shares are its variables: of each weight one, a copy of which on a replica's
 device holds the replica's own share. It is filled from the weight before an update, and the weight
 from all shares behind it; so whoever else writes the weight need not know. Clipping is done
-before, by norms of whole gradients, and constraints behind. Files hold whole slots.
+before, by the norms of whole gradients, which are sums over shares where nobody has the
+whole, and constraints behind. Files hold whole slots.
 
 `shares.py` says how a weight is cut. Of several workers each gets of the sum of the gradients what
 its replicas update (`share_sums.py`).
@@ -26,6 +27,7 @@ import tensorflow as tf
 
 from tfparallel.callbacks import chief_only
 from tfparallel.collectives import replica_sums
+from tfparallel.collectives.barrier import wait_for_all
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.replication.pending_terms import PendingTerms
@@ -51,8 +53,13 @@ __all__ = [
 ]
 
 
+_SAVE_SECONDS = 120.0  # How long a save waits for the other workers.
+
+
 class WithWholeFiles:
     """Extends an optimizer that holds shares, or others that do."""
+
+    _loaded: list[np.ndarray] | None = None  # By this worker.
 
     @property
     def _holders(self) -> Holders:
@@ -72,7 +79,12 @@ class WithWholeFiles:
         return list(groups.values())
 
     def save_own_variables(self, store):
-        """Saves the optimizer, with whole slots; every worker must call it."""
+        """Saves the optimizer, with whole slots; every worker must call it.
+
+        Raises:
+            RuntimeError: If not all have within two minutes.
+        """
+        self._wait_for_all()
         in_shares = [group for group in self._grouped if hasattr(group[0], "_sharded")]
         wholes = iter(joined([v for group in in_shares for v in group], self._holders))
         for index, group in enumerate(self._grouped):
@@ -84,8 +96,13 @@ class WithWholeFiles:
                 store[str(index)] = tf.convert_to_tensor(group[0].value).numpy()
 
     def load_own_variables(self, store):
-        """Loads the optimizer; each replica takes its share of whole slots."""
+        """Loads the optimizer; each replica takes its share of whole slots.
+
+        What one worker has loaded is all of it: it can be sent to the others by `loaded_values`.
+        """
         groups = self._grouped
+        if self._holders.workers is not None:
+            attach(self, _loaded=[np.asarray(store[key]) for key in sorted(store.keys(), key=int)])
         if len(store.keys()) != len(groups):
             super().load_own_variables(store)  # Which says what is missing.
             return
@@ -106,6 +123,24 @@ class WithWholeFiles:
                 parts = np.split(value, np.cumsum(sizes)[:-1], whole.axis)
             for slot, part in zip(group, parts, strict=True):
                 self._share_out(slot, part)
+
+    def loaded_values(self) -> list[np.ndarray] | None:
+        """Returns what was loaded last, and forgets it; None if nothing was since."""
+        loaded = self._loaded
+        attach(self, _loaded=None)
+        return loaded
+
+    def _wait_for_all(self) -> None:
+        workers = self._holders.workers
+        if workers is None:
+            return
+        try:
+            wait_for_all(workers, _SAVE_SECONDS)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "Under shard_optimizer=True each worker has a part of the optimizer, and all "
+                f"workers must save it together. {error}"
+            ) from error
 
     def _share_out(self, slot, value):
         """Gives each replica here its share of a slot."""
@@ -177,7 +212,7 @@ class ShardedOptimizer(WithWholeFiles):
         return slot
 
     def apply(self, grads, trainable_variables=None):
-        """Applies gradients of whole weights, the same on all workers."""
+        """Applies gradients of whole weights, the same on all workers; or `pending_terms`."""
         grads = list(grads)
         if trainable_variables is None:
             trainable_variables = self._weights
