@@ -18,6 +18,7 @@ from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.supervisor import GRACE_SECONDS, Program, StopRequest, run
 from tfparallel.cluster.worker_exit import Outcome
+from tfparallel.commands.emit import emit_flags, emit_problems, emitted
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
 
 __all__ = ["main"]
@@ -50,7 +51,11 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_integer("nnodes", 1, "Hosts of the job.", flag_values=values)
     flags.DEFINE_integer(
-        "node_rank", None, "This host's index, from 0; with --nnodes.", flag_values=values
+        "node_rank",
+        None,
+        "This host's index, from 0; with --nnodes. Default: what Slurm (SLURM_NODEID) or an "
+        "indexed Job of Kubernetes (JOB_COMPLETION_INDEX) says.",
+        flag_values=values,
     )
     flags.DEFINE_string(
         "rdzv_endpoint",
@@ -96,6 +101,7 @@ def _flags() -> flags.FlagValues:
         "alone.",
         flag_values=values,
     )
+    emit_flags(values)
     return values
 
 
@@ -169,6 +175,25 @@ def _server_problems(values):
     ]
 
 
+def _take_node_rank(values) -> list[str]:
+    """Fills in this host's index where a scheduler says it; what contradicts that is a problem."""
+    if values.nnodes <= 1:
+        return []
+    for name in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):
+        told = os.environ.get(name, "")
+        if not told.isdecimal():
+            continue
+        if values.node_rank is None:
+            values.node_rank = int(told)
+        elif values.node_rank != int(told):
+            return [
+                f"--node_rank must be what the scheduler says, {name}={told}. Received: "
+                f"--node_rank={values.node_rank}. Leave the flag out."
+            ]
+        break
+    return []
+
+
 def _node_problems(values):
     problems = []
     if values.nnodes == 1:
@@ -234,7 +259,11 @@ def _main(arguments: Sequence[str]) -> int:
     command = _parse(values, arguments)
     if command is None:
         return 0
-    problems = _problems(values, command)
+    if values.emit is not None:
+        print(emitted(values, command), end="")
+        return 0
+    problems = [*emit_problems(values), *_take_node_rank(values)]
+    problems += _problems(values, command)
     if problems:
         raise UsageError("\n".join(problems))
     try:

@@ -1,0 +1,197 @@
+"""What is submitted to Slurm and to Kubernetes is what these take, and starts the job it says."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from kubernetes import client
+
+from tests.commands.command_line import ROOT
+from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
+
+LAUNCH = [sys.executable, "-m", "tfparallel", "launch"]
+AWKWARD = ["python", "my train.py", "--name=it's", "$HOME", "--epochs=3"]
+
+
+def emitted(*flags, command=("tfparallel", "train", "models/digits_cnn.py")):
+    done = subprocess.run(
+        [*LAUNCH, *flags, "--", *command], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+# --- Slurm ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_a_shell_linter_finds_nothing_in_the_script(tmp_path, nnodes):
+    job = JobFile("train", AWKWARD, nnodes=nnodes, sbatch_args=["--partition=long"])
+    (tmp_path / "job.sh").write_text(slurm_script(job))
+    linter = os.path.join(os.path.dirname(sys.executable), "shellcheck")
+    # It would tell a user that "$HOME" in single quotes stays what it is: as it was given.
+    arguments = ["--severity=warning", tmp_path / "job.sh"]
+    done = subprocess.run([linter, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# Two tasks, as of two nodes; each is told which it is, and all that Slurm would tell it besides.
+SRUN = """#!/bin/bash
+for node in 0 1; do
+  SLURM_NODEID=$node SLURM_PROCID=$node SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 \\
+  SLURM_STEP_ID=0 SLURM_STEP_NODELIST=127.0.0.1,127.0.0.2 SLURM_STEP_TASKS_PER_NODE='1(x2)' \\
+  SLURM_NNODES=2 "$@" &
+  tasks+=($!)
+done
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit "${code:-0}"
+"""
+SCONTROL = """#!/bin/bash
+case $1 in
+  show) echo 127.0.0.1; echo 127.0.0.2 ;;
+  requeue) echo "requeued $2" ;;
+esac
+"""
+WORKER = """
+import os, sys
+from tfparallel.cluster.spec import Cluster
+cluster = Cluster.from_env()
+print("worker", cluster.worker_index, "of", cluster.num_workers, sys.argv[1:], flush=True)
+sys.exit(int(os.environ.get("ENDS_WITH", 0)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 75, 3])
+def test_the_script_starts_a_launcher_on_each_node(tmp_path, code):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    tool = f'#!/bin/bash\nexec {sys.executable} -m tfparallel "$@"\n'
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("tfparallel", tool)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = [sys.executable, "worker.py", "it's one", "$HOME"]
+    job = JobFile("train", command, ["--nproc_per_node=2"], nnodes=2)
+    (tmp_path / "job.sh").write_text(slurm_script(job))
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.[1-2]"}
+    done = subprocess.run(
+        ["bash", "job.sh"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            **slurm,
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            "ENDS_WITH": str(code),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    shown = done.stdout + done.stderr
+    assert done.returncode == code, shown
+    assert ("requeued" in shown) == (code == 75), shown
+    if code == 0:
+        for worker in range(4):
+            assert f"[{worker}] worker {worker} of 4 [\"it's one\", '$HOME']" in shown, shown
+
+
+def test_the_command_prints_the_script():
+    code, script, errors = emitted(
+        *("--emit=slurm", "--nnodes=2", "--nproc_per_node=4", "--gpus_per_node=4"),
+        *("--sbatch_args=--partition=long", "--sbatch_args=--time=1:00:00"),
+    )
+    assert code == 0, errors
+    lines = script.splitlines()
+    for line in ("--job-name=digits-cnn", "--gpus-per-node=4", "--partition=long", "--requeue"):
+        assert f"#SBATCH {line}" in lines
+    assert "#SBATCH --signal=USR1@75" in lines and "--grace_seconds=60" in script
+
+
+# --- Kubernetes -------------------------------------------------------------------------------
+
+
+def model_of(content, kind):
+    """An object as the client library knows it; every field must be one of its model's."""
+    found = client.ApiClient().deserialize(json.dumps(content), kind, "application/json")
+    assert client.ApiClient().sanitize_for_serialization(found) == content
+    return found
+
+
+def test_the_objects_are_those_of_kubernetes_schema():
+    job = JobFile(
+        "train",
+        AWKWARD,
+        ["--nproc_per_node=2"],
+        nnodes=3,
+        gpus_per_node=2,
+        image="example/train:1",
+        volume="data:/data",
+    )
+    service, indexed = yaml.safe_load_all(kubernetes_objects(job))
+    service, indexed = model_of(service, "V1Service"), model_of(indexed, "V1Job")
+    assert service.spec.cluster_ip == "None" and service.spec.publish_not_ready_addresses
+    spec, pod = indexed.spec, indexed.spec.template.spec
+    assert spec.completion_mode == "Indexed" and spec.completions == spec.parallelism == 3
+    assert spec.template.metadata.labels == service.spec.selector
+    assert pod.subdomain == service.metadata.name
+    assert pod.termination_grace_period_seconds > job.grace_seconds
+    (container,) = pod.containers
+    assert container.command[-len(AWKWARD) :] == AWKWARD
+    assert "--rdzv_endpoint=train-0.train:29500" in container.command
+    assert container.resources.limits == {"nvidia.com/gpu": "2"}
+    assert spec.pod_failure_policy.rules[0].on_exit_codes.values == [75]
+    claim = pod.volumes[0].persistent_volume_claim.claim_name
+    assert (claim, container.volume_mounts[0].mount_path) == ("data", "/data")
+
+
+def test_words_that_yaml_reads_as_something_else_are_quoted():
+    command = ["yes", "NO", "null", "3", "1e3", "a: b", "# c", "", "é", "plain/word.py"]
+    _, indexed = yaml.safe_load_all(kubernetes_objects(JobFile("on", command, image="i")))
+    (container,) = indexed["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-len(command) :] == command
+    assert indexed["metadata"]["name"] == "on"
+
+
+# --- Mistakes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        (["--emit=kubernetes"], ["needs --image=NAME"]),
+        (["--emit=slurm", "--image=a"], ["--image is for the other scheduler"]),
+        (["--emit=kubernetes", "--image=a", "--volume=a"], ["--volume must be CLAIM:/PATH"]),
+        (["--emit=slurm", "--sbatch_args=long"], ["must begin with '-'"]),
+        (["--emit=slurm", "--job_name=My Job", "--nnodes=0"], ["--job_name must be", "--nnodes"]),
+        (["--emit=slurm", "--node_rank=1"], ["--node_rank cannot be in a file that all hosts"]),
+        (["--image=a"], ["--image is for --emit"]),
+    ],
+)
+def test_mistakes(flags, messages):
+    code, shown, errors = emitted(*flags)
+    assert code == 2 and shown == ""
+    for message in messages:
+        assert message in errors
+
+
+def test_a_scheduler_that_says_another_index_is_believed(monkeypatch):
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    code, _, errors = emitted(
+        *("--nnodes=2", "--node_rank=0", "--rdzv_endpoint=127.0.0.1:29400"), command=["true"]
+    )
+    assert code == 2 and "SLURM_NODEID=1. Received: --node_rank=0" in errors
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["tfparallel", "train", "models/digits_cnn.py"], "digits-cnn"),
+        (["/usr/bin/env", "x"], "env"),
+        (["--"], "train"),
+    ],
+)
+def test_the_name_of_a_job(command, name):
+    assert job_name_of(command) == name
