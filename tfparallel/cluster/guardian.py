@@ -48,6 +48,10 @@ def main(cores: str, command: list[str]) -> None:
     # Without a handler SIGCHLD would not be written to the pipe.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
+    # Slurm signals every process of a job. The worker does what it does then; the guardian stays
+    # until it has ended, or until the launcher is gone.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
     guardian = os.getpid()
     worker = os.fork()
     if worker == 0:
