@@ -102,6 +102,7 @@ class ShardedCopies(ShardedOptimizer):
         # By the norm of a weight: of all its parts.
         attach(self, _applied_to=[share._sharded for share in trainable_variables])
         super()._backend_apply_gradients(grads, trainable_variables)
+
     def _made_share(self, weight):
         with tf.device(weight._value.device):
             share = super()._made_share(weight)

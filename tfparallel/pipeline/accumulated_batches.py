@@ -3,9 +3,9 @@
 The gradients of a batch, of all micro-batches and replicas, are added up beside each weight, and
 every N batches they are an update: that of the N batches as one. Of several workers each adds up
 those of its replicas, and the sums are sent with the update; losses and metrics, a few numbers, are
-summed in each step. Under 1F1B the same comes of
-batches N times as large in N times as many micro-batches, at the same memory; this is for a host
-that cannot hold such a batch, and for a program whose batches are what they are.
+summed in each step. Under 1F1B the same comes of batches N times as large in N times as many
+micro-batches, at the same memory; this is for a host that cannot hold such a batch, and for a
+program whose batches are what they are.
 """
 
 import contextlib
