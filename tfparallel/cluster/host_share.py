@@ -42,7 +42,6 @@ def host_programs(
     command: Sequence[str],
     inherited: Mapping[str, str],
     *,
-    node_rank: int = 0,
     restart_count: int = 0,
     bind_cores: bool = False,
 ) -> list[Program]:
@@ -52,7 +51,6 @@ def host_programs(
         meeting: All workers of the job.
         command: What each worker runs.
         inherited: The environment to start from; see `worker_environment`.
-        node_rank: This host among those of the meeting.
         restart_count: How often the job has been restarted.
         bind_cores: Whether each worker has its share of the cores to itself.
 
@@ -62,8 +60,8 @@ def host_programs(
     Raises:
         ValueError: If there are fewer cores than workers to bind to them.
     """
-    num_local_workers = len(meeting.addresses[node_rank])
-    first = sum(len(node) for node in meeting.addresses[:node_rank])
+    num_local_workers = len(meeting.addresses[meeting.node])
+    first = sum(len(node) for node in meeting.addresses[: meeting.node])
     cores = [()] * num_local_workers
     if bind_cores:
         cores = core_shares(available_cores(), num_local_workers)
@@ -74,7 +72,7 @@ def host_programs(
             worker=first + local_rank,
             local_rank=local_rank,
             num_local_workers=num_local_workers,
-            node_rank=node_rank,
+            node_rank=meeting.node,
             master=meeting.master,
             token=meeting.token,
             restart_count=restart_count,

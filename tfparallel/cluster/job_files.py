@@ -37,7 +37,8 @@ class JobFile:
         name: Of the job: lower-case letters, digits and "-".
         command: What each worker runs.
         launch_flags: Further flags of `tfparallel launch`.
-        nnodes: How many hosts.
+        nnodes: How many hosts, at most.
+        min_nnodes: With how many the job can run; None if it needs all.
         grace_seconds: What the workers have to save their state.
         gpus_per_node: GPUs of each host; 0 for none.
         sbatch_args: Further options of sbatch, such as "--partition=long".
@@ -52,6 +53,7 @@ class JobFile:
     command: Sequence[str]
     launch_flags: Sequence[str] = ()
     nnodes: int = 1
+    min_nnodes: int | None = None
     grace_seconds: float = 60.0
     gpus_per_node: int = 0
     sbatch_args: Sequence[str] = ()
@@ -92,7 +94,7 @@ def slurm_script(job: JobFile) -> str:
     seconds = math.ceil(job.grace_seconds + _ENDS_SECONDS)
     options = [
         f"--job-name={job.name}",
-        f"--nodes={job.nnodes}",
+        f"--nodes={job.nnodes if job.min_nnodes is None else f'{job.min_nnodes}-{job.nnodes}'}",
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
         "--requeue",
@@ -111,7 +113,15 @@ def slurm_script(job: JobFile) -> str:
         "",
     ]
     hosts = ""
-    if job.nnodes > 1:
+    if job.min_nnodes is not None:
+        lines += [
+            f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))",
+            'names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            'nodes=$(sed "s/$/:$port/" <<< "$names" | paste -sd,)',
+            "",
+        ]
+        hosts = f' --nnodes={_range(job)} --rdzv_endpoint="$nodes"'
+    elif job.nnodes > 1:
         lines += [
             'node_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))",
@@ -197,10 +207,17 @@ def kubernetes_objects(job: JobFile) -> str:
 
 def _launch_in_a_pod(job):
     hosts = []
-    if job.nnodes > 1:
+    if job.min_nnodes is not None:
+        pods = [f"{job.name}-{index}.{job.name}:{_PORT}" for index in range(job.nnodes)]
+        hosts = [f"--nnodes={_range(job)}", f"--rdzv_endpoint={','.join(pods)}"]
+    elif job.nnodes > 1:
         hosts = [f"--nnodes={job.nnodes}", f"--rdzv_endpoint={job.name}-0.{job.name}:{_PORT}"]
     flags = [*job.launch_flags, f"--grace_seconds={job.grace_seconds:g}"]
     return ["tfparallel", "launch", *hosts, *flags, "--", *job.command]
+
+
+def _range(job):
+    return f"{job.min_nnodes}:{job.nnodes}"
 
 
 def _yaml(value: Any, indent: str = "") -> list[str]:

@@ -6,13 +6,15 @@ The connections over which they met (nodes.py) stay open: a star, whose middle
 is node 0, which hands on what it hears. A job ends everywhere with the first
 failure, with the same culprit; it has succeeded once it has on every host. A
 launcher that is stopped says so. One that is killed closes its connection; a
-host that vanishes is found out by TCP's keep-alive within half a minute.
+host that vanishes is found out by TCP's keep-alive within half a minute. Where
+the number of hosts may change (elastic.py), node 0 also tells that one has come.
 
 Each message is one line of JSON of bounded size. Who speaks has proved that it
 belongs to the job when it came.
 """
 
 import contextlib
+import errno
 import json
 import signal
 import socket
@@ -29,6 +31,7 @@ _SEND_SECONDS = 2.0
 # A silent host is asked after 10 s, and given up after three answers that do not come.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _UNACKNOWLEDGED_MILLISECONDS = 25_000
+_NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
 class NodeNews:
@@ -38,11 +41,18 @@ class NodeNews:
         node: This host's index.
         num_nodes: How many hosts the job has.
         connections: For each neighbour its connection: of node 0 all others, of the others node 0.
+        newcomers: A further line, which listens for hosts that would join; of node 0.
 
     Attributes:
+        node, num_nodes: As given.
         failures: The failed workers of other hosts, each with the time at which it became
             known, by the monotonic clock.
         departure: The first launcher that left a job which had not ended, or None.
+        has_newcomer: Whether a host would join the job.
+        gone: The nodes whose launchers have left, or whose connection has ended.
+        silent: Those of them that gave no sign of it.
+        leaving: Those whose launchers do not come again, if a worker of theirs is the culprit.
+        leaves_on_failure: Whether this one does not; to be set.
     """
 
     def __init__(
@@ -50,15 +60,23 @@ class NodeNews:
         node: int = 0,
         num_nodes: int = 1,
         connections: Mapping[int, socket.socket] | None = None,
+        newcomers: "_Line | None" = None,
     ):
+        self.node, self.num_nodes = node, num_nodes
         self.failures: list[tuple[WorkerExit, float]] = []
         self.departure: Departure | None = None
-        self._node = node
+        self.has_newcomer = False
+        self.gone: set[int] = set()
+        self.silent: set[int] = set()
+        self.leaving: set[int] = set()
+        self.leaves_on_failure = False
+        self._coming_again: set[int] = set()
         self._unfinished = set(range(num_nodes)) - {node}
         self._lines = [
             _Line(peer, connection, self._hear, self._lost)
             for peer, connection in (connections or {}).items()
         ]
+        self._newcomers = () if newcomers is None else (newcomers,)
 
     def __enter__(self) -> "NodeNews":
         return self
@@ -66,13 +84,13 @@ class NodeNews:
     def __exit__(self, kind, error, traceback) -> None:
         if error is not None:
             interrupted = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
-            self._tell(_departure(self._node, getattr(error, "signum", interrupted)))
+            self._tell(_departure(self.node, getattr(error, "signum", interrupted)))
         self.close()
 
     @property
     def lines(self) -> Sequence["_Line"]:
         """The connections, for a selector: each has `fileno`, and `listen`, false at its end."""
-        return tuple(self._lines)
+        return (*self._lines, *self._newcomers)
 
     @property
     def is_bad(self) -> bool:
@@ -86,7 +104,7 @@ class NodeNews:
 
     def tell_success(self) -> None:
         """Says that this host's workers have all succeeded."""
-        self._tell({"succeeded": self._node})
+        self._tell({"succeeded": self.node})
 
     def tell_failure(self, worker: int, returncode: int, time_seconds: float) -> None:
         """Says that a worker of this host has failed.
@@ -97,7 +115,16 @@ class NodeNews:
             time_seconds: When.
         """
         failed = {"worker": worker, "returncode": returncode, "time_seconds": time_seconds}
-        self._tell({"failed": self._node, **failed})
+        self._tell({"failed": self.node, **failed, "leaves": self.leaves_on_failure})
+
+    def tell_newcomer(self) -> None:
+        """Says that a host would join."""
+        self.has_newcomer = True
+        self._tell({"newcomer": True})
+
+    def tell_coming_again(self) -> None:
+        """Says that this launcher hangs up only to meet the others again."""
+        self._tell({"coming_again": self.node})
 
     def close(self) -> None:
         """Hangs up; a second time does nothing."""
@@ -119,12 +146,24 @@ class NodeNews:
                   "time_seconds": float(seconds)}:  # fmt: skip
                 failure = WorkerExit(worker, returncode, seconds, stopped=False, node=node)
                 self.failures.append((failure, time.monotonic()))
+                if message.get("leaves") is True:
+                    self.leaving.add(node)
+            case {"newcomer": True}:
+                self.has_newcomer = True
+            case {"coming_again": int(node)}:
+                self._coming_again.add(node)
             case {"stopped": int(node), "signum": int() | None as signum}:
+                self.gone.add(node)
                 if not self.failures and self.departure is None:
                     self.departure = Departure(node, signum)
 
     def _lost(self, line):
         """A line has ended: after a success or a failure that is how it should be."""
+        if line.peer in self._coming_again:
+            return
+        self.gone.add(line.peer)
+        if line.is_silent:
+            self.silent.add(line.peer)
         if line.peer in self._unfinished and not self.is_bad:
             self._hear(_departure(line.peer, None), line)
 
@@ -138,6 +177,7 @@ class _Line:
         self._on_end = on_end
         self._socket = connection
         self._received = bytearray()
+        self.is_silent = False  # Whether it has ended without a sign of the other.
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # Without an option of this name the system's own patience holds, two hours by default.
@@ -157,8 +197,9 @@ class _Line:
             chunk = self._socket.recv(_MESSAGE_BYTES)
         except BlockingIOError:
             return True
-        except OSError:
+        except OSError as error:
             chunk = b""
+            self.is_silent = error.errno in _NO_ANSWER
         *whole, self._received = (self._received + chunk).split(b"\n")
         for text in whole:
             with contextlib.suppress(ValueError, RecursionError):

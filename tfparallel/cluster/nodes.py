@@ -4,27 +4,24 @@
     node 1 <──{nodes, token, ...}────── node 0, once all have come, or {error}
 
 The connections stay, for what the launchers have to tell each other while the
-job runs (node_news.py). Node 0 listens on the address of the endpoint alone, and
-only until all are there or the time is up. Every message is one line of JSON of bounded size;
-whatever else connects is hung up on. Where TFPARALLEL_JOB_TOKEN is set on all
-hosts, only who knows it may join.
+job runs (node_news.py). Node 0 listens (door.py) on the address of the endpoint alone, and
+only until all are there or the time is up. Where the number of hosts may change, launchers
+meet as elastic.py says.
 """
 
 import contextlib
 import dataclasses
-import json
 import secrets
-import selectors
 import socket
 import time
 from collections.abc import Sequence
 
 from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.door import open_door, receive, send
 from tfparallel.cluster.node_news import NodeNews
 
 __all__ = ["NodeMeeting", "meet"]
 
-_MESSAGE_BYTES = 1 << 16
 _RETRY_SECONDS = 0.2
 
 
@@ -37,12 +34,16 @@ class NodeMeeting:
         master: "host:port" on node 0 that is free for programs of torchrun.
         token: The job's secret.
         news: How the other hosts fare from now on; whoever runs the job closes it.
+        node: This host's index.
+        attempt: How often the job has been started before.
     """
 
     addresses: Sequence[Sequence[str]]
     master: str
     token: str
     news: NodeNews = dataclasses.field(default_factory=NodeNews, compare=False)
+    node: int = dataclasses.field(default=0, compare=False)
+    attempt: int = 0
 
 
 def meet(
@@ -99,6 +100,8 @@ def meet(
         master=answer["master"],
         token=answer["token"],
         news=NodeNews(node_rank, nnodes, connections),
+        node=node_rank,
+        attempt=attempt,
     )
 
 
@@ -107,9 +110,7 @@ def _host(endpoint, hello, deadline, timeout_seconds):
     host, port = split_address(endpoint)
     host = hello["local_address"] or host
     with contextlib.ExitStack() as stack:
-        selector = stack.enter_context(selectors.DefaultSelector())
-        listener = stack.enter_context(_listener(host, port))
-        selector.register(listener, selectors.EVENT_READ)
+        door = stack.enter_context(open_door(host, port, hello["token"]))
         present = {0: (None, host, hello)}
         problems = []
         while len(present) < hello["nnodes"] and not problems:
@@ -123,29 +124,15 @@ def _host(endpoint, hello, deadline, timeout_seconds):
                     "Start `tfparallel launch` there with the same --nnodes and --rdzv_endpoint."
                 ]
                 break
-            for key, _ in selector.select(remaining):
-                if key.fileobj is listener:
-                    with contextlib.suppress(OSError):
-                        caller = stack.enter_context(listener.accept()[0])
-                        caller.setblocking(False)
-                        selector.register(caller, selectors.EVENT_READ, bytearray())
-                    continue
-                message = _receive(key.fileobj, key.data)
-                if message is None:
-                    continue
-                selector.unregister(key.fileobj)
-                if not _is_hello(message) or not _same_token(message, hello):
-                    # No launcher, or one of another job.
-                    key.fileobj.close()
-                    continue
+            for caller, message in door.wait(remaining):
+                stack.enter_context(caller)
                 problem = _disagreement(message, hello, present)
                 if problem:
                     problems.append(problem)
+                    send(caller, {"error": problem})
                 else:
-                    address = message["local_address"] or key.fileobj.getpeername()[0]
-                    present[message["node_rank"]] = (key.fileobj, address, message)
-                    continue
-                _send(key.fileobj, {"error": problem})
+                    address = message["local_address"] or caller.getpeername()[0]
+                    present[message["node_rank"]] = (caller, address, message)
         if problems:
             answer = {"error": "\n".join(problems)}
         else:
@@ -157,7 +144,7 @@ def _host(endpoint, hello, deadline, timeout_seconds):
             }
         callers = {node: caller for node, (caller, _, _) in present.items() if node}
         for caller in callers.values():
-            _send(caller, answer)
+            send(caller, answer)
         if problems:
             return answer, {}
         # What is copied outlives the stack.
@@ -171,11 +158,11 @@ def _join(endpoint, hello, deadline, timeout_seconds):
     while (remaining := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(address, timeout=remaining) as caller:
-                _send(caller, hello)
+                send(caller, hello)
                 received = bytearray()
                 while (remaining := deadline - time.monotonic()) > 0:
                     caller.settimeout(remaining)
-                    answer = _receive(caller, received)
+                    answer = receive(caller, received)
                     if answer is not None:
                         break
                 else:
@@ -196,68 +183,11 @@ def _join(endpoint, hello, deadline, timeout_seconds):
     )
 
 
-def _listener(host, port):
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family)
-    except OSError as error:
-        raise RuntimeError(
-            "Node 0 cannot listen at the rendezvous endpoint, which must be an address of this "
-            f"host with a free port. Received: {join_address(host, port)} ({error.strerror}). "
-            "Choose another port, or start node 0 on that host."
-        ) from error
-
-
-def _receive(caller, received):
-    """Returns a whole message, False for what is none, None while more must come."""
-    try:
-        # What follows the line is news, and for another reader.
-        seen = caller.recv(_MESSAGE_BYTES, socket.MSG_PEEK)
-        chunk = caller.recv(seen.find(b"\n") + 1 or len(seen))
-    except BlockingIOError:
-        return None
-    except TimeoutError:
-        return None
-    except OSError:
-        return False
-    received += chunk
-    if not received.endswith(b"\n"):
-        return None if chunk and len(received) < _MESSAGE_BYTES else False
-    try:
-        return json.loads(received)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _send(caller, message):
-    # Who has hung up meanwhile is missed by its own workers' peers.
-    with contextlib.suppress(OSError):
-        caller.settimeout(_RETRY_SECONDS * 10)
-        caller.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _is_hello(message):
-    def is_port(value):
-        return type(value) is int and 0 < value < 65536
-
-    return (
-        isinstance(message, dict)
-        and all(type(message.get(name)) is int for name in ("node_rank", "nnodes", "attempt"))
-        and isinstance(message.get("token"), str)
-        and isinstance(message.get("local_address"), str | None)
-        and isinstance(message.get("ports"), list)
-        and all(is_port(port) for port in message["ports"])
-        and is_port(message.get("master_port"))
-    )
-
-
-def _same_token(message, hello):
-    return secrets.compare_digest(message["token"].encode(), hello["token"].encode())
-
-
 def _disagreement(message, hello, present):
     """Returns why a launcher cannot join, or None."""
     node = message["node_rank"]
+    if node is None:
+        return "Every node needs a --node_rank. Received: a launcher without one."
     for name, flag in (("nnodes", "--nnodes"), ("attempt", "the number of restarts")):
         if message[name] != hello[name]:
             return (

@@ -164,11 +164,11 @@ class Job:
         if isinstance(culprit, _Worker):
             culprit = exits[self._workers.index(culprit)]
         departure = self._news.departure if culprit is None else None
-        return Outcome(exits, culprit, timed_out, departure)
+        return Outcome(exits, culprit, timed_out, departure, self._news.has_newcomer)
 
     def _is_decided(self):
         """Whether the job has failed, or succeeded on every host."""
-        if self._failures() or self._news.is_bad:
+        if self._failures() or self._news.is_bad or self._news.has_newcomer:
             return True
         self._tell_lost()
         if not self._all_ended() and not self._is_over():
@@ -377,4 +377,3 @@ class _Worker:
             if self.pid is not None:
                 with contextlib.suppress(OSError):
                     os.killpg(self.pid, signal.SIGKILL)
-

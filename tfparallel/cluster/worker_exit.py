@@ -91,12 +91,14 @@ class Outcome:
         culprit: The worker whose failure ended the job, on whichever host; None if none failed.
         timed_out: Whether the job was stopped because its time was over.
         departure: Why the launcher of another host is gone, if that ended the job.
+        has_newcomer: Whether a further host would join, and the workers were stopped for it.
     """
 
     exits: tuple[WorkerExit, ...]
     culprit: WorkerExit | None
     timed_out: bool = False
     departure: Departure | None = None
+    has_newcomer: bool = False
 
 
 def root_cause_first(returncode: int, seen_at: float) -> tuple[bool, float]:

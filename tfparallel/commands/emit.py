@@ -6,6 +6,7 @@ from absl import flags
 
 from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
 from tfparallel.commands.flags import UsageError
+from tfparallel.commands.launching import Nodes, nodes_of
 
 __all__ = ["emit_flags", "emit_problems", "emitted"]
 
@@ -66,11 +67,17 @@ def emitted(values: flags.FlagValues, command: Sequence[str]) -> str:
     Raises:
         UsageError: If something is missing, or cannot be.
     """
-    problems = [
-        f"--{name} must be at least 1. Received: --{name}={values[name].value}."
-        for name in ("nnodes", "nproc_per_node")
-        if values[name].value < 1
-    ]
+    problems = []
+    if values.nproc_per_node < 1:
+        problems.append(
+            "--nproc_per_node must be at least 1. Received: "
+            f"--nproc_per_node={values.nproc_per_node}."
+        )
+    nodes = Nodes(1, 1, is_elastic=False)
+    try:
+        nodes = nodes_of(values)
+    except ValueError as error:
+        problems.append(str(error))
     if not command:
         problems.append("A command is required behind `--`. Received: none.")
     problems += [
@@ -92,7 +99,8 @@ def emitted(values: flags.FlagValues, command: Sequence[str]) -> str:
             name=values.job_name or job_name_of(command or ["train"]),
             command=command,
             launch_flags=[f"--{name}={values[name].value}" for name in given],
-            nnodes=values.nnodes,
+            nnodes=nodes.maximum,
+            min_nnodes=nodes.minimum if nodes.is_elastic else None,
             grace_seconds=grace,
             gpus_per_node=values.gpus_per_node,
             sbatch_args=values.sbatch_args,

@@ -4,22 +4,17 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import flags
 
 from tfparallel.cluster.address import join_address, split_address
-from tfparallel.cluster.environment import ALL_REDUCE, available_cores, core_shares
-from tfparallel.cluster.host_share import host_programs, meet_alone, programs_with_servers
-from tfparallel.cluster.nodes import meet
-from tfparallel.cluster.output import Prefixer
-from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.environment import available_cores, core_shares
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
-from tfparallel.cluster.supervisor import GRACE_SECONDS, Program, StopRequest, run
-from tfparallel.cluster.worker_exit import Outcome
+from tfparallel.cluster.supervisor import GRACE_SECONDS, StopRequest
 from tfparallel.commands.emit import emit_flags, emit_problems, emitted
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
+from tfparallel.commands.launching import launched, nodes_of, say
 
 __all__ = ["main"]
 
@@ -31,7 +26,6 @@ _COMMAND = Command(
     "tfparallel train models/digits_cnn.py --parallel=data --epochs=3",
     arguments="[--flags] -- PROGRAM [ARGUMENTS]",
 )
-_TOKEN = "TFPARALLEL_JOB_TOKEN"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,7 +43,13 @@ def _flags() -> flags.FlagValues:
         "and deals out its batches, are started beside the workers.",
         flag_values=values,
     )
-    flags.DEFINE_integer("nnodes", 1, "Hosts of the job.", flag_values=values)
+    flags.DEFINE_string(
+        "nnodes",
+        "1",
+        "Hosts of the job. MIN:MAX for a job that goes on with fewer when a host is lost, and with "
+        "more when one comes.",
+        flag_values=values,
+    )
     flags.DEFINE_integer(
         "node_rank",
         None,
@@ -60,7 +60,8 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "rdzv_endpoint",
         None,
-        "host:port on node 0, the same on every host; with --nnodes.",
+        "host:port on node 0, the same on every host; with --nnodes. With MIN:MAX it may be a list "
+        "of them, by commas, of which the next takes over when a host is lost.",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -74,7 +75,11 @@ def _flags() -> flags.FlagValues:
         "start_timeout", 120.0, "Seconds to wait for the other hosts.", flag_values=values
     )
     flags.DEFINE_integer(
-        "max_restarts", 0, "How often to restart all workers when one fails.", flag_values=values
+        "max_restarts",
+        0,
+        "How often to restart all workers when one fails. With --nnodes=MIN:MAX, of this host's; "
+        "the job goes on without it after more.",
+        flag_values=values,
     )
     flags.DEFINE_float(
         "grace_seconds",
@@ -121,10 +126,11 @@ def _parse(values: flags.FlagValues, arguments: Sequence[str]) -> list[str] | No
 
 def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
     problems = []
-    for name in ("nproc_per_node", "nnodes"):
-        value = values[name].value
-        if value < 1:
-            problems.append(f"--{name} must be at least 1. Received: --{name}={value}.")
+    if values.nproc_per_node < 1:
+        problems.append(
+            "--nproc_per_node must be at least 1. Received: "
+            f"--nproc_per_node={values.nproc_per_node}."
+        )
     for name in ("max_restarts", "grace_seconds"):
         value = values[name].value
         if not 0 <= value < float("inf"):
@@ -134,7 +140,12 @@ def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
             f"--start_timeout must be positive. Received: --start_timeout={values.start_timeout}."
         )
     problems += _server_problems(values)
-    problems += _node_problems(values)
+    try:
+        nodes = nodes_of(values)
+    except ValueError as error:
+        problems.append(str(error))
+    else:
+        problems += [*_take_node_rank(values, nodes), *_node_problems(values, nodes)]
     if values.bind_cores and values.nproc_per_node >= 1:
         if not hasattr(os, "sched_setaffinity"):
             problems.append("--bind_cores needs Linux. Received: another system. Drop the flag.")
@@ -165,7 +176,7 @@ def _server_problems(values):
     if values.num_ps < 1:
         return [f"--num_ps must be at least 1. Received: --num_ps={values.num_ps}."]
     given = [name for name in ("bind_cores", "transport") if getattr(values, name)]
-    if values.nnodes != 1:
+    if values.nnodes != "1":
         given.append("nnodes")
     return [
         f"--num_ps is for a job on this host, whose processes sum no gradients. Received: --{name} "
@@ -175,9 +186,9 @@ def _server_problems(values):
     ]
 
 
-def _take_node_rank(values) -> list[str]:
+def _take_node_rank(values, nodes) -> list[str]:
     """Fills in this host's index where a scheduler says it; what contradicts that is a problem."""
-    if values.nnodes <= 1:
+    if nodes.are_one:
         return []
     for name in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):
         told = os.environ.get(name, "")
@@ -194,9 +205,9 @@ def _take_node_rank(values) -> list[str]:
     return []
 
 
-def _node_problems(values):
+def _node_problems(values, nodes):
     problems = []
-    if values.nnodes == 1:
+    if nodes.are_one:
         if values.node_rank not in (None, 0):
             problems.append(
                 "--node_rank must be less than --nnodes. "
@@ -207,23 +218,31 @@ def _node_problems(values):
                 "--node_rank is for a job on several hosts and needs --nnodes and "
                 f"--rdzv_endpoint=HOST:PORT. Received: --node_rank={values.node_rank} alone."
             )
-    elif values.nnodes > 1:
-        if values.node_rank is None or values.rdzv_endpoint is None:
+    else:
+        needs_rank = values.node_rank is None and not nodes.is_elastic
+        if needs_rank or values.rdzv_endpoint is None:
+            required = (
+                "--rdzv_endpoint=HOST:PORT"
+                if nodes.is_elastic
+                else ("--node_rank and --rdzv_endpoint=HOST:PORT")
+            )
             problems.append(
-                "Several hosts need --node_rank and --rdzv_endpoint=HOST:PORT. Received: "
+                f"Several hosts need {required}. Received: "
                 f"--nnodes={values.nnodes}, --node_rank={values.node_rank}, "
                 f"--rdzv_endpoint={values.rdzv_endpoint}."
             )
-        if values.node_rank is not None and not 0 <= values.node_rank < values.nnodes:
+        if values.node_rank is not None and not 0 <= values.node_rank < nodes.maximum:
             problems.append(
-                f"--node_rank must lie in 0 to {values.nnodes - 1}. Received: "
+                f"--node_rank must lie in 0 to {nodes.maximum - 1}. Received: "
                 f"--node_rank={values.node_rank}, --nnodes={values.nnodes}."
             )
     if values.rdzv_endpoint is not None:
-        with _collecting(problems):
-            split_address(values.rdzv_endpoint)
+        endpoints = values.rdzv_endpoint.split(",") if nodes.is_elastic else [values.rdzv_endpoint]
+        for endpoint in endpoints:
+            with _collecting(problems):
+                split_address(endpoint)
     if values.local_addr is not None:
-        if values.nnodes <= 1:
+        if nodes.are_one:
             problems.append(
                 "--local_addr is for a job on several hosts and needs --nnodes. Received: "
                 f"--local_addr={values.local_addr} alone."
@@ -239,9 +258,7 @@ def _command_problems(command):
     if shutil.which(command[0]) is not None:
         return []
     if os.path.isfile(command[0]):
-        hint = (
-            f"Use `-- python {command[0]}`." if command[0].endswith(".py") else "Use `chmod +x`."
-        )
+        hint = f"Use `-- python {command[0]}`." if command[0].endswith(".py") else "Use `chmod +x`."
         return [f"The command must be executable. Received: {command[0]!r}. {hint}"]
     return [f"The command does not exist. Received: {command[0]!r}. Check its path or PATH."]
 
@@ -262,132 +279,24 @@ def _main(arguments: Sequence[str]) -> int:
     if values.emit is not None:
         print(emitted(values, command), end="")
         return 0
-    problems = [*emit_problems(values), *_take_node_rank(values)]
-    problems += _problems(values, command)
+    problems = [*emit_problems(values), *_problems(values, command)]
     if problems:
         raise UsageError("\n".join(problems))
     try:
         with _signals_raise():
-            return _run_with_restarts(values, command)
+            return launched(values, command, nodes_of(values))
     except StopRequest as request:
         name = signal.Signals(request.signum).name
         if request.exits and all(exit_.returncode == TRY_AGAIN for exit_ in request.exits):
-            _say(f"stopped by {name}; the workers have saved their state")
+            say(f"stopped by {name}; the workers have saved their state")
             return TRY_AGAIN
-        _say(f"stopped by {name}")
+        say(f"stopped by {name}")
         return 128 + request.signum
     except BrokenPipeError:
         raise  # Nobody reads the output any more; `run_command` ends quietly.
     except (OSError, RuntimeError) as error:
-        _say(str(error))
+        say(str(error))
         return 1
-
-
-def _run_with_restarts(values, command):
-    for attempt in range(values.max_restarts + 1):
-        outcome = _run_once(values, command, attempt)
-        if outcome.departure is not None:
-            # The others cannot meet without it.
-            _report(outcome.departure.describe(), outcome)
-            return outcome.departure.exit_code
-        if outcome.culprit is None:
-            return 0
-        _report(outcome.culprit.explain(), outcome)
-        if attempt < values.max_restarts:
-            _say(f"restarting all workers ({attempt + 1} of {values.max_restarts})")
-    return outcome.culprit.exit_code
-
-
-def _run_once(values: flags.FlagValues, command: Sequence[str], attempt: int) -> Outcome:
-    chosen = {} if values.transport is None else {ALL_REDUCE: values.transport}
-    with contextlib.ExitStack() as stack:
-        news = None
-        if values.num_ps is not None:
-            programs = programs_with_servers(
-                command,
-                os.environ,
-                num_workers=values.nproc_per_node,
-                num_servers=values.num_ps,
-                restart_count=attempt,
-            )
-        else:
-            meeting = _meet(values, attempt)
-            news = stack.enter_context(meeting.news)
-            programs = host_programs(
-                meeting,
-                command,
-                os.environ | chosen,
-                node_rank=values.node_rank or 0,
-                restart_count=attempt,
-                bind_cores=values.bind_cores,
-            )
-        names = {program.worker: program.name for program in programs if program.name}
-        screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer, names)
-        on_output = _keeping(values, programs, attempt, screen.write, stack)
-        outcome = run(
-            programs,
-            on_output=on_output,
-            grace_seconds=values.grace_seconds,
-            news=news,
-            on_lost=lambda exit_: _say(f"{exit_.describe()}; the job goes on with those left"),
-        )
-        screen.finish()
-        return outcome
-
-
-def _meet(values, attempt):
-    if values.nnodes == 1:
-        return meet_alone(values.nproc_per_node)
-    *ports, master_port = free_ports(values.nproc_per_node + 1)
-    return meet(
-        values.rdzv_endpoint,
-        nnodes=values.nnodes,
-        node_rank=values.node_rank,
-        ports=ports,
-        master_port=master_port,
-        attempt=attempt,
-        token=os.environ.get(_TOKEN, ""),
-        local_address=values.local_addr,
-        timeout_seconds=values.start_timeout,
-    )
-
-
-def _keeping(
-    values: flags.FlagValues,
-    programs: Sequence[Program],
-    attempt: int,
-    show: Callable[[int, str, bytes], None],
-    stack: contextlib.ExitStack,
-) -> Callable[[int, str, bytes], None]:
-    """Returns `show`, which keeps each worker's output in its file too if that is wanted."""
-    if values.log_dir is None:
-        return show
-    suffix = f".restart_{attempt}" if attempt else ""
-    logs = {}
-    for program in programs:
-        name = program.name.replace(" ", "_") or f"worker_{program.worker}"
-        path = os.path.join(values.log_dir, f"{name}{suffix}.log")
-        logs[program.worker] = stack.enter_context(open(path, "wb", buffering=0))
-
-    def keep_and_show(worker, stream, text):
-        logs[worker].write(text)
-        show(worker, stream, text)
-
-    return keep_and_show
-
-
-def _report(cause: str, outcome: Outcome) -> None:
-    _say(cause)
-    stopped = [exit_.name or str(exit_.worker) for exit_ in outcome.exits if exit_.stopped]
-    if stopped and any(exit_.name for exit_ in outcome.exits):
-        _say(f"stopped {', '.join(stopped)}")
-    elif stopped:
-        _say(f"stopped worker{'s' * (len(stopped) > 1)} {', '.join(stopped)}")
-
-
-def _say(text):
-    with contextlib.suppress(BrokenPipeError):
-        print(f"tfparallel launch: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,363 @@
+"""The launchers of a job whose number of hosts may change: who is there meets, again and again.
+
+    round 0   A ◄── B, C        A listens at the endpoint, and is node 0
+              A is killed: its connections close
+    round 1   B ◄── C           whoever of them can listens there now
+              D calls; the workers of B and C save their state, and end
+    round 2   B ◄── C, D
+
+A round begins when all hosts are there, or enough of them and nobody has come for a while; after a
+round, as soon as those are there that are left. Node 0's door (door.py) stays open while the
+workers run. Between hosts the next in a list of endpoints takes over; who listens at a later one
+goes to an earlier one where somebody else does.
+
+A launcher that has ended closes its connections, and its job goes on with any number from the
+minimum. Of one that has only fallen silent nobody knows whether it lives behind a broken link, and
+goes on as well. So that no two halves do, then more than half of the hosts must be left, or half of
+them with node 0.
+"""
+
+import contextlib
+import dataclasses
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+
+from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.door import Door, Hello, open_door, receive, send
+from tfparallel.cluster.node_news import NodeNews
+from tfparallel.cluster.nodes import NodeMeeting
+
+__all__ = ["ElasticMeetings", "JobEndedError"]
+
+_CONNECT_SECONDS = 2.0
+_RETRY_SECONDS = 0.2
+_FIRST_CALL_SECONDS = 10.0  # Hosts do not start at the same moment;
+_LAST_CALL_SECONDS = 3.0  # launchers that run already are there at once.
+
+
+class JobEndedError(Exception):
+    """The job that this launcher would have joined has ended well."""
+
+
+@dataclasses.dataclass
+class _Present:
+    """A launcher that has come: its connection (None for this one), address and what it said."""
+
+    caller: socket.socket | None
+    address: str
+    hello: Hello
+
+    @property
+    def order(self):
+        """Those of the last round first, in its order."""
+        last, asked = self.hello.get("last_node"), self.hello["node_rank"]
+        return (self.caller is not None, last is None, last or 0, asked is None, asked or 0)
+
+    @property
+    def was_there(self):
+        return self.hello.get("last_node") is not None
+
+    @property
+    def has_hung_up(self):
+        if self.caller is None:
+            return False
+        try:
+            self.caller.setblocking(False)
+            return not self.caller.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+class ElasticMeetings:
+    """The rounds of one launcher. A context manager, which closes its door.
+
+    Args:
+        endpoints: Where launchers meet, "host:port" each, the same on every host.
+        min_nodes: With how many hosts the job can run.
+        max_nodes: How many it can have.
+        node_rank: This host's index, by which those come first that are new; or None.
+        token: A secret that all nodes know beforehand, or "".
+        timeout_seconds: How long to wait for enough hosts, each time.
+        local_address: This host's name or address, as the others reach it; by default the one that
+            it calls from.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        min_nodes: int,
+        max_nodes: int,
+        node_rank: int | None = None,
+        token: str = "",
+        timeout_seconds: float = 120.0,
+        local_address: str | None = None,
+    ):
+        self._endpoints = [split_address(endpoint) for endpoint in endpoints]
+        self._min_nodes, self._max_nodes = min_nodes, max_nodes
+        self._token = token
+        self._timeout_seconds = timeout_seconds
+        self._hello = {
+            "nnodes": [min_nodes, max_nodes],
+            "node_rank": node_rank,
+            "token": token,
+            "local_address": local_address,
+        }
+        self._door: Door | None = None
+        self._place = 0  # Of the door, among the endpoints.
+        self._waiting: list[_Present] = []
+        self._round = -1
+        self._last: NodeNews | None = None
+
+    def __enter__(self) -> "ElasticMeetings":
+        return self
+
+    def __exit__(self, *_):
+        self._close_door()
+
+    def meet(self, ports: Sequence[int], master_port: int) -> NodeMeeting:
+        """Waits until a round begins.
+
+        Args:
+            ports: This host's free ports, one for each of its workers.
+            master_port: One more.
+
+        Returns:
+            What all of its hosts know now. Whoever runs the job closes its news.
+
+        Raises:
+            RuntimeError: If there are too few hosts at the deadline, or this one contradicts them.
+            JobEndedError: If there is nothing left to do.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        hello = {
+            **self._hello,
+            "ports": list(ports),
+            "master_port": master_port,
+            "last_node": None if self._last is None else self._last.node,
+            "attempt": self._round,
+        }
+        while True:
+            if self._door is None:
+                met = self._join(hello, deadline)
+                if met is None and not self._open():
+                    if time.monotonic() > deadline:
+                        raise RuntimeError(self._nobody_there())
+                    time.sleep(_RETRY_SECONDS)
+            else:
+                met = self._gather(hello, deadline)
+            if met is not None:
+                self._last = met.news
+                self._round = met.attempt
+                return met
+
+    def end(self) -> None:
+        """Says to those that wait at this launcher's door that the job has ended well."""
+        for other in self._waiting:
+            send(other.caller, {"ended": True})
+            other.caller.close()
+        self._waiting.clear()
+
+    def _close_door(self):
+        for other in self._waiting:
+            other.caller.close()
+        self._waiting.clear()
+        if self._door is not None:
+            self._door.close()
+        self._door = None
+
+    def _open(self) -> bool:
+        """Whether this launcher listens now, at the first endpoint that is of this host."""
+        for place, (host, port) in enumerate(self._endpoints):
+            with contextlib.suppress(RuntimeError):
+                own = self._hello["local_address"] if len(self._endpoints) == 1 else None
+                self._door, self._place = open_door(own or host, port, self._token), place
+                return True
+        return False
+
+    def _join(self, hello, deadline) -> NodeMeeting | None:
+        """Takes part where somebody listens; None where nobody does, or it hung up."""
+        for address in self._endpoints:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return None
+            try:
+                caller = socket.create_connection(address, min(_CONNECT_SECONDS, remaining))
+            except OSError:
+                continue
+            with caller:
+                if caller.getsockname() == caller.getpeername():
+                    continue  # A port that nobody holds may be given to the caller itself.
+                send(caller, hello)
+                answer, received = None, bytearray()
+                while answer is None and (remaining := deadline - time.monotonic()) > 0:
+                    caller.settimeout(remaining)
+                    answer = receive(caller, received)
+                if answer is None:
+                    raise RuntimeError(self._no_round(join_address(*address)))
+                if isinstance(answer, dict) and "error" in answer:
+                    raise RuntimeError(answer["error"])
+                if isinstance(answer, dict) and "ended" in answer:
+                    raise JobEndedError
+                if isinstance(answer, dict) and "nodes" in answer:
+                    return self._meeting(answer, answer["rank"], {0: caller.dup()}, None)
+        return None
+
+    def _gather(self, hello, deadline) -> NodeMeeting | None:
+        """Node 0: waits for the others, and answers them all; None if it is to go elsewhere."""
+        own = _Present(None, self._hello["local_address"] or self._door.host, hello)
+        needed = self._needed()
+        quiet_since = looked = time.monotonic()
+        patience = _FIRST_CALL_SECONDS if self._last is None else _LAST_CALL_SECONDS
+        while True:
+            self._waiting = [other for other in self._waiting if not other.has_hung_up]
+            present = sorted([own, *self._waiting], key=lambda each: each.order)
+            now = time.monotonic()
+            if len(present) >= self._max_nodes:
+                break
+            is_quiet = self._are_all_back(present) or now - quiet_since >= patience
+            if len(present) >= needed and is_quiet:
+                break
+            if now > deadline:
+                problem = self._too_few(len(present), needed)
+                for other in present[1:]:
+                    send(other.caller, {"error": problem})
+                raise RuntimeError(problem)
+            if self._place and now - looked > 2 * _RETRY_SECONDS:
+                looked = now
+                if self._somebody_is_earlier():
+                    self._close_door()  # Those who wait here call again, there.
+                    return None
+            if self._let_in(min(_RETRY_SECONDS, max(0.0, deadline - now))):
+                quiet_since = time.monotonic()
+        taking_part = present[: self._max_nodes]
+        self._waiting = [other for other in self._waiting if other not in taking_part]
+        answer = {
+            "nodes": [[each.address, each.hello["ports"]] for each in taking_part],
+            "master": join_address(own.address, hello["master_port"]),
+            "token": self._token or secrets.token_hex(16),
+            "attempt": 1 + max(each.hello["attempt"] for each in taking_part),
+        }
+        connections = {}
+        for rank, other in enumerate(taking_part[1:], 1):
+            send(other.caller, answer | {"rank": rank})
+            connections[rank] = other.caller
+        return self._meeting(answer, 0, connections, _Newcomers(self))
+
+    def _meeting(self, answer, rank, connections, newcomers):
+        nodes = answer["nodes"]
+        news = NodeNews(rank, len(nodes), connections, newcomers)
+        if newcomers is not None:
+            newcomers.news = news
+        return NodeMeeting(
+            addresses=tuple(
+                tuple(join_address(host, port) for port in ports) for host, ports in nodes
+            ),
+            master=answer["master"],
+            token=answer["token"],
+            news=news,
+            node=rank,
+            attempt=answer["attempt"],
+        )
+
+    def _let_in(self, seconds) -> bool:
+        """Whether somebody has come who may take part."""
+        has_come = False
+        for caller, hello in self._door.wait(seconds):
+            if hello["nnodes"] != self._hello["nnodes"] or hello["attempt"] is None:
+                send(caller, {"error": self._disagreement(hello)})
+                caller.close()
+                continue
+            try:
+                address = hello["local_address"] or caller.getpeername()[0]
+            except OSError:  # It has hung up.
+                caller.close()
+                continue
+            self._waiting.append(_Present(caller, address, hello))
+            has_come = True
+        return has_come
+
+    def _somebody_is_earlier(self):
+        for address in self._endpoints[: self._place]:
+            with contextlib.suppress(OSError):
+                socket.create_connection(address, _RETRY_SECONDS).close()
+                return True
+        return False
+
+    def _needed(self) -> int:
+        """How many hosts must be there."""
+        last = self._last
+        if last is None or not last.silent:
+            return self._min_nodes
+        half = -(-last.num_nodes // 2) if last.node == 0 else last.num_nodes // 2 + 1
+        return max(self._min_nodes, half)
+
+    def _are_all_back(self, present) -> bool:
+        """Whether those of the last round are there that are left."""
+        last = self._last
+        num_back = sum(each.was_there for each in present)
+        return last is not None and num_back >= last.num_nodes - len(last.gone)
+
+    def _too_few(self, number, needed):
+        least = f"--nnodes={self._min_nodes}:{self._max_nodes} requires {needed}"
+        if needed > self._min_nodes:
+            lost = ", ".join(map(str, sorted(self._last.silent)))
+            least = (
+                f"{needed} of {self._last.num_nodes} are required, since node {lost} may live on "
+                "behind a link that is broken"
+            )
+        return (
+            f"The job has {number} host{'s' * (number > 1)} after {self._timeout_seconds:g} s at "
+            f"{self._places()}; {least}. Start `tfparallel launch` on more hosts, or raise "
+            "--start_timeout."
+        )
+
+    def _no_round(self, endpoint):
+        return (
+            f"No round of the job began within {self._timeout_seconds:g} s. Received: a launcher "
+            f"at {endpoint} that has let nobody in; the job may have its {self._max_nodes} hosts, "
+            f"or too few yet."
+        )
+
+    def _nobody_there(self):
+        return (
+            f"No launcher listens at {self._places()}, and no address of it is of this host. Start "
+            "one on a host of --rdzv_endpoint; several endpoints, HOST:PORT,HOST:PORT, let another "
+            "host take over when the first is gone."
+        )
+
+    def _places(self):
+        return ", ".join(join_address(*endpoint) for endpoint in self._endpoints)
+
+    def _disagreement(self, hello):
+        def shown(nnodes):
+            return ":".join(map(str, nnodes)) if isinstance(nnodes, list) else str(nnodes)
+
+        return (
+            "All hosts must agree on --nnodes. Received: "
+            f"{shown(self._hello['nnodes'])} on the host that listens, {shown(hello['nnodes'])} "
+            "here."
+        )
+
+
+class _Newcomers:
+    """The door, while the workers run: one of the lines of `NodeNews`."""
+
+    def __init__(self, meetings: ElasticMeetings):
+        self._meetings = meetings
+        self.news: NodeNews | None = None
+
+    def fileno(self):
+        return self._meetings._door.fileno()
+
+    def listen(self):
+        if self._meetings._let_in(0) and self.news.num_nodes < self._meetings._max_nodes:
+            self.news.tell_newcomer()
+        return True
+
+    def close(self):
+        """The door stays open for the next round."""

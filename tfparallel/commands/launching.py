@@ -1,0 +1,263 @@
+"""The body of `tfparallel launch`: rounds of workers, until they succeed or nobody goes on."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+from tfparallel.cluster.elastic import ElasticMeetings, JobEndedError
+from tfparallel.cluster.environment import ALL_REDUCE
+from tfparallel.cluster.host_share import host_programs, meet_alone, programs_with_servers
+from tfparallel.cluster.nodes import NodeMeeting, meet
+from tfparallel.cluster.output import Prefixer
+from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.preemption import TRY_AGAIN
+from tfparallel.cluster.supervisor import Program, run
+from tfparallel.cluster.worker_exit import Outcome
+
+__all__ = ["Nodes", "launched", "nodes_of", "say"]
+
+_TOKEN = "TFPARALLEL_JOB_TOKEN"
+_USAGE_EXIT_CODE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """How many hosts a job has.
+
+    Attributes:
+        minimum, maximum: From how many to how many.
+        is_elastic: Whether that may change while it runs.
+    """
+
+    minimum: int
+    maximum: int
+    is_elastic: bool
+
+    @property
+    def are_one(self) -> bool:
+        """Whether no other host has a part in it."""
+        return self.maximum == 1 and not self.is_elastic
+
+
+def nodes_of(values: flags.FlagValues) -> Nodes:
+    """Returns what --nnodes says.
+
+    Raises:
+        ValueError: If it says nothing that can be.
+    """
+    text = values.nnodes
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if found is None:
+        raise ValueError(f"--nnodes must be a number, or MIN:MAX. Received: --nnodes={text}.")
+    least, most = int(found[1]), int(found[2] or found[1])
+    if least < 1:
+        raise ValueError(f"--nnodes must be at least 1. Received: --nnodes={text}.")
+    if most < least:
+        raise ValueError(
+            f"The maximum of --nnodes=MIN:MAX must not be less than the minimum. Received: "
+            f"--nnodes={text}."
+        )
+    return Nodes(least, most, found[2] is not None)
+
+
+def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> int:
+    """Runs the workers of this host, and returns the exit code of `launch`.
+
+    Args:
+        values: Its flags, which are right.
+        command: What each worker runs.
+        nodes: What `nodes_of` says.
+
+    Raises:
+        RuntimeError: If the hosts cannot meet.
+        StopRequest: If a signal says so.
+    """
+    if nodes.is_elastic:
+        return _run_elastic(values, command, nodes)
+    for attempt in range(values.max_restarts + 1):
+        outcome = _run_once(values, command, nodes, attempt)
+        if outcome.departure is not None:
+            # The others cannot meet without it.
+            _report(outcome.departure.describe(), outcome)
+            return outcome.departure.exit_code
+        if outcome.culprit is None:
+            return 0
+        _report(outcome.culprit.explain(), outcome)
+        if attempt < values.max_restarts:
+            say(f"restarting all workers ({attempt + 1} of {values.max_restarts})")
+    return outcome.culprit.exit_code
+
+
+def _run_once(values, command, nodes, attempt):
+    if values.num_ps is not None:
+        programs = programs_with_servers(
+            command,
+            os.environ,
+            num_workers=values.nproc_per_node,
+            num_servers=values.num_ps,
+            restart_count=attempt,
+        )
+        return _run(values, programs, attempt)
+    with contextlib.ExitStack() as stack:
+        meeting = _meet(values, nodes, attempt)
+        stack.enter_context(meeting.news)
+        return _run(values, _programs(values, command, meeting, attempt), attempt, meeting)
+
+
+def _run_elastic(values, command, nodes):
+    num_failures, has_tried_again = 0, False
+    meetings = ElasticMeetings(
+        values.rdzv_endpoint.split(","),
+        min_nodes=nodes.minimum,
+        max_nodes=nodes.maximum,
+        node_rank=values.node_rank,
+        token=os.environ.get(_TOKEN, ""),
+        timeout_seconds=values.start_timeout,
+        local_address=values.local_addr,
+    )
+    with meetings:
+        while True:
+            *ports, master_port = free_ports(values.nproc_per_node + 1)
+            try:
+                meeting = meetings.meet(ports, master_port)
+            except JobEndedError:
+                say("the job has ended")
+                return 0
+            news = meeting.news
+            say(f"round {meeting.attempt}: node {news.node} of {_hosts(news.num_nodes)}")
+            with news:
+                news.leaves_on_failure = num_failures == values.max_restarts
+                programs = _programs(values, command, meeting, meeting.attempt)
+                outcome = _run(values, programs, meeting.attempt, meeting)
+                if not (outcome.culprit or outcome.departure or outcome.has_newcomer):
+                    meetings.end()
+                    return 0
+                code = _report_change(outcome, news)
+                if code is not None:
+                    return code
+                culprit = outcome.culprit
+                is_ours = culprit is not None and culprit.node is None and not news.departure
+                tries_again = is_ours and culprit.returncode == TRY_AGAIN
+                # A host that is told to end takes the workers of all others with it, once.
+                num_failures += is_ours and (not tries_again or has_tried_again)
+                has_tried_again = tries_again
+                if num_failures > values.max_restarts:
+                    say("this host leaves the job")
+                    return culprit.exit_code
+                num_left = news.num_nodes - len(news.gone | _leaving(culprit, news))
+                if _leaving(culprit, news) and num_left < nodes.minimum:
+                    say(f"--nnodes={values.nnodes}, and {_hosts(num_left)} would be left")
+                    return culprit.exit_code
+                news.gone |= _leaving(culprit, news)
+                news.tell_coming_again()
+
+
+def _report_change(outcome: Outcome, news) -> int | None:
+    """Says why a round has ended; returns the exit code if it was the last."""
+    if news.departure is not None:
+        _report(f"{news.departure.describe()}; the job goes on with those left", outcome)
+        return None
+    if outcome.culprit is None:
+        _report("a host would join; the workers have saved what they save", outcome)
+        return None
+    _report(outcome.culprit.explain(), outcome)
+    is_usage = outcome.culprit.returncode == _USAGE_EXIT_CODE
+    return _USAGE_EXIT_CODE if is_usage else None
+
+
+def _leaving(culprit, news):
+    """The host that goes, if it has failed too often."""
+    if culprit is None or culprit.node not in news.leaving or culprit.returncode == TRY_AGAIN:
+        return set()
+    return {culprit.node}
+
+
+def _meet(values, nodes, attempt):
+    if nodes.are_one:
+        return meet_alone(values.nproc_per_node)
+    *ports, master_port = free_ports(values.nproc_per_node + 1)
+    return meet(
+        values.rdzv_endpoint,
+        nnodes=nodes.maximum,
+        node_rank=values.node_rank,
+        ports=ports,
+        master_port=master_port,
+        attempt=attempt,
+        token=os.environ.get(_TOKEN, ""),
+        local_address=values.local_addr,
+        timeout_seconds=values.start_timeout,
+    )
+
+
+def _programs(values, command, meeting: NodeMeeting, attempt: int) -> list[Program]:
+    chosen = {} if values.transport is None else {ALL_REDUCE: values.transport}
+    return host_programs(
+        meeting,
+        command,
+        os.environ | chosen,
+        restart_count=attempt,
+        bind_cores=values.bind_cores,
+    )
+
+
+def _run(values, programs, attempt, meeting: NodeMeeting | None = None) -> Outcome:
+    names = {program.worker: program.name for program in programs if program.name}
+    screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer, names)
+    with contextlib.ExitStack() as stack:
+        outcome = run(
+            programs,
+            on_output=_keeping(values, programs, attempt, screen.write, stack),
+            grace_seconds=values.grace_seconds,
+            news=None if meeting is None else meeting.news,
+            on_lost=lambda exit_: say(f"{exit_.describe()}; the job goes on with those left"),
+        )
+        screen.finish()
+        return outcome
+
+
+def _keeping(
+    values: flags.FlagValues,
+    programs: Sequence[Program],
+    attempt: int,
+    show: Callable[[int, str, bytes], None],
+    stack: contextlib.ExitStack,
+) -> Callable[[int, str, bytes], None]:
+    """Returns `show`, which keeps each worker's output in its file too if that is wanted."""
+    if values.log_dir is None:
+        return show
+    suffix = f".restart_{attempt}" if attempt else ""
+    logs = {}
+    for program in programs:
+        name = program.name.replace(" ", "_") or f"worker_{program.worker}"
+        path = os.path.join(values.log_dir, f"{name}{suffix}.log")
+        logs[program.worker] = stack.enter_context(open(path, "wb", buffering=0))
+
+    def keep_and_show(worker, stream, text):
+        logs[worker].write(text)
+        show(worker, stream, text)
+
+    return keep_and_show
+
+
+def _report(cause: str, outcome: Outcome) -> None:
+    say(cause)
+    stopped = [exit_.name or str(exit_.worker) for exit_ in outcome.exits if exit_.stopped]
+    if stopped and any(exit_.name for exit_ in outcome.exits):
+        say(f"stopped {', '.join(stopped)}")
+    elif stopped:
+        say(f"stopped worker{'s' * (len(stopped) > 1)} {', '.join(stopped)}")
+
+
+def _hosts(number):
+    return f"{number} host{'s' * (number != 1)}"
+
+
+def say(text: str) -> None:
+    """Says something to whoever started the job."""
+    with contextlib.suppress(BrokenPipeError):
+        print(f"tfparallel launch: {text}", file=sys.stderr, flush=True)
