@@ -20,7 +20,7 @@ ROWS = [
     ["size_text"],
     ["startup", "cluster", "cuda_driver", "device_names", "layout", "seams"],
     ["device_memory"],
-    ["devices", "data", "task", "extend", "logits", "notice", "peers"],
+    ["devices", "data", "task", "extend", "logits", "notice", "peers", "flight"],
     ["collectives", "cloning", "step"],
     ["bench"],
     ["strategies", "checkpoint"],
@@ -40,7 +40,7 @@ PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.p
 PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.bench"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]
-PLAIN += ["layout", "size_text"]
+PLAIN += ["layout", "size_text", "flight.record", "flight.job", "commands.trace"]
 HEAVY = {"tensorflow", "keras"}
 
 

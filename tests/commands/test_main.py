@@ -24,7 +24,8 @@ def test_usage_lists_the_commands_with_an_example(capsys, arguments, code):
 def test_an_unknown_command_is_a_usage_error(capsys):
     assert main(["fly"]) == 2
     told = capsys.readouterr().err
-    assert "must be one of train, check, launch, bench, plan, doctor. Received: 'fly'" in told
+    names = "train, check, launch, bench, plan, trace, doctor"
+    assert f"must be one of {names}. Received: 'fly'" in told
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

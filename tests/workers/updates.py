@@ -57,13 +57,13 @@ def data(number, masked=False):
 
 
 def trained(
-    model, batch_size, number=57, epochs=2, optimizer=None, callbacks=(), loss="mse", **options
+    model, batch_size, number=57, epochs=2, optimizer=None, callbacks=(), validates=False, **options
 ):
-    model.compile(optimizer or keras.optimizers.Adam(0.05), loss, metrics=["mae"], **options)
+    model.compile(optimizer or keras.optimizers.Adam(0.05), "mse", metrics=["mae"], **options)
     x, y = data(number, model.input_shape == (None, WORDS))
     fitted = {"batch_size": batch_size, "epochs": epochs, "shuffle": False, "verbose": 0}
-    own = {"validation_data": (x, y), "callbacks": list(callbacks)}
-    return model.fit(x, y, **fitted, **own).history
+    fitted |= {"validation_data": (x, y)} if validates else {}
+    return model.fit(x, y, **fitted, callbacks=list(callbacks)).history
 
 
 def parallel(function, sync=f"accumulate:{STEPS}", **options):
@@ -121,8 +121,10 @@ def main(folder):
     for name, function in (("dense", build), ("masked", build_masked)):
         one, model = alone(function), parallel(function)
         # The last step has one row, so that a worker has none; it is an update of its own, too.
-        expected = trained(one, ROWS * STEPS, optimizer=keras.optimizers.SGD(0.1, 0.9))
-        history = trained(model, ROWS, optimizer=keras.optimizers.SGD(0.1, 0.9))
+        options = {"optimizer": keras.optimizers.SGD(0.1, 0.9), "validates": function is build}
+        expected = trained(one, ROWS * STEPS, **options)
+        options["optimizer"] = keras.optimizers.SGD(0.1, 0.9)
+        history = trained(model, ROWS, **options)
         seen = {"weights": apart(model, one)}
         if function is build:
             seen["history"] = largest(history, expected)

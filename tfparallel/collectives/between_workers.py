@@ -34,6 +34,7 @@ from tfparallel.collectives.compression import Compression
 from tfparallel.collectives.lost import WorkerLostError
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.collectives.vectors import by_dtype, in_vectors
+from tfparallel.flight.marks import around
 from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2, all_to_all_v2
 
 _FIRST_GROUP_KEY = 2**20  # Above those that TensorFlow's strategies count up from 1.
@@ -361,7 +362,8 @@ class WorkerGroup:
         }
         if by_nccl and flat.dtype in _WIDENED:
             return tf.cast(self._run(name, tf.cast(flat, tf.float32), key), flat.dtype)
-        with tf.device(place):
+
+        def run():
             if name == "all_gather":
                 return all_gather_v2(flat, **arguments)
             if name == "all_to_all":
@@ -372,6 +374,10 @@ class WorkerGroup:
                 max_subdivs_per_device=self._num_pieces(flat),
                 **arguments,
             )
+
+        size = "?" if flat.shape[0] is None else flat.shape[0]
+        with tf.device(place):
+            return around(f"{name} {flat.dtype.name}[{size}]", flat, run)
 
     def _num_pieces(self, flat):
         if self.transport != "ring_tuned" or flat.shape[0] is None:

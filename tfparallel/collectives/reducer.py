@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfparallel.collectives import indexed_slices, replica_sums
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.traffic import SLICES
+from tfparallel.flight.marks import mark
 
 __all__ = ["Reducer", "over_workers"]
 
@@ -64,6 +65,7 @@ class Reducer:
         dense = [i for i, terms in enumerate(by_variable) if terms[0] is not None]
         dense = [i for i in dense if i not in sparse]
         own = self._dense([by_variable[i] for i in dense])
+        mark("backward", own)
         summed = [*own, *beside]  # Buckets are filled from the last to the first.
         if self._workers is not None:
             known = variables or [None] * len(by_variable)

@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import glob
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
 
@@ -18,6 +21,7 @@ from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.preemption import TRY_AGAIN
 from tfparallel.cluster.supervisor import Program, run
 from tfparallel.cluster.worker_exit import Outcome
+from tfparallel.flight.record import FOLDER, SUFFIX
 
 __all__ = ["Nodes", "launched", "nodes_of", "say"]
 
@@ -77,10 +81,29 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
         RuntimeError: If the hosts cannot meet.
         StopRequest: If a signal says so.
     """
-    if nodes.is_elastic:
-        return _run_elastic(values, command, nodes)
+    environment, own_folder = dict(os.environ), None
+    if values.transport is not None:
+        environment[ALL_REDUCE] = values.transport
+    if not environment.get(FOLDER):
+        own_folder = None if values.log_dir else tempfile.mkdtemp(prefix="tfparallel_flight_")
+        environment[FOLDER] = os.path.abspath(values.log_dir or own_folder)
+    code = 0
+    try:
+        if nodes.is_elastic:
+            code = _run_elastic(values, command, nodes, environment)
+        else:
+            code = _run_with_restarts(values, command, nodes, environment)
+        return code
+    finally:
+        if code and any(glob.iglob(os.path.join(environment[FOLDER], f"*{SUFFIX}"))):
+            say(f"what each worker did last: tfparallel trace {environment[FOLDER]}")
+        elif own_folder:
+            shutil.rmtree(own_folder, ignore_errors=True)
+
+
+def _run_with_restarts(values, command, nodes, environment):
     for attempt in range(values.max_restarts + 1):
-        outcome = _run_once(values, command, nodes, attempt)
+        outcome = _run_once(values, command, nodes, attempt, environment)
         if outcome.departure is not None:
             # The others cannot meet without it.
             _report(outcome.departure.describe(), outcome)
@@ -93,11 +116,11 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
     return outcome.culprit.exit_code
 
 
-def _run_once(values, command, nodes, attempt):
+def _run_once(values, command, nodes, attempt, environment):
     if values.num_ps is not None:
         programs = programs_with_servers(
             command,
-            os.environ,
+            environment,
             num_workers=values.nproc_per_node,
             num_servers=values.num_ps,
             restart_count=attempt,
@@ -106,10 +129,11 @@ def _run_once(values, command, nodes, attempt):
     with contextlib.ExitStack() as stack:
         meeting = _meet(values, nodes, attempt)
         stack.enter_context(meeting.news)
-        return _run(values, _programs(values, command, meeting, attempt), attempt, meeting)
+        programs = _programs(values, command, meeting, environment, attempt)
+        return _run(values, programs, attempt, meeting)
 
 
-def _run_elastic(values, command, nodes):
+def _run_elastic(values, command, nodes, environment):
     num_failures, has_tried_again = 0, False
     meetings = ElasticMeetings(
         values.rdzv_endpoint.split(","),
@@ -132,7 +156,7 @@ def _run_elastic(values, command, nodes):
             say(f"round {meeting.attempt}: node {news.node} of {_hosts(news.num_nodes)}")
             with news:
                 news.leaves_on_failure = num_failures == values.max_restarts
-                programs = _programs(values, command, meeting, meeting.attempt)
+                programs = _programs(values, command, meeting, environment, meeting.attempt)
                 outcome = _run(values, programs, meeting.attempt, meeting)
                 if not (outcome.culprit or outcome.departure or outcome.has_newcomer):
                     meetings.end()
@@ -194,14 +218,15 @@ def _meet(values, nodes, attempt):
     )
 
 
-def _programs(values, command, meeting: NodeMeeting, attempt: int) -> list[Program]:
-    chosen = {} if values.transport is None else {ALL_REDUCE: values.transport}
+def _programs(
+    values: flags.FlagValues,
+    command: Sequence[str],
+    meeting: NodeMeeting,
+    environment: Mapping[str, str],
+    attempt: int,
+) -> list[Program]:
     return host_programs(
-        meeting,
-        command,
-        os.environ | chosen,
-        restart_count=attempt,
-        bind_cores=values.bind_cores,
+        meeting, command, environment, restart_count=attempt, bind_cores=values.bind_cores
     )
 
 

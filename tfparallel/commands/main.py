@@ -15,6 +15,7 @@ _COMMANDS = {
     "launch": "starts, watches, restarts and stops the workers of a job",
     "bench": "measures collectives (which algorithm is fast here, and is it right), and pipelines",
     "plan": "says how many devices a task needs, and which layers go where",
+    "trace": "says what each worker of a job did last, and who was waited for",
     "doctor": "says what will fail on this host, in this cluster, with these versions",
 }
 
@@ -30,6 +31,7 @@ usage: tfparallel COMMAND TASK.py [--flags]
        tfparallel bench all_reduce [TASK.py] [--flags]
        tfparallel bench pipeline TASK.py [--flags]
        tfparallel plan all_reduce [--flags]
+       tfparallel trace FOLDER [--flags]
        tfparallel doctor [--flags]
 
 commands:

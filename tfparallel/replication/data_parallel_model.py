@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.extend import attach, extend, original_class
+from tfparallel.flight.marks import mark
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import (
@@ -226,6 +227,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
             # reset of an accumulator) must not run either. A dependency on an argument, or on its
             # identity, is lost when the step is inlined; on this op it is not.
             tensors = [leaf for leaf in keras.tree.flatten(data) if _is_symbolic(leaf)]
+            mark("input", tensors)
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
             with tf.control_dependencies(arrived):
                 if self._accumulates:

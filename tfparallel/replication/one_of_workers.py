@@ -14,6 +14,7 @@ import os
 import keras
 
 from tfparallel.callbacks import chief_only
+from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.whole_file import moved_into_place
 from tfparallel.collectives.between_workers import naming_lost_worker
@@ -73,13 +74,16 @@ class OneOfWorkers:
         if restores:
             callbacks = [*callbacks, chief_only.RestoredByChief(self._workers)]
         agreement.check_fit(self._workers, self, asked)
-        guard = StallGuard(self.strategy.stall_timeout, self._workers.worker_index)
-        asked["callbacks"] = [*callbacks, guard]
+        workers = self._workers
+        guard = StallGuard(self.strategy.stall_timeout, workers.worker_index)
+        recorder = FlightRecorder.wanted(workers.worker_index, workers.num_workers)
+        recorders = [recorder] if isinstance(recorder, FlightRecorder) else []
+        asked["callbacks"] = [*callbacks, guard, *recorders]
         self._compare_batches("fit", "evaluate")
         self._read_own_rows(asked, "x", "fit")
         self._read_own_rows(asked, "validation_data", "evaluate")
         writing = chief_only.writing_by_chief(callbacks, self._is_chief)
-        with guard, writing, naming_lost_worker(), agreement.in_plain_words():
+        with recorder, guard, writing, naming_lost_worker(), agreement.in_plain_words():
             return super().fit(**self._quiet_unless_chief(asked))
 
     def _compare_batches(self, *kinds):

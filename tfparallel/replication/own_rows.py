@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfparallel.data.shard import Shard, count_rows, current
 from tfparallel.extend import original_class
+from tfparallel.flight.marks import mark
 from tfparallel.replication.replicated_call import checked_output
 from tfparallel.replication.sums import Summed, Sums
 from tfparallel.seams.keras import Functional, compute_output_spec
@@ -76,6 +77,7 @@ class OwnRows(WhereRowsMeet, OneStep):
             # its terms, and its gradient is right.
             loss = found.loss(found.sums.tensors, added, tells_trackers=not wait)
             scaled = self.optimizer.scale_loss(loss)
+        mark("forward", [scaled])
         trained = self.trainable_weights
         gradients = tape.gradient(scaled, trained) if trained else []
         sums = found.sums.of_all()

@@ -60,6 +60,7 @@ __all__ = [
     "record_operation",
     "regroup",
     "replica_index",
+    "run_independently",
     "runtime_has_started",
     "wait_for_other_processes",
     "without_fused_kernels",
@@ -169,6 +170,16 @@ def _apart(serialized, executor_type):
     config = tf.compat.v1.ConfigProto.FromString(serialized)
     config.graph_options.rewrite_options.remapping = rewriter_config_pb2.RewriterConfig.OFF
     return context.FunctionCallOptions(executor_type, config)
+
+
+def run_independently(operation: tf.Operation) -> None:
+    """Has an operation of a function that is being traced run, and nothing else wait for it.
+
+    Others that have a state, and no resource, run in the order of the program.
+    """
+    manager = operation.graph.experimental_acd_manager
+    if manager is not None:
+        manager.run_independently(operation)
 
 
 def runtime_has_started() -> bool:

@@ -18,8 +18,10 @@ from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.traffic import SUMS
 from tfparallel.collectives.vectors import by_dtype
+from tfparallel.flight.marks import around_python
 
 _HALVES = (tf.float16, tf.bfloat16)
+
 
 
 class MpiWorkerGroup(WorkerGroup):
@@ -56,9 +58,8 @@ class MpiWorkerGroup(WorkerGroup):
         results: list = [None] * len(tensors)
         wide = [tf.cast(x, tf.float32) if x.dtype in _HALVES else x for x in tensors]
         for indices in by_dtype(wide).values():
-            reduced = self._run(
-                functools.partial(self._reduce, op), [wide[i] for i in indices]
-            )
+            reduce = functools.partial(self._reduce, op)
+            reduced = self._run(op, reduce, [wide[i] for i in indices])
             for i, y in zip(indices, reduced, strict=True):
                 results[i] = tf.cast(tf.ensure_shape(y, tensors[i].shape), tensors[i].dtype)
         return results
@@ -79,26 +80,26 @@ class MpiWorkerGroup(WorkerGroup):
         sizes = [flat.shape[0] for flat in flats]
         padding = -sum(sizes) % self.num_workers
         vector = tf.pad(tf.concat(flats, 0), [[0, padding]])
-        (total,) = self._run(self._reduce_halves, [vector])
+        (total,) = self._run("sum", self._reduce_halves, [vector])
         total = tf.ensure_shape(total, vector.shape)[: sum(sizes)]
         parts = zip(tf.split(total, sizes), tensors, strict=True)
         return [tf.reshape(part, tensor.shape) for part, tensor in parts]
 
     def _scattered(self, flat: tf.Tensor) -> tf.Tensor:
-        (own,) = self._run(self._reduce_scatter, [flat])
+        (own,) = self._run("reduce_scatter", self._reduce_scatter, [flat])
         return own
 
     def _collective(self, name: str, flat: tf.Tensor, kind: str = SUMS) -> tf.Tensor:
         if name != "all_gather":
             return self.all_reduce([flat], name)[0]
-        (joined,) = self._run(functools.partial(self._gather, kind), [flat])
+        (joined,) = self._run("all_gather", functools.partial(self._gather, kind), [flat])
         length = flat.shape[0]
         return tf.ensure_shape(joined, [None if length is None else length * self.num_workers])
 
     def run_on_arrays(self, name: str, tensor: tf.Tensor) -> tf.Tensor:
         """Runs a collective that only a benchmark asks for: "reduce_scatter" and so on."""
         function = getattr(self.communicator, name)
-        return self._run(lambda array: [function(array)], [tensor])[0]
+        return self._run(name, lambda array: [function(array)], [tensor])[0]
 
     def _reduce(self, op: str, *arrays: np.ndarray) -> list[np.ndarray]:
         self.traffic.add(SUMS, sum(array.nbytes for array in arrays))
@@ -119,10 +120,12 @@ class MpiWorkerGroup(WorkerGroup):
         self.traffic.add(kind, array.nbytes)
         return [self.communicator.all_gather(array)]
 
-    def _run(self, function, tensors) -> list[tf.Tensor]:
+    def _run(self, name, function, tensors) -> list[tf.Tensor]:
         def call(*arrays: Any) -> list[np.ndarray]:
+            size = sum(array.size for array in arrays)
             try:
-                return function(*arrays)
+                with around_python(f"{name} {arrays[0].dtype}[{size}]"):
+                    return function(*arrays)
             except Exception as error:
                 WorkerGroup.failure = error  # TensorFlow keeps its text alone.
                 raise

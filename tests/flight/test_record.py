@@ -1,0 +1,77 @@
+"""A record keeps what was written last, whatever becomes of the process."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tfparallel.flight.record import Event, FlightRecord, path_of, read_record
+
+ABOUT = {"worker": 1, "num_workers": 2, "host": "here", "attempt": 0}
+
+
+@pytest.fixture(name="record")
+def new_record(tmp_path):
+    record = FlightRecord(tmp_path / "worker_1.flight", ABOUT)
+    yield record
+    record.close()
+
+
+def test_what_is_written_is_read(record):
+    record.name_marks(["input", "forward"])
+    record.now("in a step", 7, 10.0)
+    record.alive(12.5)
+    record.stands_at("a.py:1, in f\nb.py:2, in g")
+    record.add("step", 6, 8.0, 9.5)
+    found = read_record(record.path)
+    assert (found.about, found.worker) == (ABOUT, 1)
+    assert found.now == Event("in a step", 7, 10.0, 12.5)
+    assert found.stack.splitlines() == ["a.py:1, in f", "b.py:2, in g"]
+    assert found.events == (Event("step", 6, 8.0, 9.5),)
+    assert list(found.marks) == ["input", "forward"]
+
+
+def test_the_newest_events_take_the_place_of_the_oldest(record):
+    for step in range(10_000):
+        record.add("step", step, step, step + 0.5)
+    steps = [event.step for event in read_record(record.path).events]
+    assert steps == list(range(10_000 - len(steps), 10_000)) and len(steps) > 8000
+
+
+def test_an_end_is_kept_and_taken_back(record):
+    record.end("ValueError: no")
+    assert read_record(record.path).about["ended"] == "ValueError: no"
+    record.begin()
+    assert "ended" not in read_record(record.path).about
+
+
+def test_what_is_too_long_is_cut(record):
+    record.now("x" * 1000, 0, 0.0)
+    record.stands_at("y" * 100_000)
+    record.add("z" * 1000, 0, 0.0, 1.0)
+    record.name_marks(["long " * 100] * 100)
+    found = read_record(record.path)
+    assert len(found.now.what) == 256 and found.events[0].what == "z" * 52
+    assert set(found.stack) == {"y"} and found.marks == {} and found.about == ABOUT
+
+
+def test_it_outlives_a_process_that_is_killed(tmp_path):
+    path = path_of(tmp_path, 1, 2)
+    program = (
+        "import os, signal, sys\nfrom tfparallel.flight.record import FlightRecord\n"
+        "record = FlightRecord(sys.argv[1], {'worker': 1})\n"
+        "record.add('step', 3, 1.0, 2.0)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path])
+    assert done.returncode == -signal.SIGKILL
+    assert os.path.basename(path) == "worker_1.restart_2.flight"
+    assert read_record(path).events == (Event("step", 3, 1.0, 2.0),)
+
+
+@pytest.mark.parametrize("content", [b"", b"something else", b"tfparallel flight 1\n"])
+def test_what_is_none_is_refused(tmp_path, content):
+    (tmp_path / "a.flight").write_bytes(content)
+    with pytest.raises(ValueError, match="A flight record of .* bytes is required"):
+        read_record(tmp_path / "a.flight")

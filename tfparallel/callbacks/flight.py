@@ -1,0 +1,126 @@
+"""Keeps a worker's flight record while it trains."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import keras
+
+from tfparallel.flight.marks import Marks
+from tfparallel.flight.record import FOLDER, Event, FlightRecord, path_of
+
+__all__ = ["FlightRecorder"]
+
+_LOOK_SECONDS = 0.5
+_NUM_FRAMES = 8
+_STANDS_SECONDS = 2.0  # Who does nothing new for as long is asked where it stands.
+
+
+class FlightRecorder(keras.callbacks.Callback):
+    """Records the steps of `fit`: when each began, got its data, went forward, and so on.
+
+    A context manager around `fit`. Its place is behind all other callbacks, whose work belongs to
+    the pause between two steps.
+
+    Args:
+        folder: Where the record is; it is named for the worker.
+        worker_index: Which worker this is.
+        num_workers: Of how many.
+    """
+
+    async_safe = takes_tensors = True  # It reads no logs.
+
+    def __init__(self, folder: str, worker_index: int, num_workers: int):
+        super().__init__()
+        if Marks.current is None:  # What is traced keeps writing its marks, in a second `fit`, too.
+            attempt = int(os.environ.get("TFPARALLEL_RESTART_COUNT", "0"))
+            about = {
+                "worker": worker_index,
+                "num_workers": num_workers,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "attempt": attempt,
+                "started": time.time(),
+            }
+            path = path_of(folder, worker_index, attempt)
+            Marks.current = Marks(FlightRecord(path, about))
+        self._marks = Marks.current
+        self._step, self._num_before = -1, self._marks.step + 1 if self._marks.names else 0
+        self._begin = self._last = time.time()
+        self._over = threading.Event()
+        self._since, self._has_looked = time.monotonic(), False
+
+    @classmethod
+    def wanted(cls, worker_index: int, num_workers: int) -> contextlib.AbstractContextManager:
+        """Returns one where `tfparallel launch` has made a folder for it; else nothing."""
+        folder = os.environ.get(FOLDER)
+        if not folder or not os.path.isdir(folder):
+            return contextlib.nullcontext()
+        return cls(folder, worker_index, num_workers)
+
+    def __enter__(self) -> "FlightRecorder":
+        self._marks.record.begin()
+        self._now("before the first step")
+        main = threading.get_ident()
+        threading.Thread(target=self._watch, args=(main,), name="flight", daemon=True).start()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._over.set()
+        self._marks.read()
+        self._marks.record.alive(time.time())
+        self._marks.record.end("well" if error is None else f"{kind.__name__}: {error}")
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that a step begins."""
+        self._step += 1
+        self._marks.step = self._num_before + self._step
+        self._begin = time.time()
+        self._add([Event("between steps", self._marks.step, self._last, self._begin)])
+        self._now("in a step")
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that a step has ended, and what was in it."""
+        end, step = time.time(), self._marks.step
+        inside = self._marks.events_since(self._begin)
+        last = max([self._begin, *(event.end for event in inside)])
+        self._add([*inside, Event("update", step, last, end)])
+        self._add([Event("step", step, self._begin, end)])
+        self._last = end
+        self._now("between steps")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that an epoch has ended."""
+        self._now(f"between epochs {epoch} and {epoch + 1}")
+
+    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that a step of a validation begins."""
+        self._now(f"in step {batch} of a validation")
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that it has ended."""
+        self._now("in a validation, between steps")
+
+    def _now(self, what):
+        self._marks.record.now(what, self._marks.step, time.time())
+        self._since = time.monotonic()
+        self._has_looked = False
+
+    def _add(self, events):
+        self._marks.record.add_all(events)
+
+    def _watch(self, main_thread):
+        while not self._over.wait(_LOOK_SECONDS):
+            self._marks.read()
+            self._marks.record.alive(time.time())
+            if not self._has_looked and time.monotonic() - self._since > _STANDS_SECONDS:
+                self._has_looked = True
+                frame = sys._current_frames().get(main_thread)
+                stack = traceback.extract_stack(frame)[-_NUM_FRAMES:]
+                lines = [f"{each.filename}:{each.lineno}, in {each.name}" for each in stack]
+                self._marks.record.stands_at("\n".join(lines))

@@ -1,0 +1,65 @@
+"""`tfparallel trace FOLDER`: what each worker of a job did last, and who was waited for."""
+
+import json
+import os
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
+from tfparallel.flight.job import behind, chrome_trace, doing, read_job, splits
+
+__all__ = ["main"]
+
+_COMMAND = Command(
+    name="trace",
+    summary="Reads the flight records of a job's workers: what each did last, which one the others "
+    "waited for, and where the time of a step goes. Writes a timeline of all on one clock.",
+    example="tfparallel trace logs --output=trace.json",
+    arguments="FOLDER [--flags]",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    return run_command("trace", lambda: _main(arguments), ())
+
+
+def _main(arguments: Sequence[str]) -> int:
+    values = flags.FlagValues()
+    flags.DEFINE_string(
+        "output",
+        None,
+        "Where to write the timeline, which chrome://tracing and ui.perfetto.dev show (.json).",
+        flag_values=values,
+    )
+    positional = parse_positional(_COMMAND, values, arguments)
+    if positional is None:
+        return 0
+    if len(positional) != 1 or not os.path.isdir(positional[0]):
+        raise UsageError(
+            "One folder is required, such as that of `tfparallel launch --log_dir`. Received: "
+            f"{' '.join(positional) or 'none'}. Example: {_COMMAND.example}"
+        )
+    try:
+        records = read_job(positional[0])
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    culprits, why = behind(records)
+    print(why)
+    for record in records:
+        sign = "*" if record.worker in culprits else " "
+        ended = record.about.get("ended")
+        last = "ended well" if ended == "well" else doing(record)
+        print(f"{sign} worker {record.worker} on {record.about['host']}: {last}")
+        if ended not in (None, "well"):
+            print(f"      {ended.splitlines()[0].partition('. ')[0]}")
+        if record.worker in culprits and record.stack:
+            print("      " + "\n      ".join(record.stack.splitlines()))
+    for split in splits(records):
+        print(f"  worker {split.worker}: {split}")
+    if values.output is not None:
+        with open(values.output, "w", encoding="utf-8") as file:
+            json.dump(chrome_trace(records), file)
+        print(f"wrote {values.output}")
+    return 0

@@ -1,0 +1,269 @@
+"""The flight records of a job's workers, side by side: who was behind, and where time goes.
+
+Workers step together, and none is further than the collective that it waits in. So the one that is
+behind all others is what they wait for. Clocks of several hosts differ; but a reduction ends on all
+workers within a millisecond or so, and the median over many says by how much.
+"""
+
+import dataclasses
+import os
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfparallel.flight.record import BEGINS, SUFFIX, Event, WorkerRecord, read_record
+
+__all__ = ["Split", "behind", "chrome_trace", "doing", "read_job", "splits"]
+
+_PHASES = ("input", "forward", "backward", "update")
+_STEPS = ("step", "between steps")
+_SILENT_SECONDS = 3.0  # A worker that lives says so twice a second.
+_NUM_FIRST_STEPS = 3  # They hold tracing, and comparisons of the batches.
+_LOST = ("WorkerLostError", "UnavailableError", "AbortedError", "InternalError")
+
+
+def read_job(folder: str | os.PathLike) -> list[WorkerRecord]:
+    """Returns the records of the last attempt in a folder, by worker.
+
+    Raises:
+        ValueError: If there are none.
+        OSError: If the folder cannot be read.
+    """
+    paths = [entry.path for entry in os.scandir(folder) if entry.name.endswith(SUFFIX)]
+    if not paths:
+        raise ValueError(
+            f"A folder with the flight records of a job is required (*{SUFFIX}; `tfparallel launch "
+            f"--log_dir=FOLDER` keeps them). Received: {os.fspath(folder)}, which has none."
+        )
+    records = [read_record(path) for path in paths]
+    last = max(record.about.get("attempt", 0) for record in records)
+    found = [record for record in records if record.about.get("attempt", 0) == last]
+    return sorted(found, key=lambda record: record.worker)
+
+
+def doing(record: WorkerRecord) -> str:
+    """What a worker did last: in which step, where in it, and for how long."""
+    now = record.now
+    seconds = max(0.0, now.end - now.begin)
+    if now.what != "in a step":
+        text = f"{now.what} (step {now.step} was the last)" if record.events else now.what
+        return f"{text}, for {seconds:.1f} s"
+    inside = _passed_in_step(record)
+    if not inside:
+        return f"in step {now.step}, waiting for its data, for {seconds:.1f} s"
+    name, when = inside[-1]
+    seconds = max(0.0, now.end - when)
+    if name.endswith(BEGINS):
+        return f"in step {now.step}, in `{name.removesuffix(BEGINS)}`, for {seconds:.1f} s"
+    return f"in step {now.step}, behind `{name}`, for {seconds:.1f} s"
+
+
+def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
+    """Names the workers that the others waited for.
+
+    Args:
+        records: As `read_job` returns them.
+
+    Returns:
+        Their indices, and why, in a sentence; no index if nobody can tell, or all is well.
+    """
+    num_workers = records[0].about.get("num_workers", len(records))
+    missing = sorted(set(range(num_workers)) - {record.worker for record in records})
+    if missing:
+        return tuple(missing), f"{_workers(missing)} left no record: no `fit` began there."
+    if all(record.about.get("ended") == "well" for record in records):
+        return (), "All workers ended well."
+    latest = max(record.now.end for record in records)
+    silent = [
+        record.worker
+        for record in records
+        if "ended" not in record.about and latest - record.now.end > _SILENT_SECONDS
+    ]
+    if silent and len(silent) < len(records):
+        return tuple(silent), (
+            f"{_workers(silent)} gave no sign of life any more, while others still did: killed, or "
+            "the host is gone."
+        )
+    failed = [
+        record
+        for record in records
+        if record.about.get("ended", "well") != "well"
+        and not record.about["ended"].startswith(_LOST)
+    ]
+    if failed:
+        first = min(failed, key=lambda record: record.about["ended_at"])
+        return (first.worker,), (
+            f"Worker {first.worker} failed: {first.about['ended'].splitlines()[0]}"
+        )
+    places = {record.worker: _progress(record) for record in records}
+    least, most = min(places.values()), max(places.values())
+    if least < most:
+        slow = [worker for worker, place in places.items() if place == least]
+        return tuple(slow), f"The others waited for {_workers(slow).lower()}."
+    return (), "All workers stand in the same place: look at what is between them."
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Where a worker's time goes: seconds of a step, on average.
+
+    Attributes:
+        worker: Its index.
+        num_steps: Of how many steps.
+        total: From the begin of a step to that of the next.
+        input: Waiting for the step's data.
+        compute: Forward, backward, update, and what else is in a step.
+        reduction: In collectives, from when the last worker had come.
+        waiting: In collectives, until then.
+        between: Callbacks, and the loop itself.
+    """
+
+    worker: int
+    num_steps: int
+    total: float
+    input: float
+    compute: float
+    reduction: float
+    waiting: float
+    between: float
+
+    def __str__(self):
+        parts = {
+            "input": self.input,
+            "compute": self.compute,
+            "reduction": self.reduction,
+            "waiting for others": self.waiting,
+            "between steps": self.between,
+        }
+        texts = [f"{name} {seconds * 1e3:.1f}" for name, seconds in parts.items()]
+        return f"{self.total * 1e3:.1f} ms a step (of {self.num_steps}): {', '.join(texts)}"
+
+
+def splits(records: Sequence[WorkerRecord]) -> list[Split]:
+    """Where the time of each worker goes, over the steps that all records hold.
+
+    Returns:
+        By worker; none where there are too few steps.
+    """
+    shifts = clock_shifts(records)
+    by_worker = {record.worker: _by_step(record, shifts[record.worker]) for record in records}
+    steps = sorted(set.intersection(*(set(steps) for steps in by_worker.values())))
+    steps = [step for step in steps[_NUM_FIRST_STEPS:] if _are_same(by_worker, step)]
+    if not steps:
+        return []
+    found = []
+    for worker, own in by_worker.items():
+        sums = dict.fromkeys(("total", "input", "compute", "reduction", "waiting", "between"), 0.0)
+        for step in steps:
+            events = own[step]
+            sums["between"] += _length(events.get("between steps"))
+            sums["input"] += _length(events.get("input"))
+            in_collectives = 0.0
+            for name in filter(is_collective, events):
+                come = max(other[step][name].begin for other in by_worker.values())
+                begin, end = events[name].begin, events[name].end
+                waiting = min(max(0.0, come - begin), end - begin)
+                sums["waiting"] += waiting
+                sums["reduction"] += end - begin - waiting
+                in_collectives += end - begin
+            length = _length(events.get("step"))
+            sums["total"] += length + _length(events.get("between steps"))
+            sums["compute"] += max(0.0, length - _length(events.get("input")) - in_collectives)
+        found.append(
+            Split(worker, len(steps), **{name: sums[name] / len(steps) for name in sums})
+        )
+    return found
+
+
+def clock_shifts(records: Sequence[WorkerRecord]) -> dict[int, float]:
+    """By how many seconds each worker's clock is ahead of the first one's."""
+    first = records[0]
+    ends = {(event.what, event.step): event.end for event in first.events}
+    shifts = {}
+    for record in records:
+        apart = [
+            event.end - ends[event.what, event.step]
+            for event in record.events
+            if is_collective(event.what) and (event.what, event.step) in ends
+        ]
+        is_near = record.about.get("host") == first.about.get("host") or not apart
+        shifts[record.worker] = 0.0 if is_near else statistics.median(apart)
+    return shifts
+
+
+def chrome_trace(records: Sequence[WorkerRecord]) -> dict[str, Any]:
+    """Returns a timeline of all workers on one clock, for chrome://tracing or Perfetto.
+
+    A process stands for a worker, with rows for its steps, what is in them, and collectives.
+    """
+    shifts = clock_shifts(records)
+    traced: list[dict[str, Any]] = []
+    for record in records:
+        name = f"worker {record.worker} ({record.about.get('host')})"
+        traced.append(_meta("process_name", record.worker, 0, name))
+        for row, of_row in enumerate(("steps", "in a step", "collectives")):
+            traced.append(_meta("thread_name", record.worker, row, of_row))
+        events = list(record.events)
+        if record.about.get("ended") != "well":
+            events.append(dataclasses.replace(record.now, what=doing(record)))
+        for event in events:
+            row = 2 if is_collective(event.what) else 1 if event.what in _PHASES else 0
+            begin = event.begin - shifts[record.worker]
+            traced.append(
+                {
+                    "name": event.what,
+                    "ph": "X",
+                    "pid": record.worker,
+                    "tid": row,
+                    "ts": begin * 1e6,
+                    "dur": max(0.0, event.end - event.begin) * 1e6,
+                    "args": {"step": event.step},
+                }
+            )
+    return {"traceEvents": traced, "displayTimeUnit": "ms"}
+
+
+def is_collective(what: str) -> bool:
+    """Whether an event is something that workers do together: "sum float32[1000]"."""
+    return re.fullmatch(r"\w+ \w+\[.*\]", what) is not None
+
+
+def _meta(name, worker, row, value):
+    return {"name": name, "ph": "M", "pid": worker, "tid": row, "args": {"name": value}}
+
+
+def _passed_in_step(record) -> list[tuple[str, float]]:
+    """The marks that the last step has passed, in order."""
+    begin = record.now.begin
+    passed = [(name, when) for name, when in record.marks.items() if when >= begin]
+    return sorted(passed, key=lambda mark: mark[1])
+
+
+def _progress(record) -> tuple[int, int]:
+    """How far it has come: the step, and how much of it."""
+    if record.now.what != "in a step":
+        return (record.now.step, len(record.marks) + 1)
+    return (record.now.step, len(_passed_in_step(record)))
+
+
+def _by_step(record, shift) -> dict[int, Mapping[str, Event]]:
+    found: dict[int, dict[str, Event]] = {}
+    for event in record.events:
+        moved = dataclasses.replace(event, begin=event.begin - shift, end=event.end - shift)
+        found.setdefault(event.step, {})[event.what] = moved
+    return {step: events for step, events in found.items() if "step" in events}
+
+
+def _are_same(by_worker, step) -> bool:
+    """Whether all workers ran the same collectives in a step."""
+    names = [set(filter(is_collective, own[step])) for own in by_worker.values()]
+    return all(each == names[0] for each in names)
+
+
+def _length(event) -> float:
+    return 0.0 if event is None else max(0.0, event.end - event.begin)
+
+
+def _workers(indices):
+    return f"Worker{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
