@@ -24,7 +24,7 @@ def test_what_is_written_is_read(record):
     record.now("in a step", 7, 10.0)
     record.alive(12.5)
     record.stands_at("a.py:1, in f\nb.py:2, in g")
-    record.add("step", 6, 8.0, 9.5)
+    record.add([("step", 6, 8.0, 9.5)])
     found = read_record(record.path)
     assert (found.about, found.worker) == (ABOUT, 1)
     assert found.now == Event("in a step", 7, 10.0, 12.5)
@@ -35,7 +35,7 @@ def test_what_is_written_is_read(record):
 
 def test_the_newest_events_take_the_place_of_the_oldest(record):
     for step in range(10_000):
-        record.add("step", step, step, step + 0.5)
+        record.add([("step", step, step, step + 0.5)])
     steps = [event.step for event in read_record(record.path).events]
     assert steps == list(range(10_000 - len(steps), 10_000)) and len(steps) > 8000
 
@@ -50,7 +50,7 @@ def test_an_end_is_kept_and_taken_back(record):
 def test_what_is_too_long_is_cut(record):
     record.now("x" * 1000, 0, 0.0)
     record.stands_at("y" * 100_000)
-    record.add("z" * 1000, 0, 0.0, 1.0)
+    record.add([("z" * 1000, 0, 0.0, 1.0)])
     record.name_marks(["long " * 100] * 100)
     found = read_record(record.path)
     assert len(found.now.what) == 256 and found.events[0].what == "z" * 52
@@ -62,7 +62,7 @@ def test_it_outlives_a_process_that_is_killed(tmp_path):
     program = (
         "import os, signal, sys\nfrom tfparallel.flight.record import FlightRecord\n"
         "record = FlightRecord(sys.argv[1], {'worker': 1})\n"
-        "record.add('step', 3, 1.0, 2.0)\nos.kill(os.getpid(), signal.SIGKILL)"
+        "record.add([('step', 3, 1.0, 2.0)])\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", program, path])
     assert done.returncode == -signal.SIGKILL

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from tfparallel.flight.marks import Marks
-from tfparallel.flight.record import FOLDER, Event, FlightRecord, path_of
+from tfparallel.flight.record import FOLDER, FlightRecord, path_of
 
 __all__ = ["FlightRecorder"]
 
@@ -53,7 +53,7 @@ class FlightRecorder(keras.callbacks.Callback):
         self._step, self._num_before = -1, self._marks.step + 1 if self._marks.names else 0
         self._begin = self._last = time.time()
         self._over = threading.Event()
-        self._since, self._has_looked = time.monotonic(), False
+        self._since, self._has_looked = self._begin, False
 
     @classmethod
     def wanted(cls, worker_index: int, num_workers: int) -> contextlib.AbstractContextManager:
@@ -79,20 +79,16 @@ class FlightRecorder(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step begins."""
         self._step += 1
-        self._marks.step = self._num_before + self._step
         self._begin = time.time()
-        self._add([Event("between steps", self._marks.step, self._last, self._begin)])
-        self._now("in a step")
+        self._marks.step = step = self._num_before + self._step
+        self._marks.record.add([("between steps", step, self._last, self._begin)])
+        self._now("in a step", self._begin)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step has ended, and what was in it."""
-        end, step = time.time(), self._marks.step
-        inside = self._marks.events_since(self._begin)
-        last = max([self._begin, *(event.end for event in inside)])
-        self._add([*inside, Event("update", step, last, end)])
-        self._add([Event("step", step, self._begin, end)])
-        self._last = end
-        self._now("between steps")
+        self._last = time.time()
+        self._marks.end_step(self._begin, self._last)
+        self._now("between steps", self._last)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that an epoch has ended."""
@@ -106,19 +102,16 @@ class FlightRecorder(keras.callbacks.Callback):
         """Notes that it has ended."""
         self._now("in a validation, between steps")
 
-    def _now(self, what):
-        self._marks.record.now(what, self._marks.step, time.time())
-        self._since = time.monotonic()
-        self._has_looked = False
-
-    def _add(self, events):
-        self._marks.record.add_all(events)
+    def _now(self, what, when=None):
+        when = time.time() if when is None else when
+        self._marks.record.now(what, self._marks.step, when)
+        self._since, self._has_looked = when, False
 
     def _watch(self, main_thread):
         while not self._over.wait(_LOOK_SECONDS):
             self._marks.read()
             self._marks.record.alive(time.time())
-            if not self._has_looked and time.monotonic() - self._since > _STANDS_SECONDS:
+            if not self._has_looked and time.time() - self._since > _STANDS_SECONDS:
                 self._has_looked = True
                 frame = sys._current_frames().get(main_thread)
                 stack = traceback.extract_stack(frame)[-_NUM_FRAMES:]

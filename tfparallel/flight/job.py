@@ -52,11 +52,12 @@ def doing(record: WorkerRecord) -> str:
     inside = _passed_in_step(record)
     if not inside:
         return f"in step {now.step}, waiting for its data, for {seconds:.1f} s"
+    for begin, when in inside:
+        name = begin.removesuffix(BEGINS)
+        if name != begin and record.marks.get(name, 0.0) < when:
+            return f"in step {now.step}, in `{name}`, for {now.end - when:.1f} s"
     name, when = inside[-1]
-    seconds = max(0.0, now.end - when)
-    if name.endswith(BEGINS):
-        return f"in step {now.step}, in `{name.removesuffix(BEGINS)}`, for {seconds:.1f} s"
-    return f"in step {now.step}, behind `{name}`, for {seconds:.1f} s"
+    return f"in step {now.step}, behind `{name}`, for {max(0.0, now.end - when):.1f} s"
 
 
 def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
@@ -256,7 +257,9 @@ def _by_step(record, shift) -> dict[int, Mapping[str, Event]]:
 
 
 def _are_same(by_worker, step) -> bool:
-    """Whether all workers ran the same collectives in a step."""
+    """Whether all workers looked into a step, and ran the same collectives in it."""
+    if not all("update" in own[step] for own in by_worker.values()):
+        return False
     names = [set(filter(is_collective, own[step])) for own in by_worker.values()]
     return all(each == names[0] for each in names)
 

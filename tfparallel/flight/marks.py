@@ -1,14 +1,15 @@
 """Marks in the graph of a step: when the step passes each, without Python.
 
 A mark is an operation that reads the clock once its tensors are there, and one that writes it into
-the mark's place of one small variable: some ten microseconds. Nothing waits for a mark, and marks
-wait for nothing but their tensors. On a GPU, which works behind the host, it is when the work was
-handed over.
+the mark's place of a small variable: some five microseconds. Nothing waits for a mark, but for that
+where a collective begins. On a GPU, which works behind the host, it is when the work was handed
+over.
 
 In eager mode, and where nobody records (`Marks.current`), there are none.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,10 +17,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.flight.record import BEGINS, NUM_MARKS, Event, FlightRecord
+from tfparallel.flight.record import BEGINS, NUM_MARKS, FlightRecord
 from tfparallel.seams.tensorflow import run_independently
 
 __all__ = ["Marks", "around", "around_python", "mark"]
+
+
+_LOOK_SECONDS = 0.01  # Of steps that are shorter, not each is looked at.
 
 
 class Marks:
@@ -36,8 +40,11 @@ class Marks:
         self.names: list[str] = []
         self.step = 0
         with tf.init_scope(), tf.device("CPU:0"):
-            self.times = tf.Variable(tf.zeros([NUM_MARKS], tf.float64), trainable=False)
-        self._seen, self._python_times = np.zeros(NUM_MARKS), np.zeros(NUM_MARKS)
+            self.times, self.times_of_collectives = (
+                tf.Variable(tf.zeros([NUM_MARKS], tf.float64), trainable=False) for _ in range(2)
+            )
+        self._python_times = np.zeros(NUM_MARKS)
+        self._mean, self._one_in = 1.0, 1
 
     def place(self, name: str) -> int | None:
         """The mark's place in the variable; None if there are too many."""
@@ -56,27 +63,32 @@ class Marks:
 
     def read(self) -> np.ndarray:
         """When each was passed last."""
-        times = np.maximum(self.times.numpy(), self._python_times)
+        times = self._python_times
+        for variable in (self.times, self.times_of_collectives):
+            read = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float64)
+            times = np.maximum(times, read.numpy())
         self.record.passed(times.tobytes())
         return times
 
-    def events_since(self, begin: float) -> list[Event]:
-        """What has happened since the last call, in a step that began then."""
-        times = self.read()
-        fresh = {
-            name: times[place]
-            for place, name in enumerate(self.names)
-            if times[place] > self._seen[place]
-        }
-        self._seen = times
-        found, last = [], begin
-        for name, end in sorted(fresh.items(), key=lambda item: item[1]):
-            if name.endswith(BEGINS):
-                continue
-            began = fresh.get(name + BEGINS, last)
-            found.append(Event(name, self.step, min(began, end), end))
-            last = end
-        return found
+    def end_step(self, begin: float, end: float) -> None:
+        """Records a step, and what has been passed in it."""
+        step, last = self.step, begin
+        found, passed = [], {}
+        self._mean += (end - begin - self._mean) / 8
+        if step % self._one_in == 0:
+            times = self.read()
+            fresh = np.flatnonzero(times >= begin)
+            passed = {self.names[place]: float(times[place]) for place in fresh}
+            # Powers of two, so that workers of different speed look at the same steps.
+            self._one_in = 1 << max(0, math.ceil(math.log2(_LOOK_SECONDS / self._mean)))
+        for name in sorted(passed, key=passed.__getitem__):
+            if not name.endswith(BEGINS):
+                when = passed[name]
+                found.append((name, step, min(passed.get(name + BEGINS, last), when), when))
+                last = when
+        found += [("update", step, last, end)] if passed else []
+        found.append(("step", step, begin, end))
+        self.record.add(found)
 
 
 def mark(name: str, tensors: Sequence[Any]) -> None:
@@ -86,22 +98,14 @@ def mark(name: str, tensors: Sequence[Any]) -> None:
         name: What ends there; it began where the last ended.
         tensors: They.
     """
-    marks = Marks.current
-    if marks is None or tf.executing_eagerly():
-        return
-    place = marks.place(name)
-    if place is None:
-        return
-    known = [x.values if isinstance(x, tf.IndexedSlices) else x for x in tensors]
-    with tf.device("CPU:0"), tf.control_dependencies([x for x in known if tf.is_tensor(x)]):
-        now = tf.timestamp()
-        run_independently(now.op)
-        handle = marks.times.handle
-        tf.raw_ops.ResourceScatterUpdate(resource=handle, indices=place, updates=now)
+    if Marks.current is not None:
+        _write(name, tensors, Marks.current.times)
 
 
 def around(name: str, tensor: tf.Tensor, run: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Runs something between two marks.
+    """Runs a collective between two marks, of which it waits for the first.
+
+    Else a worker whose collective waits for the others might not come to write it.
 
     Args:
         name: What it is.
@@ -111,10 +115,27 @@ def around(name: str, tensor: tf.Tensor, run: Callable[[], tf.Tensor]) -> tf.Ten
     Returns:
         What it returns.
     """
-    mark(name + BEGINS, [tensor])
-    result = run()
-    mark(name, [result])
+    if Marks.current is None:
+        return run()
+    variable = Marks.current.times_of_collectives
+    begun = _write(name + BEGINS, [tensor], variable)
+    with tf.control_dependencies([] if begun is None else [begun]):
+        result = run()
+    _write(name, [result], variable)
     return result
+
+
+def _write(name, tensors, variable) -> tf.Operation | None:
+    """What writes the time into the mark's place; these run in the order of the program."""
+    if tf.executing_eagerly() or (place := Marks.current.place(name)) is None:
+        return None
+    known = [x.values if isinstance(x, tf.IndexedSlices) else x for x in tensors]
+    with tf.device("CPU:0"), tf.control_dependencies([x for x in known if tf.is_tensor(x)]):
+        now = tf.timestamp()
+        run_independently(now.op)
+        return tf.raw_ops.ResourceScatterUpdate(
+            resource=variable.handle, indices=place, updates=now
+        )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -77,7 +77,7 @@ class FlightRecord:
     def __init__(self, path: str | os.PathLike, about: Mapping[str, Any]):
         self.path = os.fspath(path)
         self._lock = threading.Lock()
-        self._num_events = 0
+        self._num_events, self._stands = 0, False
         with open(self.path, "w+b") as file:
             file.truncate(_SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
@@ -85,24 +85,20 @@ class FlightRecord:
         self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
         self._map[: len(_MAGIC)] = _MAGIC
 
-    def add(self, what: str, step: int, begin: float, end: float) -> None:
-        """Keeps an event."""
-        self.add_all([Event(what, step, begin, end)])
-
-    def add_all(self, events: Sequence[Event]) -> None:
-        """Keeps events."""
+    def add(self, events: Iterable[tuple[str, int, float, float]]) -> None:
+        """Keeps events: what, the step, begin and end each, as of `Event`."""
         with self._lock:
-            for event in events:
+            for what, step, begin, end in events:
                 place = _EVENTS + self._num_events % _NUM_EVENTS * _EVENT.size
                 self._num_events += 1
-                name = event.what.encode()[:52]
-                fields = (event.begin, event.end, event.step, name)
-                _EVENT.pack_into(self._map, place, self._num_events, *fields)
+                name = what.encode()[:52]
+                _EVENT.pack_into(self._map, place, self._num_events, begin, end, step, name)
 
     def now(self, what: str, step: int, since: float) -> None:
         """Says what the worker does from now on."""
         _STATE.pack_into(self._map, _NOW, since, since, step, what.encode()[:256])
-        self.stands_at("")
+        if self._stands:
+            self.stands_at("")
 
     def alive(self, when: float) -> None:
         """Says that the worker's process lives."""
@@ -113,6 +109,7 @@ class FlightRecord:
         text = stack.encode()[: _STACK_BYTES - 1]
         start = _NOW + _STATE.size
         self._map[start : start + len(text) + 1] = text + b"\0"
+        self._stands = bool(text)
 
     def name_marks(self, names: Sequence[str]) -> None:
         """Says what the marks are, by their places."""
