@@ -52,6 +52,7 @@ class FlightRecorder(keras.callbacks.Callback):
         self._marks = Marks.current
         self._step, self._num_before = -1, self._marks.step + 1 if self._marks.names else 0
         self._begin = self._last = time.time()
+        self._pause = "before the first step"
         self._over = threading.Event()
         self._since, self._has_looked = self._begin, False
 
@@ -81,7 +82,8 @@ class FlightRecorder(keras.callbacks.Callback):
         self._step += 1
         self._begin = time.time()
         self._marks.step = step = self._num_before + self._step
-        self._marks.record.add([("between steps", step, self._last, self._begin)])
+        self._marks.record.add([(self._pause, step, self._last, self._begin)])
+        self._pause = "between steps"
         self._now("in a step", self._begin)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -92,6 +94,7 @@ class FlightRecorder(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that an epoch has ended."""
+        self._pause = "between epochs"
         self._now(f"between epochs {epoch} and {epoch + 1}")
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:

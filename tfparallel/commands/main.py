@@ -13,7 +13,7 @@ _COMMANDS = {
     "train": "trains a task file under the form that --parallel names",
     "check": "proves that a form trains to the same weights as one device",
     "launch": "starts, watches, restarts and stops the workers of a job",
-    "bench": "measures collectives (which algorithm is fast here, and is it right), and pipelines",
+    "bench": "measures collectives (which is fast here, and is it right), pipelines, and scaling",
     "plan": "says how many devices a task needs, and which layers go where",
     "trace": "says what each worker of a job did last, and who was waited for",
     "doctor": "says what will fail on this host, in this cluster, with these versions",
@@ -22,6 +22,7 @@ _COMMANDS = {
 # What a first argument makes another program.
 _PROGRAMS = {
     ("bench", "pipeline"): "bench_pipeline",
+    ("bench", "train"): "bench_train",
     ("plan", "all_reduce"): "plan_all_reduce",
 }
 
@@ -30,6 +31,7 @@ usage: tfparallel COMMAND TASK.py [--flags]
        tfparallel launch [--flags] -- PROGRAM [ARGUMENTS]
        tfparallel bench all_reduce [TASK.py] [--flags]
        tfparallel bench pipeline TASK.py [--flags]
+       tfparallel bench train TASK.py [--flags]
        tfparallel plan all_reduce [--flags]
        tfparallel trace FOLDER [--flags]
        tfparallel doctor [--flags]

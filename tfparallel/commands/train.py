@@ -45,6 +45,13 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string("save", None, "Write the model here (.keras).", flag_values=values)
     flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
     flags.DEFINE_string(
+        "trace",
+        None,
+        "Write a timeline of all workers' last steps here (.json), for chrome://tracing or "
+        "ui.perfetto.dev: input, forward, backward, each reduction, update.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
         "checkpoint_dir",
         None,
         "Write the state here after each epoch, and resume from it.",
@@ -83,6 +90,7 @@ def _problems(values: flags.FlagValues) -> list[str]:
         )
     problems += path_problems("save", values.save, ".keras")
     problems += path_problems("report", values.report, ".json")
+    problems += path_problems("trace", values.trace, ".json")
     problems += _checkpoint_problems(values)
     if values.inject is not None:
         try:
@@ -136,7 +144,7 @@ def _finish(result: Any, values: flags.FlagValues) -> int:
         return 1
     if not result.is_chief:
         return 0
-    for name in ("save", "report"):
+    for name in ("save", "report", "trace"):
         if getattr(values, name) is not None:
             print(f"wrote {getattr(values, name)}")
     return 0

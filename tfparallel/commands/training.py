@@ -18,6 +18,7 @@ from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.between_workers import WorkerLostError
+from tfparallel.commands import step_records
 from tfparallel.commands.auto_form import start_chosen_form
 from tfparallel.commands.flags import LostError, UsageError
 from tfparallel.commands.forms import compiling, use_precision
@@ -54,6 +55,11 @@ def train(path: str, values: flags.FlagValues) -> Result:
         TaskError: If the task file breaks its contract.
         UsageError: If the devices or the checkpoint do not fit the flags.
     """
+    with step_records.folder_for_records(bool(values.report or values.trace)):
+        return _train(path, values)
+
+
+def _train(path, values):
     # Before the task file is imported: its imports may start TensorFlow's
     # runtime, and the CPU cannot be split after that.
     form, plan = start_chosen_form(path, values, lambda: _facts(path, values))
@@ -105,9 +111,13 @@ def train(path: str, values: flags.FlagValues) -> Result:
     if checkpoint is not None:
         preemption = Preemption(checkpoint)
         callbacks.append(preemption)
+    recorder: Any = contextlib.nullcontext()
+    if form.workers is None:
+        recorder = step_records.alone()
+        callbacks += [recorder] if isinstance(recorder, keras.callbacks.Callback) else []
     failure = None
     try:
-        with preemption:
+        with preemption, recorder:
             model.fit(
                 batches.dataset,
                 epochs=values.epochs or task.epochs or 1,
@@ -122,6 +132,11 @@ def train(path: str, values: flags.FlagValues) -> Result:
         raise LostError(str(error)) from error
     except (NaNLossError, CheckpointError) as error:
         failure = str(error)
+    records = []
+    if failure is None and (values.report or values.trace):
+        records = step_records.gathered(form.workers)
+    if records and values.trace and form.is_chief:
+        step_records.write_timeline(values.trace, records)
     if checkpoint is not None:
         del step_time.seconds[: checkpoint.num_passed]
     if failure is None and values.save is not None:
@@ -138,6 +153,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
             for name, values in model.history.history.items()
         },
         "step_time_seconds": step_time.summary(),
+        "time_of_a_step_seconds": step_records.time_of_a_step(records),
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_bytes_of_gpus(form.devices),
     }
@@ -188,7 +204,7 @@ def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
 
 def _report_of_data(form, batches, model, global_batch_size) -> dict[str, Any]:
     report = batches.report()
-    if form.name == "data" and not form.num_servers:
+    if form.name == "data" and not form.num_servers and model.strategy is not None:
         rows = rows_by_replica(model.distribute_strategy, global_batch_size)
         report |= {"partition": "batch", "rows_of_a_full_batch": rows}
     return report

@@ -16,8 +16,7 @@ from tfparallel.flight.record import BEGINS, SUFFIX, Event, WorkerRecord, read_r
 
 __all__ = ["Split", "behind", "chrome_trace", "doing", "read_job", "splits"]
 
-_PHASES = ("input", "forward", "backward", "update")
-_STEPS = ("step", "between steps")
+_PHASES = ("input", "forward", "backward", "passes", "update")
 _SILENT_SECONDS = 3.0  # A worker that lives says so twice a second.
 _NUM_FIRST_STEPS = 3  # They hold tracing, and comparisons of the batches.
 _LOST = ("WorkerLostError", "UnavailableError", "AbortedError", "InternalError")
@@ -150,7 +149,7 @@ def splits(records: Sequence[WorkerRecord]) -> list[Split]:
     shifts = clock_shifts(records)
     by_worker = {record.worker: _by_step(record, shifts[record.worker]) for record in records}
     steps = sorted(set.intersection(*(set(steps) for steps in by_worker.values())))
-    steps = [step for step in steps[_NUM_FIRST_STEPS:] if _are_same(by_worker, step)]
+    steps = [step for step in steps[_NUM_FIRST_STEPS:] if _can_compare(by_worker, step)]
     if not steps:
         return []
     found = []
@@ -256,11 +255,12 @@ def _by_step(record, shift) -> dict[int, Mapping[str, Event]]:
     return {step: events for step, events in found.items() if "step" in events}
 
 
-def _are_same(by_worker, step) -> bool:
-    """Whether all workers looked into a step, and ran the same collectives in it."""
-    if not all("update" in own[step] for own in by_worker.values()):
+def _can_compare(by_worker, step) -> bool:
+    """Whether all looked into a step, within an epoch, and ran the same collectives in it."""
+    own = [of_worker[step] for of_worker in by_worker.values()]
+    if not all("update" in events and "between steps" in events for events in own):
         return False
-    names = [set(filter(is_collective, own[step])) for own in by_worker.values()]
+    names = [set(filter(is_collective, events)) for events in own]
     return all(each == names[0] for each in names)
 
 

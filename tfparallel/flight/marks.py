@@ -91,15 +91,20 @@ class Marks:
         self.record.add(found)
 
 
-def mark(name: str, tensors: Sequence[Any]) -> None:
+def mark(name: str, tensors: Sequence[Any]) -> list[tf.Operation]:
     """Marks where tensors are there, in the graph that is being traced.
 
     Args:
         name: What ends there; it began where the last ended.
         tensors: They.
+
+    Returns:
+        The operation that marks, for what should not run before it; none where nothing is marked.
     """
-    if Marks.current is not None:
-        _write(name, tensors, Marks.current.times)
+    if Marks.current is None:
+        return []
+    written = _write(name, tensors, Marks.current.times)
+    return [] if written is None else [written]
 
 
 def around(name: str, tensor: tf.Tensor, run: Callable[[], tf.Tensor]) -> tf.Tensor:

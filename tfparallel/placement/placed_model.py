@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfparallel.checkpoint.streamed import save_streamed
 from tfparallel.data.shard import count_rows
 from tfparallel.extend import original_class
+from tfparallel.flight.marks import mark
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.optimizer import place_updates
 from tfparallel.placement.processes import has_others, naming_lost_process
@@ -131,8 +132,11 @@ class PlacedModel(OneStep):
 
     def train_step(self, data):
         """One step of training, as Keras's own; every operation on its layer's device."""
+        mark("input", keras.tree.flatten(data))
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        return self._trained_on(self._passes(x, y, sample_weight), x, y, sample_weight)
+        found = self._passes(x, y, sample_weight)
+        mark("passes", found.gradients)
+        return self._trained_on(found, x, y, sample_weight)
 
     def test_step(self, data):
         """One step of evaluation, as Keras's own."""

@@ -214,7 +214,11 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
     def train_step(self, data):
         """One step of training, for the global batch."""
         if self.strategy is None:
-            return super().train_step(data)
+            leaves = list(filter(_is_symbolic, keras.tree.flatten(data)))
+            # The clock cannot be read where XLA compiles.
+            come = [] if self.jit_compile or not leaves else mark("input", leaves)
+            with tf.control_dependencies(come):
+                return super().train_step(data)
         extend_parts(self)
         worker_rows = None
         if not self._is_silent:
@@ -227,8 +231,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
             # reset of an accumulator) must not run either. A dependency on an argument, or on its
             # identity, is lost when the step is inlined; on this op it is not.
             tensors = [leaf for leaf in keras.tree.flatten(data) if _is_symbolic(leaf)]
-            mark("input", tensors)
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
+            arrived += mark("input", tensors) if tensors else []
             with tf.control_dependencies(arrived):
                 if self._accumulates:
                     return self._train_accumulating(data)

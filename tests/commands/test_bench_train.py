@@ -1,0 +1,44 @@
+"""`tfparallel bench train`, on real jobs, with and without what holds them up."""
+
+import json
+
+import pytest
+
+from tests.commands.command_line import TASKS, tfparallel
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nproc_per_node=1,two"], "must be numbers of workers, such as 1,2,4. Received: "),
+        (["--steps=3"], "At least 10 is required. Received: --steps=3"),
+        (["--global_batch_size=0"], "At least 1 is required"),
+        (["--link_gbits=0"], "--link_gbits must be positive"),
+        (["--inject=kill"], "A fault must follow the grammar"),
+        (["--plot=a.pdf"], "must end in .png"),
+    ],
+)
+def test_flags_that_cannot_be(flags, message):
+    code, _, errors = tfparallel("bench", "train", TASKS / "blobs.py", *flags)
+    assert code == 2 and message in errors
+
+
+def test_a_task_file_that_is_not_there():
+    code, _, errors = tfparallel("bench", "train", "nowhere.py")
+    assert code == 2 and "No such task file. Received: nowhere.py" in errors
+
+
+@pytest.mark.slow
+def test_a_slow_worker_is_found_and_drawn(tmp_path):
+    code, shown, errors = tfparallel(
+        *("bench", "train", TASKS / "blobs.py", "--nproc_per_node=1,2", "--steps=30"),
+        *(f"--json={tmp_path}/a.json", f"--plot={tmp_path}/a.png", "--inject=slow:worker=1,ms=50"),
+    )
+    assert code == 0, errors
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["verdicts"]["2"].startswith("worker 1 is slow")
+    assert "2 workers: worker 1 is slow" in shown and "strong scaling" in shown
+    first, second = found["strong"][1]["splits"]
+    assert first["waiting"] > 0.04 > second["waiting"] and second["between"] > 0.04
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert [run["global_batch_size"] for run in found["weak"]] == [64, 128]

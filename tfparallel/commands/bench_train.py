@@ -1,0 +1,241 @@
+"""`tfparallel bench train TASK.py`: how a training scales over workers, and what holds it up."""
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from tfparallel.cluster.environment import available_cores
+from tfparallel.commands.flags import (
+    Command,
+    StartError,
+    UsageError,
+    parse,
+    path_problems,
+    run_command,
+)
+from tfparallel.diagnostics.faults import parse_fault
+from tfparallel.flight.diagnosis import verdict
+from tfparallel.flight.job import Split
+
+__all__ = ["main"]
+
+_COMMAND = Command(
+    name="bench train",
+    summary="Trains a task for some steps on each number of workers, all with the same threads "
+    "each: with the same batch in all (strong scaling), and with the same rows a worker (weak). "
+    "Says where the time of a step goes, and what holds it up.",
+    example="tfparallel bench train models/digits_cnn.py --nproc_per_node=1,2 --plot=scaling.png",
+)
+_DEADLINE_SECONDS = 900.0
+_PARTS = ("input", "compute", "reduction", "waiting", "between")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """One run.
+
+    Attributes:
+        num_workers: Its workers.
+        global_batch_size: Rows of a step.
+        splits: Where the time of each worker's step goes.
+        sent_bytes: What a worker handed to the others in a step.
+    """
+
+    num_workers: int
+    global_batch_size: int
+    splits: Sequence[Split]
+    sent_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return max(split.total for split in self.splits)
+
+    @property
+    def examples_per_second(self) -> float:
+        """Of all workers."""
+        return self.global_batch_size / self.seconds
+
+    def mean(self, part: str) -> float:
+        """A part of the step's time, on average over the workers."""
+        return sum(getattr(split, part) for split in self.splits) / len(self.splits)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    values = _flags()
+
+    def run() -> int:
+        path = parse(_COMMAND, values, arguments)
+        if path is None:
+            return 0
+        problems = _problems(values)
+        if not os.path.exists(path):
+            problems.append(f"No such task file. Received: {path}.")
+        if problems:
+            raise UsageError("\n".join(problems))
+        return _bench(path, values)
+
+    return run_command(_COMMAND.name, run, ())
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_list(
+        "nproc_per_node", ["1", "2"], "Numbers of workers, each on this host.", flag_values=values
+    )
+    flags.DEFINE_integer("global_batch_size", 64, "Rows of a step, in all.", flag_values=values)
+    flags.DEFINE_integer("steps", 100, "Steps of each run.", flag_values=values)
+    flags.DEFINE_string(
+        "all_reduce", None, "What sums the gradients; as for train.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "inject", None, "A fault for runs of several workers; as for train.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "link_gbits",
+        None,
+        "What the link between the workers' hosts carries, in Gbit/s, for the verdict.",
+        flag_values=values,
+    )
+    flags.DEFINE_string("json", None, "Write all figures here (.json).", flag_values=values)
+    flags.DEFINE_string(
+        "plot", None, "Draw the split of a step, and the scaling (.png).", flag_values=values
+    )
+    return values
+
+
+def _problems(values) -> list[str]:
+    problems = []
+    numbers = values.nproc_per_node
+    if not numbers or not all(text.isdecimal() and int(text) >= 1 for text in numbers):
+        problems.append(
+            "--nproc_per_node must be numbers of workers, such as 1,2,4. Received: "
+            f"--nproc_per_node={','.join(numbers)}."
+        )
+    for name, least in (("global_batch_size", 1), ("steps", 10)):
+        if getattr(values, name) < least:
+            problems.append(
+                f"At least {least} is required. Received: --{name}={getattr(values, name)}."
+            )
+    if values.link_gbits is not None and values.link_gbits <= 0:
+        problems.append(f"--link_gbits must be positive. Received: {values.link_gbits}.")
+    if values.inject is not None:
+        try:
+            parse_fault(values.inject)
+        except ValueError as error:
+            problems.append(str(error))
+    if values.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append(
+            "--plot needs matplotlib, which is not installed. Received: "
+            f"--plot={values.plot}. Install it: pip install 'tfparallel[bench]'"
+        )
+    for name, suffix in (("json", ".json"), ("plot", ".png")):
+        problems += path_problems(name, getattr(values, name), suffix)
+    return problems
+
+
+def _bench(path: str, values) -> int:
+    numbers = sorted({int(text) for text in values.nproc_per_node})
+    rows = values.global_batch_size
+    strong = {number: _run(path, values, number, rows, max(numbers)) for number in numbers}
+    weak = {numbers[0]: strong[numbers[0]]}
+    for number in numbers[1:]:
+        weak[number] = _run(path, values, number, rows * number // numbers[0], max(numbers))
+    for name, runs in (("strong", strong), ("weak", weak)):
+        print(f"\n{name} scaling")
+        print("\n".join(_table(runs)))
+    print()
+    link_bits = None if values.link_gbits is None else values.link_gbits * 1e9
+    verdicts = {}
+    for number, run in strong.items():
+        alone = strong[numbers[0]].mean("compute") * numbers[0] / number
+        verdicts[number] = verdict(
+            run.splits,
+            sent_bytes=run.sent_bytes,
+            link_bits=link_bits,
+            expected_compute=None if number == numbers[0] else alone,
+        )
+    for number, text in verdicts.items():
+        print(f"{number} worker{'s' * (number > 1)}: {text}")
+    if values.json is not None:
+        found: dict[str, Any] = {"task": path, "verdicts": verdicts}
+        for name, runs in (("strong", strong), ("weak", weak)):
+            found[name] = [dataclasses.asdict(run) for run in runs.values()]
+        with open(values.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=2)
+    if values.plot is not None:
+        plot = importlib.import_module("tfparallel.bench.scaling_plot")
+        title = f"{os.path.basename(path)}: {verdicts[numbers[-1]].partition(':')[0]}"
+        plot.draw(values.plot, list(strong.values()), list(weak.values()), title)
+    for name in ("json", "plot"):
+        if getattr(values, name) is not None:
+            print(f"wrote {getattr(values, name)}")
+    return 0
+
+
+def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
+    print(
+        f"{num_workers} worker{'s' * (num_workers > 1)}, {global_batch_size} rows a step …",
+        file=sys.stderr,
+        flush=True,
+    )
+    threads = str(max(1, len(available_cores()) // most))
+    with tempfile.TemporaryDirectory(prefix="tfparallel_bench_") as folder:
+        report = os.path.join(folder, "report.json")
+        tfparallel = (sys.executable, "-m", "tfparallel")
+        train = [*tfparallel, "train", path, "--parallel=data", "--num_devices=1", "--epochs=1"]
+        train += [f"--steps_per_epoch={values.steps}", f"--report={report}"]
+        train += [f"--global_batch_size={global_batch_size}"]
+        if values.all_reduce is not None and num_workers > 1:
+            train.append(f"--all_reduce={values.all_reduce}")
+        if values.inject is not None and parse_fault(values.inject).worker < num_workers > 1:
+            train.append(f"--inject={values.inject}")
+        environment = {
+            "OMP_NUM_THREADS": threads,
+            "TF_NUM_INTRAOP_THREADS": threads,
+            "TF_NUM_INTEROP_THREADS": threads,
+        }
+        launch = [*tfparallel, "launch", f"--nproc_per_node={num_workers}"]
+        done = subprocess.run(
+            [*launch, f"--log_dir={folder}", "--", *train],
+            env=environment | os.environ,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_SECONDS,
+        )
+        if done.returncode:
+            raise StartError(
+                f"A run of {num_workers} workers ended with code {done.returncode}:\n"
+                f"{(done.stdout + done.stderr)[-3000:]}"
+            )
+        with open(report, encoding="utf-8") as file:
+            found = json.load(file)
+    parts = found.get("time_of_a_step_seconds")
+    if not parts:
+        raise StartError(f"A run of {values.steps} steps says too little. Take more --steps.")
+    sent = sum((found.get("sent_bytes_in_a_step") or {}).values())
+    return Scaling(num_workers, global_batch_size, [Split(**part) for part in parts], sent)
+
+
+def _table(runs) -> list[str]:
+    first = next(iter(runs.values()))
+    head = ["workers", "rows", "ms a step", "examples/s", "of ideal"]
+    head += ["input", "compute", "reduction", "waiting", "between"]
+    lines = ["  ".join(f"{name:>10}" for name in head)]
+    for number, run in runs.items():
+        ideal = first.examples_per_second * number / first.num_workers
+        cells = [f"{number}", f"{run.global_batch_size}", f"{run.seconds * 1e3:.1f}"]
+        cells += [f"{run.examples_per_second:,.0f}", f"{run.examples_per_second / ideal:.0%}"]
+        cells += [f"{run.mean(part) * 1e3:.1f}" for part in _PARTS]
+        lines.append("  ".join(f"{cell:>10}" for cell in cells))
+    return lines

@@ -1,0 +1,109 @@
+"""What holds a job up, in a sentence: from where the time of its workers' steps goes."""
+
+import statistics
+from collections.abc import Sequence
+
+from tfparallel.flight.job import Split
+
+__all__ = ["verdict"]
+
+_MUCH = 0.25  # Of a step.
+_SLOWER = 1.25  # Than the others.
+_SMALL_BYTES = 4e6  # A sum of fewer takes as long as the workers need to meet.
+_LINK_RATIO = 0.5  # Of the link's rate.
+
+
+def verdict(
+    splits: Sequence[Split],
+    *,
+    sent_bytes: float = 0.0,
+    link_bits: float | None = None,
+    expected_compute: float | None = None,
+) -> str:
+    """Says what holds a job up.
+
+    Args:
+        splits: Of each worker, as `job.splits` returns them.
+        sent_bytes: What a worker hands to the others in a step.
+        link_bits: What the link between the hosts carries, in bits a second, if that is known.
+        expected_compute: What a step would compute for, in seconds, if half the rows took half the
+            time, by a run of fewer workers; None for the first.
+
+    Returns:
+        A sentence, that begins with the cause.
+    """
+    total = statistics.mean(split.total for split in splits)
+    mean = {
+        name: statistics.mean(getattr(split, name) for split in splits)
+        for name in ("input", "compute", "reduction", "waiting", "between")
+    }
+    slow = _slow_worker(splits, total)
+    if slow is not None:
+        own, others, where = slow[1:]
+        return (
+            f"worker {slow[0]} is slow: it takes {own * 1e3:.1f} ms of its own for a step, the "
+            f"others {others * 1e3:.1f} ms; the difference is {where}."
+        )
+    if mean["input"] > _MUCH * total:
+        return (
+            f"input-bound: {mean['input'] * 1e3:.1f} of {total * 1e3:.1f} ms a step wait for data. "
+            "Read and decode ahead (`prefetch`), or on more threads."
+        )
+    if mean["between"] > _MUCH * total:
+        return (
+            f"callbacks: {mean['between'] * 1e3:.1f} of {total * 1e3:.1f} ms a step go by between "
+            "two steps, in callbacks and in the loop. Take steps_per_execution, or callbacks that "
+            "look more rarely."
+        )
+    meeting = mean["reduction"] + mean["waiting"]
+    if meeting > _MUCH * total:
+        rate = 8 * sent_bytes / mean["reduction"] if mean["reduction"] else 0.0
+        near_limit = link_bits is not None and rate > _LINK_RATIO * link_bits
+        if near_limit or (sent_bytes > _SMALL_BYTES and mean["reduction"] > mean["waiting"]):
+            of = "" if link_bits is None else f" of {link_bits / 1e9:.2g}"
+            return (
+                f"the link carries {rate / 1e9:.2g}{of} Gbit/s: {mean['reduction'] * 1e3:.1f} of "
+                f"{total * 1e3:.1f} ms a step are the sum of {sent_bytes / 1e6:.3g} MB. Send less: "
+                "compression='powersgd:2', sync='local_sgd:8' or 'accumulate:4'."
+            )
+        return (
+            f"batch too small: a step computes for {mean['compute'] * 1e3:.1f} ms, and "
+            f"{meeting * 1e3:.1f} ms go by until the workers have met and summed. Give each more "
+            "rows, or take sync='accumulate:4'."
+        )
+    if expected_compute is not None and mean["compute"] - expected_compute > _MUCH * total:
+        return (
+            f"batch too small: a worker computes for {mean['compute'] * 1e3:.1f} ms, and its share "
+            f"of the rows of fewer workers would be {expected_compute * 1e3:.1f} ms. Give each "
+            "more rows (weak scaling)."
+        )
+    return (
+        f"nothing holds it up: {(mean['compute'] + mean['input']) / total:.0%} of a step of "
+        f"{total * 1e3:.1f} ms compute."
+    )
+
+
+def _slow_worker(splits, total):
+    """The worker that the others wait for, its time and theirs, and where the difference is."""
+    if len(splits) < 2:
+        return None
+    names = ("input", "compute", "between")
+    own = {split.worker: sum(getattr(split, name) for name in names) for split in splits}
+    slowest = max(own, key=own.__getitem__)
+    others = [split for split in splits if split.worker != slowest]
+    theirs = statistics.median(own[split.worker] for split in others)
+    waiting = statistics.median(split.waiting for split in others)
+    if own[slowest] < _SLOWER * theirs or waiting < (_MUCH / 2) * total:
+        return None
+    (of_slow,) = [split for split in splits if split.worker == slowest]
+    texts = {
+        "input": "in waiting for its data",
+        "compute": "in what it computes",
+        "between": "between two steps, in a callback or the loop",
+    }
+    where = max(
+        names,
+        key=lambda name: getattr(of_slow, name)
+        - statistics.median(getattr(split, name) for split in others),
+    )
+    return slowest, own[slowest], theirs, texts[where]
