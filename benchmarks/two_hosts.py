@@ -73,6 +73,16 @@ def linked(rate="1gbit"):
         yield names
 
 
+def on_host(name):
+    """What precedes a command that is to run on a host."""
+    return ["env", f"{HOST_VARIABLE}={name}", *ON_HOST]
+
+
+def cut(names):
+    """Takes the link down."""
+    _run("ip", "-n", names[0], "link", "set", LINK, "down")
+
+
 def megabits(names):
     """Returns the rate that one TCP connection reaches between the hosts, in Mbit/s."""
     receive, send = (

@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole, or passed over aloud; what was there before stays."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -168,3 +169,16 @@ def test_a_folder_that_vanished_is_told(tmp_path):
     (tmp_path / "a").rmdir()
     with pytest.raises(CheckpointError, match="No such file.*There is none before it"):
         folder.write(1, SPECS, ARRAYS, {})
+
+
+def test_one_of_a_later_version_is_refused_and_not_passed_over(tmp_path):
+    folder = written(tmp_path, [1, 2])
+    path = tmp_path / "step_00000002" / "manifest.json"
+    read = json.loads(path.read_text())
+    read["manifest"]["format"] = 2
+    text = json.dumps(read["manifest"], sort_keys=True).encode()
+    read["sha256"] = hashlib.sha256(text).hexdigest()
+    path.write_text(json.dumps(read))
+    with pytest.raises(ForeignCheckpointError, match="was written by a later version") as caught:
+        folder.newest()
+    assert "Received: format 2. Upgrade tfparallel" in str(caught.value)

@@ -12,6 +12,7 @@ from tfparallel.diagnostics.faults import Fault, parse_fault
         ("hang:step=5,worker=0", Fault("hang", 0, step=5)),
         ("exit:worker=1,step=3,code=5", Fault("exit", 1, step=3, code=5)),
         ("slow:worker=1,ms=50", Fault("slow", 1, ms=50)),
+        ("corrupt_checkpoint:worker=0,step=9", Fault("corrupt_checkpoint", 0, step=9)),
     ],
 )
 def test_the_grammar(text, fault):
@@ -21,7 +22,7 @@ def test_the_grammar(text, fault):
 @pytest.mark.parametrize(
     "text, problems",
     [
-        ("", ["the kind is one of kill, hang, exit, preempt, slow, not ''"]),
+        ("", ["the kind is one of kill, hang, exit, preempt, slow, corrupt_checkpoint, not ''"]),
         ("explode:worker=1", ["not 'explode'"]),
         ("kill", ["kill needs worker and step"]),
         ("kill:worker=1,step=x", ["step must be a whole number, 0 or more, not 'x'"]),

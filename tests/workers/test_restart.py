@@ -81,6 +81,18 @@ def test_a_killed_worker_costs_the_steps_since_the_epoch_began(tmp_path, undistu
     assert killed_and_resumed(tmp_path, undisturbed, 1, 11) == 9
 
 
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, undisturbed):
+    code, shown = job(
+        f"--checkpoint_dir={tmp_path}/ckpt", "--inject=corrupt_checkpoint:worker=0,step=8",
+        f"--save={tmp_path}/k.keras", "--checkpoint_every_steps=2", max_restarts=1,
+    )  # fmt: skip
+    assert code == 0 and "is not whole, and is passed over for the one before" in shown, shown
+    assert "(6 steps are done)" in shown, shown
+    found = keras.models.load_model(tmp_path / "k.keras").get_weights()
+    for one, other in zip(undisturbed[0], found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
 def test_the_survivor_says_in_a_sentence_whom_it_lost():
     code, shown = job("--inject=exit:worker=1,step=3,code=5")
     assert code == 5 and "worker 1 exited with code 5" in shown, shown

@@ -43,6 +43,10 @@ class ForeignCheckpointError(ValueError):
     """The folder, or what is in it, does not fit this run; nothing was trained."""
 
 
+class NewerCheckpointError(ForeignCheckpointError):
+    """This version cannot read it, and an older one beside it is not what is meant."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; those before it are whole."""
 
@@ -114,6 +118,8 @@ class CheckpointFolder:
             path = self._path(step)
             try:
                 return _verified(path)
+            except NewerCheckpointError:
+                raise
             except (OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(
                     f"The checkpoint {path} is not whole, and is passed over for the one before: "
@@ -285,8 +291,12 @@ def _verified(path) -> Found:
     manifest = read["manifest"]
     if _digest(manifest) != read["sha256"]:
         raise ValueError(f"{_MANIFEST} does not have its checksum")
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"its format is {manifest['format']}, and {_FORMAT} is what can be read")
+    if manifest["format"] > _FORMAT:
+        raise NewerCheckpointError(
+            f"The checkpoint {path} was written by a later version of tfparallel. Format {_FORMAT} "
+            f"is required. Received: format {manifest['format']}. Upgrade tfparallel, or name "
+            "another folder."
+        )
     for name, expected in manifest["files"].items():
         with open(os.path.join(path, name), "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size

@@ -20,7 +20,7 @@ __all__ = ["Door", "Hello", "open_door", "receive", "send"]
 
 _MESSAGE_BYTES = 1 << 16
 _SEND_SECONDS = 2.0
-_NUMBERS = ("node_rank", "attempt", "last_node")  # Of nodes and rounds, or None.
+_NUMBERS = ("node_rank", "attempt", "last_node", "may_live")  # Of nodes and rounds, or None.
 
 Hello = dict[str, Any]
 

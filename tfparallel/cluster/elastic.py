@@ -12,9 +12,9 @@ workers run. Between hosts the next in a list of endpoints takes over; who liste
 goes to an earlier one where somebody else does.
 
 A launcher that has ended closes its connections, and its job goes on with any number from the
-minimum. Of one that has only fallen silent nobody knows whether it lives behind a broken link, and
-goes on as well. So that no two halves do, then more than half of the hosts must be left, or half of
-them with node 0.
+minimum. Of one that only does not come again nobody knows whether it lives behind a broken link,
+and goes on as well. So that no two halves do, more than half of those that may live must be there,
+or half of them with the node 0 of the last round.
 """
 
 import contextlib
@@ -140,6 +140,7 @@ class ElasticMeetings:
             "master_port": master_port,
             "last_node": None if self._last is None else self._last.node,
             "attempt": self._round,
+            "may_live": None if self._last is None else self._last.num_nodes - self._num_gone(),
         }
         while True:
             if self._door is None:
@@ -210,20 +211,21 @@ class ElasticMeetings:
     def _gather(self, hello, deadline) -> NodeMeeting | None:
         """Node 0: waits for the others, and answers them all; None if it is to go elsewhere."""
         own = _Present(None, self._hello["local_address"] or self._door.host, hello)
-        needed = self._needed()
         quiet_since = looked = time.monotonic()
         patience = _FIRST_CALL_SECONDS if self._last is None else _LAST_CALL_SECONDS
         while True:
             self._waiting = [other for other in self._waiting if not other.has_hung_up]
             present = sorted([own, *self._waiting], key=lambda each: each.order)
             now = time.monotonic()
-            if len(present) >= self._max_nodes:
+            needed = self._needed(present)
+            is_enough = len(present) >= self._min_nodes and needed <= _num_back(present)
+            if is_enough and len(present) >= self._max_nodes:
                 break
-            is_quiet = self._are_all_back(present) or now - quiet_since >= patience
-            if len(present) >= needed and is_quiet:
+            are_all_back = needed > 0 and _num_back(present) >= _may_live(present)
+            if is_enough and (are_all_back or now - quiet_since >= patience):
                 break
             if now > deadline:
-                problem = self._too_few(len(present), needed)
+                problem = self._too_few(present, needed)
                 for other in present[1:]:
                     send(other.caller, {"error": problem})
                 raise RuntimeError(problem)
@@ -288,27 +290,23 @@ class ElasticMeetings:
                 return True
         return False
 
-    def _needed(self) -> int:
-        """How many hosts must be there."""
-        last = self._last
-        if last is None or not last.silent:
-            return self._min_nodes
-        half = -(-last.num_nodes // 2) if last.node == 0 else last.num_nodes // 2 + 1
-        return max(self._min_nodes, half)
+    def _num_gone(self) -> int:
+        """How many of the last round do not live: who has hung up, and not only fallen silent."""
+        return len(self._last.gone - self._last.silent)
 
-    def _are_all_back(self, present) -> bool:
-        """Whether those of the last round are there that are left."""
-        last = self._last
-        num_back = sum(each.was_there for each in present)
-        return last is not None and num_back >= last.num_nodes - len(last.gone)
+    def _needed(self, present) -> int:
+        """How many of the last round must be there; 0 if none of it is."""
+        may_live = _may_live(present)
+        has_first = any(each.hello.get("last_node") == 0 for each in present)
+        return -(-may_live // 2) if has_first else may_live // 2 + bool(may_live)
 
-    def _too_few(self, number, needed):
-        least = f"--nnodes={self._min_nodes}:{self._max_nodes} requires {needed}"
-        if needed > self._min_nodes:
-            lost = ", ".join(map(str, sorted(self._last.silent)))
+    def _too_few(self, present, needed):
+        number = len(present)
+        least = f"--nnodes={self._min_nodes}:{self._max_nodes} requires {self._min_nodes}"
+        if number >= self._min_nodes:
             least = (
-                f"{needed} of {self._last.num_nodes} are required, since node {lost} may live on "
-                "behind a link that is broken"
+                f"{needed} of the {_may_live(present)} of the last round are required, since the "
+                "others may live on behind a link that is broken"
             )
         return (
             f"The job has {number} host{'s' * (number > 1)} after {self._timeout_seconds:g} s at "
@@ -342,6 +340,15 @@ class ElasticMeetings:
             f"{shown(self._hello['nnodes'])} on the host that listens, {shown(hello['nnodes'])} "
             "here."
         )
+
+
+def _num_back(present) -> int:
+    return sum(each.was_there for each in present)
+
+
+def _may_live(present) -> int:
+    """How many of the last round may live, as those know that are back; 0 if none is."""
+    return min((each.hello.get("may_live") or 0 for each in present if each.was_there), default=0)
 
 
 class _Newcomers:

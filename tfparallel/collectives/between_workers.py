@@ -61,8 +61,10 @@ def naming_lost_worker() -> Iterator[None]:
         if not isinstance(error, tf.errors.UnavailableError):
             raise
         task = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", error.message)
-        lost = f"worker {task[1]}" if task else "another worker"
+        silent = re.search(r"\(stopped sending heartbeats\):\s+/job:\S+/task:(\d+)", error.message)
+        lost = f"worker {(task or silent)[1]}" if task or silent else "another worker"
         reason = re.search(r'grpc_message:"([^"]*)"', error.message)
+        reason = reason or re.search(r"(stopped sending heartbeats)", error.message)
         raise WorkerLostError(
             f"The connection to {lost} was lost: it has ended, or the network between the two. "
             "Every worker is required, and this process cannot join it again. Received: "

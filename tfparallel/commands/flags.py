@@ -11,6 +11,8 @@ from typing import Any
 
 from absl import flags
 
+from tfparallel.cluster.preemption import TRY_AGAIN
+
 __all__ = [
     "Command",
     "LostError",
@@ -39,7 +41,10 @@ class StartError(Exception):
 
 
 class LostError(Exception):
-    """Another worker has ended; the text is shown and this process ends at once, with code 1."""
+    """Another worker has ended; the text is shown and this process ends at once.
+
+    Its code is 75: the same command may go on.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +213,7 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         sys.stdout.flush()
         sys.stderr.flush()
         # Past TensorFlow's own end, which waits seconds for the workers that are gone.
-        os._exit(1)
+        os._exit(TRY_AGAIN)
 
 
 def _flushed(name, code):

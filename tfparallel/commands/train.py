@@ -67,7 +67,8 @@ def _flags() -> flags.FlagValues:
         "inject",
         None,
         "Have a fault strike a worker, once: kill:worker=1,step=20, hang:worker=0,step=5, "
-        "exit:worker=1,step=3,code=5 or slow:worker=1,ms=50.",
+        "exit:worker=1,step=3,code=5, preempt:worker=1,step=20, slow:worker=1,ms=50, or "
+        "corrupt_checkpoint:worker=0,step=20.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -94,7 +95,12 @@ def _problems(values: flags.FlagValues) -> list[str]:
     problems += _checkpoint_problems(values)
     if values.inject is not None:
         try:
-            parse_fault(values.inject)
+            fault = parse_fault(values.inject)
+            if fault.kind == "corrupt_checkpoint" and values.checkpoint_dir is None:
+                problems.append(
+                    f"{fault.kind} needs checkpoints. Received: --inject={fault} without "
+                    "--checkpoint_dir."
+                )
         except ValueError as error:
             problems.append(str(error))
     return problems

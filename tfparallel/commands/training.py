@@ -106,7 +106,7 @@ def _train(path, values):
         )
         callbacks.append(checkpoint)
     if values.inject is not None:
-        callbacks.append(Inject(values.inject))
+        callbacks.append(Inject(values.inject, values.checkpoint_dir))
     preemption: contextlib.AbstractContextManager = contextlib.nullcontext()
     if checkpoint is not None:
         preemption = Preemption(checkpoint)

@@ -10,6 +10,7 @@ hang:worker=0,step=5         the worker stops making steps, and lives
 exit:worker=1,step=3,code=5  the worker ends with this exit code
 preempt:worker=1,step=20     the worker gets SIGTERM, as from a scheduler that takes it back
 slow:worker=1,ms=50          the worker waits this long before each step
+corrupt_checkpoint:worker=0,step=20  the newest checkpoint is damaged, and the worker gets SIGKILL
 Workers count from 0. A fault strikes once `step` steps are done, before the next one."""
 
 _PARTS = {
@@ -18,6 +19,7 @@ _PARTS = {
     "exit": ("worker", "step", "code"),
     "preempt": ("worker", "step"),
     "slow": ("worker", "ms"),
+    "corrupt_checkpoint": ("worker", "step"),
 }
 
 
@@ -26,7 +28,7 @@ class Fault:
     """What befalls a worker.
 
     Attributes:
-        kind: "kill", "hang", "exit", "preempt" or "slow".
+        kind: "kill", "hang", "exit", "preempt", "slow" or "corrupt_checkpoint".
         worker: The worker's index.
         step: How many steps of the run are done when it strikes; None for "slow".
         code: The exit code of "exit".

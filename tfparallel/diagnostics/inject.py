@@ -1,5 +1,6 @@
 """Has a fault strike a worker while it trains, to see how the job takes it."""
 
+import glob
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ from typing import Any
 
 import keras
 
+from tfparallel.checkpoint.folder import CheckpointFolder
 from tfparallel.collectives.workers_of_model import workers_of
 from tfparallel.diagnostics.faults import Fault, parse_fault
 
@@ -24,9 +26,10 @@ class Inject(keras.callbacks.Callback):
 
     Args:
         fault: A `Fault`, or its text: "kill:worker=1,step=20", "hang:worker=0,step=5",
-            "exit:worker=1,step=3,code=5", "preempt:worker=1,step=20", "slow:worker=1,ms=50".
-            Workers count from 0, and so do steps, through all epochs: the fault strikes once
-            `step` of them are done.
+            "exit:worker=1,step=3,code=5", "preempt:worker=1,step=20", "slow:worker=1,ms=50",
+            "corrupt_checkpoint:worker=0,step=20". Workers count from 0, and so do steps, through
+            all epochs: the fault strikes once `step` of them are done.
+        checkpoint_dir: The folder of the checkpoints, for the last of these.
 
     Raises:
         ValueError: If the text does not follow the grammar, or, from `fit`, if there is no such
@@ -36,9 +39,15 @@ class Inject(keras.callbacks.Callback):
         >>> model.fit(dataset, callbacks=[checkpoint, Inject("kill:worker=1,step=20")])
     """
 
-    def __init__(self, fault: Fault | str):
+    def __init__(self, fault: Fault | str, checkpoint_dir: str | None = None):
         super().__init__()
         self._fault = parse_fault(fault) if isinstance(fault, str) else fault
+        self._checkpoint_dir = checkpoint_dir
+        if self._fault.kind == "corrupt_checkpoint" and checkpoint_dir is None:
+            raise ValueError(
+                f"The fault needs a folder of checkpoints. Received: {self._fault}, and no "
+                "checkpoint_dir. Name one."
+            )
         self._is_first_attempt = int(os.environ.get(_RESTART_COUNT) or 0) == 0
         self._strikes = False
         self._epoch_start = 0
@@ -75,6 +84,7 @@ class Inject(keras.callbacks.Callback):
     def _strike(self, num_done):
         how = {"kill": "kills itself", "hang": "hangs", "exit": f"exits with {self._fault.code}"}
         how["preempt"] = "is told to end"
+        how["corrupt_checkpoint"] = "damages the newest checkpoint and kills itself"
         print(
             f"inject: worker {self._fault.worker} {how[self._fault.kind]} after {num_done} steps",
             flush=True,
@@ -83,10 +93,23 @@ class Inject(keras.callbacks.Callback):
         if self._fault.kind == "preempt":
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        if self._fault.kind == "kill":
+        if self._fault.kind == "corrupt_checkpoint":
+            _damage(self._checkpoint_dir)
+        if self._fault.kind in ("kill", "corrupt_checkpoint"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._fault.kind == "exit":
             # Past TensorFlow's own shutdown, which would wait for the other workers.
             os._exit(self._fault.code)
         while True:
             time.sleep(3600)
+
+
+def _damage(checkpoint_dir):
+    """Turns a byte in the middle of the newest checkpoint."""
+    CheckpointFolder(checkpoint_dir, keep=1).settle()
+    newest = max(glob.glob(os.path.join(checkpoint_dir, "step_*", "state.npy")))
+    with open(newest, "r+b") as file:
+        file.seek(os.path.getsize(newest) // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0xFF]))

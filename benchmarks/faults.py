@@ -1,0 +1,290 @@
+"""Has 40 random faults strike runs of 200 steps, and looks at where each run ends.
+
+    .venv/bin/python benchmarks/faults.py
+
+Each run trains `models/digits_cnn.py` with a checkpoint each 5 steps, one thread a worker. At a
+random step one fault strikes, from outside:
+
+    kill         a worker, the chief or the other, gets SIGKILL; `launch --max_restarts`
+    stop         it gets SIGSTOP: it neither works nor ends; `--stall_timeout`
+    damage       a byte of the newest checkpoint is turned, and then a worker is killed
+    preemption   the launcher gets SIGTERM; the same command again
+    full disk    the checkpoints' disk has no room any more; the same command again, with room
+    lost host    of three launchers (`--nnodes=2:3`) one gets SIGKILL and does not come back
+    partition    two hosts (network namespaces; `--nnodes=1:2`) whose link is cut
+
+The weights are compared with those of a run that nobody disturbed. The last two go on with fewer
+workers. `full disk` and `partition` need root, and are left out elsewhere.
+"""
+
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import contest
+import environment
+import keras
+import numpy as np
+import psutil
+import two_hosts
+from restarts import EVERY, NUM_STEPS, STEPS_PER_EPOCH, newest
+
+sys.path.insert(0, str(contest.TOP))
+from tfparallel.cluster.ports import free_ports  # noqa: E402
+
+KINDS = ("kill", "stop", "damage", "preemption", "full disk", "lost host", "partition")
+ROOT_KINDS = ("full disk", "partition")
+TOLERANCE = 1e-5
+DEADLINE_SECONDS = 300.0
+TRY_AGAIN = 75
+_PORT = 29_777
+
+
+def main(arguments):
+    options = parse(arguments)
+    described = environment.describe()
+    draw = random.Random(options.seed)
+    kinds = [kind for kind in KINDS if os.geteuid() == 0 or kind not in ROOT_KINDS]
+    rows = []
+    with tempfile.TemporaryDirectory() as top:
+        expected, _ = Run(pathlib.Path(top) / "whole").to_the_end()
+        for index in range(options.num_faults):
+            kind = kinds[index % len(kinds)]
+            victim, step = draw.randrange(2), draw.randrange(5, NUM_STEPS - 40)
+            run = Run(pathlib.Path(top) / f"run_{index}", slow=True)
+            try:
+                found, seconds = getattr(run, kind.replace(" ", "_"))(victim, step)
+                pairs = zip(expected, found, strict=True)
+                largest = max(float(np.abs(a - b).max()) for a, b in pairs)
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+                largest, seconds = float("inf"), float("nan")
+            left = [p for p in run.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+            rows.append((kind, victim, step, largest, seconds, len(left)))
+            print(f"{index + 1}: {kind}, worker {victim}, step {step}: {largest:.1e}, "
+                  f"{seconds:.1f} s, {len(left)} left", file=sys.stderr, flush=True)  # fmt: skip
+    names = ("kind", "worker", "step", "difference", "seconds", "left")
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    contest.publish("faults", page(rows, described, options), found, options)
+    return 0 if all(row[3] <= TOLERANCE and not row[5] for row in rows) else 1
+
+
+def parse(arguments):
+    parser = contest.make_parser(__doc__)
+    parser.add_argument("--num_faults", type=contest.positive, default=40, help="runs (40)")
+    parser.add_argument("--seed", type=int, default=0, help="of kinds and moments (0)")
+    return contest.parse(parser, arguments)
+
+
+class Run:
+    """A training in a folder of its own.
+
+    Args:
+        folder: Where it keeps its checkpoints and its output; it is made.
+        slow: Whether a step waits a little, so that a moment can be met.
+    """
+
+    def __init__(self, folder, slow=False):
+        folder.mkdir()
+        self._folder, self._slow = folder, slow
+        self.checkpoints = folder / "checkpoints"
+        self.seen = []  # All processes of it that were ever seen.
+
+    def _start(self, *launch, here=()):
+        tfparallel = [sys.executable, "-m", "tfparallel"]
+        train = [
+            *(*tfparallel, "train", str(contest.TOP / "models/digits_cnn.py"), "--parallel=data"),
+            *("--num_devices=1", "--device_type=cpu", "--seed=7", "--stall_timeout=10"),
+            *(f"--steps_per_epoch={STEPS_PER_EPOCH}", f"--epochs={NUM_STEPS // STEPS_PER_EPOCH}"),
+            *(f"--checkpoint_every_steps={EVERY}", f"--checkpoint_dir={self.checkpoints}"),
+            f"--save={self._folder / 'model.keras'}",
+        ]
+        if self._slow:
+            train.append("--inject=slow:worker=1,ms=20")
+        threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+        with open(self._folder / "output", "ab") as output:
+            return subprocess.Popen(
+                [*here, *tfparallel, "launch", *launch, "--", *train],
+                cwd=contest.TOP,
+                env=os.environ | dict.fromkeys(threads, "1"),
+                stdout=output,
+                stderr=output,
+            )
+
+    @contextlib.contextmanager
+    def _running(self, *launches, here=((),)):
+        """Launchers, which have ended when it is left."""
+        jobs = []
+        try:
+            for launch, there in zip(launches, here * len(launches), strict=False):
+                jobs.append(self._start(*launch, here=there))
+            yield jobs
+            for job in jobs:
+                job.wait(DEADLINE_SECONDS)
+        finally:
+            for job in jobs:
+                job.terminate()
+                job.wait(60)
+
+    def _until(self, step, jobs):
+        """Waits for a checkpoint of a step, and notes the processes."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while newest(self.checkpoints) < step:
+            if all(job.poll() is not None for job in jobs) or time.monotonic() > deadline:
+                raise RuntimeError(f"The run never came to step {step}:\n{self.said()}")
+            time.sleep(0.005)
+        for job in jobs:
+            with contextlib.suppress(psutil.Error):
+                self.seen += psutil.Process(job.pid).children(recursive=True)
+
+    def _seconds_to_a_new_step(self, jobs):
+        reached, started = newest(self.checkpoints), time.monotonic()
+        self._until(reached + 1, jobs)
+        return time.monotonic() - started
+
+    def _ended_well(self, jobs):
+        codes = [job.wait(DEADLINE_SECONDS) for job in jobs]
+        if any(codes):
+            raise RuntimeError(f"Launchers ended with {codes}:\n{self.said()}")
+        return keras.models.load_model(self._folder / "model.keras").get_weights()
+
+    def said(self):
+        return (self._folder / "output").read_text()[-3000:]
+
+    def to_the_end(self):
+        with self._running(["--nproc_per_node=2"]) as jobs:
+            return self._ended_well(jobs), 0.0
+
+    def _strike(self, step, what):
+        with self._running(["--nproc_per_node=2", "--max_restarts=2"]) as jobs:
+            self._until(step, jobs)
+            what(jobs[0])
+            seconds = self._seconds_to_a_new_step(jobs)
+            return self._ended_well(jobs), seconds
+
+    def kill(self, victim, step):
+        return self._strike(step, lambda job: os.kill(worker_of(job, victim), signal.SIGKILL))
+
+    def stop(self, victim, step):
+        return self._strike(step, lambda job: os.kill(worker_of(job, victim), signal.SIGSTOP))
+
+    def damage(self, victim, step):
+        def strike(job):
+            (state,) = (self.checkpoints / f"step_{newest(self.checkpoints):08d}").glob("*.npy")
+            content = bytearray(state.read_bytes())
+            content[len(content) // 2] ^= 0xFF
+            state.write_bytes(content)
+            os.kill(worker_of(job, victim), signal.SIGKILL)
+
+        return self._strike(step, strike)
+
+    def preemption(self, victim, step):
+        launch = ["--nproc_per_node=2", "--grace_seconds=20"]
+        with self._running(launch) as jobs:
+            self._until(step, jobs)
+            jobs[0].send_signal(signal.SIGTERM)
+            code = jobs[0].wait(DEADLINE_SECONDS)
+        if code != TRY_AGAIN:
+            raise RuntimeError(f"A run that was told to end ended with {code}:\n{self.said()}")
+        with self._running(launch) as jobs:
+            seconds = self._seconds_to_a_new_step(jobs)
+            return self._ended_well(jobs), seconds
+
+    def full_disk(self, victim, step):
+        self.checkpoints.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(self.checkpoints)]
+        subprocess.run(mount, check=True)
+        try:
+            with self._running(["--nproc_per_node=2"]) as jobs:
+                self._until(step, jobs)
+                used = 64 * 2**20 - os.statvfs(self.checkpoints).f_bavail * 4096
+                filled = self.checkpoints / "filled"
+                with contextlib.suppress(OSError), open(filled, "wb") as file:
+                    file.write(bytes(64 * 2**20 - used + 1))
+                code = jobs[0].wait(DEADLINE_SECONDS)
+            if code != 1 or "No space left on device" not in self.said():
+                raise RuntimeError(f"A full disk ended a run with {code}:\n{self.said()}")
+            filled.unlink()
+            with self._running(["--nproc_per_node=2"]) as jobs:
+                seconds = self._seconds_to_a_new_step(jobs)
+                return self._ended_well(jobs), seconds
+        finally:
+            subprocess.run(["umount", str(self.checkpoints)], check=True)
+
+    def lost_host(self, victim, step):
+        (port,) = free_ports(1)
+        launch = ["--nnodes=2:3", f"--rdzv_endpoint=127.0.0.1:{port}", "--grace_seconds=10"]
+        with self._running(launch, launch, launch) as jobs:
+            self._until(step, jobs)
+            lost = next(job for job in jobs if worker_of(job, victim))
+            lost.kill()
+            left = [job for job in jobs if job is not lost]
+            seconds = self._seconds_to_a_new_step(left)
+            return self._ended_well(left), seconds
+
+    def partition(self, victim, step):
+        places = ",".join(f"{address}:{_PORT}" for address in two_hosts.ADDRESSES)
+        launch = ["--nnodes=1:2", f"--rdzv_endpoint={places}", "--start_timeout=15"]
+        with two_hosts.linked() as names:
+            here = [[*two_hosts.on_host(name)] for name in names]
+            with self._running(launch, launch, here=here) as jobs:
+                self._until(step, jobs)
+                two_hosts.cut(names)
+                seconds = self._seconds_to_a_new_step(jobs)
+                deadline = time.monotonic() + DEADLINE_SECONDS
+                while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                codes = sorted(job.returncode for job in jobs)
+                if codes != [0, 1]:
+                    raise RuntimeError(f"A cut link ended launchers with {codes}:\n{self.said()}")
+                return self._ended_well([job for job in jobs if job.returncode == 0]), seconds
+
+
+def worker_of(job, rank):
+    """The process of a worker under a launcher; None if it has none of the rank."""
+    for process in psutil.Process(job.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            is_training = process.cmdline()[1:4] == ["-m", "tfparallel", "train"]
+            if is_training and process.environ().get("RANK") == str(rank):
+                return process.pid
+    return None
+
+
+def page(rows, described, options):
+    right = [row for row in rows if row[3] <= TOLERANCE]
+    lines = [
+        "## Faults: 40 at random moments",
+        "",
+        f"`models/digits_cnn.py` for {NUM_STEPS} steps, a checkpoint each {EVERY}, on 2 workers (3 "
+        "for a lost host). What the faults are, `benchmarks/faults.py` says.",
+        "",
+        "| promise | measured | promised |",
+        "| --- | --- | --- |",
+        f"| runs that end at the weights of an undisturbed one (to {TOLERANCE:.0e}) "
+        f"| {len(right)} of {len(rows)} | all |",
+        f"| of these to the last bit | {sum(row[3] == 0 for row in right)} "
+        "| those with as many workers |",
+        f"| processes left | {sum(row[5] for row in rows)} | 0 |",
+        "",
+        "| fault | runs | right | to the last bit | seconds to a new step, median and most |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for kind in dict.fromkeys(row[0] for row in rows):
+        own = [row for row in rows if row[0] == kind]
+        seconds = [row[4] for row in own]
+        lines.append(
+            f"| {kind} | {len(own)} | {sum(row[3] <= TOLERANCE for row in own)} "
+            f"| {sum(row[3] == 0 for row in own)} "
+            f"| {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
+        )
+    return lines + contest.footer("faults", described, options, "num_faults", "seed")
+
+
+if __name__ == "__main__":
+    contest.run(main)

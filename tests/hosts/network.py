@@ -1,0 +1,95 @@
+"""Hosts on one machine: network namespaces with a switch between them. Linux, as root.
+
+    host 0, 10.78.0.1  ── wire ──┐
+    host 1, 10.78.0.2  ── wire ──┼── switch
+    host 2, 10.78.0.3  ── wire ──┘
+
+Each host has a /dev/shm of its own, so that programs do not take two for one; and each wire a rate,
+and may be cut and mended.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+WIRE = "wire"
+_TOOLS = ("ip", "tc", "unshare")
+# Each part gives its process on to the next, so that a signal reaches the command itself.
+_ON_HOST = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+
+
+class Hosts:
+    """The hosts of one test.
+
+    Attributes:
+        addresses: Of each host.
+    """
+
+    def __init__(self, names: list[str]):
+        self._names = names
+        self.addresses = [f"10.78.0.{index + 1}" for index in range(len(names))]
+
+    def command(self, host: int, *command: str) -> list[str]:
+        """Returns what runs a command on a host."""
+        there = ["ip", "netns", "exec", self._names[host], "unshare", "--mount"]
+        return [*there, "sh", "-c", _ON_HOST, "sh", *map(str, command)]
+
+    def cut(self, host: int) -> None:
+        """Takes a host's wire down."""
+        _run("ip", "-n", self._names[host], "link", "set", WIRE, "down")
+
+    def mend(self, host: int) -> None:
+        """Takes it up again."""
+        _run("ip", "-n", self._names[host], "link", "set", WIRE, "up")
+
+    def limit(self, rate: str) -> None:
+        """Has each wire carry no more than a rate, "100mbit", from its host."""
+        for name in self._names:
+            shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            _run("tc", "-n", name, "qdisc", "replace", "dev", WIRE, "root", *shape)
+
+    def also(self, host: int, address: str) -> None:
+        """Gives a host a second address, on a network of its own that leads nowhere."""
+        name = self._names[host]
+        _run("ip", "-n", name, "link", "add", "other", "type", "veth", "peer", "name", "nowhere")
+        _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "other")
+        _run("ip", "-n", name, "link", "set", "other", "up")
+
+
+@contextlib.contextmanager
+def hosts(number: int) -> Iterator[Hosts]:
+    """Makes hosts, and takes them down after.
+
+    Raises:
+        RuntimeError: If this process may not, with the reason.
+    """
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise RuntimeError(f"hosts need the tools {', '.join(_TOOLS)}; missing: {missing}")
+    switch = f"tfp_{os.getpid()}_switch"
+    names = [f"tfp_{os.getpid()}_{index}" for index in range(number)]
+    with contextlib.ExitStack() as stack:
+        for name in (switch, *names):
+            _run("ip", "netns", "add", name)
+            stack.callback(_run, "ip", "netns", "del", name)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        made = Hosts(names)
+        for index, (name, address) in enumerate(zip(names, made.addresses, strict=True)):
+            port = f"port{index}"
+            ends = ["netns", name, "type", "veth", "peer", "name", port, "netns", switch]
+            _run("ip", "link", "add", "name", WIRE, *ends)
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", WIRE)
+            for device in ("lo", WIRE):
+                _run("ip", "-n", name, "link", "set", device, "up")
+            _run("ip", "-n", switch, "link", "set", port, "master", "bridge")
+            _run("ip", "-n", switch, "link", "set", port, "up")
+        yield made
+
+
+def _run(*command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}; it needs root")

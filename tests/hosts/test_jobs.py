@@ -1,0 +1,231 @@
+"""Jobs over several hosts: the weights of one device, and what befalls hosts and the links."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import psutil
+import pytest
+
+from tests.commands.command_line import ROOT, TASKS, tfparallel
+
+from .network import hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+PORT = 29_555
+FLAGS = ["--epochs=4", "--global_batch_size=16", "--seed=3", "--device_type=cpu"]
+LONG = ["--epochs=60", "--checkpoint_every_steps=5"]
+DEADLINE_SECONDS = 120
+
+
+@pytest.fixture(name="two")
+def two_hosts():
+    try:
+        with hosts(2) as made:
+            yield made
+    except RuntimeError as error:
+        if "root" not in str(error) and "tools" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(name="three")
+def three_hosts():
+    try:
+        with hosts(3) as made:
+            yield made
+    except RuntimeError as error:
+        if "root" not in str(error) and "tools" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+class Job:
+    """A launcher on each host."""
+
+    def __init__(self, network, launch, train, folder, *, environment=None):
+        self._folder = folder
+        self.launchers = {}
+        for host, address in enumerate(network.addresses):
+            own = [flag.format(host=host, address=address) for flag in launch]
+            self._launch(network, host, own, train, environment)
+
+    def _launch(self, network, host, own, train, environment):
+        train = [sys.executable, "-m", "tfparallel", "train", TASKS / "blobs.py", *train]
+        command = [sys.executable, "-m", "tfparallel", "launch", *own, "--", *train]
+        with open(self._folder / f"host_{host}", "ab") as output:
+            self.launchers[host] = subprocess.Popen(
+                network.command(host, *command),
+                cwd=ROOT,
+                env=os.environ | (environment or {}),
+                stdout=output,
+                stderr=output,
+            )
+
+    def said(self, host):
+        return (self._folder / f"host_{host}").read_text()
+
+    def wait(self):
+        codes = {h: each.wait(DEADLINE_SECONDS) for h, each in self.launchers.items()}
+        return [codes[host] for host in sorted(codes)]
+
+    def until(self, host, pattern):
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not re.search(pattern, self.said(host)):
+            assert time.monotonic() < deadline, self.said(host)
+            assert self.launchers[host].poll() is None, self.said(host)
+            time.sleep(0.05)
+
+    def close(self):
+        for each in self.launchers.values():
+            each.terminate()
+        for each in self.launchers.values():
+            each.wait(DEADLINE_SECONDS)
+
+
+@pytest.fixture(name="start")
+def start_jobs(tmp_path):
+    started = []
+
+    def start(network, launch, train, **options):
+        job = Job(network, launch, [*FLAGS, "--parallel=data", *train], tmp_path, **options)
+        started.append(job)
+        return job
+
+    yield start
+    for job in started:
+        job.close()
+
+
+@pytest.fixture(name="alone", scope="module")
+def trained_alone(tmp_path_factory):
+    """By number of epochs, the weights that one device gives."""
+    found = {}
+
+    def weights(epochs):
+        if epochs not in found:
+            path = tmp_path_factory.mktemp("alone") / "a.keras"
+            code, _, errors = tfparallel(
+                "train", TASKS / "blobs.py", *FLAGS, f"--epochs={epochs}", f"--save={path}"
+            )
+            assert code == 0, errors
+            found[epochs] = keras.models.load_model(path).get_weights()
+        return found[epochs]
+
+    return weights
+
+
+def meeting(network, number=2):
+    return [
+        f"--nnodes={number}", "--node_rank={host}", f"--rdzv_endpoint={network.addresses[0]}:{PORT}"
+    ]  # fmt: skip
+
+
+def are_equal(path, weights):
+    for expected, found in zip(weights, keras.models.load_model(path).get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("transport", ["tensorflow", "mpi"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_hosts_train_to_the_weights_of_one_device(two, start, alone, tmp_path, workers, transport):
+    if transport == "mpi":
+        pytest.importorskip("mpi4py")
+    launch = [*meeting(two), f"--nproc_per_node={workers}", f"--transport={transport}"]
+    job = start(two, launch, [f"--save={tmp_path}/a.keras", f"--report={tmp_path}/a.json"])
+    assert job.wait() == [0, 0], job.said(0) + job.said(1)
+    are_equal(tmp_path / "a.keras", alone(4))
+    assert json.loads((tmp_path / "a.json").read_text())["num_workers"] == 2 * workers
+
+
+def test_a_proxy_of_the_environment_captures_nothing(two, start, alone, tmp_path):
+    proxy = "http://10.78.0.99:3128"
+    names = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "ALL_PROXY")
+    job = start(
+        two, [*meeting(two), "--transport=tensorflow"], [f"--save={tmp_path}/a.keras"],
+        environment=dict.fromkeys(names, proxy),
+    )  # fmt: skip
+    assert job.wait() == [0, 0], job.said(0) + job.said(1)
+    are_equal(tmp_path / "a.keras", alone(4))
+
+
+def test_a_host_with_two_addresses_says_which(two, start, alone, tmp_path):
+    two.also(1, "10.79.0.1")
+    launch = [*meeting(two), "--transport=tensorflow", "--local_addr={address}"]
+    job = start(two, launch, [f"--save={tmp_path}/a.keras"])
+    assert job.wait() == [0, 0], job.said(0) + job.said(1)
+    are_equal(tmp_path / "a.keras", alone(4))
+
+
+def test_a_killed_worker_is_started_again(two, start, alone, tmp_path):
+    launch = [*meeting(two), "--max_restarts=1"]
+    train = [f"--save={tmp_path}/a.keras", f"--checkpoint_dir={tmp_path}/checkpoints"]
+    job = start(two, launch, [*train, "--inject=kill:worker=1,step=9"])
+    assert job.wait() == [0, 0], job.said(0) + job.said(1)
+    assert "worker 1 of node 1 was killed by SIGKILL" in job.said(0)
+    are_equal(tmp_path / "a.keras", alone(4))
+
+
+def test_a_link_that_is_cut_ends_both_sides_and_is_named(two, start, tmp_path):
+    launch = [*meeting(two), "--transport=tensorflow"]
+    train = [*LONG, f"--checkpoint_dir={tmp_path}/c", "--inject=slow:worker=0,ms=50"]
+    job = start(two, launch, train)
+    job.until(0, "Epoch 3/")
+    two.cut(1)
+    started = time.monotonic()
+    assert all(code != 0 for code in job.wait())
+    assert time.monotonic() - started < 30
+    for host in (0, 1):
+        told = r"launcher of node \d is gone|connection to (worker \d|another worker) was lost"
+        assert re.search(told, job.said(host)), job.said(host)
+    assert "connection to worker 1 was lost" in job.said(0)
+
+
+def elastic(network, least, most):
+    places = ",".join(f"{address}:{PORT}" for address in network.addresses)
+    return [f"--nnodes={least}:{most}", f"--rdzv_endpoint={places}", "--grace_seconds=10"]
+
+
+def test_a_host_that_is_cut_off_is_gone_and_the_others_go_on(three, start, alone, tmp_path):
+    """It cannot know whether they live, and is one of three: it goes on with nobody."""
+    slow = "--inject=slow:worker=1,ms=20"
+    train = [*LONG, "--epochs=30", f"--save={tmp_path}/a.keras", f"--checkpoint_dir={tmp_path}/c"]
+    launch = [*elastic(three, 1, 3), "--transport=tensorflow", "--start_timeout=20"]
+    job = start(three, launch, [*train, slow])
+    for host in range(3):
+        job.until(host, r"round 0: node \d of 3 hosts")
+    first = next(host for host in range(3) if "round 0: node 0 of 3" in job.said(host))
+    job.until(first, "Epoch 3/")
+    three.cut(first)
+    left = [host for host in range(3) if host != first]
+    for host in left:
+        job.until(host, r"round 1: node \d of 2 hosts")
+    codes = job.wait()
+    assert [codes[host] for host in left] == [0, 0], job.said(left[0])
+    assert codes[first] == 1 and "behind a link that is broken" in job.said(first)
+    are_equal(tmp_path / "a.keras", alone(30))
+
+
+def test_a_slow_link_changes_nothing(two, start, alone, tmp_path):
+    pytest.importorskip("mpi4py")
+    two.limit("100mbit")
+    launch = [*meeting(two), "--nproc_per_node=2", "--transport=mpi"]
+    job = start(two, launch, [f"--save={tmp_path}/a.keras"])
+    assert job.wait() == [0, 0], job.said(0) + job.said(1)
+    are_equal(tmp_path / "a.keras", alone(4))
+
+
+def test_no_process_is_left(two, start, tmp_path):
+    job = start(two, meeting(two), [*LONG, f"--checkpoint_dir={tmp_path}/c"])
+    job.until(0, "Epoch 2/")
+    below = [p for each in job.launchers.values() for p in psutil.Process(each.pid).children(True)]
+    job.launchers[0].send_signal(signal.SIGTERM)
+    job.wait()
+    _, alive = psutil.wait_procs(below, timeout=20)
+    assert not alive
