@@ -77,6 +77,8 @@ bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.
 	$(BIN)/python benchmarks/model_parallel.py
 	$(BIN)/python benchmarks/pipeline.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/restarts.py
+	$(BIN)/python benchmarks/elastic.py
+	$(BIN)/python benchmarks/faults.py  # Two of the kinds need root.
 	$(BIN)/python benchmarks/asynchronous.py
 	$(BIN)/python benchmarks/sync.py
 	$(BIN)/python benchmarks/compressed_sums.py

@@ -50,7 +50,8 @@ def main(arguments):
     options = parse(arguments)
     described = environment.describe()
     draw = random.Random(options.seed)
-    kinds = [kind for kind in KINDS if os.geteuid() == 0 or kind not in ROOT_KINDS]
+    kinds = options.kinds.split(",")
+    kinds = [kind for kind in kinds if os.geteuid() == 0 or kind not in ROOT_KINDS]
     rows = []
     with tempfile.TemporaryDirectory() as top:
         expected, _ = Run(pathlib.Path(top) / "whole").to_the_end()
@@ -78,6 +79,7 @@ def main(arguments):
 def parse(arguments):
     parser = contest.make_parser(__doc__)
     parser.add_argument("--num_faults", type=contest.positive, default=40, help="runs (40)")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of faults (all)")
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments (0)")
     return contest.parse(parser, arguments)
 
@@ -106,7 +108,7 @@ class Run:
             f"--save={self._folder / 'model.keras'}",
         ]
         if self._slow:
-            train.append("--inject=slow:worker=1,ms=20")
+            train.append("--inject=slow:worker=0,ms=20")
         threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         with open(self._folder / "output", "ab") as output:
             return subprocess.Popen(

@@ -57,7 +57,7 @@ class Inject(keras.callbacks.Callback):
         """Finds out whether this is the worker, and the attempt."""
         workers = workers_of(self.model)
         num_workers = 1 if workers is None else workers.num_workers
-        if self._fault.worker >= num_workers:
+        if self._is_first_attempt and self._fault.worker >= num_workers:
             raise ValueError(
                 f"The job has {num_workers} worker{'s' * (num_workers > 1)}, counted from 0, and "
                 f"the fault needs one of them. Received: {self._fault}."
