@@ -79,6 +79,7 @@ bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.
 	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/elastic.py
 	$(BIN)/python benchmarks/faults.py  # Two of the kinds need root.
+	$(BIN)/python benchmarks/diagnosis.py
 	$(BIN)/python benchmarks/asynchronous.py
 	$(BIN)/python benchmarks/sync.py
 	$(BIN)/python benchmarks/compressed_sums.py

@@ -5,7 +5,18 @@ GPUs are numbered as TensorFlow's physical devices are: in the order of CUDA_VIS
 
 import ctypes
 
-__all__ = ["can_access_peer", "memory_mib", "uuid"]
+__all__ = ["can_access_peer", "memory_mib", "num_gpus", "uuid"]
+
+
+def num_gpus() -> int:
+    """Returns how many GPUs this process may use; 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value
 
 
 def memory_mib(index: int) -> int | None:

@@ -26,9 +26,10 @@ def emitted(*flags, command=("tfparallel", "train", "models/digits_cnn.py")):
 # --- Slurm ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nnodes", [1, 2])
-def test_a_shell_linter_finds_nothing_in_the_script(tmp_path, nnodes):
-    job = JobFile("train", AWKWARD, nnodes=nnodes, sbatch_args=["--partition=long"])
+@pytest.mark.parametrize(("nnodes", "least"), [(1, None), (2, None), (4, 2)])
+def test_a_shell_linter_finds_nothing_in_the_script(tmp_path, nnodes, least):
+    options = {"nnodes": nnodes, "min_nnodes": least, "sbatch_args": ["--partition=long"]}
+    job = JobFile("train", AWKWARD, **options)
     (tmp_path / "job.sh").write_text(slurm_script(job))
     linter = os.path.join(os.path.dirname(sys.executable), "shellcheck")
     # It would tell a user that "$HOME" in single quotes stays what it is: as it was given.
@@ -64,8 +65,8 @@ sys.exit(int(os.environ.get("ENDS_WITH", 0)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [0, 75, 3])
-def test_the_script_starts_a_launcher_on_each_node(tmp_path, code):
+@pytest.mark.parametrize(("code", "least"), [(0, None), (75, None), (3, None), (0, 1)])
+def test_the_script_starts_a_launcher_on_each_node(tmp_path, code, least):
     folder = tmp_path / "bin"
     folder.mkdir()
     tool = f'#!/bin/bash\nexec {sys.executable} -m tfparallel "$@"\n'
@@ -74,7 +75,7 @@ def test_the_script_starts_a_launcher_on_each_node(tmp_path, code):
         (folder / name).chmod(0o755)
     (tmp_path / "worker.py").write_text(WORKER)
     command = [sys.executable, "worker.py", "it's one", "$HOME"]
-    job = JobFile("train", command, ["--nproc_per_node=2"], nnodes=2)
+    job = JobFile("train", command, ["--nproc_per_node=2"], nnodes=2, min_nnodes=least)
     (tmp_path / "job.sh").write_text(slurm_script(job))
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.[1-2]"}
     done = subprocess.run(
@@ -108,6 +109,18 @@ def test_the_command_prints_the_script():
     for line in ("--job-name=digits-cnn", "--gpus-per-node=4", "--partition=long", "--requeue"):
         assert f"#SBATCH {line}" in lines
     assert "#SBATCH --signal=USR1@75" in lines and "--grace_seconds=60" in script
+
+
+def test_a_range_of_nodes_is_asked_for_and_handed_on():
+    flags = ["--nnodes=2:4", "--nproc_per_node=gpu", "--gpus_per_node=8"]
+    code, script, errors = emitted("--emit=slurm", *flags)
+    assert code == 0, errors
+    assert "#SBATCH --nodes=2-4\n" in script and "--nnodes=2:4" in script
+    assert "--nproc_per_node=gpu" in script
+    code, text, errors = emitted("--emit=kubernetes", "--image=a/b:1", *flags)
+    assert code == 0, errors
+    assert "--nnodes=2:4" in text and "digits-cnn-3.digits-cnn:29500" in text
+    assert "parallelism: 4" in text
 
 
 # --- Kubernetes -------------------------------------------------------------------------------

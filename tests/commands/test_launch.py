@@ -458,3 +458,18 @@ def test_it_loads_nothing_heavy():
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_worker_for_each_core():
+    code, shown, errors = launch(["--nproc-per-node=cpu"], "print('here')")
+    assert code == 0, errors
+    assert shown.count("here") == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("gpu", "Received: --nproc_per_node=gpu, and this host has no GPU"), ("two", "not 'two'")],
+)
+def test_words_that_cannot_be(word, message):
+    code, _, errors = launch([f"--nproc_per_node={word}"], "pass", CUDA_VISIBLE_DEVICES="-1")
+    assert code == 2 and message in errors

@@ -144,3 +144,25 @@ def test_all_mistakes_are_told_at_once(capsys):
     assert main(["train", BLOBS, "--epochs=0", "--seed=-1", "--save=a"]) == 2
     shown = capsys.readouterr().err
     assert all(name in shown for name in ("--epochs=0", "--seed=-1", "--save=a"))
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["version"]])
+def test_versions_are_named(capsys, arguments):
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("tfparallel 0.1.0, tensorflow 2.") and ", keras 3." in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps-per-epoch=0"], "Received: --steps_per_epoch=0"),
+        (["--steps-per-epoch", "0"], "Received: --steps_per_epoch=0"),
+        (["--checkpoint-every-steps=5"], "--checkpoint_every_steps=5 alone"),
+        (["--no-such-flag"], "no-such-flag"),
+        (["--no-stop-on-nan", "--epochs=0"], "Received: --epochs=0"),
+    ],
+)
+def test_flags_may_have_dashes(capsys, arguments, message):
+    assert main(["train", BLOBS, *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -68,7 +68,7 @@ def emitted(values: flags.FlagValues, command: Sequence[str]) -> str:
         UsageError: If something is missing, or cannot be.
     """
     problems = []
-    if values.nproc_per_node < 1:
+    if values.nproc_per_node < 1 and not hasattr(values.nproc_per_node, "text"):
         problems.append(
             "--nproc_per_node must be at least 1. Received: "
             f"--nproc_per_node={values.nproc_per_node}."
@@ -98,7 +98,7 @@ def emitted(values: flags.FlagValues, command: Sequence[str]) -> str:
         job = JobFile(
             name=values.job_name or job_name_of(command or ["train"]),
             command=command,
-            launch_flags=[f"--{name}={values[name].value}" for name in given],
+            launch_flags=[f"--{name}={_as_given(values[name].value)}" for name in given],
             nnodes=nodes.maximum,
             min_nnodes=nodes.minimum if nodes.is_elastic else None,
             grace_seconds=grace,
@@ -113,3 +113,8 @@ def emitted(values: flags.FlagValues, command: Sequence[str]) -> str:
     if problems:
         raise UsageError("\n".join(problems))
     return text
+
+
+def _as_given(value):
+    """What was written, where the host that submits may have other devices."""
+    return getattr(value, "text", value)

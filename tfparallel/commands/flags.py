@@ -99,9 +99,21 @@ def parse_positional(
         print(help_text(command, values))
         return None
     try:
-        return values([command.name, *arguments])[1:]
+        return values([command.name, *(_spelled(values, text) for text in arguments)])[1:]
     except flags.Error as error:
         raise UsageError(str(error)) from error
+
+
+def _spelled(values, argument):
+    """A flag that is written with dashes, as torchrun's may be, with underscores."""
+    found = re.fullmatch(r"--(no-)?([a-z][a-z0-9-]*)(=.*)?", argument, re.DOTALL)
+    if found is None or "-" not in (found[1] or "") + found[2]:
+        return argument
+    name = found[2].replace("-", "_")
+    whole = (found[1] or "").replace("-", "_") + name
+    if whole in values:
+        return f"--{whole}{found[3] or ''}"
+    return f"--{'no' * bool(found[1])}{name}{found[3] or ''}" if name in values else argument
 
 
 def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) -> str | None:

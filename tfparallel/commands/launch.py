@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags
 
+from tfparallel import cuda_driver
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
@@ -33,9 +34,41 @@ def main(arguments: Sequence[str]) -> int:
     return run_command("launch", lambda: _main(arguments), ())
 
 
+class _Number(int):
+    """What a word came to on this host; another host may have more."""
+
+    text = ""
+
+
+class _NumWorkers(flags.ArgumentParser):
+    """Reads --nproc_per_node, as torchrun does."""
+
+    syntactic_help = "a number, gpu, cpu or auto"
+
+    def parse(self, argument):
+        """Returns the number of workers."""
+        if str(argument).removeprefix("-").isdecimal():
+            return int(argument)
+        num_gpus = cuda_driver.num_gpus()
+        numbers = {"gpu": num_gpus, "cpu": len(available_cores())}
+        numbers["auto"] = num_gpus or numbers["cpu"]
+        if argument not in numbers:
+            raise ValueError(f"{self.syntactic_help} is required, not {argument!r}")
+        number = _Number(numbers[argument])
+        number.text = argument
+        return number
+
+
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    flags.DEFINE_integer("nproc_per_node", 1, "Workers on this host.", flag_values=values)
+    flags.DEFINE(
+        _NumWorkers(),
+        "nproc_per_node",
+        "1",
+        "Workers on this host: a number; gpu, one for each GPU; cpu, one for each core; or auto, "
+        "for each GPU if there is one, else for each core.",
+        flag_values=values,
+    )
     flags.DEFINE_integer(
         "num_ps",
         None,
@@ -127,9 +160,10 @@ def _parse(values: flags.FlagValues, arguments: Sequence[str]) -> list[str] | No
 def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
     problems = []
     if values.nproc_per_node < 1:
+        text = getattr(values.nproc_per_node, "text", values.nproc_per_node)
+        here = ", and this host has no GPU" if text == "gpu" else ""
         problems.append(
-            "--nproc_per_node must be at least 1. Received: "
-            f"--nproc_per_node={values.nproc_per_node}."
+            f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{here}."
         )
     for name in ("max_restarts", "grace_seconds"):
         value = values[name].value

@@ -4,6 +4,8 @@ TensorFlow is not imported here, so that usage and mistakes show at once.
 """
 
 import importlib
+import importlib.metadata
+import platform
 import sys
 from collections.abc import Sequence
 
@@ -45,7 +47,8 @@ load_data() -> (train, validation).
 example:
   tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 --epochs=3
 
-`tfparallel COMMAND --help` lists the flags of a command.
+`tfparallel COMMAND --help` lists the flags of a command; dashes may stand for underscores.
+`tfparallel --version` names the versions.
 """
 
 
@@ -54,6 +57,17 @@ def usage() -> str:
     width = max(len(name) for name in _COMMANDS)
     lines = [f"  {name:<{width}}  {job}" for name, job in _COMMANDS.items()]
     return _USAGE.format(commands="\n".join(lines))
+
+
+def versions() -> str:
+    """Returns the text of `tfparallel --version`: its own, and of what it stands on."""
+    found = []
+    for name in ("tfparallel", "tensorflow", "keras"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name}: not installed")
+    return ", ".join([*found, f"Python {platform.python_version()}"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in ("-h", "--help", "help"):
         print(usage())
+        return 0
+    if arguments and arguments[0] in ("--version", "version"):
+        print(versions())
         return 0
     if not arguments:
         print(usage(), file=sys.stderr)
