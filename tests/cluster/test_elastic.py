@@ -265,3 +265,11 @@ def test_flags_that_cannot_be(flags, message):
         timeout=DEADLINE_SECONDS,
     )
     assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_an_endpoint_of_no_host_is_told(start, tmp_path):
+    """Nobody listens there, and nobody can (RFC 5737)."""
+    lonely = start("1:2", WORK, tmp_path, at="192.0.2.1:2999", flags=["--start_timeout=1"])
+    assert lonely.end() == 1
+    assert "A launcher must listen at 192.0.2.1:2999" in lonely.said
+    assert "Received: [Errno" in lonely.said

@@ -108,6 +108,7 @@ class ElasticMeetings:
             "local_address": local_address,
         }
         self._door: Door | None = None
+        self._why_closed = ""
         self._place = 0  # Of the door, among the endpoints.
         self._waiting: list[_Present] = []
         self._round = -1
@@ -158,6 +159,8 @@ class ElasticMeetings:
 
     def end(self) -> None:
         """Says to those that wait at this launcher's door that the job has ended well."""
+        if self._door is not None:
+            self._let_in(0)
         for other in self._waiting:
             send(other.caller, {"ended": True})
             other.caller.close()
@@ -174,10 +177,12 @@ class ElasticMeetings:
     def _open(self) -> bool:
         """Whether this launcher listens now, at the first endpoint that is of this host."""
         for place, (host, port) in enumerate(self._endpoints):
-            with contextlib.suppress(RuntimeError):
-                own = self._hello["local_address"] if len(self._endpoints) == 1 else None
+            own = self._hello["local_address"] if len(self._endpoints) == 1 else None
+            try:
                 self._door, self._place = open_door(own or host, port, self._token), place
                 return True
+            except RuntimeError as error:
+                self._why_closed = str(error.__cause__ or error)
         return False
 
     def _join(self, hello, deadline) -> NodeMeeting | None:
@@ -323,7 +328,8 @@ class ElasticMeetings:
 
     def _nobody_there(self):
         return (
-            f"No launcher listens at {self._places()}, and no address of it is of this host. Start "
+            f"A launcher must listen at {self._places()}, and none came within "
+            f"{self._timeout_seconds:g} s; this one cannot. Received: {self._why_closed}. Start "
             "one on a host of --rdzv_endpoint; several endpoints, HOST:PORT,HOST:PORT, let another "
             "host take over when the first is gone."
         )

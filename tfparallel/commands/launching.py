@@ -134,7 +134,7 @@ def _run_once(values, command, nodes, attempt, environment):
 
 
 def _run_elastic(values, command, nodes, environment):
-    num_failures, has_tried_again = 0, False
+    num_failures, num_nodes, has_tried_again = 0, 0, False
     meetings = ElasticMeetings(
         values.rdzv_endpoint.split(","),
         min_nodes=nodes.minimum,
@@ -153,6 +153,10 @@ def _run_elastic(values, command, nodes, environment):
                 say("the job has ended")
                 return 0
             news = meeting.news
+            # A host that is told to end takes the workers of all others with it; but where nobody
+            # has left, they ended by themselves, and may do so again.
+            has_tried_again = has_tried_again and news.num_nodes == num_nodes
+            num_nodes = news.num_nodes
             say(f"round {meeting.attempt}: node {news.node} of {_hosts(news.num_nodes)}")
             with news:
                 news.leaves_on_failure = num_failures == values.max_restarts
@@ -167,7 +171,6 @@ def _run_elastic(values, command, nodes, environment):
                 culprit = outcome.culprit
                 is_ours = culprit is not None and culprit.node is None and not news.departure
                 tries_again = is_ours and culprit.returncode == TRY_AGAIN
-                # A host that is told to end takes the workers of all others with it, once.
                 num_failures += is_ours and (not tries_again or has_tried_again)
                 has_tried_again = tries_again
                 if num_failures > values.max_restarts:

@@ -39,6 +39,7 @@ from tfparallel.seams.tensorflow import (
 )
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
+from tfparallel.strategies.came_first import came_first
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
 
@@ -133,6 +134,10 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
     _of_process = None  # The strategy of this process, which can start one only.
     _to_choose: worker_choice.WorkerChoice | None = None
 
+    def __new__(cls, *args, **kwargs):
+        """Makes one, or takes that of the process."""
+        return cls._of_process or super().__new__(cls)
+
     def __init__(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
@@ -147,6 +152,12 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         calibrate: bool = True,
         facts: Mapping[str, Any] | None = None,
     ):
+        if self is MultiWorkerMirroredStrategy._of_process:
+            given = {"cluster_resolver": cluster_resolver, "devices": devices}
+            given |= {"communication_options": communication_options, "all_reduce": all_reduce}
+            given |= {"compression": compression, "bucket_bytes": bucket_bytes}
+            _refuse_anew({name: value for name, value in given.items() if value is not None})
+            return
         if not stall_timeout > 0:
             raise ValueError(
                 "`stall_timeout` must be a number of seconds above 0. Received: "
@@ -202,6 +213,9 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             _agree_on_seed(self.workers)
             if all_reduce == "auto":
                 self._to_choose = worker_choice.WorkerChoice(self.workers, calibrate)
+        names = tuple(name.rpartition("/device:")[2] for name in self.devices)
+        made = {"devices": names, "all_reduce": given, "compression": compression}
+        self._made_with = made
         MultiWorkerMirroredStrategy._of_process = self
 
     @classmethod
@@ -209,18 +223,23 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         """Returns the strategy that this process started, or starts one.
 
         Raises:
-            ValueError: If one was started that compresses gradients in another way.
+            ValueError: If one was started with other devices, or another way to sum.
         """
         strategy = cls._of_process
         if strategy is None:
             return cls(**kwargs)
-        asked = kwargs.get("compression")
-        if asked is not None and strategy.compression != asked:
-            raise ValueError(
-                "The workers of a job have one strategy, which says how gradients travel. "
-                f"Received: compression={asked!r} in a process whose strategy has "
-                f"{strategy.compression!r}. Name it where the strategy is made, in the first call."
-            )
+        devices = kwargs.get("devices")
+        if devices is not None:
+            kwargs["devices"] = tuple(device_lib.choose_devices(devices=devices))
+        for name, made in strategy._made_with.items():
+            asked = kwargs.get(name)
+            if asked is not None and asked != made:
+                raise ValueError(
+                    "The workers of a job have one strategy, which has its devices and its way to "
+                    f"sum. Received: {name}={asked!r} in a process whose strategy has {made!r}. "
+                    "Name it where the strategy is made: in `tfparallel.init(...)`, or in the "
+                    "first call."
+                )
         return strategy
 
     @property
@@ -309,11 +328,20 @@ def _first_host(resolver) -> str:
 
 def _refuse_late_start() -> None:
     if runtime_has_started():
+        first = came_first() or "an operation has run, a layer was built or devices were listed"
         raise RuntimeError(
-            "A MultiWorkerMirroredStrategy must be created before TensorFlow's runtime starts, and "
-            "it has started: an operation has run, a layer was built or devices were listed. Move "
-            "the strategy to the top of the program, right after the imports (in a notebook, "
-            "restart the kernel first)."
+            "The workers of a job must meet before TensorFlow's runtime starts, and it has "
+            f"started. Received: {first}. Write `tfparallel.init()` above it, right behind the "
+            "imports (in a notebook, restart the kernel first)."
+        )
+
+
+def _refuse_anew(given) -> None:
+    if given:
+        received = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(
+            "A process has one MultiWorkerMirroredStrategy, and this one has made it. Received: "
+            f"{received}. Name it where the strategy is made, or in `tfparallel.init(...)`."
         )
 
 

@@ -1,0 +1,55 @@
+"""`tfparallel.init()`: a worker joins its job before its program does anything else."""
+
+from collections.abc import Sequence
+
+from tfparallel import devices as device_lib
+from tfparallel.cluster.spec import Cluster
+from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
+
+__all__ = ["init"]
+
+
+def init(
+    *,
+    devices: Sequence[str] | None = None,
+    all_reduce: str | None = None,
+    compression: str | None = None,
+    start_timeout: float = 120.0,
+    stall_timeout: float = 1800.0,
+) -> None:
+    """Joins the job that this process is a worker of.
+
+    Call it right behind the imports of a program for several workers, if that makes data sets,
+    tensors or layers before it calls `data_parallel`: TensorFlow's runtime must know of the other
+    workers when it starts. `data_parallel` and `MultiWorkerMirroredStrategy()` take what it has
+    made. In a process without other workers it does nothing, so that the same program runs there.
+
+    Args:
+        devices: As for `MultiWorkerMirroredStrategy`, like all others.
+        all_reduce: What carries tensors between the workers.
+        compression: In how many bytes gradients travel.
+        start_timeout: How many seconds to wait for the other workers.
+        stall_timeout: How long a step may last.
+
+    Raises:
+        RuntimeError: If TensorFlow's runtime has started already, with what started it; or if a
+            worker is missing at the deadline.
+        ValueError: If the environment describes no cluster, or an argument is wrong; or if it is
+            called again, with arguments.
+
+    Example:
+        >>> import tfparallel
+        >>> tfparallel.init()
+        >>> dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)
+        >>> model = tfparallel.data_parallel(build_model)
+    """
+    if devices is not None:
+        device_lib.check_devices(devices)
+    if Cluster.from_env().num_workers > 1:
+        MultiWorkerMirroredStrategy(
+            devices=devices,
+            all_reduce=all_reduce,
+            compression=compression,
+            start_timeout=start_timeout,
+            stall_timeout=stall_timeout,
+        )

@@ -1,0 +1,42 @@
+"""What started TensorFlow's runtime too early: found among the program's own names."""
+
+import ast
+import sys
+
+import keras
+import tensorflow as tf
+
+__all__ = ["came_first"]
+
+_KINDS = (
+    (tf.data.Dataset, "a data set"),
+    (keras.Model, "a model"),
+    (keras.layers.Layer, "a layer"),
+    (keras.Variable, "a variable"),
+    (tf.Variable, "a variable"),
+    (keras.optimizers.Optimizer, "an optimizer"),
+    (tf.Tensor, "a tensor"),
+)
+
+
+def came_first() -> str | None:
+    """Says what of the main program has started the runtime, and in which line; None if unknown."""
+    main = sys.modules.get("__main__")
+    for name, value in list(vars(main).items()) if main else ():
+        kind = next((text for cls, text in _KINDS if isinstance(value, cls)), None)
+        if kind is not None and not name.startswith("_"):
+            return f"`{name}`, {kind}{_line_of(getattr(main, '__file__', None), name)}"
+    return None
+
+
+def _line_of(path, name) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, TypeError, ValueError):  # A notebook's cell, for one.
+        return ""
+    for node in tree.body:
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and name in names:
+            return f", made in {path}, line {node.lineno}"
+    return ""
