@@ -377,3 +377,14 @@ def test_each_gpu_of_this_process_is_asked_by_its_own_name(monkeypatch):
     assert device_memory.peak_bytes_of_gpus(names) == {"GPU:0": 10, own: 11}
     device_memory.reset_peaks(names)
     assert asked == ["GPU:0", "GPU:1"] * 2
+
+
+def test_a_number_of_devices_may_stand_for_their_names():
+    assert devices.choose_devices(devices=2) == devices.choose_devices(num_devices=2)
+    assert devices.check_devices(2) == devices.choose_devices(num_devices=2)
+    assert devices.choose_devices(2, devices=2) == devices.choose_devices(num_devices=2)
+    for bad in (0, -1, True):
+        with pytest.raises(ValueError, match="num_devices must be"):
+            devices.choose_devices(devices=bad)
+    with pytest.raises(ValueError, match="contradict each other.*num_devices=1, devices=2"):
+        devices.choose_devices(1, devices=2)

@@ -81,11 +81,12 @@ def list_devices(device_type: str | None = None) -> list[str]:
     return names
 
 
-def check_devices(names: Sequence[str]) -> list[str]:
+def check_devices(names: Sequence[str] | int) -> list[str]:
     """Checks device names against what exists.
 
     Args:
-        names: Device names, in any form that `canonical` takes.
+        names: Device names, in any form that `canonical` takes; or how many devices to take, as
+            `choose_devices` does.
 
     Returns:
         The names as `"GPU:0"`, in the order given.
@@ -94,6 +95,8 @@ def check_devices(names: Sequence[str]) -> list[str]:
         ValueError: If the list is empty, or a name is malformed, unknown, or
             given twice; all of them in one message.
     """
+    if isinstance(names, int):
+        return choose_devices(num_devices=names)
     if isinstance(names, str):
         raise ValueError(
             "devices must be a list of names, one for each device. "
@@ -329,7 +332,7 @@ def set_memory_growth(enabled: bool = True) -> list[str]:
 def choose_devices(
     num_devices: int | None = None,
     device_type: str = "auto",
-    devices: Sequence[str] | None = None,
+    devices: Sequence[str] | int | None = None,
 ) -> list[str]:
     """Chooses the devices of a training run from what the user asked for.
 
@@ -339,7 +342,7 @@ def choose_devices(
             still possible.
         device_type: `"cpu"`, `"gpu"`, or `"auto"`: GPUs if there is any, else
             the CPU.
-        devices: Device names, instead of the other two.
+        devices: Device names, instead of the other two; or a number, as `num_devices`.
 
     Returns:
         Canonical device names.
@@ -356,13 +359,16 @@ def choose_devices(
             f"Received: device_type={device_type!r}."
         )
     device_type = device_type.lower()
+    if isinstance(devices, int) and num_devices in (None, devices):
+        num_devices, devices = devices, None
     if num_devices is not None:
         _check_count(num_devices)
     if devices is not None:
-        if num_devices is not None and num_devices != len(devices):
+        count = devices if isinstance(devices, int) else len(devices)
+        if num_devices is not None and num_devices != count:
             raise ValueError(
                 "devices and num_devices contradict each other; give one of the two. "
-                f"Received: num_devices={num_devices}, devices={list(devices)}."
+                f"Received: num_devices={num_devices}, devices={devices}."
             )
         checked = check_devices(devices)
         others = [name for name in checked if not name.lower().startswith(device_type)]

@@ -166,3 +166,18 @@ def test_versions_are_named(capsys, arguments):
 def test_flags_may_have_dashes(capsys, arguments, message):
     assert main(["train", BLOBS, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--epochs=banana", "--epochs must be a whole number. Received: --epochs=banana."),
+        ("--num_devices=1.5", "--num_devices must be a whole number. Received: --num_devices=1.5."),
+        ("--start_timeout=soon", "--start_timeout must be a number. Received: "),
+        ("--parallel=all", "--parallel must be one of none, data, model,"),
+        ("--stop_on_nan=maybe", "--stop_on_nan must be true or false. Received: "),
+    ],
+)
+def test_a_value_that_cannot_be_gets_a_sentence(capsys, flag, message):
+    assert main(["train", BLOBS, flag]) == 2
+    assert message in capsys.readouterr().err

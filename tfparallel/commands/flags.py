@@ -100,8 +100,29 @@ def parse_positional(
         return None
     try:
         return values([command.name, *(_spelled(values, text) for text in arguments)])[1:]
+    except flags.IllegalFlagValueError as error:
+        raise UsageError(_in_words(str(error))) from error
     except flags.Error as error:
         raise UsageError(str(error)) from error
+
+
+def _in_words(told):
+    """What absl says of a value that cannot be, as a sentence."""
+    found = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", told, re.DOTALL)
+    if found is None:
+        return told
+    name, value, problem = found.groups()
+    kinds = {
+        "invalid literal for int": "a whole number",
+        "could not convert": "a number",
+        "('Non-boolean": "true or false",
+    }
+    required = next((kind for begin, kind in kinds.items() if problem.startswith(begin)), None)
+    if (choices := re.fullmatch(r"value should be one of <(.*)>", problem)) is not None:
+        required = f"one of {choices[1].replace('|', ', ')}"
+    if required is None:
+        return told
+    return f"--{name} must be {required}. Received: --{name}={value}."
 
 
 def _spelled(values, argument):

@@ -32,7 +32,7 @@ Asked = tuple[Mapping[str, str | None], bool]  # By the layers' names, and wheth
 
 def tensor_parallel(
     model_or_function: keras.Model | Callable[[], keras.Model],
-    devices: Sequence[str],
+    devices: Sequence[str] | int,
     *,
     split: Mapping[str, str | None] | None = None,
     convolutions: str = "channels",
@@ -52,7 +52,7 @@ def tensor_parallel(
             which is left as it is, or a function that returns one. What a function builds is
             never held whole: each layer is initialized, with the values that it has on one device,
             and split before the next one.
-        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`; two or more.
+        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or how many; two or more.
         split: How single layers are split, by their names, where that is not what the model's
             graph suggests: "column" or "row" for `Dense` and `Conv2D`, "heads" for attention,
             "vocabulary" for `Embedding`, "height" for `Conv2D`, `DepthwiseConv2D` and pooling, None

@@ -69,7 +69,7 @@ class Choices:
 
 def pipeline_parallel(
     model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
-    devices: Sequence[str] | None = None,
+    devices: Sequence[str] | int | None = None,
     num_micro_batches: int = 8,
     schedule: str = "1f1b",
     recompute: str = "never",
@@ -97,7 +97,7 @@ def pipeline_parallel(
 
     Args:
         model_or_function: As for `model_parallel`.
-        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or what
+        devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or how many, or what
             `tfparallel.connect_to_cluster` returned, for stages in other processes. Default: all.
         num_micro_batches: M, into how many parts each batch of `fit` is cut.
         schedule: "gpipe": all forward passes, then all backward passes; holds the activations of M

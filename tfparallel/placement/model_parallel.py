@@ -24,7 +24,7 @@ __all__ = ["check_model", "model_of", "model_parallel", "place", "seen_model"]
 
 def model_parallel(
     model_or_function: keras.Model | Callable[[], keras.Model] | Sequence[keras.Layer],
-    devices: Sequence[str] | None = None,
+    devices: Sequence[str] | int | None = None,
     *,
     layers_per_stage: Sequence[int] | None = None,
     device_map: Mapping[str, str] | None = None,
@@ -46,9 +46,9 @@ def model_parallel(
             `keras.Input`. The model given is left as it is. What a function builds is
             never held whole: each weight is initialized on its own device (a function that
             compiles the model too is the exception).
-        devices: Names of the devices, one stage each, such as `["GPU:0", "GPU:1"]`, or what
-            `tfparallel.connect_to_cluster` returned, for stages in other processes. None, and no
-            `device_map`: each layer where its variables are, which the user's own
+        devices: Names of the devices, one stage each, such as `["GPU:0", "GPU:1"]`; or how many;
+            or what `tfparallel.connect_to_cluster` returned, for stages in other processes. None,
+            and no `device_map`: each layer where its variables are, which the user's own
             `with tf.device(...)` decided.
         layers_per_stage: How many consecutive layers each device gets. Default: the best cut.
         device_map: The device of each layer by the layer's name, instead of the other two.

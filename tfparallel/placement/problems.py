@@ -56,7 +56,7 @@ class Problems:
             raise PlacementError("\n".join(map(str, self._errors)))
 
 
-def usable_devices(devices: str | Sequence[str], problems: Problems) -> list[str]:
+def usable_devices(devices: str | Sequence[str] | int, problems: Problems) -> list[str]:
     """Returns the names of devices; what cannot be used is a problem, and counts all the same.
 
     Args:
@@ -65,6 +65,8 @@ def usable_devices(devices: str | Sequence[str], problems: Problems) -> list[str
     """
     with problems.gathered():
         return device_lib.check_devices(devices)
+    if isinstance(devices, int):
+        problems.raise_all()
     names = devices.split(",") if isinstance(devices, str) else list(devices)
     if not names:
         problems.raise_all()  # Nothing can be held against no device.

@@ -29,7 +29,7 @@ def data_parallel(
     model_or_function: keras.Model | Callable[[], keras.Model],
     strategy: str | MirroredStrategy | MultiWorkerMirroredStrategy = "auto",
     *,
-    devices: Sequence[str] | None = None,
+    devices: Sequence[str] | int | None = None,
     all_reduce: str | None = None,
     compression: str | None = None,
     sync: str = "every_step",
@@ -57,7 +57,7 @@ def data_parallel(
         strategy: `"auto"` for every worker of the job that this process is part of, and every
             device of each; a `tfparallel.MirroredStrategy` for the devices of this process; or a
             `tfparallel.MultiWorkerMirroredStrategy`.
-        devices: Names of the devices under `"auto"`, one replica each, such as
+        devices: Names of the devices under `"auto"`, or how many; one replica each, such as
             `["GPU:0", "GPU:1"]`. Default: all GPUs, else all logical CPUs.
         all_reduce: Under `"auto"`, the algorithm that sums the gradients: in one process as
             `tfparallel.MirroredStrategy` takes it, a name or `"auto"` for the fastest; between

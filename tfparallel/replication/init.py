@@ -11,7 +11,7 @@ __all__ = ["init"]
 
 def init(
     *,
-    devices: Sequence[str] | None = None,
+    devices: Sequence[str] | int | None = None,
     all_reduce: str | None = None,
     compression: str | None = None,
     start_timeout: float = 120.0,

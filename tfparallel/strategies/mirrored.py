@@ -52,8 +52,8 @@ class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
     `tfparallel.reduce_gradients` and `tfparallel.distribute_optimizer` for exact ones.
 
     Args:
-        devices: Names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`. Default:
-            all GPUs, or all logical CPUs where there is no GPU.
+        devices: Names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`, or how many.
+            Default: all GPUs, or all logical CPUs where there is no GPU.
         cross_device_ops: A `tf.distribute.CrossDeviceOps` for the collectives between replicas.
             Default: `tf.distribute.NcclAllReduce()` where each replica has a GPU, else
             `tf.distribute.ReductionToOneDevice()`, the fastest in one process on CPUs.
@@ -81,7 +81,7 @@ class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
 
     def __init__(
         self,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[str] | int | None = None,
         cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
         all_reduce: str | None = None,
         calibrate: bool = True,

@@ -143,7 +143,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[str] | int | None = None,
         start_timeout: float = 120.0,
         stall_timeout: float = 1800.0,
         all_reduce: str | None = None,
