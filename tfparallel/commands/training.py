@@ -112,7 +112,7 @@ def _train(path, values):
         preemption = Preemption(checkpoint)
         callbacks.append(preemption)
     recorder: Any = contextlib.nullcontext()
-    if form.workers is None:
+    if form.workers is None and not form.num_servers:
         recorder = step_records.alone()
         callbacks += [recorder] if isinstance(recorder, keras.callbacks.Callback) else []
     failure = None
