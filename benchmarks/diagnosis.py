@@ -38,7 +38,7 @@ CASES = [
     ("an example takes 0.5 ms to read", "input-bound", READING, [], {"READING_MS": "0.5"}),
     ("an example takes 2 ms to read", "input-bound", READING, [], {"READING_MS": "2"}),
     (
-        *("an example takes worker 1 0.5 ms to read", "worker 1 is slow", READING, []),
+        *("an example takes worker 1 0.5 ms to read", "input-bound on worker 1", READING, []),
         {"READING_MS": "0.5", "READING_WORKER": "1"},
     ),
     ("4 rows a step", "batch too small", DIGITS, ["--global_batch_size=4"], {}),

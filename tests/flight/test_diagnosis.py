@@ -20,7 +20,7 @@ def split(worker=0, *, input=1, compute=20, reduction=1, waiting=0, between=0):
         ([split(0), split(1)], {}, "nothing holds it up: 95%"),
         ([split(0, waiting=20), split(1, compute=40)], {}, "worker 1 is slow: it takes 41.0 ms"),
         ([split(0, waiting=20), split(1, between=20)], {}, "between two steps, in a callback"),
-        ([split(0, waiting=20), split(1, input=21)], {}, "in waiting for its data"),
+        ([split(0, waiting=20), split(1, input=21)], {}, "input-bound on worker 1: a step waits"),
         ([split(0, between=30), split(1, waiting=30)], {}, "worker 0 is slow"),
         ([split(w, waiting=30 * (w != 2), between=30 * (w == 2)) for w in range(4)], {},
          "worker 2 is slow"),

@@ -31,16 +31,16 @@ def build_model():
 
 
 {model}
-model.compile("adam", "mse")
 model.fit(dataset, epochs=2, verbose=0)
 model.save(sys.argv[1])
 """
 INIT = "tfparallel.init()"
-WRAPPED = "model = tfparallel.data_parallel(build_model)"
+WRAPPED = 'model = tfparallel.data_parallel(build_model)\nmodel.compile("adam", "mse")'
 IN_SCOPE = """
 strategy = tfparallel.MultiWorkerMirroredStrategy()
 with strategy.scope():
     model = build_model()
+    model.compile("adam", "mse")
 """
 
 
@@ -76,7 +76,7 @@ def test_what_came_first_is_named_with_its_line(tmp_path):
     ("first", "model", "message"),
     [
         (f"{INIT}\ntfparallel.init(all_reduce='ring')", WRAPPED, "all_reduce='ring'. Name it"),
-        (INIT, WRAPPED.replace(")", ", all_reduce='ring')"), "all_reduce='ring' in a process"),
+        (INIT, WRAPPED.replace("model)", "model, all_reduce='ring')"), "all_reduce='ring' in a process"),
         ("tfparallel.init(all_reduce='no')", WRAPPED, "must be one of"),
     ],
 )

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.output import Reader, last_lines
+from tfparallel.cluster.preemption import TRY_AGAIN
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit, root_cause_first
 
 __all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest", "run"]
@@ -34,6 +35,8 @@ __all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest", "run"]
 GRACE_SECONDS = 3.0
 
 _GUARDIAN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian.py")
+# Where a worker is lost the others may say something yet, and no more.
+_LOST_SECONDS = 1.0
 # What fails this soon after the first failure may have failed before it.
 _SETTLE_SECONDS = 0.25
 # A guardian kills within 5 s, once told to; past that nobody can.
@@ -160,11 +163,20 @@ class Job:
                 self._wait_until(self._all_ended, _SETTLE_SECONDS)
                 self._tell_failures(told)
             culprit = self._culprit()
+            if self._has_lost_a_worker(culprit):
+                self._grace_seconds = min(self._grace_seconds, _LOST_SECONDS)
         exits = tuple(self._exit_of(worker) for worker in self._workers)
         if isinstance(culprit, _Worker):
             culprit = exits[self._workers.index(culprit)]
         departure = self._news.departure if culprit is None else None
         return Outcome(exits, culprit, timed_out, departure, self._news.has_newcomer)
+
+    def _has_lost_a_worker(self, culprit):
+        """Whether the others cannot save their state any more, which takes all of them."""
+        departure = self._news.departure
+        if departure is not None:
+            return departure.signum is None
+        return culprit is not None and culprit.returncode != TRY_AGAIN
 
     def _is_decided(self):
         """Whether the job has failed, or succeeded on every host."""

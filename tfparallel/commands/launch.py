@@ -117,7 +117,8 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_float(
         "grace_seconds",
         GRACE_SECONDS,
-        "Seconds that workers have between a signal to stop and SIGKILL.",
+        "Seconds that workers have between a signal to stop and SIGKILL; one at most where another "
+        "has failed.",
         flag_values=values,
     )
     flags.DEFINE_string(

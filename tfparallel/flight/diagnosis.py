@@ -11,6 +11,7 @@ _MUCH = 0.25  # Of a step.
 _SLOWER = 1.25  # Than the others.
 _SMALL_BYTES = 4e6  # A sum of fewer takes as long as the workers need to meet.
 _LINK_RATIO = 0.5  # Of the link's rate.
+_INPUT = "in waiting for its data"
 
 
 def verdict(
@@ -40,6 +41,12 @@ def verdict(
     slow = _slow_worker(splits, total)
     if slow is not None:
         own, others, where = slow[1:]
+        if where == _INPUT:
+            return (
+                f"input-bound on worker {slow[0]}: a step waits there for data, {own * 1e3:.1f} ms "
+                f"with the rest, where the others take {others * 1e3:.1f} ms. Read and decode "
+                "ahead (`prefetch`), on more threads, or from a nearer disk."
+            )
         return (
             f"worker {slow[0]} is slow: it takes {own * 1e3:.1f} ms of its own for a step, the "
             f"others {others * 1e3:.1f} ms; the difference is {where}."
@@ -97,7 +104,7 @@ def _slow_worker(splits, total):
         return None
     (of_slow,) = [split for split in splits if split.worker == slowest]
     texts = {
-        "input": "in waiting for its data",
+        "input": _INPUT,
         "compute": "in what it computes",
         "between": "between two steps, in a callback or the loop",
     }
