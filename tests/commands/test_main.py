@@ -72,7 +72,7 @@ def test_help_loads_no_tensorflow():
         ([BLOBS, "other.py"], "exactly one task file"),
         ([BLOBS, "--epohcs=3"], "epohcs"),
         ([BLOBS, "--seed=x"], "seed"),
-        ([BLOBS, "--parallel=fly"], "must be one of none, data, model, tensor, pipeline, hybrid, auto"),
+        ([BLOBS, "--parallel=fly"], "must be one of none, data, model, tensor, pipeline, hybrid"),
         ([BLOBS, "--global_batch_size=0"], "at least 1. Received: --global_batch_size=0"),
         ([BLOBS, "--num_devices=0"], "at least 1. Received: --num_devices=0"),
         ([BLOBS, "--seed=-1"], "Received: --seed=-1"),

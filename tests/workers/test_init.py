@@ -76,7 +76,7 @@ def test_what_came_first_is_named_with_its_line(tmp_path):
     ("first", "model", "message"),
     [
         (f"{INIT}\ntfparallel.init(all_reduce='ring')", WRAPPED, "all_reduce='ring'. Name it"),
-        (INIT, WRAPPED.replace("model)", "model, all_reduce='ring')"), "all_reduce='ring' in a process"),
+        (INIT, WRAPPED.replace("model)", "model, all_reduce='ring')"), "all_reduce='ring' in a"),
         ("tfparallel.init(all_reduce='no')", WRAPPED, "must be one of"),
     ],
 )

@@ -51,19 +51,20 @@ def verdict(
             f"worker {slow[0]} is slow: it takes {own * 1e3:.1f} ms of its own for a step, the "
             f"others {others * 1e3:.1f} ms; the difference is {where}."
         )
-    if mean["input"] > _MUCH * total:
+    meeting = mean["reduction"] + mean["waiting"]
+    most = max(mean["input"], mean["between"], meeting)
+    if most == mean["input"] > _MUCH * total:
         return (
             f"input-bound: {mean['input'] * 1e3:.1f} of {total * 1e3:.1f} ms a step wait for data. "
             "Read and decode ahead (`prefetch`), or on more threads."
         )
-    if mean["between"] > _MUCH * total:
+    if most == mean["between"] > _MUCH * total:
         return (
             f"callbacks: {mean['between'] * 1e3:.1f} of {total * 1e3:.1f} ms a step go by between "
             "two steps, in callbacks and in the loop. Take steps_per_execution, or callbacks that "
             "look more rarely."
         )
-    meeting = mean["reduction"] + mean["waiting"]
-    if meeting > _MUCH * total:
+    if most == meeting > _MUCH * total:
         rate = 8 * sent_bytes / mean["reduction"] if mean["reduction"] else 0.0
         near_limit = link_bits is not None and rate > _LINK_RATIO * link_bits
         if near_limit or (sent_bytes > _SMALL_BYTES and mean["reduction"] > mean["waiting"]):
