@@ -111,7 +111,7 @@ def test_it_goes_on_with_fewer_and_with_more(start, tmp_path):
     assert [each.end() for each in (*left, more)] == [0, 0, 0]
     for each in left:
         assert "the launcher of node 0 is gone" in each.said
-        assert "a host would join; the workers have saved what they save" in each.said
+        assert "a host joins; the workers were told to save their state" in each.said
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])

@@ -40,6 +40,7 @@ def test_a_shell_linter_finds_nothing_in_the_script(tmp_path, nnodes, least):
 
 # Two tasks, as of two nodes; each is told which it is, and all that Slurm would tell it besides.
 SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
 for node in 0 1; do
   SLURM_NODEID=$node SLURM_PROCID=$node SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 \\
   SLURM_STEP_ID=0 SLURM_STEP_NODELIST=127.0.0.1,127.0.0.2 SLURM_STEP_TASKS_PER_NODE='1(x2)' \\
@@ -116,6 +117,7 @@ def test_a_range_of_nodes_is_asked_for_and_handed_on():
     code, script, errors = emitted("--emit=slurm", *flags)
     assert code == 0, errors
     assert "#SBATCH --nodes=2-4\n" in script and "--nnodes=2:4" in script
+    assert "#SBATCH --no-kill\n" in script and "srun --no-kill --kill-on-bad-exit=0 " in script
     assert "--nproc_per_node=gpu" in script
     code, text, errors = emitted("--emit=kubernetes", "--image=a/b:1", *flags)
     assert code == 0, errors

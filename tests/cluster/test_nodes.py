@@ -1,6 +1,7 @@
 """Launchers of several hosts meet; who is missing or in the way is named."""
 
 import concurrent.futures
+import errno
 import json
 import socket
 import time
@@ -8,6 +9,7 @@ import time
 import pytest
 
 from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.nodes import meet
 from tfparallel.cluster.ports import free_ports
 
@@ -202,3 +204,82 @@ def test_bad_addresses(address):
     with pytest.raises(ValueError, match="must be host:port") as caught:
         split_address(address)
     assert repr(address) in str(caught.value)
+
+
+def connected():
+    """Two ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        return server.accept()[0], caller
+
+
+def lines(number):
+    """Node 0's news, and the other end of each of its lines."""
+    pairs = [connected() for _ in range(number)]
+    news = NodeNews(0, number + 1, {index + 1: pair[0] for index, pair in enumerate(pairs)})
+    return news, [pair[1] for pair in pairs]
+
+
+def test_who_has_fallen_silent_is_told_to_the_others():
+    news, (first, second) = lines(2)
+    third, there = connected()
+    other = NodeNews(2, 3, {0: third})
+    with first, second, there:
+        news.lines[0].is_silent = True  # As of a connection that has timed out.
+        news._lost(news.lines[0])
+        there.sendall(second.recv(4096))
+        while not other.gone:
+            other.lines[0].listen()
+        assert news.silent == other.silent == {1} and news.gone == other.gone == {1}
+        news.close()
+        other.close()
+
+
+def test_what_a_send_finds_out_is_kept():
+    """The system tells an error once."""
+    news, (there,) = lines(1)
+    (line,) = news.lines
+
+    class TimedOut:
+        def __getattr__(self, name):
+            return getattr(line_socket, name)
+
+        def sendall(self, data):
+            raise TimeoutError(errno.ETIMEDOUT, "timed out")
+
+    line_socket = line._socket
+    with there:
+        line._socket = TimedOut()
+        news.tell_newcomer()
+        assert line.is_silent
+        news.close()
+
+
+def test_node_0_is_missed_though_its_own_workers_have_succeeded():
+    """It would have handed on what the others say."""
+    connection, there = connected()
+    news = NodeNews(1, 3, {0: connection})
+    with there:
+        there.sendall(b'{"succeeded": 0}\n')
+    while news.lines[0].listen():
+        pass
+    assert news.departure is not None and not news.all_succeeded
+    news.close()
+
+
+@pytest.mark.parametrize("token", ["\\ud800", "wrong"])
+def test_a_token_that_is_no_text_is_another(pool, endpoint, token):
+    host = start(pool, endpoint, 0, token="right", timeout_seconds=10)
+    hello = '{"nnodes": 2, "node_rank": 1, "attempt": 0, "ports": [1], "master_port": 2, '
+    hello += f'"local_address": null, "token": "{token}"}}\n'
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            with socket.create_connection(split_address(endpoint), timeout=5) as stranger:
+                stranger.sendall(hello.encode())
+                assert stranger.recv(1) == b""
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+    assert start(pool, endpoint, 1, token="right").result(30).token == "right"
+    assert host.result(30).token == "right"

@@ -2,14 +2,22 @@
 
 import pytest
 
-from tfparallel.flight.job import behind, chrome_trace, clock_shifts, doing, read_job, splits
+from tfparallel.flight.job import (
+    behind,
+    chrome_trace,
+    clock_shifts,
+    doing,
+    elsewhere,
+    read_job,
+    splits,
+)
 from tfparallel.flight.record import Event, FlightRecord, WorkerRecord, path_of
 
 SUM = "sum float32[1000]"
 
 
 def record(worker, *, now=("between steps", 9, 100.0, 101.0), marks=(), events=(), **about):
-    about = {"worker": worker, "num_workers": 2, "host": "a", "attempt": 0} | about
+    about = {"worker": worker, "num_workers": 2, "num_local": 2, "host": "a"} | about
     return WorkerRecord(about, dict(marks), Event(*now), "", tuple(events))
 
 
@@ -35,7 +43,7 @@ def test_who_is_silent_is_named():
     lives = record(0, now=("in a step", 10, 100.0, 130.0))
     killed = record(1, now=("in a step", 10, 100.0, 110.0))
     assert behind([lives, killed])[0] == (1,)
-    assert "gave no sign of life any more" in behind([lives, killed])[1]
+    assert "stopped without a word while others went on" in behind([lives, killed])[1]
 
 
 def test_who_failed_is_named_and_not_who_lost_it():
@@ -45,7 +53,28 @@ def test_who_failed_is_named_and_not_who_lost_it():
 
 
 def test_who_left_no_record_is_named():
-    assert behind([record(0)])[0] == (1,)
+    assert behind([record(0)])[0] == (1,) and elsewhere([record(0)]) == []
+
+
+def test_who_is_on_another_host_has_the_record_there():
+    alone = record(0, num_local=1, now=("in a step", 3, 1.0, 2.0))
+    assert elsewhere([alone]) == [1]
+    assert behind([alone])[0] == ()
+
+
+def test_that_all_were_told_to_end_is_said():
+    told = [record(worker, ended="Preempted: 75", ended_at=1.0) for worker in (0, 1)]
+    assert behind(told) == ((), "All workers were told to end, and have saved their state.")
+
+
+def test_clocks_that_differ_make_nobody_silent():
+    events = [steps_of(0), steps_of(1, ahead=50.0)]
+    records = [
+        record(worker, host="ab"[worker], num_local=1, events=events[worker],
+               now=("in a step", 8, 50.0 * worker, 1.0 + 50.0 * worker))
+        for worker in (0, 1)
+    ]  # fmt: skip
+    assert "stopped without a word" not in behind(records)[1]
 
 
 def test_that_all_is_well_is_said():
@@ -105,10 +134,14 @@ def test_a_timeline_has_all_workers_on_one_clock():
 def test_the_last_attempt_is_read(tmp_path):
     for attempt in (0, 1):
         for worker in (1, 0):
-            about = {"worker": worker, "num_workers": 2, "attempt": attempt}
+            about = {"worker": worker, "num_workers": 2, "attempt": attempt, "started": attempt}
             FlightRecord(path_of(tmp_path, worker, attempt), about).close()
     records = read_job(tmp_path)
     assert [(r.worker, r.about["attempt"]) for r in records] == [(0, 1), (1, 1)]
+    # A later job in the same folder, in its first attempt.
+    later = {"worker": 0, "num_workers": 1, "attempt": 0, "started": 9.0, "job": "later"}
+    FlightRecord(path_of(tmp_path, 0, 0), later).close()
+    assert [r.about["job"] for r in read_job(tmp_path)] == ["later"]
 
 
 def test_a_folder_without_records_is_refused(tmp_path):

@@ -25,7 +25,8 @@ def sleep(seconds):
 def test_marks_are_passed_in_order_and_kept(current):
     @tf.function
     def step(x):
-        marks.mark("input", [x])
+        with tf.control_dependencies(marks.mark("input", [x])):
+            x = tf.identity(x)
         y = marks.around("sum float32[1]", x, lambda: x + tf.cast(sleep(0.05), x.dtype))
         marks.mark("backward", [y])
         return y

@@ -54,7 +54,8 @@ def test_what_is_too_long_is_cut(record):
     record.name_marks(["long " * 100] * 100)
     found = read_record(record.path)
     assert len(found.now.what) == 256 and found.events[0].what == "z" * 52
-    assert set(found.stack) == {"y"} and found.marks == {} and found.about == ABOUT
+    assert set(found.stack) == {"y"} and found.about == ABOUT
+    assert list(found.marks) == ["long " * 100]  # All have this name; as many as have room.
 
 
 def test_it_outlives_a_process_that_is_killed(tmp_path):
@@ -75,3 +76,16 @@ def test_what_is_none_is_refused(tmp_path, content):
     (tmp_path / "a.flight").write_bytes(content)
     with pytest.raises(ValueError, match="A flight record of .* bytes is required"):
         read_record(tmp_path / "a.flight")
+
+
+def test_a_disk_that_is_full_gives_an_error_and_no_signal(tmp_path):
+    """A file with holes would end the process when it is written to."""
+    program = (
+        "import resource, signal, sys\nfrom tfparallel.flight.record import FlightRecord\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+        "try:\n    FlightRecord(sys.argv[1], {})\nexcept OSError:\n    print('refused')"
+    )
+    run = [sys.executable, "-c", program, str(tmp_path / "a.flight")]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr

@@ -1,6 +1,7 @@
 """Keeps a worker's flight record while it trains."""
 
 import contextlib
+import hashlib
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ import keras
 
 from tfparallel.flight.marks import Marks
 from tfparallel.flight.record import FOLDER, FlightRecord, path_of
+from tfparallel.notice import notice
 
 __all__ = ["FlightRecorder"]
 
@@ -21,11 +23,25 @@ _NUM_FRAMES = 8
 _STANDS_SECONDS = 2.0  # Who does nothing new for as long is asked where it stands.
 
 
+class _StepEnd(keras.callbacks.Callback):
+    """Tells a recorder that a step has ended, before other callbacks do their work."""
+
+    async_safe = takes_tensors = True  # It reads no logs.
+
+    def __init__(self, recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Tells it."""
+        self._recorder.step_has_ended()
+
+
 class FlightRecorder(keras.callbacks.Callback):
     """Records the steps of `fit`: when each began, got its data, went forward, and so on.
 
-    A context manager around `fit`. Its place is behind all other callbacks, whose work belongs to
-    the pause between two steps.
+    A context manager around `fit`. Its place is behind all other callbacks, and that of `step_end`
+    before them: their work belongs to the pause between two steps.
 
     Args:
         folder: Where the record is; it is named for the worker.
@@ -39,9 +55,12 @@ class FlightRecorder(keras.callbacks.Callback):
         super().__init__()
         if Marks.current is None:  # What is traced keeps writing its marks, in a second `fit`, too.
             attempt = int(os.environ.get("TFPARALLEL_RESTART_COUNT", "0"))
+            token = os.environ.get("TFPARALLEL_JOB_TOKEN", "")
             about = {
                 "worker": worker_index,
                 "num_workers": num_workers,
+                "num_local": int(os.environ.get("LOCAL_WORLD_SIZE", num_workers)),
+                "job": hashlib.sha256(token.encode()).hexdigest()[:12],
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "attempt": attempt,
@@ -50,6 +69,7 @@ class FlightRecorder(keras.callbacks.Callback):
             path = path_of(folder, worker_index, attempt)
             Marks.current = Marks(FlightRecord(path, about))
         self._marks = Marks.current
+        self.step_end = _StepEnd(self)
         self._step, self._num_before = -1, self._marks.step + 1 if self._marks.names else 0
         self._begin = self._last = time.time()
         self._pause = "before the first step"
@@ -62,7 +82,11 @@ class FlightRecorder(keras.callbacks.Callback):
         folder = os.environ.get(FOLDER)
         if not folder or not os.path.isdir(folder):
             return contextlib.nullcontext()
-        return cls(folder, worker_index, num_workers)
+        try:
+            return cls(folder, worker_index, num_workers)
+        except (OSError, ValueError) as error:  # A full disk, or a file system without such files.
+            notice(f"No flight record is kept in {folder}: {error}.")
+            return contextlib.nullcontext()
 
     def __enter__(self) -> "FlightRecorder":
         self._marks.record.begin()
@@ -86,10 +110,11 @@ class FlightRecorder(keras.callbacks.Callback):
         self._pause = "between steps"
         self._now("in a step", self._begin)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def step_has_ended(self) -> None:
         """Notes that a step has ended, and what was in it."""
         self._last = time.time()
-        self._marks.end_step(self._begin, self._last)
+        is_one = self.model.steps_per_execution == 1
+        self._marks.end_step(self._begin, self._last, is_one=is_one)
         self._now("between steps", self._last)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

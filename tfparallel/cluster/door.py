@@ -12,6 +12,7 @@ import json
 import secrets
 import selectors
 import socket
+import time
 from typing import Any
 
 from tfparallel.cluster.address import join_address
@@ -20,9 +21,18 @@ __all__ = ["Door", "Hello", "open_door", "receive", "send"]
 
 _MESSAGE_BYTES = 1 << 16
 _SEND_SECONDS = 2.0
+_PATIENCE_SECONDS = 30.0  # With one that has called and says nothing,
+_MAX_STRANGERS = 64  # and with so many.
 _NUMBERS = ("node_rank", "attempt", "last_node", "may_live")  # Of nodes and rounds, or None.
 
 Hello = dict[str, Any]
+
+
+class _Caller:
+    """What has come of a caller's first message, and since when it is awaited."""
+
+    def __init__(self):
+        self.received, self.since = bytearray(), time.monotonic()
 
 
 class Door:
@@ -40,7 +50,7 @@ class Door:
     def __init__(self, host: str, port: int, token: str):
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self.host = host
-        self._token = token.encode()
+        self._token = _bytes(token)
         self._listener = socket.create_server(address, family=family)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -68,20 +78,32 @@ class Door:
         come = []
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
-                with contextlib.suppress(OSError):
-                    caller = self._listener.accept()[0]
-                    caller.setblocking(False)
-                    self._selector.register(caller, selectors.EVENT_READ, bytearray())
+                self._accept()
                 continue
-            hello = receive(key.fileobj, key.data)
+            hello = receive(key.fileobj, key.data.received)
             if hello is None:
                 continue
             self._selector.unregister(key.fileobj)
-            if _is_hello(hello) and secrets.compare_digest(hello["token"].encode(), self._token):
+            if _is_hello(hello) and secrets.compare_digest(_bytes(hello["token"]), self._token):
                 come.append((key.fileobj, hello))
             else:  # No launcher, or one of another job.
                 key.fileobj.close()
         return come
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            caller = self._listener.accept()[0]
+            caller.setblocking(False)
+            self._selector.register(caller, selectors.EVENT_READ, _Caller())
+        strangers = [
+            key for key in self._selector.get_map().values() if key.fileobj is not self._listener
+        ]
+        strangers.sort(key=lambda key: key.data.since)
+        late = time.monotonic() - _PATIENCE_SECONDS
+        for index, key in enumerate(strangers):
+            if index < len(strangers) - _MAX_STRANGERS or key.data.since < late:
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()
 
     def close(self) -> None:
         """Listens no more; a second time does nothing."""
@@ -140,9 +162,16 @@ def send(caller: socket.socket, message: Hello) -> None:
         caller.sendall(json.dumps(message).encode() + b"\n")
 
 
+def _bytes(text):
+    return text.encode(errors="surrogatepass")  # JSON may hold what no text does.
+
+
 def _is_hello(message):
     def is_port(value):
         return type(value) is int and 0 < value < 65536
+
+    def is_address(value):
+        return isinstance(value, str) and value.isascii() and value.isprintable()
 
     def is_range(value):
         return isinstance(value, list) and [type(number) for number in value] == [int, int]
@@ -152,7 +181,7 @@ def _is_hello(message):
         and (type(message.get("nnodes")) is int or is_range(message.get("nnodes")))
         and all(type(message.get(name)) in (int, type(None)) for name in _NUMBERS)
         and isinstance(message.get("token"), str)
-        and isinstance(message.get("local_address"), str | None)
+        and (message.get("local_address") is None or is_address(message["local_address"]))
         and isinstance(message.get("ports"), list)
         and all(is_port(port) for port in message["ports"])
         and is_port(message.get("master_port"))

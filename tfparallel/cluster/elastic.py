@@ -33,6 +33,8 @@ __all__ = ["ElasticMeetings", "JobEndedError"]
 
 _CONNECT_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
+_KNOCK_SECONDS = 1.0
+_MAX_WAITING = 64
 _FIRST_CALL_SECONDS = 10.0  # Hosts do not start at the same moment;
 _LAST_CALL_SECONDS = 3.0  # launchers that run already are there at once.
 
@@ -145,7 +147,7 @@ class ElasticMeetings:
         }
         while True:
             if self._door is None:
-                met = self._join(hello, deadline)
+                met = self._join(hello, deadline, self._endpoints)
                 if met is None and not self._open():
                     if time.monotonic() > deadline:
                         raise RuntimeError(self._nobody_there())
@@ -177,17 +179,24 @@ class ElasticMeetings:
     def _open(self) -> bool:
         """Whether this launcher listens now, at the first endpoint that is of this host."""
         for place, (host, port) in enumerate(self._endpoints):
-            own = self._hello["local_address"] if len(self._endpoints) == 1 else None
-            try:
-                self._door, self._place = open_door(own or host, port, self._token), place
-                return True
-            except RuntimeError as error:
-                self._why_closed = str(error.__cause__ or error)
+            names = [host]
+            # Node 0 may be behind a gateway, whose address the endpoint is.
+            if self._hello["node_rank"] == 0 and self._hello["local_address"]:
+                names.append(self._hello["local_address"])
+            for name in names:
+                try:
+                    self._door, self._place = open_door(name, port, self._token), place
+                    return True
+                except RuntimeError as error:
+                    self._why_closed = str(error.__cause__ or error)
         return False
 
-    def _join(self, hello, deadline) -> NodeMeeting | None:
-        """Takes part where somebody listens; None where nobody does, or it hung up."""
-        for address in self._endpoints:
+    def _join(self, hello, deadline, endpoints, patience=None) -> NodeMeeting | None:
+        """Takes part where somebody listens; None where nobody does, or it hung up.
+
+        With patience, in seconds, only where a round begins within it, or a job is running.
+        """
+        for address in endpoints:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return None
@@ -200,9 +209,15 @@ class ElasticMeetings:
                     continue  # A port that nobody holds may be given to the caller itself.
                 send(caller, hello)
                 answer, received = None, bytearray()
-                while answer is None and (remaining := deadline - time.monotonic()) > 0:
+                until = deadline if patience is None else time.monotonic() + patience
+                while answer is None and (remaining := until - time.monotonic()) > 0:
                     caller.settimeout(remaining)
                     answer = receive(caller, received)
+                    if isinstance(answer, dict) and "running" in answer:
+                        self._close_door()  # It lets us in, sooner or later.
+                        answer, received, until, patience = None, bytearray(), deadline, None
+                if answer is None and patience is not None:
+                    continue
                 if answer is None:
                     raise RuntimeError(self._no_round(join_address(*address)))
                 if isinstance(answer, dict) and "error" in answer:
@@ -210,6 +225,7 @@ class ElasticMeetings:
                 if isinstance(answer, dict) and "ended" in answer:
                     raise JobEndedError
                 if isinstance(answer, dict) and "nodes" in answer:
+                    self._close_door()
                     return self._meeting(answer, answer["rank"], {0: caller.dup()}, None)
         return None
 
@@ -234,11 +250,17 @@ class ElasticMeetings:
                 for other in present[1:]:
                     send(other.caller, {"error": problem})
                 raise RuntimeError(problem)
-            if self._place and now - looked > 2 * _RETRY_SECONDS:
+            if now - looked > _KNOCK_SECONDS:
                 looked = now
-                if self._somebody_is_earlier():
+                if self._place and self._somebody_is_earlier():
                     self._close_door()  # Those who wait here call again, there.
                     return None
+                others = [*self._endpoints[: self._place], *self._endpoints[self._place + 1 :]]
+                # A job may be running that could not be reached before.
+                if others and not any(each.was_there for each in present):
+                    met = self._join(hello, deadline, others, patience=_RETRY_SECONDS)
+                    if met is not None or self._door is None:
+                        return met
             if self._let_in(min(_RETRY_SECONDS, max(0.0, deadline - now))):
                 quiet_since = time.monotonic()
         taking_part = present[: self._max_nodes]
@@ -271,9 +293,12 @@ class ElasticMeetings:
             attempt=answer["attempt"],
         )
 
-    def _let_in(self, seconds) -> bool:
+    def _let_in(self, seconds, is_running=False) -> bool:
         """Whether somebody has come who may take part."""
         has_come = False
+        for gone in [other for other in self._waiting if other.has_hung_up]:
+            gone.caller.close()
+            self._waiting.remove(gone)
         for caller, hello in self._door.wait(seconds):
             if hello["nnodes"] != self._hello["nnodes"] or hello["attempt"] is None:
                 send(caller, {"error": self._disagreement(hello)})
@@ -284,6 +309,11 @@ class ElasticMeetings:
             except OSError:  # It has hung up.
                 caller.close()
                 continue
+            if len(self._waiting) >= _MAX_WAITING:
+                caller.close()
+                continue
+            if is_running:
+                send(caller, {"running": True})
             self._waiting.append(_Present(caller, address, hello))
             has_come = True
         return has_come
@@ -302,7 +332,7 @@ class ElasticMeetings:
     def _needed(self, present) -> int:
         """How many of the last round must be there; 0 if none of it is."""
         may_live = _may_live(present)
-        has_first = any(each.hello.get("last_node") == 0 for each in present)
+        has_first = any(each.hello.get("last_node") == 0 for each in _back(present))
         return -(-may_live // 2) if has_first else may_live // 2 + bool(may_live)
 
     def _too_few(self, present, needed):
@@ -311,7 +341,7 @@ class ElasticMeetings:
         if number >= self._min_nodes:
             least = (
                 f"{needed} of the {_may_live(present)} of the last round are required, since the "
-                "others may live on behind a link that is broken"
+                "others may still be running behind a broken link"
             )
         return (
             f"The job has {number} host{'s' * (number > 1)} after {self._timeout_seconds:g} s at "
@@ -348,13 +378,19 @@ class ElasticMeetings:
         )
 
 
+def _back(present) -> list[_Present]:
+    """Those of the last round that any of them knows of; others have missed it."""
+    last = max((each.hello["attempt"] for each in present if each.was_there), default=None)
+    return [each for each in present if each.was_there and each.hello["attempt"] == last]
+
+
 def _num_back(present) -> int:
-    return sum(each.was_there for each in present)
+    return len(_back(present))
 
 
 def _may_live(present) -> int:
     """How many of the last round may live, as those know that are back; 0 if none is."""
-    return min((each.hello.get("may_live") or 0 for each in present if each.was_there), default=0)
+    return min((each.hello.get("may_live") or 0 for each in _back(present)), default=0)
 
 
 class _Newcomers:
@@ -368,7 +404,8 @@ class _Newcomers:
         return self._meetings._door.fileno()
 
     def listen(self):
-        if self._meetings._let_in(0) and self.news.num_nodes < self._meetings._max_nodes:
+        has_room = self.news.num_nodes < self._meetings._max_nodes
+        if self._meetings._let_in(0, is_running=True) and has_room:
             self.news.tell_newcomer()
         return True
 

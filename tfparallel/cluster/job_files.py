@@ -100,6 +100,8 @@ def slurm_script(job: JobFile) -> str:
         "--requeue",
         "--open-mode=append",
         f"--signal=USR1@{seconds}",
+        # A node that fails does not take the others' launchers with it.
+        *([] if job.min_nnodes is None else ["--no-kill"]),
         *job.sbatch_args,
     ]
     flags = [*job.launch_flags, f"--grace_seconds={job.grace_seconds:g}"]
@@ -112,8 +114,9 @@ def slurm_script(job: JobFile) -> str:
         "set -u",
         "",
     ]
-    hosts = ""
+    hosts, srun = "", "srun"
     if job.min_nnodes is not None:
+        srun = "srun --no-kill --kill-on-bad-exit=0"
         lines += [
             f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))",
             'names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -129,7 +132,7 @@ def slurm_script(job: JobFile) -> str:
         ]
         hosts = f' --nnodes={job.nnodes} --rdzv_endpoint="$node_0:$port"'
     lines += [
-        f"srun tfparallel launch{hosts} \\",
+        f"{srun} tfparallel launch{hosts} \\",
         f"  {shlex.join(flags)} \\",
         f"  -- {shlex.join(job.command)}",
         "code=$?",
@@ -192,7 +195,8 @@ def kubernetes_objects(job: JobFile) -> str:
         "completionMode": "Indexed",
         "completions": job.nnodes,
         "parallelism": job.nnodes,
-        "backoffLimit": 0,
+        # A host that has failed and comes again is a new one, where their number may change.
+        "backoffLimit": 0 if job.min_nnodes is None else 3 * job.nnodes,
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }

@@ -154,6 +154,8 @@ class NodeNews:
                 self._coming_again.add(node)
             case {"stopped": int(node), "signum": int() | None as signum}:
                 self.gone.add(node)
+                if message.get("silent") is True:
+                    self.silent.add(node)
                 if not self.failures and self.departure is None:
                     self.departure = Departure(node, signum)
 
@@ -164,8 +166,11 @@ class NodeNews:
         self.gone.add(line.peer)
         if line.is_silent:
             self.silent.add(line.peer)
-        if line.peer in self._unfinished and not self.is_bad:
-            self._hear(_departure(line.peer, None), line)
+        # Who has succeeded may end; but node 0, which hands on what the others say, ends last.
+        is_missed = line.peer in self._unfinished or (self.node != 0 and not self.all_succeeded)
+        if is_missed and not self.is_bad:
+            silent = {"silent": True} if line.is_silent else {}
+            self._hear(_departure(line.peer, None) | silent, line)
 
 
 class _Line:
@@ -199,7 +204,7 @@ class _Line:
             return True
         except OSError as error:
             chunk = b""
-            self.is_silent = error.errno in _NO_ANSWER
+            self.is_silent |= error.errno in _NO_ANSWER
         *whole, self._received = (self._received + chunk).split(b"\n")
         for text in whole:
             with contextlib.suppress(ValueError, RecursionError):
@@ -211,12 +216,14 @@ class _Line:
 
     def send(self, message):
         """Sends a message; who has hung up is found out by `listen`."""
-        with contextlib.suppress(OSError):
+        try:
             self._socket.settimeout(_SEND_SECONDS)
             try:
                 self._socket.sendall(json.dumps(message).encode() + b"\n")
             finally:
                 self._socket.setblocking(False)
+        except OSError as error:  # The system tells it once: here, and not to `listen`.
+            self.is_silent |= error.errno in _NO_ANSWER
 
     def close(self):
         self._socket.close()

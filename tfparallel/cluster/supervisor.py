@@ -51,12 +51,14 @@ class StopRequest(BaseException):
     Attributes:
         signum: The signal, which the workers receive too.
         exits: How they ended then.
+        has_saved: Whether the same command may go on.
     """
 
     def __init__(self, signum: int):
         super().__init__(signum)
         self.signum = signum
         self.exits: tuple[WorkerExit, ...] = ()
+        self.has_saved = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Job:
             self.stop(getattr(error, "signum", signal.SIGTERM))
         if isinstance(error, StopRequest):
             error.exits = tuple(map(self._exit_of, self._workers))
+            error.has_saved = all(exit_.returncode == TRY_AGAIN for exit_ in error.exits)
 
     def wait(self, timeout_seconds: float | None = None) -> Outcome:
         """Waits until all workers succeeded or one failed, on any host; then stops the others.
@@ -169,7 +172,8 @@ class Job:
         if isinstance(culprit, _Worker):
             culprit = exits[self._workers.index(culprit)]
         departure = self._news.departure if culprit is None else None
-        return Outcome(exits, culprit, timed_out, departure, self._news.has_newcomer)
+        has_newcomer = self._news.has_newcomer and any(exit_.stopped for exit_ in exits)
+        return Outcome(exits, culprit, timed_out, departure, has_newcomer)
 
     def _has_lost_a_worker(self, culprit):
         """Whether the others cannot save their state any more, which takes all of them."""
@@ -180,7 +184,9 @@ class Job:
 
     def _is_decided(self):
         """Whether the job has failed, or succeeded on every host."""
-        if self._failures() or self._news.is_bad or self._news.has_newcomer:
+        if self._failures() or self._news.is_bad:
+            return True
+        if self._news.has_newcomer and not self._all_ended():
             return True
         self._tell_lost()
         if not self._all_ended() and not self._is_over():

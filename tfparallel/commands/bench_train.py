@@ -206,13 +206,19 @@ def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
             "TF_NUM_INTEROP_THREADS": threads,
         }
         launch = [*tfparallel, "launch", f"--nproc_per_node={num_workers}"]
-        done = subprocess.run(
-            [*launch, f"--log_dir={folder}", "--", *train],
-            env=environment | os.environ,
-            capture_output=True,
-            text=True,
-            timeout=_DEADLINE_SECONDS,
-        )
+        try:
+            done = subprocess.run(
+                [*launch, f"--log_dir={folder}", "--", *train],
+                env=environment | os.environ,
+                capture_output=True,
+                text=True,
+                timeout=_DEADLINE_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise StartError(
+                f"A run of {num_workers} workers did not end within {_DEADLINE_SECONDS:.0f} s. "
+                f"Received: --steps={values.steps}. Take fewer."
+            ) from error
         if done.returncode:
             raise StartError(
                 f"A run of {num_workers} workers ended with code {done.returncode}:\n"

@@ -322,7 +322,7 @@ def _main(arguments: Sequence[str]) -> int:
             return launched(values, command, nodes_of(values))
     except StopRequest as request:
         name = signal.Signals(request.signum).name
-        if request.exits and all(exit_.returncode == TRY_AGAIN for exit_ in request.exits):
+        if request.has_saved:
             say(f"stopped by {name}; the workers have saved their state")
             return TRY_AGAIN
         say(f"stopped by {name}")

@@ -18,10 +18,10 @@ from tfparallel.cluster.host_share import host_programs, meet_alone, programs_wi
 from tfparallel.cluster.nodes import NodeMeeting, meet
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.ports import free_ports
-from tfparallel.cluster.preemption import TRY_AGAIN
-from tfparallel.cluster.supervisor import Program, run
+from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
+from tfparallel.cluster.supervisor import Program, StopRequest, run
 from tfparallel.cluster.worker_exit import Outcome
-from tfparallel.flight.record import FOLDER, SUFFIX
+from tfparallel.flight.record import FOLDER, SUFFIX, path_of, read_record
 
 __all__ = ["Nodes", "launched", "nodes_of", "say"]
 
@@ -87,13 +87,16 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
     if not environment.get(FOLDER):
         own_folder = None if values.log_dir else tempfile.mkdtemp(prefix="tfparallel_flight_")
         environment[FOLDER] = os.path.abspath(values.log_dir or own_folder)
-    code = 0
+    code = 1
     try:
         if nodes.is_elastic:
             code = _run_elastic(values, command, nodes, environment)
         else:
             code = _run_with_restarts(values, command, nodes, environment)
         return code
+    except StopRequest as request:
+        code = 0 if request.has_saved else 1
+        raise
     finally:
         if code and any(glob.iglob(os.path.join(environment[FOLDER], f"*{SUFFIX}"))):
             say(f"what each worker did last: tfparallel trace {environment[FOLDER]}")
@@ -152,6 +155,10 @@ def _run_elastic(values, command, nodes, environment):
             except JobEndedError:
                 say("the job has ended")
                 return 0
+            except StopRequest as request:
+                # Between two rounds all is saved that a round has left.
+                request.has_saved |= num_nodes > 0 and request.signum in SIGNALS
+                raise
             news = meeting.news
             # A host that is told to end takes the workers of all others with it; but where nobody
             # has left, they ended by themselves, and may do so again.
@@ -170,7 +177,9 @@ def _run_elastic(values, command, nodes, environment):
                     return code
                 culprit = outcome.culprit
                 is_ours = culprit is not None and culprit.node is None and not news.departure
-                tries_again = is_ours and culprit.returncode == TRY_AGAIN
+                tries_again = is_ours and (
+                    culprit.returncode == TRY_AGAIN or _was_lost(culprit, environment, meeting)
+                )
                 num_failures += is_ours and (not tries_again or has_tried_again)
                 has_tried_again = tries_again
                 if num_failures > values.max_restarts:
@@ -190,11 +199,21 @@ def _report_change(outcome: Outcome, news) -> int | None:
         _report(f"{news.departure.describe()}; the job goes on with those left", outcome)
         return None
     if outcome.culprit is None:
-        _report("a host would join; the workers have saved what they save", outcome)
+        _report("a host joins; the workers were told to save their state", outcome)
         return None
     _report(outcome.culprit.explain(), outcome)
     is_usage = outcome.culprit.returncode == _USAGE_EXIT_CODE
     return _USAGE_EXIT_CODE if is_usage else None
+
+
+def _was_lost(culprit, environment, meeting) -> bool:
+    """Whether a worker ended because it had lost another one, by its flight record."""
+    path = path_of(environment[FOLDER], culprit.worker, meeting.attempt)
+    try:
+        ended = read_record(path).about.get("ended", "")
+    except (OSError, ValueError):
+        return False
+    return ended.startswith("WorkerLostError")
 
 
 def _leaving(culprit, news):

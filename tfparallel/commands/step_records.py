@@ -8,8 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from tfparallel.callbacks.flight import FlightRecorder
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.between_workers import WorkerGroup, WorkerLostError
 from tfparallel.flight.job import chrome_trace, splits
 from tfparallel.flight.marks import Marks
 from tfparallel.flight.record import FOLDER, Event, WorkerRecord, read_record
@@ -35,11 +37,26 @@ def folder_for_records(are_wanted: bool) -> Iterator[None]:
 
 def alone() -> contextlib.AbstractContextManager:
     """A recorder for a process without other workers; those of a job have one anyway."""
-    return FlightRecorder.wanted(0, 1)
+    # Workers that are to know nothing of each other have records of their own, too.
+    return FlightRecorder.wanted(int(os.environ.get("RANK", "0")), 1)
 
 
-def gathered(workers: WorkerGroup | None) -> list[WorkerRecord]:
-    """Returns the records of all workers, on each of them; none where nobody recorded."""
+def gathered(workers: WorkerGroup | None, is_wanted: bool) -> list[WorkerRecord]:
+    """Returns the records of all workers, on each of them, if one wants them and all recorded.
+
+    All workers call it, whatever they want.
+    """
+    try:
+        if not is_wanted and workers is None:
+            return []
+        if workers is not None and not any(workers.exchange(is_wanted)):
+            return []
+        return _gathered(workers)
+    except (tf.errors.OpError, WorkerLostError):  # A worker has ended: what was trained is there.
+        return []
+
+
+def _gathered(workers):
     own: Any = None
     if Marks.current is not None:
         record = read_record(Marks.current.record.path)

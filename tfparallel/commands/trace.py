@@ -6,8 +6,14 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
-from tfparallel.flight.job import behind, chrome_trace, doing, read_job, splits
+from tfparallel.commands.flags import (
+    Command,
+    UsageError,
+    parse_positional,
+    path_problems,
+    run_command,
+)
+from tfparallel.flight.job import behind, chrome_trace, doing, elsewhere, read_job, splits
 
 __all__ = ["main"]
 
@@ -41,6 +47,9 @@ def _main(arguments: Sequence[str]) -> int:
             "One folder is required, such as that of `tfparallel launch --log_dir`. Received: "
             f"{' '.join(positional) or 'none'}. Example: {_COMMAND.example}"
         )
+    problems = path_problems("output", values.output, ".json")
+    if problems:
+        raise UsageError("\n".join(problems))
     try:
         records = read_job(positional[0])
     except (ValueError, OSError) as error:
@@ -56,6 +65,8 @@ def _main(arguments: Sequence[str]) -> int:
             print(f"      {ended.splitlines()[0].partition('. ')[0]}")
         if record.worker in culprits and record.stack:
             print("      " + "\n      ".join(record.stack.splitlines()))
+    if others := elsewhere(records):
+        print(f"  workers {', '.join(map(str, others))}: on other hosts, where their records are")
     for split in splits(records):
         print(f"  worker {split.worker}: {split}")
     if values.output is not None:

@@ -151,6 +151,8 @@ def _finish(result: Any, values: flags.FlagValues) -> int:
     if not result.is_chief:
         return 0
     for name in ("save", "report", "trace"):
+        if name == "trace" and not os.path.exists(values.trace or ""):
+            continue
         if getattr(values, name) is not None:
             print(f"wrote {getattr(values, name)}")
     return 0

@@ -12,6 +12,7 @@ from absl import flags
 
 from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.checkpoint import Checkpoint
+from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.nan import NaNGuard, NaNLossError
 from tfparallel.callbacks.preemption import Preemption
 from tfparallel.callbacks.sent_bytes import SentBytes
@@ -27,6 +28,8 @@ from tfparallel.data.partition import rows_by_replica
 from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.diagnostics.inject import Inject
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
+from tfparallel.flight.record import FOLDER
+from tfparallel.notice import notice
 from tfparallel.placement.report import held_by_device
 from tfparallel.task import TaskError, load_task
 
@@ -114,7 +117,8 @@ def _train(path, values):
     recorder: Any = contextlib.nullcontext()
     if form.workers is None and not form.num_servers:
         recorder = step_records.alone()
-        callbacks += [recorder] if isinstance(recorder, keras.callbacks.Callback) else []
+        if isinstance(recorder, FlightRecorder):
+            callbacks = [recorder.step_end, *callbacks, recorder]
     failure = None
     try:
         with preemption, recorder:
@@ -132,11 +136,14 @@ def _train(path, values):
         raise LostError(str(error)) from error
     except (NaNLossError, CheckpointError) as error:
         failure = str(error)
-    records = []
-    if failure is None and (values.report or values.trace):
-        records = step_records.gathered(form.workers)
-    if records and values.trace and form.is_chief:
+    sent = None if form.workers is None else form.workers.traffic.read()
+    num_sums = None if form.workers is None else form.workers.traffic.num_sums
+    records = step_records.gathered(form.workers, bool(values.report or values.trace))
+    has_trace = bool(records and values.trace and form.is_chief)
+    if has_trace:
         step_records.write_timeline(values.trace, records)
+    elif values.trace and form.is_chief:
+        notice(f"No timeline is written: no flight record was kept ({FOLDER}).")
     if checkpoint is not None:
         del step_time.seconds[: checkpoint.num_passed]
     if failure is None and values.save is not None:
@@ -180,8 +187,7 @@ def _train(path, values):
         report["sent_bytes"] = {name: number * size for name, size in of_a_step.items()}
     if form.workers is not None:
         report["compression"] = form.strategy.compression
-        report["sent_bytes"] = form.workers.traffic.read()
-        report["num_reductions"] = form.workers.traffic.num_sums
+        report["sent_bytes"], report["num_reductions"] = sent, num_sums
     if form.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)
     if checkpoint is not None and checkpoint.resumed is not None:

@@ -36,9 +36,26 @@ def read_job(folder: str | os.PathLike) -> list[WorkerRecord]:
             f"--log_dir=FOLDER` keeps them). Received: {os.fspath(folder)}, which has none."
         )
     records = [read_record(path) for path in paths]
-    last = max(record.about.get("attempt", 0) for record in records)
-    found = [record for record in records if record.about.get("attempt", 0) == last]
+    # The folder may have those of earlier jobs, too; each attempt has a token of its own.
+    last = max(records, key=lambda record: record.about.get("started", 0.0))
+    found = [record for record in records if _attempt(record) == _attempt(last)]
     return sorted(found, key=lambda record: record.worker)
+
+
+def _attempt(record):
+    return record.about.get("job"), record.about.get("attempt", 0)
+
+
+def elsewhere(records: Sequence[WorkerRecord]) -> list[int]:
+    """The workers whose records are not here, since they ran on other hosts."""
+    num_local = {r.about.get("host"): r.about.get("num_local", 0) for r in records}
+    missing = _missing(records)
+    return missing if sum(num_local.values()) <= len(records) else []
+
+
+def _missing(records):
+    num_workers = records[0].about.get("num_workers", len(records))
+    return sorted(set(range(num_workers)) - {record.worker for record in records})
 
 
 def doing(record: WorkerRecord) -> str:
@@ -50,7 +67,8 @@ def doing(record: WorkerRecord) -> str:
         return f"{text}, for {seconds:.1f} s"
     inside = _passed_in_step(record)
     if not inside:
-        return f"in step {now.step}, waiting for its data, for {seconds:.1f} s"
+        what = ", waiting for its data" if "input" in record.marks else ""
+        return f"in step {now.step}{what}, for {seconds:.1f} s"
     for begin, when in inside:
         name = begin.removesuffix(BEGINS)
         if name != begin and record.marks.get(name, 0.0) < when:
@@ -68,22 +86,25 @@ def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
     Returns:
         Their indices, and why, in a sentence; no index if nobody can tell, or all is well.
     """
-    num_workers = records[0].about.get("num_workers", len(records))
-    missing = sorted(set(range(num_workers)) - {record.worker for record in records})
-    if missing:
-        return tuple(missing), f"{_workers(missing)} left no record: no `fit` began there."
+    missing = _missing(records)
+    if missing and not elsewhere(records):
+        return tuple(missing), f"{_workers(missing)} left no record: `fit` did not begin there."
     if all(record.about.get("ended") == "well" for record in records):
         return (), "All workers ended well."
-    latest = max(record.now.end for record in records)
+    if all(record.about.get("ended", "").startswith(("well", "Preempted")) for record in records):
+        return (), "All workers were told to end, and have saved their state."
+    shifts = clock_shifts(records)
+    seen = {record.worker: record.now.end - shifts[record.worker] for record in records}
     silent = [
         record.worker
         for record in records
-        if "ended" not in record.about and latest - record.now.end > _SILENT_SECONDS
+        if "ended" not in record.about
+        and max(seen.values()) - seen[record.worker] > _SILENT_SECONDS
     ]
     if silent and len(silent) < len(records):
         return tuple(silent), (
-            f"{_workers(silent)} gave no sign of life any more, while others still did: killed, or "
-            "the host is gone."
+            f"{_workers(silent)} stopped without a word while others went on: killed, or lost with "
+            "the host."
         )
     failed = [
         record

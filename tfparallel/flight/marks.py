@@ -70,17 +70,24 @@ class Marks:
         self.record.passed(times.tobytes())
         return times
 
-    def end_step(self, begin: float, end: float) -> None:
-        """Records a step, and what has been passed in it."""
+    def end_step(self, begin: float, end: float, *, is_one: bool = True) -> None:
+        """Records a step, and what has been passed in it.
+
+        Args:
+            begin: When it began.
+            end: When it ended.
+            is_one: Whether it is one step. Of several in one execution the last alone is seen.
+        """
         step, last = self.step, begin
         found, passed = [], {}
         self._mean += (end - begin - self._mean) / 8
-        if step % self._one_in == 0:
+        if is_one and step % self._one_in == 0:
             times = self.read()
             fresh = np.flatnonzero(times >= begin)
             passed = {self.names[place]: float(times[place]) for place in fresh}
             # Powers of two, so that workers of different speed look at the same steps.
-            self._one_in = 1 << max(0, math.ceil(math.log2(_LOOK_SECONDS / self._mean)))
+            mean = max(self._mean, 1e-4)  # A clock may be set back.
+            self._one_in = 1 << max(0, math.ceil(math.log2(_LOOK_SECONDS / mean)))
         for name in sorted(passed, key=passed.__getitem__):
             if not name.endswith(BEGINS):
                 when = passed[name]
@@ -132,7 +139,8 @@ def around(name: str, tensor: tf.Tensor, run: Callable[[], tf.Tensor]) -> tf.Ten
 
 def _write(name, tensors, variable) -> tf.Operation | None:
     """What writes the time into the mark's place; these run in the order of the program."""
-    if tf.executing_eagerly() or (place := Marks.current.place(name)) is None:
+    place = None if tf.executing_eagerly() else Marks.current.place(name)
+    if place is None:
         return None
     known = [x.values if isinstance(x, tf.IndexedSlices) else x for x in tensors]
     with tf.device("CPU:0"), tf.control_dependencies([x for x in known if tf.is_tensor(x)]):

@@ -78,8 +78,12 @@ class FlightRecord:
         self.path = os.fspath(path)
         self._lock = threading.Lock()
         self._num_events, self._stands = 0, False
-        with open(self.path, "w+b") as file:
-            file.truncate(_SIZE)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)  # Another may write there yet.
+        with open(self.path, "x+b") as file:
+            # All of it at once: a disk that is full later would end the process by SIGBUS.
+            file.write(bytes(_SIZE))
+            file.flush()
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._about = dict(about)
         self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
@@ -136,8 +140,9 @@ class FlightRecord:
 
     def _write_json(self, start, size, content):
         text = json.dumps(content).encode()
-        if len(text) >= size:
-            text = json.dumps(content[:0] if isinstance(content, list) else {}).encode()
+        while len(text) >= size:  # As much as has room.
+            content = content[:-1] if isinstance(content, list) else {}
+            text = json.dumps(content).encode()
         self._map[start : start + len(text) + 1] = text + b"\0"
 
 
@@ -146,8 +151,8 @@ class WorkerRecord:
     """What a record holds.
 
     Attributes:
-        about: Who wrote it: "worker", "num_workers", "host", "pid", "attempt", "started"; and
-            "ended" and "ended_at", where it did by itself.
+        about: Who wrote it: "worker", "num_workers", "num_local", "host", "pid", "job", "attempt",
+            "started"; and "ended" and "ended_at", where it did by itself.
         marks: By name when each mark was passed last; 0 if never.
         now: What the worker did last, since when, and when it was last seen alive.
         stack: Where in its program it stood then, if it had for seconds; else nothing.

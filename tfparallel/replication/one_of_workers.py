@@ -77,8 +77,9 @@ class OneOfWorkers:
         workers = self._workers
         guard = StallGuard(self.strategy.stall_timeout, workers.worker_index)
         recorder = FlightRecorder.wanted(workers.worker_index, workers.num_workers)
-        recorders = [recorder] if isinstance(recorder, FlightRecorder) else []
-        asked["callbacks"] = [*callbacks, guard, *recorders]
+        asked["callbacks"] = [*callbacks, guard]
+        if isinstance(recorder, FlightRecorder):
+            asked["callbacks"] = [recorder.step_end, *asked["callbacks"], recorder]
         self._compare_batches("fit", "evaluate")
         self._read_own_rows(asked, "x", "fit")
         self._read_own_rows(asked, "validation_data", "evaluate")
