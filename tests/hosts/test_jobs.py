@@ -49,15 +49,18 @@ def three_hosts():
 class Job:
     """A launcher on each host."""
 
-    def __init__(self, network, launch, train, folder, *, environment=None):
-        self._folder = folder
+    def __init__(self, network, launch, train, folder, *, environment=None, program=None, on=None):
+        self._folder, self._program = folder, program
         self.launchers = {}
-        for host, address in enumerate(network.addresses):
-            own = [flag.format(host=host, address=address) for flag in launch]
-            self._launch(network, host, own, train, environment)
+        self._arguments = (network, launch, train, environment)
+        for host in range(len(network.addresses)) if on is None else on:
+            self.add(host)
 
-    def _launch(self, network, host, own, train, environment):
+    def add(self, host):
+        network, launch, train, environment = self._arguments
+        own = [flag.format(host=host, address=network.addresses[host]) for flag in launch]
         train = [sys.executable, "-m", "tfparallel", "train", TASKS / "blobs.py", *train]
+        train = self._program or train
         command = [sys.executable, "-m", "tfparallel", "launch", *own, "--", *train]
         with open(self._folder / f"host_{host}", "ab") as output:
             self.launchers[host] = subprocess.Popen(
@@ -208,8 +211,40 @@ def test_a_host_that_is_cut_off_is_gone_and_the_others_go_on(three, start, alone
         job.until(host, r"round 1: node \d of 2 hosts")
     codes = job.wait()
     assert [codes[host] for host in left] == [0, 0], job.said(left[0])
-    assert codes[first] == 1 and "behind a link that is broken" in job.said(first)
+    assert codes[first] == 1 and "behind a broken link" in job.said(first)
     are_equal(tmp_path / "a.keras", alone(30))
+
+
+@pytest.mark.parametrize("cut_off", [0, 1])
+def test_of_launchers_that_only_fall_silent_one_half_goes_on(three, start, cut_off):
+    """Their workers do nothing together, which would find out sooner."""
+    program = [sys.executable, "-c", "import time; time.sleep(50)"]
+    launch = [*elastic(three, 1, 3), "--start_timeout=10"]
+    job = start(three, launch, [], program=program)
+    for host in range(3):
+        job.until(host, r"round 0: node \d of 3 hosts")
+    (alone,) = [host for host in range(3) if f"round 0: node {cut_off} of 3" in job.said(host)]
+    three.cut(alone)
+    codes = job.wait()
+    assert [codes[host] for host in range(3) if host != alone] == [0, 0]
+    assert codes[alone] == 1 and "round 1" not in job.said(alone)
+    for host in range(3):
+        assert host == alone or "of 2 hosts" in job.said(host)
+
+
+def test_who_comes_while_a_job_runs_elsewhere_joins_it(two, start, tmp_path):
+    """The first endpoint is its own, and nobody listens there."""
+    program = [sys.executable, "-c", "import time; time.sleep(15)"]
+    launch = [*elastic(two, 1, 2), "--start_timeout=40"]
+    two.cut(0)
+    job = start(two, launch, [], program=program, on=[1])
+    job.until(1, r"round 0: node 0 of 1 host")
+    job.add(0)
+    time.sleep(5)
+    two.mend(0)
+    for host in (0, 1):
+        job.until(host, r"round \d: node \d of 2 hosts")
+    assert job.wait() == [0, 0]
 
 
 def test_a_slow_link_changes_nothing(two, start, alone, tmp_path):
