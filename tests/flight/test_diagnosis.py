@@ -33,6 +33,8 @@ def split(worker=0, *, input=1, compute=20, reduction=1, waiting=0, between=0):
         ([split(w, reduction=40) for w in (0, 1)], {"sent_bytes": 4e7}, "the link carries 8 Gbit"),
         ([split(0), split(1)], {"expected_compute": 0.010}, "batch too small: a worker computes"),
         ([split(0)], {}, "nothing holds it up"),
+        ([split(w, input=0.2, compute=2, reduction=0.1) for w in (0, 1)], {},
+         "batch too small: a step takes 2.3 ms"),
         ([split(0, input=30)], {}, "input-bound"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ _MUCH = 0.25  # Of a step.
 _SLOWER = 1.25  # Than the others.
 _SMALL_BYTES = 4e6  # A sum of fewer takes as long as the workers need to meet.
 _LINK_RATIO = 0.5  # Of the link's rate.
+_SHORT_SECONDS = 0.004  # TensorFlow takes a millisecond or two to start a step.
 _INPUT = "in waiting for its data"
 
 
@@ -84,6 +85,11 @@ def verdict(
             f"batch too small: a worker computes for {mean['compute'] * 1e3:.1f} ms, and its share "
             f"of the rows of fewer workers would be {expected_compute * 1e3:.1f} ms. Give each "
             "more rows (weak scaling)."
+        )
+    if len(splits) > 1 and total < _SHORT_SECONDS:
+        return (
+            f"batch too small: a step takes {total * 1e3:.1f} ms, most of it what a step costs "
+            "whatever its rows. Give each worker more, or take steps_per_execution."
         )
     return (
         f"nothing holds it up: {(mean['compute'] + mean['input']) / total:.0%} of a step of "
