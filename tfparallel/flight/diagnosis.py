@@ -12,6 +12,7 @@ _SLOWER = 1.25  # Than the others.
 _SMALL_BYTES = 4e6  # A sum of fewer takes as long as the workers need to meet.
 _LINK_RATIO = 0.5  # Of the link's rate.
 _SHORT_SECONDS = 0.004  # TensorFlow takes a millisecond or two to start a step.
+_CHANCE_SECONDS = 0.002  # By which two workers differ anyway.
 _INPUT = "in waiting for its data"
 
 
@@ -107,7 +108,7 @@ def _slow_worker(splits, total):
     others = [split for split in splits if split.worker != slowest]
     theirs = statistics.median(own[split.worker] for split in others)
     waiting = statistics.median(split.waiting for split in others)
-    if own[slowest] < _SLOWER * theirs or waiting < (_MUCH / 2) * total:
+    if own[slowest] < max(_SLOWER * theirs, theirs + _CHANCE_SECONDS) or waiting < (_MUCH / 2) * total:
         return None
     (of_slow,) = [split for split in splits if split.worker == slowest]
     texts = {
