@@ -108,7 +108,8 @@ def _slow_worker(splits, total):
     others = [split for split in splits if split.worker != slowest]
     theirs = statistics.median(own[split.worker] for split in others)
     waiting = statistics.median(split.waiting for split in others)
-    if own[slowest] < max(_SLOWER * theirs, theirs + _CHANCE_SECONDS) or waiting < (_MUCH / 2) * total:
+    is_slower = own[slowest] >= max(_SLOWER * theirs, theirs + _CHANCE_SECONDS)
+    if not is_slower or waiting < (_MUCH / 2) * total:
         return None
     (of_slow,) = [split for split in splits if split.worker == slowest]
     texts = {
