@@ -33,15 +33,13 @@ import keras
 import numpy as np
 import psutil
 import two_hosts
-from restarts import EVERY, NUM_STEPS, STEPS_PER_EPOCH, newest
+from restarts import DEADLINE_SECONDS, EVERY, NUM_STEPS, STEPS_PER_EPOCH, TOLERANCE, newest
 
 sys.path.insert(0, str(contest.TOP))
 from tfparallel.cluster.ports import free_ports  # noqa: E402
 
 KINDS = ("kill", "stop", "damage", "preemption", "full disk", "lost host", "partition")
 ROOT_KINDS = ("full disk", "partition")
-TOLERANCE = 1e-5
-DEADLINE_SECONDS = 300.0
 TRY_AGAIN = 75
 _PORT = 29_777
 

@@ -2,9 +2,9 @@
 
     a launcher ──{"nnodes": 2, "ports": [...], "token": ..., ...}──> door
 
-Every message is one line of JSON of bounded size. Whatever else connects is hung up on, and who
-says nothing is left waiting, which holds nobody else up. Where TFPARALLEL_JOB_TOKEN is set on all
-hosts, only who knows it may join.
+Every message is one line of JSON of bounded size. Whatever else connects is hung up on; a caller
+that says nothing holds nobody up, and makes room for others after half a minute. Where
+TFPARALLEL_JOB_TOKEN is set on all hosts, only who knows it may join.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _MESSAGE_BYTES = 1 << 16
 _SEND_SECONDS = 2.0
 _PATIENCE_SECONDS = 30.0  # With one that has called and says nothing,
 _MAX_STRANGERS = 64  # and with so many.
-_NUMBERS = ("node_rank", "attempt", "last_node", "may_live")  # Of nodes and rounds, or None.
+_NUMBERS = ("node_rank", "attempt", "last_node", "may_run")  # Of nodes and rounds, or None.
 
 Hello = dict[str, Any]
 
@@ -75,10 +75,10 @@ class Door:
             Those who have just said who they are, each with its connection, which the caller
             closes from now on.
         """
-        come = []
+        come, has_caller = [], False
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
-                self._accept()
+                has_caller = True
                 continue
             hello = receive(key.fileobj, key.data.received)
             if hello is None:
@@ -88,6 +88,8 @@ class Door:
                 come.append((key.fileobj, hello))
             else:  # No launcher, or one of another job.
                 key.fileobj.close()
+        if has_caller:  # Last, since it may hang up on others.
+            self._accept()
         return come
 
     def _accept(self):

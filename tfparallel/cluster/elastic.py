@@ -1,33 +1,29 @@
-"""The launchers of a job whose number of hosts may change: who is there meets, again and again.
+"""The launchers of a job whose number of hosts may change: they meet anew after each change.
 
     round 0   A ◄── B, C        A listens at the endpoint, and is node 0
               A is killed: its connections close
-    round 1   B ◄── C           whoever of them can listens there now
+    round 1   B ◄── C           whichever of them can listens there now
               D calls; the workers of B and C save their state, and end
     round 2   B ◄── C, D
 
-A round begins when all hosts are there, or enough of them and nobody has come for a while; after a
-round, as soon as those are there that are left. Node 0's door (door.py) stays open while the
-workers run. Between hosts the next in a list of endpoints takes over; who listens at a later one
-goes to an earlier one where somebody else does.
-
-A launcher that has ended closes its connections, and its job goes on with any number from the
-minimum. Of one that only does not come again nobody knows whether it lives behind a broken link,
-and goes on as well. So that no two halves do, more than half of those that may live must be there,
-or half of them with the node 0 of the last round.
+The first round begins when all hosts are there, or enough of them and no other has come for a
+while; a later one as soon as the hosts that are left have come, if they may go on (quorum.py). Node
+0's door (door.py) stays open while the workers run. If the host of the first endpoint is lost,
+another takes over at the next endpoint in the list. A launcher that listens at a later endpoint
+moves to an earlier one as soon as somebody listens there.
 """
 
 import contextlib
-import dataclasses
 import secrets
 import socket
 import time
 from collections.abc import Sequence
 
 from tfparallel.cluster.address import join_address, split_address
-from tfparallel.cluster.door import Door, Hello, open_door, receive, send
+from tfparallel.cluster.door import Door, open_door, receive, send
 from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.nodes import NodeMeeting
+from tfparallel.cluster.quorum import Present, are_all_back, has_quorum, may_run, num_needed
 
 __all__ = ["ElasticMeetings", "JobEndedError"]
 
@@ -41,37 +37,6 @@ _LAST_CALL_SECONDS = 3.0  # launchers that run already are there at once.
 
 class JobEndedError(Exception):
     """The job that this launcher would have joined has ended well."""
-
-
-@dataclasses.dataclass
-class _Present:
-    """A launcher that has come: its connection (None for this one), address and what it said."""
-
-    caller: socket.socket | None
-    address: str
-    hello: Hello
-
-    @property
-    def order(self):
-        """Those of the last round first, in its order."""
-        last, asked = self.hello.get("last_node"), self.hello["node_rank"]
-        return (self.caller is not None, last is None, last or 0, asked is None, asked or 0)
-
-    @property
-    def was_there(self):
-        return self.hello.get("last_node") is not None
-
-    @property
-    def has_hung_up(self):
-        if self.caller is None:
-            return False
-        try:
-            self.caller.setblocking(False)
-            return not self.caller.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
 
 class ElasticMeetings:
@@ -112,7 +77,7 @@ class ElasticMeetings:
         self._door: Door | None = None
         self._why_closed = ""
         self._place = 0  # Of the door, among the endpoints.
-        self._waiting: list[_Present] = []
+        self._waiting: list[Present] = []
         self._round = -1
         self._last: NodeNews | None = None
 
@@ -143,7 +108,7 @@ class ElasticMeetings:
             "master_port": master_port,
             "last_node": None if self._last is None else self._last.node,
             "attempt": self._round,
-            "may_live": None if self._last is None else self._last.num_nodes - self._num_gone(),
+            "may_run": None if self._last is None else self._last.num_nodes - self._num_ended(),
         }
         while True:
             if self._door is None:
@@ -231,22 +196,19 @@ class ElasticMeetings:
 
     def _gather(self, hello, deadline) -> NodeMeeting | None:
         """Node 0: waits for the others, and answers them all; None if it is to go elsewhere."""
-        own = _Present(None, self._hello["local_address"] or self._door.host, hello)
+        own = Present(None, self._hello["local_address"] or self._door.host, hello)
         quiet_since = looked = time.monotonic()
         patience = _FIRST_CALL_SECONDS if self._last is None else _LAST_CALL_SECONDS
         while True:
             self._waiting = [other for other in self._waiting if not other.has_hung_up]
             present = sorted([own, *self._waiting], key=lambda each: each.order)
             now = time.monotonic()
-            needed = self._needed(present)
-            is_enough = len(present) >= self._min_nodes and needed <= _num_back(present)
-            if is_enough and len(present) >= self._max_nodes:
-                break
-            are_all_back = needed > 0 and _num_back(present) >= _may_live(present)
-            if is_enough and (are_all_back or now - quiet_since >= patience):
+            is_enough = len(present) >= self._min_nodes and has_quorum(present)
+            has_all = len(present) >= self._max_nodes or are_all_back(present)
+            if is_enough and (has_all or now - quiet_since >= patience):
                 break
             if now > deadline:
-                problem = self._too_few(present, needed)
+                problem = self._too_few(present)
                 for other in present[1:]:
                     send(other.caller, {"error": problem})
                 raise RuntimeError(problem)
@@ -314,7 +276,7 @@ class ElasticMeetings:
                 continue
             if is_running:
                 send(caller, {"running": True})
-            self._waiting.append(_Present(caller, address, hello))
+            self._waiting.append(Present(caller, address, hello))
             has_come = True
         return has_come
 
@@ -325,23 +287,17 @@ class ElasticMeetings:
                 return True
         return False
 
-    def _num_gone(self) -> int:
-        """How many of the last round do not live: who has hung up, and not only fallen silent."""
+    def _num_ended(self) -> int:
+        """How many of the last round have ended for sure, and not only fallen silent."""
         return len(self._last.gone - self._last.silent)
 
-    def _needed(self, present) -> int:
-        """How many of the last round must be there; 0 if none of it is."""
-        may_live = _may_live(present)
-        has_first = any(each.hello.get("last_node") == 0 for each in _back(present))
-        return -(-may_live // 2) if has_first else may_live // 2 + bool(may_live)
-
-    def _too_few(self, present, needed):
+    def _too_few(self, present):
         number = len(present)
         least = f"--nnodes={self._min_nodes}:{self._max_nodes} requires {self._min_nodes}"
         if number >= self._min_nodes:
             least = (
-                f"{needed} of the {_may_live(present)} of the last round are required, since the "
-                "others may still be running behind a broken link"
+                f"{num_needed(present)} of the {may_run(present)} hosts of the last round are "
+                "required, since the others may still be running behind a broken link"
             )
         return (
             f"The job has {number} host{'s' * (number > 1)} after {self._timeout_seconds:g} s at "
@@ -376,21 +332,6 @@ class ElasticMeetings:
             f"{shown(self._hello['nnodes'])} on the host that listens, {shown(hello['nnodes'])} "
             "here."
         )
-
-
-def _back(present) -> list[_Present]:
-    """Those of the last round that any of them knows of; others have missed it."""
-    last = max((each.hello["attempt"] for each in present if each.was_there), default=None)
-    return [each for each in present if each.was_there and each.hello["attempt"] == last]
-
-
-def _num_back(present) -> int:
-    return len(_back(present))
-
-
-def _may_live(present) -> int:
-    """How many of the last round may live, as those know that are back; 0 if none is."""
-    return min((each.hello.get("may_live") or 0 for each in _back(present)), default=0)
 
 
 class _Newcomers:

@@ -12,14 +12,8 @@ from typing import Any
 
 from absl import flags
 
-from tfparallel.commands.flags import (
-    Command,
-    StartError,
-    UsageError,
-    parse,
-    path_problems,
-    run_command,
-)
+from tfparallel.commands.flags import Command, StartError, UsageError, path_problems
+from tfparallel.commands.on_task import run_beside_task
 from tfparallel.layout.layout import RECOMPUTES
 
 __all__ = ["main"]
@@ -43,20 +37,7 @@ _CHOICES = {
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    values = _flags()
-
-    def run() -> int:
-        path = parse(_COMMAND, values, arguments)
-        if path is None:
-            return 0
-        problems = _problems(values)
-        if not os.path.exists(path):
-            problems.append(f"No such task file. Received: {path}.")
-        if problems:
-            raise UsageError("\n".join(problems))
-        return _bench(path, values)
-
-    return run_command(_COMMAND.name, run, ())
+    return run_beside_task(_COMMAND, _flags(), _problems, _bench, arguments)
 
 
 def _flags() -> flags.FlagValues:

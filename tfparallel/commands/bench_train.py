@@ -14,14 +14,8 @@ from typing import Any
 from absl import flags
 
 from tfparallel.cluster.environment import available_cores
-from tfparallel.commands.flags import (
-    Command,
-    StartError,
-    UsageError,
-    parse,
-    path_problems,
-    run_command,
-)
+from tfparallel.commands.flags import Command, StartError, path_problems
+from tfparallel.commands.on_task import run_beside_task
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.flight.diagnosis import verdict
 from tfparallel.flight.job import Split
@@ -72,20 +66,7 @@ class Scaling:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    values = _flags()
-
-    def run() -> int:
-        path = parse(_COMMAND, values, arguments)
-        if path is None:
-            return 0
-        problems = _problems(values)
-        if not os.path.exists(path):
-            problems.append(f"No such task file. Received: {path}.")
-        if problems:
-            raise UsageError("\n".join(problems))
-        return _bench(path, values)
-
-    return run_command(_COMMAND.name, run, ())
+    return run_beside_task(_COMMAND, _flags(), _problems, _bench, arguments)
 
 
 def _flags() -> flags.FlagValues:

@@ -10,7 +10,41 @@ from tfparallel.commands.flags import Command, UsageError, parse, run_command
 from tfparallel.commands.own_workers import run_as_workers
 from tfparallel.task import TaskError, load_task
 
-__all__ = ["run_on_task"]
+__all__ = ["run_beside_task", "run_on_task"]
+
+
+def run_beside_task(
+    command: Command,
+    values: flags.FlagValues,
+    problems: Callable[[flags.FlagValues], list[str]],
+    body: Callable[[str, flags.FlagValues], int],
+    arguments: Sequence[str],
+) -> int:
+    """Runs a program that has other processes run the task file that its arguments name.
+
+    Args:
+        command: As for `run_on_task`, like all others.
+        values: The program's flags, not parsed yet.
+        problems: Returns what is wrong with the parsed flags.
+        body: Is given the task file's path and the flags; returns the exit code.
+        arguments: What stands behind the program's name.
+
+    Returns:
+        The exit code.
+    """
+
+    def run() -> int:
+        path = parse(command, values, arguments)
+        if path is None:
+            return 0
+        found = problems(values)
+        if not os.path.exists(path):
+            found.append(f"No such task file. Received: {path}.")
+        if found:
+            raise UsageError("\n".join(found))
+        return body(path, values)
+
+    return run_command(command.name, run, ())
 
 
 def run_on_task(
