@@ -137,7 +137,6 @@ def _run_once(values, command, nodes, attempt, environment):
 
 
 def _run_elastic(values, command, nodes, environment):
-    num_failures, num_nodes, has_tried_again = 0, 0, False
     meetings = ElasticMeetings(
         values.rdzv_endpoint.split(","),
         min_nodes=nodes.minimum,
@@ -147,50 +146,87 @@ def _run_elastic(values, command, nodes, environment):
         timeout_seconds=values.start_timeout,
         local_address=values.local_addr,
     )
+    patience = _Patience(values, nodes, environment)
     with meetings:
         while True:
-            *ports, master_port = free_ports(values.nproc_per_node + 1)
             try:
-                meeting = meetings.meet(ports, master_port)
+                meeting = _next_round(values, meetings)
             except JobEndedError:
                 say("the job has ended")
                 return 0
             except StopRequest as request:
-                # Between two rounds all is saved that a round has left.
-                request.has_saved |= num_nodes > 0 and request.signum in SIGNALS
+                # Between two rounds, all that a round leaves has been saved.
+                request.has_saved |= patience.num_nodes > 0 and request.signum in SIGNALS
                 raise
-            news = meeting.news
-            # A host that is told to end takes the workers of all others with it; but where nobody
-            # has left, they ended by themselves, and may do so again.
-            has_tried_again = has_tried_again and news.num_nodes == num_nodes
-            num_nodes = news.num_nodes
-            say(f"round {meeting.attempt}: node {news.node} of {_hosts(news.num_nodes)}")
-            with news:
-                news.leaves_on_failure = num_failures == values.max_restarts
+            with meeting.news as news:
+                patience.begin(news)
                 programs = _programs(values, command, meeting, environment, meeting.attempt)
                 outcome = _run(values, programs, meeting.attempt, meeting)
                 if not (outcome.culprit or outcome.departure or outcome.has_newcomer):
                     meetings.end()
                     return 0
                 code = _report_change(outcome, news)
+                if code is None:
+                    code = patience.end(outcome.culprit, meeting)
                 if code is not None:
                     return code
-                culprit = outcome.culprit
-                is_ours = culprit is not None and culprit.node is None and not news.departure
-                tries_again = is_ours and (
-                    culprit.returncode == TRY_AGAIN or _was_lost(culprit, environment, meeting)
-                )
-                num_failures += is_ours and (not tries_again or has_tried_again)
-                has_tried_again = tries_again
-                if num_failures > values.max_restarts:
-                    say("this host leaves the job")
-                    return culprit.exit_code
-                num_left = news.num_nodes - len(news.gone | _leaving(culprit, news))
-                if _leaving(culprit, news) and num_left < nodes.minimum:
-                    say(f"--nnodes={values.nnodes}, and {_hosts(num_left)} would be left")
-                    return culprit.exit_code
-                news.gone |= _leaving(culprit, news)
                 news.tell_coming_again()
+
+
+def _next_round(values, meetings):
+    *ports, master_port = free_ports(values.nproc_per_node + 1)
+    meeting = meetings.meet(ports, master_port)
+    num_nodes = meeting.news.num_nodes
+    say(f"round {meeting.attempt}: node {meeting.node} of {_hosts(num_nodes)}")
+    return meeting
+
+
+class _Patience:
+    """How often the workers of this host may fail, and whether the job goes on after a failure.
+
+    Attributes:
+        num_nodes: How many hosts the last round had; 0 before the first.
+    """
+
+    def __init__(self, values, nodes, environment):
+        self._values, self._nodes, self._environment = values, nodes, environment
+        self._num_failures, self._tries_again = 0, False
+        self.num_nodes = 0
+
+    def begin(self, news):
+        """Takes note of a round."""
+        # The workers of a host that is told to end take those of all others with them. But if all
+        # hosts are there again, they ended by themselves, and may do so once more.
+        self._tries_again &= news.num_nodes == self.num_nodes
+        self.num_nodes = news.num_nodes
+        news.leaves_on_failure = self._num_failures == self._values.max_restarts
+
+    def end(self, culprit, meeting) -> int | None:
+        """Returns the exit code of this launcher if it, or the whole job, ends with the round."""
+        news = meeting.news
+        if culprit is not None and culprit.node is None and news.departure is None:
+            tries_again = culprit.returncode == TRY_AGAIN or self._has_lost_another(culprit, meeting)
+            self._num_failures += self._tries_again or not tries_again
+            self._tries_again = tries_again
+        if self._num_failures > self._values.max_restarts:
+            say("this host leaves the job")
+            return culprit.exit_code
+        leaving = _leaving(culprit, news)
+        news.gone |= leaving
+        num_left = news.num_nodes - len(news.gone)
+        if leaving and num_left < self._nodes.minimum:
+            say(f"--nnodes={self._values.nnodes}, and {_hosts(num_left)} would be left")
+            return culprit.exit_code
+        return None
+
+    def _has_lost_another(self, culprit, meeting):
+        """Whether a worker ended since another one was lost, by its flight record."""
+        path = path_of(self._environment[FOLDER], culprit.worker, meeting.attempt)
+        try:
+            ended = read_record(path).about.get("ended", "")
+        except (OSError, ValueError):
+            return False
+        return ended.startswith("WorkerLostError")
 
 
 def _report_change(outcome: Outcome, news) -> int | None:
@@ -204,16 +240,6 @@ def _report_change(outcome: Outcome, news) -> int | None:
     _report(outcome.culprit.explain(), outcome)
     is_usage = outcome.culprit.returncode == _USAGE_EXIT_CODE
     return _USAGE_EXIT_CODE if is_usage else None
-
-
-def _was_lost(culprit, environment, meeting) -> bool:
-    """Whether a worker ended because it had lost another one, by its flight record."""
-    path = path_of(environment[FOLDER], culprit.worker, meeting.attempt)
-    try:
-        ended = read_record(path).about.get("ended", "")
-    except (OSError, ValueError):
-        return False
-    return ended.startswith("WorkerLostError")
 
 
 def _leaving(culprit, news):

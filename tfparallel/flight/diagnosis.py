@@ -1,4 +1,4 @@
-"""What holds a job up, in a sentence: from where the time of its workers' steps goes."""
+"""Says in a sentence what holds a job up, from how its workers' steps spend their time."""
 
 import statistics
 from collections.abc import Sequence

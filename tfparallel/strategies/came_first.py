@@ -1,4 +1,4 @@
-"""What started TensorFlow's runtime too early: found among the program's own names."""
+"""Finds what started TensorFlow's runtime too early, among the names of the main program."""
 
 import ast
 import sys
@@ -20,7 +20,7 @@ _KINDS = (
 
 
 def came_first() -> str | None:
-    """Says what of the main program has started the runtime, and in which line; None if unknown."""
+    """Names a value of the main program that needed the runtime, and its line; None if unknown."""
     main = sys.modules.get("__main__")
     for name, value in list(vars(main).items()) if main else ():
         kind = next((text for cls, text in _KINDS if isinstance(value, cls)), None)
@@ -36,7 +36,7 @@ def _line_of(path, name) -> str:
     except (OSError, SyntaxError, TypeError, ValueError):  # A notebook's cell, for one.
         return ""
     for node in tree.body:
-        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and name in names:
+        names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+        if any(each.id == name and isinstance(each.ctx, ast.Store) for each in names):
             return f", made in {path}, line {node.lineno}"
     return ""

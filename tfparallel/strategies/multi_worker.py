@@ -42,6 +42,8 @@ from tfparallel.strategies import keras_trainer
 from tfparallel.strategies.came_first import came_first
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
+_STALL_SECONDS = 1800.0
+
 
 class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
     """This worker's devices and its peers, as a program sees them."""
@@ -145,7 +147,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         *,
         devices: Sequence[str] | int | None = None,
         start_timeout: float = 120.0,
-        stall_timeout: float = 1800.0,
+        stall_timeout: float = _STALL_SECONDS,
         all_reduce: str | None = None,
         bucket_bytes: int | None = None,
         compression: str | None = None,
@@ -155,7 +157,9 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         if self is MultiWorkerMirroredStrategy._of_process:
             given = {"cluster_resolver": cluster_resolver, "devices": devices}
             given |= {"communication_options": communication_options, "all_reduce": all_reduce}
-            given |= {"compression": compression, "bucket_bytes": bucket_bytes}
+            given |= {"compression": compression, "bucket_bytes": bucket_bytes, "facts": facts}
+            if stall_timeout not in (_STALL_SECONDS, self.stall_timeout):
+                given["stall_timeout"] = stall_timeout
             _refuse_anew({name: value for name, value in given.items() if value is not None})
             return
         if not stall_timeout > 0:
