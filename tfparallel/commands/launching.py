@@ -205,7 +205,8 @@ class _Patience:
         """Returns the exit code of this launcher if it, or the whole job, ends with the round."""
         news = meeting.news
         if culprit is not None and culprit.node is None and news.departure is None:
-            tries_again = culprit.returncode == TRY_AGAIN or self._has_lost_another(culprit, meeting)
+            has_lost_another = self._has_lost_another(culprit, meeting)
+            tries_again = culprit.returncode == TRY_AGAIN or has_lost_another
             self._num_failures += self._tries_again or not tries_again
             self._tries_again = tries_again
         if self._num_failures > self._values.max_restarts:
