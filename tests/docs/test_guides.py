@@ -1,0 +1,142 @@
+"""What holds for every guide: it is short, its links lead somewhere, its commands exist."""
+
+import importlib
+import pathlib
+import re
+import shlex
+import sys
+import unicodedata
+
+import pytest
+
+from tfparallel.commands.main import _COMMANDS, _PROGRAMS
+
+TOP = pathlib.Path(__file__).resolve().parents[2]
+# Written by tests, or a list of what the code rests on: tables, and no guides.
+REFERENCE = {"parity.md", "upstream.md"}
+GUIDES = sorted(path for path in (TOP / "docs").glob("*.md") if path.name not in REFERENCE)
+INTERNALS = sorted((TOP / "docs" / "internals").glob("*.md"))
+LINKED = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md")), *INTERNALS]
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+MAX_WORDS = 1000
+# What stands for the reader's own file or command.
+PLACEHOLDERS = ("…", "TASK.py", "task.py", "train.py")
+
+
+def name_of(path):
+    return str(path.relative_to(TOP))
+
+
+def prose(text):
+    return FENCE.sub("", text)
+
+
+def num_words(text):
+    """Words outside of code, those of tables included; a bar or a dash alone is none."""
+    return sum(any(letter.isalnum() for letter in word) for word in prose(text).split())
+
+
+def github_anchor(title):
+    return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+
+
+def site_anchor(title):
+    """As Python-Markdown's `toc` makes them, which mkdocs takes."""
+    plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode("ascii")
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def anchors(path):
+    """The anchors of a page that GitHub and the site have both."""
+    text = prose(path.read_text(encoding="utf-8"))
+    titles = [
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "")
+        for title in re.findall(r"^#{1,6} +(.+)$", text, re.MULTILINE)
+    ]
+    return {anchor for title in titles if (anchor := github_anchor(title)) == site_anchor(title)}
+
+
+def test_every_guide_is_seen():
+    names = {path.name for path in GUIDES}
+    assert {"data_parallel.md", "multi_worker.md", "troubleshooting.md", "gpu.md"} <= names
+    assert len(INTERNALS) > 5
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_a_guide_is_short(page):
+    assert num_words(page.read_text(encoding="utf-8")) <= MAX_WORDS
+
+
+@pytest.mark.parametrize("page", [*GUIDES, *INTERNALS], ids=name_of)
+def test_a_page_has_one_title(page):
+    text = prose(page.read_text(encoding="utf-8"))
+    assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1 and text.startswith("# ")
+
+
+def languages(page):
+    """What stands behind the fence of each block."""
+    return re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)[::2]
+
+
+@pytest.mark.parametrize("page", [*GUIDES, *INTERNALS], ids=name_of)
+def test_each_block_names_its_language(page):
+    assert all(languages(page))
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
+def test_links_and_anchors_lead_somewhere(page):
+    text = prose(page.read_text(encoding="utf-8"))
+    missing = []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        if "://" in target:
+            continue
+        there = (page.parent / target).resolve() if target else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            missing.append(f"{target}#{anchor}" if anchor else target)
+    assert not missing
+
+
+def commands(text):
+    """What a page calls `tfparallel` with, in blocks and in a line of prose, under `launch` too."""
+    text = text.replace("\\\n", " ")
+    blocks = [block.partition("\n")[2] for block in FENCE.findall(text)]
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"`(tfparallel [^`\n]+)`", prose(text))
+    for line in lines:
+        line = re.split(r"  #| > | && | \| ", line)[0]
+        for command in line.split(" -- "):
+            called = re.match(r"(?:\$ |srun .*?)?\s*(?:\S*/)?tfparallel ([a-z]+)( .*|)$", command)
+            if called and called[1] in _COMMANDS:
+                yield f"{called[1]}{called[2].rstrip()}"
+
+
+CALLS = sorted({call for page in GUIDES for call in commands(page.read_text(encoding="utf-8"))})
+
+
+def test_the_calls_are_seen():
+    assert {call.split()[0] for call in CALLS} == set(_COMMANDS)
+    assert commands("```bash\ntfparallel launch --x=1 -- \\\n  tfparallel train a.py\n```\n")
+    lines = "```bash\n$ tfparallel plan a.py  # first\nsrun -n 2 tfparallel train b.py > c\n```\n"
+    assert list(commands(lines)) == ["plan a.py", "train b.py"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_is_one(call, tmp_path, monkeypatch, capsys):
+    name, *arguments = shlex.split(call)
+    if (program := _PROGRAMS.get((name, *arguments[:1]))) is not None:
+        name, arguments = program, arguments[1:]
+    module = importlib.import_module(f"tfparallel.commands.{name}")
+    arguments = [argument for argument in arguments if argument != "…"]
+    if name == "trace":  # Its flags have no function of their own.
+        assert module.main(["--help"]) == 0
+        known = set(re.findall(r"--(\w+)", capsys.readouterr().out))
+        assert set(re.findall(r"--(\w+)", call)) <= known
+        return
+    values = module._flags()
+    _, *positional = values([name, *arguments])
+    for each in positional:
+        file_stands = each in PLACEHOLDERS or (TOP / each).is_file()
+        assert file_stands or (name == "bench" and each.startswith("all_"))
+    # Files to write are looked for where the command runs.
+    monkeypatch.chdir(tmp_path)
+    assert not module._problems(values, *[[sys.executable]] * (name == "launch"))
