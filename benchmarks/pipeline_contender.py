@@ -20,7 +20,7 @@ def build_transformer():
 
     The attention is written with `Dense`, as PyTorch's is with `Linear`. In Keras's
     `MultiHeadAttention` the gradient of a projection's weights is one matrix a sequence, and their
-    sum: a step takes 1.14 times as long (docs/pipeline.md).
+    sum: a step takes 1.14 times as long (docs/internals/pipeline.md).
     """
     import keras
     from keras import layers, ops
