@@ -9,6 +9,7 @@ import unicodedata
 
 import pytest
 
+from tfparallel.commands.emit import emitted
 from tfparallel.commands.main import _COMMANDS, _PROGRAMS
 
 TOP = pathlib.Path(__file__).resolve().parents[2]
@@ -101,13 +102,14 @@ def commands(text):
     text = text.replace("\\\n", " ")
     blocks = [block.partition("\n")[2] for block in FENCE.findall(text)]
     lines = [line for block in blocks for line in block.splitlines()]
-    lines += re.findall(r"`(tfparallel [^`\n]+)`", prose(text))
+    # A command that a sentence names without a flag is its name, and not a call.
+    lines += re.findall(r"`(tfparallel [^`\n]*--\w[^`\n]*)`", prose(text))
     for line in lines:
         line = re.split(r"  #| > | && | \| ", line)[0]
         for command in line.split(" -- "):
             called = re.match(r"(?:\$ |srun .*?)?\s*(?:\S*/)?tfparallel ([a-z]+)( .*|)$", command)
             if called and called[1] in _COMMANDS:
-                yield f"{called[1]}{called[2].rstrip()}"
+                yield " ".join(f"{called[1]}{called[2]}".split())
 
 
 CALLS = sorted({call for page in GUIDES for call in commands(page.read_text(encoding="utf-8"))})
@@ -115,6 +117,7 @@ CALLS = sorted({call for page in GUIDES for call in commands(page.read_text(enco
 
 def test_the_calls_are_seen():
     assert {call.split()[0] for call in CALLS} == set(_COMMANDS)
+    assert {"doctor --gpu --trials=hardware,sums", "launch --nproc_per_node=8"} <= set(CALLS)
     assert commands("```bash\ntfparallel launch --x=1 -- \\\n  tfparallel train a.py\n```\n")
     lines = "```bash\n$ tfparallel plan a.py  # first\nsrun -n 2 tfparallel train b.py > c\n```\n"
     assert list(commands(lines)) == ["plan a.py", "train b.py"]
@@ -137,6 +140,8 @@ def test_a_call_is_one(call, tmp_path, monkeypatch, capsys):
     for each in positional:
         file_stands = each in PLACEHOLDERS or (TOP / each).is_file()
         assert file_stands or (name == "bench" and each.startswith("all_"))
-    # Files to write are looked for where the command runs.
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)  # Files to write are looked for where the command runs.
+    if name == "launch" and values.emit:
+        assert emitted(values, [sys.executable])
+        return
     assert not module._problems(values, *[[sys.executable]] * (name == "launch"))

@@ -10,8 +10,8 @@ from tfparallel.collectives.lost import WorkerLostError
 # busy machine, while who has used up its share of a core comes back milliseconds later. Workers
 # that share cores do not spin but yield: what waits must not take the core of what it waits for.
 # While it spins it must not sleep at all, not for zero seconds either: that gives the core up, and
-# the whole call takes twice as long (docs/mpi.md). Python's other threads get their turn by the
-# interpreter's own switch, every 5 ms.
+# the whole call takes twice as long (docs/internals/mpi.md). Python's other threads get their turn
+# by the interpreter's own switch, every 5 ms.
 _SPIN_SECONDS = 3e-4
 _NUM_SPINS = 50
 _SLEEP_SECONDS = 5e-5
