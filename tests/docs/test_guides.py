@@ -1,5 +1,6 @@
 """What holds for every guide: it is short, its links lead somewhere, its commands exist."""
 
+import ast
 import importlib
 import pathlib
 import re
@@ -145,3 +146,27 @@ def test_a_call_is_one(call, tmp_path, monkeypatch, capsys):
         assert emitted(values, [sys.executable])
         return
     assert not module._problems(values, *[[sys.executable]] * (name == "launch"))
+
+
+def messages():
+    """What docs/troubleshooting.md quotes, in the first cells of its tables."""
+    text = (TOP / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| (.*?) \| ", prose(text), re.MULTILINE):
+        for long, short in re.findall(r"``(.+?)``|`([^`]+)`", row):
+            if (quoted := long or short)[0] != "-" and " " in quoted:
+                yield quoted
+
+
+def texts():
+    """Every text of the package; what a message fills in ends one."""
+    for path in (TOP / "tfparallel").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_are_those_of_the_package():
+    known, quoted = "\n".join(texts()), list(messages())
+    assert len(quoted) > 20
+    parts = [part.strip() for text in quoted for part in text.split("…")]
+    assert not [part for part in parts if part not in known]
