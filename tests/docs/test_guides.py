@@ -2,9 +2,11 @@
 
 import ast
 import importlib
+import os
 import pathlib
 import re
 import shlex
+import subprocess
 import sys
 import unicodedata
 
@@ -21,6 +23,7 @@ INTERNALS = sorted((TOP / "docs" / "internals").glob("*.md"))
 LINKED = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md")), *INTERNALS]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 MAX_WORDS = 1000
+DEADLINE_SECONDS = 180
 # What stands for the reader's own file or command.
 PLACEHOLDERS = ("…", "TASK.py", "task.py", "train.py")
 
@@ -73,6 +76,35 @@ def test_a_guide_is_short(page):
 def test_a_page_has_one_title(page):
     text = prose(page.read_text(encoding="utf-8"))
     assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1 and text.startswith("# ")
+
+
+def scripts():
+    """The scripts of the guides that run as they stand, with what starts them."""
+    for page in GUIDES:
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S):
+            if block.startswith("import keras") and page.name != "migrate.md":
+                yield pytest.param(block, "tfparallel.init()" in block, id=name_of(page))
+
+
+SCRIPTS = list(scripts())
+
+
+def test_the_scripts_are_seen():
+    assert len(SCRIPTS) == 7 and [each.values[1] for each in SCRIPTS].count(True) == 1
+
+
+@pytest.mark.nightly  # The forms are trained elsewhere; this is that the page can be copied.
+@pytest.mark.parametrize("script, on_workers", SCRIPTS)
+def test_a_script_can_be_copied(script, on_workers, tmp_path):
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    launcher = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2", "--"]
+    done = subprocess.run(
+        [*launcher * on_workers, sys.executable, "train.py"],
+        cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+        capture_output=True, text=True, timeout=DEADLINE_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "model.keras").exists() or "OK: exact" in done.stdout
 
 
 def languages(page):
