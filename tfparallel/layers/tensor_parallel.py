@@ -43,9 +43,8 @@ def tensor_parallel(
     the same time, each on its part of every split layer. Weights, gradients, slots and updates of a
     part are where the part is. The weights that come out are those of one device.
 
-    What is split, and what is exchanged for it, is told by `docs/split_layers.md`; the rest of the
-    model is on the first device. A layer written as one of `tfparallel.layers` is split as that
-    says, or refused.
+    `docs/split_layers.md` says what is split; the rest of the model is on the first device. A layer
+    written as one of `tfparallel.layers` is split as that says, or refused.
 
     Args:
         model_or_function: A built functional or Sequential model, whose weights come along and
