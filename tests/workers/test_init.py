@@ -1,5 +1,6 @@
 """Programs as people write them, on two workers: the weights of one process."""
 
+import json
 import sys
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.commands.command_line import tfparallel
+from tfparallel.replication import init as replication_init
 
 pytestmark = pytest.mark.slow
 
@@ -83,3 +85,19 @@ def test_what_came_first_is_named_with_its_line(tmp_path):
 def test_arguments_that_contradict_are_refused(tmp_path, first, model, message):
     code, said, _ = run(tmp_path, first, model, "--nproc_per_node=2")
     assert code == 1 and message in said, said
+
+
+def test_a_job_with_servers_has_them_serve(tmp_path):
+    model = WRAPPED.replace("model)", 'model, sync="async")')
+    launch = ["--nproc_per_node=1", "--num_ps=1"]
+    code, said, saved = run(tmp_path, INIT, model, *launch)
+    assert code == 0, said
+    assert len(keras.models.load_model(saved).get_weights()) == 4
+
+
+def test_what_a_job_with_servers_has_no_use_for_is_refused(monkeypatch):
+    cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
+    job = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(job))
+    with pytest.raises(ValueError, match=r"sum no gradients.* Received: all_reduce='ring'\. Leave"):
+        replication_init.init(all_reduce="ring")

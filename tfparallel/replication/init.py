@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from tfparallel import devices as device_lib
+from tfparallel.asynchronous.servers import join
+from tfparallel.cluster.roles import Roles
 from tfparallel.cluster.spec import Cluster
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 
@@ -23,6 +25,8 @@ def init(
     tensors or layers before it calls `data_parallel`: TensorFlow's runtime must know of the other
     workers when it starts. `data_parallel` and `MultiWorkerMirroredStrategy()` take what it has
     made. In a process without other workers it does nothing, so that the same program runs there.
+    In a job with servers (`launch --num_ps=1`) it returns in the chief alone, which goes on with
+    the program; the others serve.
 
     Args:
         devices: As for `MultiWorkerMirroredStrategy`, like all others.
@@ -34,8 +38,8 @@ def init(
     Raises:
         RuntimeError: If TensorFlow's runtime has started already, with what started it; or if a
             worker is missing at the deadline.
-        ValueError: If the environment describes no cluster, or an argument is wrong; or if it is
-            called again, with arguments.
+        ValueError: If the environment describes no cluster, or an argument is wrong, or of no use
+            in a job with servers; or if it is called again, with arguments.
 
     Example:
         >>> import tfparallel
@@ -45,7 +49,16 @@ def init(
     """
     if devices is not None:
         device_lib.check_devices(devices)
-    if Cluster.from_env().num_workers > 1:
+    if (roles := Roles.from_env()) is not None:
+        given = {"devices": devices, "all_reduce": all_reduce, "compression": compression}
+        if received := [f"{name}={value!r}" for name, value in given.items() if value is not None]:
+            raise ValueError(
+                "In a job with servers the workers sum no gradients, and each has one device. "
+                f"tfparallel.init() without these is required. Received: {', '.join(received)}. "
+                "Leave them out, or start the job without --num_ps."
+            )
+        join(roles, start_timeout=start_timeout)
+    elif Cluster.from_env().num_workers > 1:
         MultiWorkerMirroredStrategy(
             devices=devices,
             all_reduce=all_reduce,
