@@ -9,10 +9,11 @@ READY := $(VENV)/.ready
 TORCH_VENV := .venv-torch
 TORCH ?= $(TORCH_VENV)/bin/python
 WITH_TORCH := $(if $(TORCH),--torch=$(TORCH))
+DOCS_VENV := .venv-docs
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast nightly test-gpu parity networks fuzz lint bench
+.PHONY: setup demo test test-fast nightly test-gpu parity networks fuzz lint docs pictures bench
 
 setup: $(READY)
 
@@ -61,6 +62,23 @@ fuzz: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check --config .ci/ruff.toml .
+
+# The site, into site/, from the source as it stands: without TensorFlow, in an environment of 0.25 GB.
+docs: $(DOCS_VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@echo "the site: site/index.html"
+
+# Draws docs/pictures/*.svg again. Measured anew are only those whose programs say how.
+pictures: $(READY)
+	$(BIN)/python docs/pictures/steps.py
+	$(BIN)/python docs/pictures/measured.py
+
+# The extra `docs` alone: the package is read, not installed.
+$(DOCS_VENV)/.ready: setup.cfg
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
+	  'import configparser as c; f = c.ConfigParser(); f.read("setup.cfg"); print(f["options.extras_require"]["docs"])')
+	@touch $@
 
 # PyTorch stands beside ours, in an environment of its own (5 GB, made once); another one by
 # TORCH=its/bin/python, none by TORCH=
