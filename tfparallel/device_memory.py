@@ -24,6 +24,10 @@ def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
 
     Returns:
         Bytes, or None where nothing counts them.
+
+    Example:
+        >>> model.fit(x, y)
+        >>> peak = tfparallel.devices.peak_tensor_bytes("GPU:0")
     """
     try:
         return tf.config.experimental.get_memory_info(device)["peak"]

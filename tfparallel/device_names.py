@@ -27,6 +27,10 @@ def canonical(name: str) -> str:
 
     Raises:
         ValueError: If `name` is no device name.
+
+    Example:
+        >>> tfparallel.devices.canonical("/device:GPU:0")
+        'GPU:0'
     """
     match = _DEVICE_NAME.fullmatch(name.strip()) if isinstance(name, str) else None
     if match is None:
@@ -51,6 +55,10 @@ def to_tensorflow_name(name: str) -> str:
 
     Raises:
         ValueError: If `name` is no device name.
+
+    Example:
+        >>> with tf.device(tfparallel.devices.to_tensorflow_name("CPU:1")):
+        ...     ones = tf.ones(2)
     """
     name = canonical(name)
     return name if name.startswith("/") else f"/device:{name}"

@@ -68,6 +68,10 @@ def list_devices(device_type: str | None = None) -> list[str]:
         Names such as `["CPU:0", "GPU:0"]`, by type and index; after
         `tfparallel.connect_to_cluster` those of all its processes, such as
         `["/job:worker/task:0/device:CPU:0", ...]`.
+
+    Example:
+        >>> tfparallel.devices.list_devices("CPU")
+        ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
     """
     if _connected:
         kind = f"/device:{device_type.upper()}:" if device_type is not None else ""
@@ -94,6 +98,10 @@ def check_devices(names: Sequence[str] | int) -> list[str]:
     Raises:
         ValueError: If the list is empty, or a name is malformed, unknown, or
             given twice; all of them in one message.
+
+    Example:
+        >>> tfparallel.devices.check_devices(["/device:CPU:1", "cpu:0"])
+        ['CPU:1', 'CPU:0']
     """
     if isinstance(names, int):
         return choose_devices(num_devices=names)
@@ -141,6 +149,10 @@ def resolve(name: str) -> str:
 
     Raises:
         ValueError: If `name` is no device name.
+
+    Example:
+        >>> tfparallel.devices.resolve("/device:CPU:1")
+        'CPU:1'
     """
     name = canonical(name)
     if _connected and not name.startswith("/"):
@@ -161,6 +173,10 @@ def connect(addresses: Sequence[str]) -> list[str]:
 
     Returns:
         The names of all devices, those of the first process first.
+
+    Example:
+        >>> tfparallel.devices.connect(["localhost:2222", "localhost:2223"])  # doctest: +SKIP
+        ['/job:worker/task:0/device:CPU:0', '/job:worker/task:1/device:CPU:0']
     """
     cluster = tf.train.ClusterSpec({"worker": list(addresses)})
     tf.config.experimental_connect_to_cluster(cluster, job_name="worker", task_index=0)
@@ -185,6 +201,10 @@ def split_cpu(num_devices: int) -> list[str]:
     Raises:
         ValueError: If `num_devices` is not a whole number of at least 1.
         RuntimeError: If TensorFlow's runtime has started with another number.
+
+    Example:
+        >>> tfparallel.devices.split_cpu(4)
+        ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
     """
     _check_count(num_devices)
     (cpu,) = _physical_devices("CPU")
@@ -215,6 +235,10 @@ def split_gpu(
             no such GPU.
         RuntimeError: If TensorFlow's runtime has started with other numbers, or
             the GPU's memory cannot be read.
+
+    Example:
+        >>> tfparallel.devices.split_gpu(2)  # doctest: +SKIP
+        ['GPU:0', 'GPU:1']
     """
     _check_count(num_devices)
     if memory_limit_mib is not None:
@@ -247,6 +271,9 @@ def hide_other_gpus(names: Sequence[str]) -> None:
     Raises:
         ValueError: As `check_devices`.
         RuntimeError: If TensorFlow's runtime has started with others.
+
+    Example:
+        >>> tfparallel.devices.hide_other_gpus(["GPU:1"])  # doctest: +SKIP
     """
     gpus = _physical_devices("GPU")
     kept = [gpus[int(name.partition(":")[2])] for name in check_devices(names)]
@@ -263,6 +290,11 @@ def hide_gpus() -> None:
 
     Raises:
         RuntimeError: If TensorFlow's runtime has started with some.
+
+    Example:
+        >>> tfparallel.devices.hide_gpus()
+        >>> tfparallel.devices.list_devices("GPU")
+        []
     """
     if _physical_devices("GPU"):
         try:
@@ -279,6 +311,10 @@ def whole_gpu(name: str) -> int | None:
 
     Returns:
         The number; None for a part of a GPU, and for what is none.
+
+    Example:
+        >>> tfparallel.devices.whole_gpu("CPU:0") is None
+        True
     """
     kind, _, index = canonical(name).rpartition("/device:")[2].partition(":")
     if kind != "GPU":
@@ -309,6 +345,10 @@ def set_memory_growth(enabled: bool = True) -> list[str]:
     Raises:
         RuntimeError: If TensorFlow's runtime has started with the other setting.
         ValueError: If a GPU was split: its logical devices have fixed memory.
+
+    Example:
+        >>> tfparallel.devices.set_memory_growth()  # doctest: +SKIP
+        ['GPU:0', 'GPU:1']
     """
     gpus = _physical_devices("GPU")
     call = f"set_memory_growth({enabled})"
@@ -352,6 +392,10 @@ def choose_devices(
             does not exist.
         RuntimeError: If the CPU would have to be split, and TensorFlow's
             runtime has started.
+
+    Example:
+        >>> tfparallel.devices.choose_devices(2, device_type="cpu")
+        ['CPU:0', 'CPU:1']
     """
     if str(device_type).lower() not in _DEVICE_TYPES:
         raise ValueError(

@@ -289,6 +289,27 @@ def test_all_gather_joins_uneven_rows_in_the_order_of_the_replicas(strategy):
         assert joined[:, 0].numpy().tolist() == [0.0, 0.0, 2.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_one_tensor_that_all_replicas_give_counts_once_for_each(strategy, is_traced):
+    """TensorFlow hands it to `merge_call` as one tensor, of which there would be one replica."""
+    ones = tf.ones([6])
+
+    def step(value):
+        summed = tfparallel.all_reduce(value)
+        return summed, tfparallel.reduce_scatter(value), tfparallel.all_gather(value)
+
+    def run(value):
+        return strategy.run(step, [value])
+
+    run = tf.function(run) if is_traced else run
+    for summed, share, joined in zip(
+        *map(strategy.experimental_local_results, run(ones)), strict=True
+    ):
+        assert summed.numpy().tolist() == [3.0] * 6
+        assert share.numpy().tolist() == [3.0] * 2
+        assert joined.numpy().tolist() == [1.0] * 18
+
+
 def test_the_gradient_of_all_gather_sums_over_the_replicas(strategy):
     """J_k = (k + 1) Σ_i i·x_i over all 6 rows i: ∂ΣJ/∂x_i = (1 + 2 + 3)·i."""
     sizes = [1, 2, 3]

@@ -32,10 +32,14 @@ class NaNGuard(keras.callbacks.Callback):
             progress bar, or None.
         step: Its number within the epoch, counted from 1, or None.
 
+    Raises:
+        NaNLossError: From `fit`, with `stop=True`.
+
     Example:
-    ```python
-    model.fit(x, y, callbacks=[tfparallel.callbacks.nan.NaNGuard(stop=True)])
-    ```
+        >>> guard = tfparallel.callbacks.NaNGuard(stop=True)
+        >>> model.fit(x, y, callbacks=[guard])
+        >>> guard.step is None  # Every loss was finite.
+        True
     """
 
     def __init__(self, stop: bool = False):

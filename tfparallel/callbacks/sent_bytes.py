@@ -21,6 +21,12 @@ class SentBytes(keras.callbacks.Callback):
             embeddings) and of "rows" (such as predictions, where they meet), in the third step of
             the latest epoch, or in its last where it has fewer. None before a step, and in a job
             of one process. With `steps_per_execution`, those of an execution.
+
+    Example:
+        >>> sent = tfparallel.callbacks.SentBytes()
+        >>> model.fit(x, y, callbacks=[sent])
+        >>> print(sent.in_a_step)  # One process sends nothing.
+        None
     """
 
     async_safe = takes_tensors = True  # It reads no logs.

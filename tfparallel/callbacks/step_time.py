@@ -21,6 +21,12 @@ class StepTime(keras.callbacks.Callback):
     Attributes:
         seconds: One entry a step (an execution of several steps, with
             `steps_per_execution`), the first step included.
+
+    Example:
+        >>> times = tfparallel.callbacks.StepTime()
+        >>> model.fit(x, y, batch_size=16, callbacks=[times])
+        >>> sorted(times.summary())
+        ['first', 'p10', 'p50', 'p90']
     """
 
     def __init__(self):
@@ -41,7 +47,11 @@ class StepTime(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self._begin)
 
     def summary(self) -> dict[str, float]:
-        """Returns the percentiles in seconds; only those that were measured."""
+        """Returns the percentiles in seconds; only those that were measured.
+
+        Returns:
+            `"first"` for the first step, and `"p10"`, `"p50"`, `"p90"` of the others.
+        """
         if not self.seconds:
             return {}
         result = {"first": self.seconds[0]}

@@ -43,6 +43,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
         >>> warmup = tfparallel.callbacks.LearningRateWarmup(
         ...     0.1, num_steps=500, scaling="linear", batch_size=2048, base_batch_size=256
         ... )
+        >>> warmup.target
+        0.8
         >>> model.fit(x, y, batch_size=2048, callbacks=[warmup])
 
     References:

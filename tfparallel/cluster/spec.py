@@ -46,6 +46,13 @@ class Cluster:
     Raises:
         ValueError: If an address is malformed or named twice, or an index is out
             of range; all problems in one message.
+
+    Example:
+        >>> cluster = tfparallel.Cluster.from_env()
+        >>> cluster.num_workers, cluster.is_chief  # A process that is alone.
+        (1, True)
+        >>> tfparallel.Cluster(["a:2222", "b:2222"], worker_index=1).address
+        'b:2222'
     """
 
     workers: tuple[str, ...] = ()

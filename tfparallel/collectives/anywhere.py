@@ -56,7 +56,9 @@ def all_reduce(value: Value, op: str = "sum") -> Value:
         RuntimeError: In a job whose workers no strategy has joined yet.
 
     Example:
-        >>> logs = tfparallel.all_reduce({"loss": loss, "seconds": seconds}, op="mean")
+        >>> logs = tfparallel.all_reduce({"loss": 0.5, "seconds": 2.0}, op="mean")
+        >>> float(logs["loss"])  # Of one process: its own.
+        0.5
     """
     ranks, tensors = agreed("all_reduce", value, op=op)
     return tf.nest.pack_sequence_as(value, _reduce(ranks, tensors, op))
@@ -78,6 +80,13 @@ def all_gather(value: Value) -> Value:
         ValueError: For a dtype that cannot be sent, or if the workers' values differ in structure,
             dtype or shape behind axis 0.
         RuntimeError: In a job whose workers no strategy has joined yet.
+
+    Example:
+        >>> strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> def contrast(rows):  # In a replica: with the rows of the others.
+        ...     return tf.shape(tfparallel.all_gather(rows))
+        >>> strategy.run(contrast, [tf.ones((2, 8))]).values[0].numpy()
+        array([4, 8], dtype=int32)
     """
     ranks, tensors = agreed("all_gather", value)
     return tf.nest.pack_sequence_as(value, _join(ranks, tensors))
@@ -99,6 +108,11 @@ def gather(value: Value, root: int = 0) -> Value:
     Raises:
         ValueError: As for `all_gather`, or if there is no such root.
         RuntimeError: In a job whose workers no strategy has joined yet.
+
+    Example:
+        >>> errors = tfparallel.gather(tf.abs(model(x) - y))
+        >>> if tfparallel.worker_index() == 0:
+        ...     np.save("errors.npy", errors)
     """
     ranks, tensors = agreed("gather", value, root=root)
     joined = _join(ranks, tensors)
@@ -122,6 +136,9 @@ def broadcast(value: Value, root: int = 0) -> Value:
         ValueError: For a dtype that cannot be sent, if there is no such root, or if the workers'
             values differ in structure, shape or dtype.
         RuntimeError: In a job whose workers no strategy has joined yet.
+
+    Example:
+        >>> seed = tfparallel.broadcast(np.random.randint(1000))  # That of worker 0.
     """
     ranks, tensors = agreed("broadcast", value, root=root)
     if ranks.num_ranks > 1:
@@ -149,6 +166,12 @@ def reduce_scatter(value: Value, op: str = "sum") -> Value:
     Raises:
         ValueError: As for `all_reduce`, or if the rows do not divide.
         RuntimeError: In a job whose workers no strategy has joined yet.
+
+    Example:
+        >>> strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> shares = strategy.run(tfparallel.reduce_scatter, [tf.ones((4, 8))])
+        >>> shares.values[0].shape, float(tf.reduce_max(shares.values[0]))
+        (TensorShape([2, 8]), 2.0)
     """
     ranks, tensors = agreed("reduce_scatter", value, op=op)
     results = _reduce(ranks, tensors, op)
@@ -171,6 +194,11 @@ def barrier(timeout_seconds: float = 1800.0) -> None:
         RuntimeError: If a worker did not come in time, with the names of those missing; in a
             replica or a `tf.function`, which cannot wait; in a job whose workers no strategy has
             joined yet.
+
+    Example:
+        >>> if tfparallel.worker_index() == 0:
+        ...     model.save("model.keras")
+        >>> tfparallel.barrier()  # From here on every worker finds the file.
     """
     if not 0 < timeout_seconds < float("inf"):
         raise ValueError(
@@ -193,8 +221,15 @@ def worker_index() -> int:
 
     Known from the start, before any strategy is made: see `tfparallel.Cluster.from_env`.
 
+    Returns:
+        The index, from 0.
+
     Raises:
         ValueError: If the environment does not describe a cluster.
+
+    Example:
+        >>> tfparallel.worker_index()
+        0
     """
     workers = WorkerGroup.of_process
     return workers.worker_index if workers is not None else Cluster.from_env().worker_index
@@ -205,8 +240,15 @@ def num_workers() -> int:
 
     Known from the start, before any strategy is made: see `tfparallel.Cluster.from_env`.
 
+    Returns:
+        The number.
+
     Raises:
         ValueError: If the environment does not describe a cluster.
+
+    Example:
+        >>> tfparallel.num_workers()
+        1
     """
     workers = WorkerGroup.of_process
     return workers.num_workers if workers is not None else Cluster.from_env().num_workers

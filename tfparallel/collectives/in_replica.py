@@ -40,7 +40,7 @@ class Replicas:
             reduced = [combine(own) for own in parts]
             return reduced if workers is None else workers.all_reduce(reduced, op)
 
-        return tf.distribute.get_replica_context().merge_call(reduce, args=tuple(tensors))
+        return tf.distribute.get_replica_context().merge_call(reduce, args=_apart(tensors))
 
     def own_rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """The rows that are to be joined: all, but for the dummy row of an idle replica."""
@@ -51,7 +51,12 @@ class Replicas:
         def join(strategy, value):
             return _join_rows(strategy, strategy.experimental_local_results(value))
 
-        return tf.distribute.get_replica_context().merge_call(join, args=(tensor,))
+        return tf.distribute.get_replica_context().merge_call(join, args=_apart([tensor]))
+
+
+def _apart(tensors):
+    """A tensor of each replica's own: one that all give, `merge_call` would hand on once."""
+    return tuple(map(tf.identity, tensors))
 
 
 def all_reduce(tensor: tf.Tensor) -> tf.Tensor:

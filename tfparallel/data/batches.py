@@ -51,14 +51,12 @@ class EpochBatches(keras.callbacks.Callback):
     Raises:
         ValueError: If a data set is infinite and `steps_per_epoch` is None.
 
-    Example:
-    ```python
-    batches = EpochBatches((x, y), global_batch_size=64, seed=7)
-    model.fit(batches.dataset, epochs=3, shuffle=False, callbacks=[batches])
-    ```
-
     `shuffle=False` keeps Keras from warning that it does not shuffle a data set.
     Do not pass `steps_per_epoch` to `fit` as well.
+
+    Example:
+        >>> batches = tfparallel.data.EpochBatches((x, y), global_batch_size=64, seed=7)
+        >>> model.fit(batches.dataset, epochs=3, shuffle=False, callbacks=[batches])
     """
 
     def __init__(

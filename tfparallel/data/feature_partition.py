@@ -34,7 +34,7 @@ def by_feature(
         ValueError: If there is not a feature for each part, or `x` is not one tensor.
 
     Example:
-        >>> left, right = by_feature(np.ones((10, 7)), 2)
+        >>> left, right = tfparallel.data.by_feature(np.ones((10, 7)), 2)
         >>> left.shape, right.shape
         ((10, 3), (10, 4))
     """

@@ -91,6 +91,7 @@ class TFRecords(_Files):
         ValueError: If there is no file or no record, or a file is compressed or cut.
 
     Example:
+        >>> import glob
         >>> def parse(record):
         ...     fields = tf.io.parse_single_example(record, {
         ...         "image": tf.io.FixedLenFeature([64], tf.float32),
@@ -98,6 +99,7 @@ class TFRecords(_Files):
         ...     return fields["image"], fields["label"]
         >>> paths = sorted(glob.glob("train-*.tfrecord"))
         >>> train = tfparallel.data.TFRecords(paths, parse, window=8)
+        >>> batches = tfparallel.data.EpochBatches(train, global_batch_size=64)
     """
 
     def __init__(
@@ -196,7 +198,9 @@ class NPZShards(_Files):
         ValueError: If there is no file, or the arrays of one do not fit those of the others.
 
     Example:
+        >>> import glob
         >>> train = tfparallel.data.NPZShards(sorted(glob.glob("train-*.npz")), window=4)
+        >>> batches = tfparallel.data.EpochBatches(train, global_batch_size=64)
     """
 
     def __init__(

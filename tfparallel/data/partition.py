@@ -71,8 +71,9 @@ def rows_by_replica(strategy: Any, num_rows: int) -> dict[str, int]:
         The number of rows by the replica's worker and device, in the order of the rows.
 
     Example:
-        >>> rows_by_replica(model.distribute_strategy, 50)
-        {'worker 0, CPU:0': 25, 'worker 1, CPU:0': 25}
+        >>> model = tfparallel.data_parallel(build_model, devices=["CPU:0", "CPU:1"])
+        >>> tfparallel.data.rows_by_replica(model.distribute_strategy, 51)
+        {'CPU:0': 25, 'CPU:1': 26}
     """
     ranges = row_ranges(num_rows, strategy.num_replicas, strategy.replica_weights)
     devices = [":".join(name.split(":")[-2:]) for name in strategy.devices]

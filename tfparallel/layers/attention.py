@@ -37,6 +37,7 @@ class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
     until `tensor_parallel` splits it. A `keras.layers.GroupQueryAttention` is split as it is.
 
     Example:
+        >>> inputs = keras.Input((16, 64))
         >>> attend = tfparallel.layers.ParallelMultiHeadAttention(num_heads=8, key_dim=64)
         >>> outputs = attend(inputs, inputs, use_causal_mask=True)
 

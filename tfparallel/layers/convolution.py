@@ -34,8 +34,12 @@ class ChannelParallelConv2D(WrittenByHand, ColumnParallel):
     `tensor_parallel` splits it.
 
     Example:
-        >>> x = tfparallel.layers.ChannelParallelConv2D(64, 3, activation="relu")(pictures)
-        >>> x = tfparallel.layers.ChannelReducingConv2D(32, 1)(x)
+        >>> pictures = keras.Input((32, 32, 3))
+        >>> hidden = tfparallel.layers.ChannelParallelConv2D(64, 3, activation="relu")(pictures)
+        >>> outputs = tfparallel.layers.ChannelReducingConv2D(32, 1)(hidden)
+        >>> model = keras.Model(pictures, outputs)
+        >>> tfparallel.tensor_parallel(model, devices=["GPU:0", "GPU:1"]).split.values()
+        dict_values(['column', 'row'])
 
     References:
         Jia, Lin, Qi, Aiken. Exploring Hidden Dimensions in Parallelizing Convolutional Neural
@@ -51,6 +55,14 @@ class ChannelReducingConv2D(WrittenByHand, RowParallel):
 
     Input: `(batch, height, width, in)`, in parts along the last axis, or whole. Output: `(batch,
     height', width', filters)`, whole, on the first device, where the bias is.
+
+    Written by hand, with the arguments of `keras.layers.Conv2D`, it is that plain layer until
+    `tensor_parallel` splits it.
+
+    Example:
+        >>> pictures = keras.Input((32, 32, 3))
+        >>> hidden = tfparallel.layers.ChannelParallelConv2D(64, 3, activation="relu")(pictures)
+        >>> outputs = tfparallel.layers.ChannelReducingConv2D(32, 1)(hidden)
     """
 
     plain, kind = keras.layers.Conv2D, "row"

@@ -141,6 +141,7 @@ class RowParallelDense(WrittenByHand, RowParallel):
     `tensor_parallel` splits it.
 
     Example:
+        >>> inputs = keras.Input((64,))
         >>> hidden = tfparallel.layers.ColumnParallelDense(128, activation="gelu")(inputs)
         >>> outputs = tfparallel.layers.RowParallelDense(64)(hidden)
 

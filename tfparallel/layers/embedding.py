@@ -29,7 +29,10 @@ class VocabParallelEmbedding(WrittenByHand, SplitLayer):
     `tensor_parallel` splits it.
 
     Example:
+        >>> ids = keras.Input((64,), dtype="int32")
         >>> embedded = tfparallel.layers.VocabParallelEmbedding(50_000, 512)(ids)
+        >>> embedded.shape
+        (None, 64, 512)
 
     References:
         Shoeybi et al., Megatron-LM: Training Multi-Billion Parameter Language Models Using Model

@@ -112,8 +112,12 @@ class SpatialParallelConv2D(WrittenByHand, SpatialWindow):
     `tensor_parallel` splits it. The plain layers behind it that can stay in rows do.
 
     Example:
-        >>> x = tfparallel.layers.SpatialParallelConv2D(16, 3, padding="same")(pictures)
-        >>> x = keras.layers.MaxPooling2D()(x)  # Of its own rows on each device.
+        >>> pictures = keras.Input((32, 32, 3))
+        >>> hidden = tfparallel.layers.SpatialParallelConv2D(16, 3, padding="same")(pictures)
+        >>> outputs = keras.layers.MaxPooling2D()(hidden)  # Of its own rows on each device.
+        >>> model = keras.Model(pictures, outputs)
+        >>> tfparallel.tensor_parallel(model, devices=["GPU:0", "GPU:1"]).split.values()
+        dict_values(['height', 'height'])
     """
 
     plain, kind = keras.layers.Conv2D, "height"
@@ -143,6 +147,13 @@ class SpatialParallelPooling2D(WrittenByHand, SpatialWindow):
 
     Input: `(batch, height, width, channels)`, in parts along the height, or whole. Output: `(batch,
     height', width', channels)` in parts along the height.
+
+    Example:
+        >>> pictures = keras.Input((32, 32, 3))
+        >>> model = keras.Model(pictures, keras.layers.MaxPooling2D(name="pool")(pictures))
+        >>> split = {"pool": "height"}
+        >>> tfparallel.tensor_parallel(model, devices=["GPU:0", "GPU:1"], split=split).split
+        {'pool': 'height'}
     """
 
     @property

@@ -42,9 +42,9 @@ class Mesh:
         ValueError: If a size is no whole number of at least 1; all of them at once.
 
     Example:
-        >>> Mesh(data=2, tensor=2).size
+        >>> tfparallel.Mesh(data=2, tensor=2).size
         4
-        >>> print(Mesh(data=2, tensor=2))
+        >>> print(tfparallel.Mesh(data=2, tensor=2))
         data=2, tensor=2
     """
 
@@ -72,7 +72,7 @@ class Mesh:
             ValueError: If an axis is unknown, named twice or without a size.
 
         Example:
-            >>> Mesh.parse("data=2,pipeline=4").size
+            >>> tfparallel.Mesh.parse("data=2,pipeline=4").size
             8
         """
         pairs = [pair.partition("=") for pair in text.split(",")]

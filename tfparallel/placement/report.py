@@ -88,8 +88,19 @@ def placement_report(
             up. What a branch or a loop does inside is placed with the branch or the loop.
         strict: Whether anything elsewhere is an error.
 
+    Returns:
+        The report: `layers` with a row each, `elsewhere` with what is not on its layer's device.
+        `print` shows both.
+
     Raises:
         ValueError: If the model has no placement, or under `strict`, if something is elsewhere.
+
+    Example:
+        >>> model = tfparallel.model_parallel(build_model, devices=["GPU:0", "GPU:1"])
+        >>> model.compile("adam", "mse")
+        >>> report = tfparallel.placement_report(model, (x[:8], y[:8]))
+        >>> report.elsewhere
+        []
     """
     placement = getattr(model, "placement", None)
     if not placement:

@@ -48,6 +48,24 @@ def reduce_gradients(
 
     Raises:
         RuntimeError: Outside a replica, where there is nothing to reduce.
+
+    Example:
+        >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])
+        >>> with strategy.scope():
+        ...     model = build_model()
+        ...     optimizer = tfparallel.distribute_optimizer(keras.optimizers.SGD(0.1))
+        ...     optimizer.build(model.trainable_variables)
+        >>> def step(x, y):  # On each replica.
+        ...     with tf.GradientTape() as tape:
+        ...         loss = tf.reduce_mean((model(x) - y) ** 2)
+        ...     gradients = tape.gradient(loss, model.trainable_variables)
+        ...     rows = tf.cast(tf.shape(x)[0], tf.float32)
+        ...     gradients = tfparallel.reduce_gradients(gradients, weight=rows)
+        ...     optimizer.apply(gradients, model.trainable_variables)
+        >>> rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(15)
+        >>> train = tf.function(lambda *batch: strategy.run(step, batch))
+        >>> for batch in strategy.experimental_distribute_dataset(rows):
+        ...     train(*batch)
     """
     if tf.distribute.in_cross_replica_context():
         raise RuntimeError(
@@ -137,6 +155,14 @@ def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
 
     Raises:
         ValueError: If it is no Keras optimizer.
+
+    Example:
+        >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])
+        >>> with strategy.scope():
+        ...     model = build_model()
+        ...     optimizer = keras.optimizers.Adam(global_clipnorm=1.0)
+        ...     optimizer = tfparallel.distribute_optimizer(optimizer)
+        ...     optimizer.build(model.trainable_variables)
     """
     if not isinstance(optimizer, keras.Optimizer):
         raise ValueError(

@@ -22,11 +22,95 @@ class _ExtendsModels:
 
 
 class MirroredStrategy(_ExtendsModels, mirrored.MirroredStrategy):
-    """See `tfparallel.strategies.mirrored.MirroredStrategy`, which says what its arguments are."""
+    """Replicates the model on the local devices and trains it as one device would.
+
+    A drop-in for `tf.distribute.MirroredStrategy`. Plain Keras code under its scope keeps the
+    promise of `tfparallel.data_parallel`: the weights, losses and metrics that one device gives.
+    Custom loops (`strategy.run` around a `GradientTape`) work as with TensorFlow's strategy; see
+    `tfparallel.reduce_gradients` and `tfparallel.distribute_optimizer` for exact ones.
+
+    Args:
+        devices: Names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`, or how many.
+            Default: all GPUs, or all logical CPUs where there is no GPU.
+        cross_device_ops: A `tf.distribute.CrossDeviceOps` for the collectives between replicas.
+            Default: `tf.distribute.NcclAllReduce()` where each replica has a GPU, else
+            `tf.distribute.ReductionToOneDevice()`, the fastest in one process on CPUs.
+        all_reduce: Instead, the name of the algorithm that sums the replicas' gradients, one of
+            `tfparallel.collectives.cross_device.NAMES`, such as `"ring"`; or `"auto"` for the
+            fastest on these devices, from a profile (`tfparallel bench all_reduce
+            --save_profile`) or, without one, measured at the first step, in less than 2 s.
+            Default: `"nccl"` where each replica has a GPU, else each sum on the first device,
+            from where the others read it.
+        calibrate: Whether `"auto"` may measure. If not, and without a profile, it takes the
+            default.
+
+    Raises:
+        ValueError: If a device is unknown or named twice, or there is none; if the algorithm is
+            unknown or cannot run on the devices; if both it and `cross_device_ops` are given; or
+            if the profile is another machine's.
+
+    Example:
+        >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])
+        >>> with strategy.scope():
+        ...     model = build_model()
+        ...     model.compile(optimizer="adam", loss="mse")
+        >>> model.fit(x, y, batch_size=64)
+    """
 
 
 class MultiWorkerMirroredStrategy(_ExtendsModels, multi_worker.MultiWorkerMirroredStrategy):
-    """See `tfparallel.strategies.multi_worker.MultiWorkerMirroredStrategy`."""
+    """Replicates the model on all devices of all workers and trains it as one device would.
+
+    A drop-in for `tf.distribute.MultiWorkerMirroredStrategy`. Plain Keras code under its scope
+    keeps the promise of `tfparallel.data_parallel`: the weights, losses and metrics that one
+    device gives. Every worker is given the same data, in global batches, and computes the rows
+    that are its own; predictions are returned whole, on every worker.
+
+    Create it before anything else that starts TensorFlow's runtime.
+
+    Args:
+        cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. Default: what
+            `tfparallel.Cluster.from_env()` finds (TF_CONFIG, Slurm, MPI, Kubernetes, torchrun).
+        communication_options: A `tf.distribute.experimental.CommunicationOptions`; its
+            `timeout_seconds` is how long each collective waits for the others (default: for ever;
+            a worker that died is noticed without it, one that hangs by `stall_timeout`).
+        devices: Names of this worker's devices, one replica each, as many on every worker.
+            Default: all GPUs, or all logical CPUs where there is no GPU.
+        start_timeout: How many seconds to wait for the other workers.
+        stall_timeout: How many seconds a step of `fit`, `evaluate` or `predict`, or the pause
+            between two, may last before the worker ends itself (`callbacks/stall.py`).
+        all_reduce: What carries tensors between the workers: "ring_tuned" or "ring", TensorFlow's
+            own over gRPC; "nccl", for GPUs; "mpi", or one of its algorithms, through host memory
+            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. None, the
+            default, is NCCL between GPUs; on one host "mpi", where all workers have it; else
+            "ring_tuned". "auto" is the fastest for this model, from a profile or measured when
+            `fit` begins, as in a `tfparallel.MirroredStrategy`. What
+            the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
+            --transport=mpi` sets, stands before both.
+        bucket_bytes: How much of the gradients is summed at once, while the rest is still computed;
+            None, the default, sums all of them together (see `docs/mpi.md` for when it gains).
+        compression: In how many bytes gradients travel between the workers, which is not exact:
+            "bf16", "fp16", "topk:FRACTION" or "powersgd:RANK" (see `docs/synchronization.md`).
+            Custom loops, which call `reduce_gradients`, and the gradients of embeddings are not
+            compressed.
+        calibrate: Whether "auto" may measure.
+        facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
+            it: a seed, a batch size.
+
+    Raises:
+        ValueError: If the environment does not describe a cluster, a device is unknown,
+            `all_reduce` is unknown or cannot run here, `compression` is none of these, or the
+            profile is another machine's.
+        RuntimeError: If TensorFlow's runtime has started already, a worker is missing at the
+            deadline, a port is taken, or the workers disagree.
+
+    Example:
+        >>> strategy = tfparallel.MultiWorkerMirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = build_model()
+        ...     model.compile(optimizer="adam", loss="mse")
+        >>> model.fit(x, y, batch_size=64)
+    """
 
     def extend_model(self, model) -> None:
         """Makes a model that Keras trains under this strategy data parallel, when it is compiled.

@@ -43,9 +43,9 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
         ValueError: If the data set has no known end.
 
     Example:
-        >>> files = sorted(glob.glob("train-*.tfrecord"))[worker_index::num_workers]
-        >>> own = read(files).batch(32).apply(tf.data.experimental.assert_cardinality(steps))
-        >>> model.fit(tfparallel.data.by_sample(own), epochs=3)
+        >>> own = slice(tfparallel.worker_index(), None, tfparallel.num_workers())
+        >>> rows = tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(32)
+        >>> model.fit(tfparallel.data.by_sample(rows), epochs=3)
     """
     num_batches = int(dataset.cardinality())
     if num_batches < 0:

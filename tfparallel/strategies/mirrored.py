@@ -44,40 +44,7 @@ def _terms(value):
 
 
 class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
-    """Replicates the model on the local devices and trains it as one device would.
-
-    A drop-in for `tf.distribute.MirroredStrategy`. Plain Keras code under its scope keeps the
-    promise of `tfparallel.data_parallel`: the weights, losses and metrics that one device gives.
-    Custom loops (`strategy.run` around a `GradientTape`) work as with TensorFlow's strategy; see
-    `tfparallel.reduce_gradients` and `tfparallel.distribute_optimizer` for exact ones.
-
-    Args:
-        devices: Names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`, or how many.
-            Default: all GPUs, or all logical CPUs where there is no GPU.
-        cross_device_ops: A `tf.distribute.CrossDeviceOps` for the collectives between replicas.
-            Default: `tf.distribute.NcclAllReduce()` where each replica has a GPU, else
-            `tf.distribute.ReductionToOneDevice()`, the fastest in one process on CPUs.
-        all_reduce: Instead, the name of the algorithm that sums the replicas' gradients, one of
-            `tfparallel.collectives.cross_device.NAMES`, such as `"ring"`; or `"auto"` for the
-            fastest on these devices, from a profile (`tfparallel bench all_reduce
-            --save_profile`) or, without one, measured at the first step, in less than 2 s.
-            Default: `"nccl"` where each replica has a GPU, else each sum on the first device,
-            from where the others read it.
-        calibrate: Whether `"auto"` may measure. If not, and without a profile, it takes the
-            default.
-
-    Raises:
-        ValueError: If a device is unknown or named twice, or there is none; if the algorithm is
-            unknown or cannot run on the devices; if both it and `cross_device_ops` are given; or
-            if the profile is another machine's.
-
-    Example:
-        >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])
-        >>> with strategy.scope():
-        ...     model = build_model()
-        ...     model.compile(optimizer="adam", loss="mse")
-        >>> model.fit(x, y, batch_size=64)
-    """
+    """Replicates the model on the local devices; see `tfparallel.MirroredStrategy`."""
 
     def __init__(
         self,

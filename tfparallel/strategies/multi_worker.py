@@ -79,58 +79,7 @@ class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
 
 
 class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirroredStrategy):
-    """Replicates the model on all devices of all workers and trains it as one device would.
-
-    A drop-in for `tf.distribute.MultiWorkerMirroredStrategy`. Plain Keras code under its scope
-    keeps the promise of `tfparallel.data_parallel`: the weights, losses and metrics that one
-    device gives. Every worker is given the same data, in global batches, and computes the rows
-    that are its own; predictions are returned whole, on every worker.
-
-    Create it before anything else that starts TensorFlow's runtime.
-
-    Args:
-        cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver`. Default: what
-            `tfparallel.Cluster.from_env()` finds (TF_CONFIG, Slurm, MPI, Kubernetes, torchrun).
-        communication_options: A `tf.distribute.experimental.CommunicationOptions`; its
-            `timeout_seconds` is how long each collective waits for the others (default: for ever;
-            a worker that died is noticed without it, one that hangs by `stall_timeout`).
-        devices: Names of this worker's devices, one replica each, as many on every worker.
-            Default: all GPUs, or all logical CPUs where there is no GPU.
-        start_timeout: How many seconds to wait for the other workers.
-        stall_timeout: How many seconds a step of `fit`, `evaluate` or `predict`, or the pause
-            between two, may last before the worker ends itself (`callbacks/stall.py`).
-        all_reduce: What carries tensors between the workers: "ring_tuned" or "ring", TensorFlow's
-            own over gRPC; "nccl", for GPUs; "mpi", or one of its algorithms, through host memory
-            (needs `tfparallel[mpi]`). `tfparallel.collectives.transport` has them all. None, the
-            default, is NCCL between GPUs; on one host "mpi", where all workers have it; else
-            "ring_tuned". "auto" is the fastest for this model, from a profile or measured when
-            `fit` begins, as in a `tfparallel.MirroredStrategy`. What
-            the environment's TFPARALLEL_ALL_REDUCE says, which `tfparallel launch
-            --transport=mpi` sets, stands before both.
-        bucket_bytes: How much of the gradients is summed at once, while the rest is still computed;
-            None, the default, sums all of them together (see `docs/mpi.md` for when it gains).
-        compression: In how many bytes gradients travel between the workers, which is not exact:
-            "bf16", "fp16", "topk:FRACTION" or "powersgd:RANK" (see `docs/synchronization.md`).
-            Custom loops, which call `reduce_gradients`, and the gradients of embeddings are not
-            compressed.
-        calibrate: Whether "auto" may measure.
-        facts: What all workers must agree on, beside the cluster and the versions, as JSON holds
-            it: a seed, a batch size.
-
-    Raises:
-        ValueError: If the environment does not describe a cluster, a device is unknown,
-            `all_reduce` is unknown or cannot run here, `compression` is none of these, or the
-            profile is another machine's.
-        RuntimeError: If TensorFlow's runtime has started already, a worker is missing at the
-            deadline, a port is taken, or the workers disagree.
-
-    Example:
-        >>> strategy = tfparallel.MultiWorkerMirroredStrategy()
-        >>> with strategy.scope():
-        ...     model = build_model()
-        ...     model.compile(optimizer="adam", loss="mse")
-        >>> model.fit(x, y, batch_size=64)
-    """
+    """Replicates the model on all workers; see `tfparallel.MultiWorkerMirroredStrategy`."""
 
     all_reduce_choice: Choice | None = None  # What sums over the workers, and why.
     _of_process = None  # The strategy of this process, which can start one only.
