@@ -64,8 +64,9 @@ lint: $(READY)
 	$(BIN)/ruff check --config .ci/ruff.toml .
 
 # The site, into site/, from the source as it stands: without TensorFlow, in an environment of 0.25 GB.
+# (Not --quiet, which hides the warnings from --strict, too.)
 docs: $(DOCS_VENV)/.ready
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@echo "the site: site/index.html"
 
 # Draws docs/pictures/*.svg again. Measured anew are only those whose programs say how.

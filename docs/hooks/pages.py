@@ -14,6 +14,7 @@ import posixpath
 import re
 import subprocess
 import sys
+import textwrap
 
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File
@@ -25,8 +26,10 @@ NAMES = (
     *("train", "check", "plan", "plan all_reduce", "launch", "bench all_reduce"),
     *("bench pipeline", "bench train", "trace", "doctor"),
 )
-WIDE_COLUMNS = 7
+WIDE_COLUMNS = 8
+HELP_WIDTH = 84
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)")
+FILE_LINK = re.compile(r"\[`?[\w./]+\.md`?\]\(([^)\s#:]+\.md)")
 FORMULA = re.compile(
     r'<(span|div) class="arithmatex">(?:\\\(|\\\[)(.*?)(?:\\\)|\\\])</\1>', re.DOTALL
 )
@@ -47,15 +50,16 @@ def on_files(files, config):
                 waiting += [file] if file.is_documentation_page() else []
         paths = [path for file in waiting for path in _linked_outside(file)]
         waiting = []
-    files.append(File.generated(config, COMMANDS, content=_commands()))
     pages = [f.src_uri for f in files if f.is_documentation_page()]
-    free = sorted(set(pages) - set(_pages(config.nav)) - {COMMANDS})
+    free = sorted(set(pages) - set(_pages(config.nav)))
     config.nav = _expanded(config.nav, free)
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Leads links out of `docs/` to where the site has the file; makes room for wide tables."""
+    """Leads links to where the site has the file, under its title; makes room for wide tables."""
+    if page.file.src_uri == COMMANDS:
+        markdown += _commands()
     rules = re.findall(r"^\|[-:| ]+\|$", markdown, re.MULTILINE)
     if max((rule.count("|") - 1 for rule in rules), default=0) >= WIDE_COLUMNS:
         page.meta.setdefault("hide", ["toc"])
@@ -67,7 +71,12 @@ def on_page_markdown(markdown, page, config, files):
         uri = _uri(target)
         return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
 
-    return LINK.sub(moved, markdown)
+    def titled(match):
+        file = files.get_file_from_path(_uri(_in_repository(page.file, match[1])))
+        heading = file and re.search(r"^# (.+)$", file.content_string, re.MULTILINE)
+        return f"[{heading[1]}]({match[1]}" if heading else match[0]
+
+    return LINK.sub(moved, FILE_LINK.sub(titled, markdown))
 
 
 def on_page_content(content, page, config, files):
@@ -130,8 +139,8 @@ def _expanded(nav, free):
 
 
 def _commands():
-    """The page of the commands: what `--help` prints, which needs no TensorFlow."""
-    text = ["# Commands", "", "What `tfparallel COMMAND --help` prints.", ""]
+    """What `--help` of each command prints, which needs no TensorFlow."""
+    text = [""]
     for name in ("", *NAMES):
         command = [*name.split(), "--help"]
         done = subprocess.run(
@@ -140,5 +149,12 @@ def _commands():
         )  # fmt: skip
         if done.returncode not in (0, 1) or "usage:" not in done.stdout:
             raise RuntimeError(f"`tfparallel {' '.join(command)}` failed:\n{done.stderr}")
-        text += [f"## tfparallel {name}".rstrip(), "", "```text", done.stdout.rstrip(), "```", ""]
+        lines = [part for line in done.stdout.rstrip().splitlines() for part in _wrapped(line)]
+        text += [f"## tfparallel {name}".rstrip(), "", "```text", *lines, "```", ""]
     return "\n".join(text)
+
+
+def _wrapped(line):
+    """A line of help, cut where the page ends; its rest stands under the text beside a name."""
+    indent = " " * len(re.match(r"\s*(\w+  +)?", line)[0])
+    return textwrap.wrap(line, HELP_WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
