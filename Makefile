@@ -73,6 +73,7 @@ docs: $(DOCS_VENV)/.ready
 pictures: $(READY)
 	$(BIN)/python docs/pictures/steps.py
 	$(BIN)/python docs/pictures/measured.py
+	$(BIN)/python docs/pictures/house.py
 
 # The extra `docs` alone: the package is read, not installed.
 $(DOCS_VENV)/.ready: setup.cfg

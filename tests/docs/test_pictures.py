@@ -12,8 +12,8 @@ PICTURES = TOP / "docs" / "pictures"
 PROGRAM = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])
-import measured, steps
-for program in (steps, measured):
+import house, measured, steps
+for program in (house, measured, steps):
     program.main(pathlib.Path(sys.argv[2]))
 """
 
