@@ -13,7 +13,8 @@ DOCS_VENV := .venv-docs
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast nightly test-gpu parity networks fuzz lint docs pictures bench
+.PHONY: setup demo test test-fast test-versions nightly test-gpu parity networks fuzz lint docs pictures \
+  bench
 
 setup: $(READY)
 
@@ -37,6 +38,11 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly"
+
+# The fast tests on the oldest, Colab's and the newest TensorFlow, Keras and Python, each pair in
+# an environment of its own; some, with PAIRS="oldest colab".
+test-versions:
+	$(PYTHON) -m tests.versions $(PAIRS)
 
 # What `make test` leaves out, but for `make parity` and `make networks`: some twenty minutes.
 nightly: $(READY)

@@ -37,6 +37,7 @@ tfparallel.devices.split_cpu(NUM_CPU_DEVICES)
 import keras  # noqa: E402  (TensorFlow is loaded by the face, without its chatter)
 
 from tests.nightly import is_nightly  # noqa: E402
+from tfparallel.newer_keras import ACTIVITY_IS_SUMMED  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,25 @@ def fixed_seeds():
     yield
     keras.backend.clear_session()
     gc.freeze()
+
+
+# Of `keras.optimizers`, and not in each Keras that tfparallel runs on.
+NEWER_OPTIMIZERS = {"MultiOptimizer", "OptimizerMap", "ScheduleFreeAdamW"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skips what this Keras has not, or has otherwise."""
+    try:
+        return (yield)
+    except AttributeError as error:
+        if error.name in NEWER_OPTIMIZERS and not hasattr(keras.optimizers, error.name):
+            pytest.skip(f"Keras {keras.__version__} has no {error.name}")
+        raise
+    except ValueError as error:
+        if ACTIVITY_IS_SUMMED and "sums an activity regularizer" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture

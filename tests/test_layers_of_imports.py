@@ -18,7 +18,7 @@ LIBRARY = TOP / "tfparallel"
 # and itself; a new package is given its row here.
 ROWS = [
     ["size_text"],
-    ["startup", "cluster", "cuda_driver", "device_names", "layout", "seams"],
+    ["startup", "cluster", "cuda_driver", "device_names", "layout", "newer_keras", "seams"],
     ["device_memory"],
     ["devices", "data", "task", "extend", "logits", "notice", "peers", "flight"],
     ["collectives", "cloning", "step"],

@@ -148,7 +148,19 @@ def installed_for_older(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_untested_version_warns_once(installed_for_older):
+def test_an_untested_version_is_refused(installed_for_older):
+    finished = run_python(
+        "import tfparallel; tfparallel.devices",
+        path=[installed_for_older],
+    )
+    assert finished.returncode == 1
+    message = finished.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: tfparallel is tested with keras")
+    assert message.endswith("To try this one all the same: TFPARALLEL_ANY_VERSION=1.")
+
+
+@pytest.mark.slow
+def test_an_untested_version_that_was_asked_for_warns_once(installed_for_older):
     import keras
     import tensorflow as tf
 
@@ -158,10 +170,11 @@ def test_an_untested_version_warns_once(installed_for_older):
         "startup.prepare(); startup.prepare(); startup.import_tensorflow()\n"
         "import tfparallel; tfparallel.devices",
         path=[installed_for_older],
+        TFPARALLEL_ANY_VERSION="1",
     )
     assert finished.returncode == 0
     # setuptools and pip write a range in either order; so does `packaging`.
-    assert finished.stderr.count("tfparallel was tested with keras") == 1
+    assert finished.stderr.count("tfparallel is tested with keras") == 1
     assert "and tensorflow<2.5,>=2.4;" in finished.stderr
     assert f"Received: keras {keras.__version__}, tensorflow {tf.__version__}." in finished.stderr
     assert "`pip install 'tensorflow<2.5,>=2.4'`" in finished.stderr
@@ -177,9 +190,10 @@ def test_the_ranges_are_those_of_setup_cfg(monkeypatch):
     monkeypatch.setattr(startup.importlib.metadata, "requires", lambda name: lines)
     ranges = startup._tested_ranges()
     assert sorted(ranges) == ["keras", "tensorflow"]
-    assert startup._contains(ranges["tensorflow"], "2.21.0")
-    assert not startup._contains(ranges["tensorflow"], "2.22.0")
-    assert not startup._contains(ranges["keras"], "3.14.9")
+    assert all(startup._contains(ranges["tensorflow"], v) for v in ("2.19.0", "2.21.1"))
+    assert not any(startup._contains(ranges["tensorflow"], v) for v in ("2.18.1", "2.22.0"))
+    assert all(startup._contains(ranges["keras"], v) for v in ("3.10.0", "3.15.1"))
+    assert not any(startup._contains(ranges["keras"], v) for v in ("3.9.2", "3.16.0"))
     assert not startup._contains(ranges["keras"], "built-at-home")
 
 

@@ -24,6 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 _VERBOSE_VARIABLE = "TFPARALLEL_VERBOSE"
 _LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+_ANY_VERSION_VARIABLE = "TFPARALLEL_ANY_VERSION"
 # Errors stay visible while a program runs; information and warnings do not.
 _QUIET_LEVEL = "2"
 
@@ -68,12 +69,13 @@ def import_tensorflow() -> types.ModuleType:
 def prepare() -> None:
     """Loads TensorFlow and Keras without chatter and checks both.
 
-    The first call does the work, every later one returns at once. A version
-    outside the range that `setup.cfg` names is used all the same, with one
-    warning.
+    The first call does the work, every later one returns at once. The versions
+    are those that `setup.cfg` names; TFPARALLEL_ANY_VERSION=1 lets others in,
+    with one warning.
 
     Raises:
         RuntimeError: If Keras is set to another backend than TensorFlow.
+        ImportError: If TensorFlow or Keras is of a version that was not tested.
     """
     with _lock:
         if _state["prepared"]:
@@ -85,7 +87,7 @@ def prepare() -> None:
             tensorflow = importlib.import_module("tensorflow")
             keras = importlib.import_module("keras")
         _check_backend(keras.backend.backend(), "keras.json, or the code that imported keras first")
-        _warn_about_versions(
+        _check_versions(
             {"tensorflow": tensorflow.__version__, "keras": keras.__version__}
         )
         _state["prepared"] = True
@@ -187,7 +189,7 @@ def _tested_ranges():
     }
 
 
-def _warn_about_versions(found):
+def _check_versions(found):
     tested = _tested_ranges()
     outside = [
         name
@@ -199,12 +201,14 @@ def _warn_about_versions(found):
     ranges = " and ".join(f"{name}{specifier}" for name, specifier in sorted(tested.items()))
     received = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
     fix = " ".join(f"'{name}{tested[name]}'" for name in sorted(outside))
-    warnings.warn(
-        f"tfparallel was tested with {ranges}; other versions may give other results or fail. "
-        f"Received: {received}. To get a tested one: `pip install {fix}`.",
-        # The user's own line is unknowable behind the lazy import.
-        stacklevel=2,
+    message = (
+        f"tfparallel is tested with {ranges}; with another version its results may be wrong. "
+        f"Received: {received}. To get a tested one: `pip install {fix}`."
     )
+    if os.environ.get(_ANY_VERSION_VARIABLE, "") in ("", "0"):
+        raise ImportError(f"{message} To try this one all the same: {_ANY_VERSION_VARIABLE}=1.")
+    # The user's own line is unknowable behind the lazy import.
+    warnings.warn(message, stacklevel=2)
 
 
 def _contains(specifier, version):

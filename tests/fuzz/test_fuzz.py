@@ -69,7 +69,8 @@ def test_a_layer_puts_out_the_shape_that_the_catalogue_says(entry, in_float64):
 @pytest.mark.parametrize("entry", catalogue.INPUTS, ids=lambda entry: f"{entry[0]}-{entry[2]}")
 def test_an_input_makes_the_shape_that_the_catalogue_says(entry, in_float64):
     holds, shape, made, after = entry
-    blocks = tuple(Block(make) for make in made)
+    # Keras 3.10 takes no model whose outputs are its inputs.
+    blocks = tuple(Block(make) for make in made) or (Block("layers.Identity()"),)
     head = Head((), "real", after, "'mse'")
     model = load(Program((Input(holds, shape, blocks),), (), (head,)))["build_model"]()
     assert model.output_shape[1:] == after

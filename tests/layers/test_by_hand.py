@@ -197,7 +197,7 @@ class Own(ColumnParallelDense):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: RowParallelDense(-3), ValueError, "`RowParallelDense` takes.*Received: units=-3"),
+        (lambda: RowParallelDense(2, "no"), ValueError, "`RowParallelDense` takes.*identifier: no"),
         (lambda: RowParallelDense(), TypeError, r"arguments of `keras.layers.Dense`. .*'units'"),
         (lambda: VocabParallelEmbedding(3, 4, width=5), ValueError, r"`Vocab.*{'width': 5}"),
         (lambda: SpatialParallelPooling2D(2), TypeError, "`SpatialParallelPooling2D` stands for"),

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
+from tfparallel.replication import checks
 from tfparallel.replication.data_parallel_model import DataParallelModel
 from tfparallel.strategies import variables
 
@@ -614,3 +615,12 @@ def test_lora_within_the_scope():
             each.layers[0].enable_lora(2, lora_alpha=6)
         compiled(each).fit(*data(), batch_size=4, epochs=2, shuffle=False, verbose=0)
     assert_weights(model, plain.get_weights(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_activity_that_keras_sums_over_the_batch_is_refused(monkeypatch):
+    dense = keras.layers.Dense(2, activity_regularizer="l2", name="costly")
+    model = keras.Sequential([keras.Input((3,)), dense])
+    monkeypatch.setattr(checks, "ACTIVITY_IS_SUMMED", True)  # As before Keras 3.14.
+    model = tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"])
+    with pytest.raises(ValueError, match=r"sums an activity regularizer .*\['costly'\]"):
+        model.compile("sgd", "mse")

@@ -11,6 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.newer_keras import MultiOptimizer
+
 __all__ = ["move_to_servers"]
 
 
@@ -50,7 +52,7 @@ def move_to_servers(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy
     Raises:
         ValueError: If it wraps others.
     """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer | MultiOptimizer):
         raise ValueError(
             "Under sync='async' an optimizer that wraps no others is required. Received: a "
             f"{type(optimizer).__name__}. Compile with one that does not, or take "

@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from tfparallel.newer_keras import MultiOptimizer
+
 __all__ = ["LearningRateWarmup"]
 
 _SCALINGS = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
@@ -85,7 +87,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
             ValueError: If something else decides its rate.
         """
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        if isinstance(optimizer, MultiOptimizer):
             raise ValueError(
                 "LearningRateWarmup sets the rate of one optimizer. Received: a MultiOptimizer. "
                 "Give each of its optimizers a schedule."

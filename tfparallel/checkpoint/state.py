@@ -147,12 +147,12 @@ def restore_training(
             optimizer.load_own_variables(
                 {str(index): by_id[id(v)] for index, v in enumerate(optimizer.variables)}
             )
-        for value in seeds:
-            if not _seed_variables():
-                python_state = random.getstate()  # A new generator takes its seed from Python's.
-                make_global_seed_generator()
-                random.setstate(python_state)
-            _seed_variables()[0].assign(value)
+        if seeds and not _seed_variables():
+            python_state = random.getstate()  # A new generator takes its seed from Python's.
+            make_global_seed_generator()
+            random.setstate(python_state)
+    for value in seeds:  # Outside the scope: an earlier model's strategy may have made it.
+        _seed_variables()[0].assign(value)
 
 
 def restore_unsent(

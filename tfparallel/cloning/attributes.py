@@ -189,7 +189,8 @@ def _assign(name, value, copy) -> None:
 def _bookkeeping() -> frozenset[str]:
     """The attributes that every layer and every model of Keras has."""
     inputs = keras.Input((1,), name="bare")
-    models = [keras.Model(inputs, inputs, name="bare"), keras.Sequential(name="bare")]
+    outputs = keras.layers.Identity(name="bare_output")(inputs)
+    models = [keras.Model(inputs, outputs, name="bare"), keras.Sequential(name="bare")]
     bare = [keras.Layer(name="bare"), *models]
     names = {name for each in bare for name in vars(each)} | {"_compile_config", "stop_training"}
     return frozenset(names - _SET_BY_USERS)

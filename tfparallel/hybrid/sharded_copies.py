@@ -18,6 +18,7 @@ from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.hybrid.optimizer import in_parts, updates_alike
 from tfparallel.layers.variable import parts_of, whole_of
+from tfparallel.newer_keras import MultiOptimizer
 from tfparallel.placement.copies import Replica, at_work, copies_of, copy_to, replica_at_work
 from tfparallel.placement.problems import PlacementError
 from tfparallel.replication.sharded_optimizer import ShardedOptimizer, check_shardable
@@ -146,7 +147,7 @@ def shard_copies(optimizer: keras.Optimizer, workers: WorkerGroup | None) -> Non
         return
     if original_class(optimizer) in (
         keras.optimizers.LossScaleOptimizer,
-        keras.optimizers.MultiOptimizer,
+        MultiOptimizer,
     ):
         raise PlacementError(
             "Under shard_optimizer=True a mesh takes an optimizer that wraps no others. Received: "

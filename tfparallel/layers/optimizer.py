@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfparallel.extend import extend, original_class
 from tfparallel.layers.variable import SplitVariable, cut, parts_of, split_variable, whole_of
+from tfparallel.newer_keras import MultiOptimizer
 from tfparallel.placement.optimizer import PlacedOptimizer
 from tfparallel.placement.stages import PlacementError
 from tfparallel.step import elementwise
@@ -163,7 +164,7 @@ def _wrapped(optimizer) -> list[keras.Optimizer]:
     cls = original_class(optimizer)
     if cls is _optimizers.LossScaleOptimizer:
         return [optimizer.inner_optimizer]
-    if cls is _optimizers.MultiOptimizer and hasattr(optimizer._optimizer_map, "values"):
+    if cls is MultiOptimizer and hasattr(optimizer._optimizer_map, "values"):
         return optimizer.optimizers
     return []
 

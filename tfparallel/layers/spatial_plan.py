@@ -9,6 +9,7 @@ import keras
 
 from tfparallel.extend import original_class
 from tfparallel.layers import spatial
+from tfparallel.newer_keras import renormalizes
 
 __all__ = ["CALLER", "HEIGHT", "class_of", "is_in_rows", "is_split_by_height"]
 
@@ -74,7 +75,7 @@ def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set
     if cls in (_layers.GlobalAveragePooling2D, _layers.GlobalMaxPooling2D):
         return True
     if cls is _layers.BatchNormalization:
-        return layer.axis in (-1, 3) and not layer.renorm and not layer.synchronized
+        return layer.axis in (-1, 3) and not renormalizes(layer) and not layer.synchronized
     if cls is _layers.Dropout:
         return layer.noise_shape is None
     if cls is _layers.Concatenate and layer.axis not in (-1, 3):

@@ -11,9 +11,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import shard as shards
+from tfparallel.newer_keras import renormalizes
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.placement.stages import PlacementError
-from tfparallel.replication.checks import check_scales
+from tfparallel.replication.checks import check_activity, check_scales
 from tfparallel.seams.keras import GLOBAL_SEED_GENERATOR, get_global
 
 __all__ = ["STATEFUL_DRAWS", "PassScope", "check_state", "other_writes", "writable"]
@@ -145,13 +146,14 @@ def check_state(model: keras.Model, batch_normalization: str | None) -> None:
             f"{[layer.name for layer in own]}. Make the choice (--batch_normalization=deferred), "
             "freeze the layers, or take layer or group normalization."
         )
-    renorm = [layer.name for layer in own if layer.renorm]
+    renorm = [layer.name for layer in own if renormalizes(layer)]
     if renorm:
         raise PlacementError(
             "Batch renormalization corrects by averages that move in each call. Layers without "
             f"`renorm=True` are required of micro-batches. Received: {renorm}."
         )
     check_scales(model)
+    check_activity(model)
     stateful = [
         layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)
     ]

@@ -26,6 +26,7 @@ from tfparallel.callbacks import chief_only
 from tfparallel.data.shard import Place
 from tfparallel.extend import attach, original_class
 from tfparallel.notice import notice
+from tfparallel.replication.checks import check_activity
 from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics
 from tfparallel.seams.tensorflow import ResourceVariable
@@ -121,6 +122,7 @@ class AccumulatedSteps(OwnMetrics):
         Raises:
             ValueError: For a step, an optimizer or a layer of such a kind.
         """
+        check_activity(self)
         if original_class(self).train_step is not keras.Model.train_step:
             what = "a model with a `train_step` of its own"
         elif any(each.gradient_accumulation_steps for each in _with_inner(self.optimizer)):

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import cross_device
+from tfparallel.newer_keras import ACTIVITY_IS_SUMMED
 
 
 def check_model(model: keras.Model, strategy) -> None:
@@ -45,6 +46,22 @@ def check_scales(model: keras.Model) -> None:
         )
 
 
+def check_activity(model: keras.Model) -> None:
+    """Raises if a layer adds to the loss what its activity sums to over the batch.
+
+    Raises:
+        ValueError: For an activity regularizer, before Keras 3.14.
+    """
+    regularized = [layer.name for layer in model._flatten_layers() if layer.activity_regularizer]
+    if ACTIVITY_IS_SUMMED and regularized:
+        raise ValueError(
+            f"Keras {keras.__version__} sums an activity regularizer over the batch, and pieces of "
+            "a batch make up means. Keras 3.14 or later, which takes the mean, or layers without "
+            f"`activity_regularizer` are required. Received: {regularized}. `pip install "
+            "'keras>=3.14'`, or take `tfparallel.model_parallel`."
+        )
+
+
 def check_compile(model: keras.Model, strategy) -> None:
     """Raises on options of a compiled model that several replicas cannot honour.
 
@@ -67,9 +84,12 @@ def check_variables(model: keras.Model, strategy) -> None:
 
     Raises:
         ValueError: For a variable that was made outside the strategy's scope, by `enable_lora` or
-            by a layer that was added since; for a layer of float8.
+            by a layer that was added since; for a layer of float8; before Keras 3.14, for an
+            activity regularizer.
     """
     check_scales(model)
+    if strategy.num_replicas > 1:
+        check_activity(model)
     outside = [
         variable.path
         for variable in model.trainable_variables

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import replica_sums
 from tfparallel.extend import extend
+from tfparallel.newer_keras import MultiOptimizer
 from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.seams.tensorflow import PerReplica
 from tfparallel.strategies import variables
@@ -221,7 +222,7 @@ def _wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """The optimizers that do the work of a loss-scaling one, or of one that shares it out."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return [optimizer.inner_optimizer]
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    if isinstance(optimizer, MultiOptimizer):
         return list(optimizer.optimizers)
     return []
 

@@ -209,10 +209,16 @@ def first_difference(
                     raise NotTried(f"{type(error).__name__}: {error.message}") from error
                 states = {place: variables.copies(places[place])[0].numpy() for place in updates}
             for what, one, other in _pairs(expected, received, states, places):
-                relative = _distance(np.asarray(one), np.asarray(other), only_shapes=draws)
-                if relative > max(tolerance, _TOLERANCE.get(np.asarray(one).dtype.name, _COARSE)):
+                one, other = _array(one), _array(other)
+                relative = _distance(one, other, only_shapes=draws)
+                if relative > max(tolerance, _TOLERANCE.get(one.dtype.name, _COARSE)):
                     return Difference(what, relative)
     return None
+
+
+def _array(value) -> np.ndarray:
+    # Of TensorFlow 2.19 `np.asarray` takes no scalar in bfloat16.
+    return np.asarray(value.numpy() if tf.is_tensor(value) else value)
 
 
 def _pairs(expected, received, states, places) -> Iterator[tuple[str, Any, Any]]:

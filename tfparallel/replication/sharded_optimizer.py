@@ -30,6 +30,7 @@ from tfparallel.collectives import replica_sums
 from tfparallel.collectives.barrier import wait_for_all
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.extend import attach, extend, original_class
+from tfparallel.newer_keras import MultiOptimizer, ScheduleFreeAdamW
 from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.replication.share_sums import clip_factors, share_sums
 from tfparallel.replication.shares import (
@@ -185,7 +186,7 @@ class ShardedOptimizer(WithWholeFiles):
         with tf.init_scope(), self._holders.program():
             self._fill(weights)
         super().build(shares)
-        if original_class(self) is keras.optimizers.ScheduleFreeAdamW:
+        if original_class(self) is ScheduleFreeAdamW:
             with tf.init_scope():
                 for slot, share in zip(self._momentums, shares, strict=True):  # Begins as it.
                     holders = self._holders
@@ -352,7 +353,7 @@ def shard(optimizer: keras.Optimizer) -> None:
     if isinstance(optimizer, ShardedOptimizer | WithWholeFiles):
         return
     cls = original_class(optimizer)
-    if cls in (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer):
+    if cls in (keras.optimizers.LossScaleOptimizer, MultiOptimizer):
         extend(optimizer, WithWholeFiles)
         return
     check_shardable(optimizer)

@@ -50,6 +50,7 @@ __all__ = [
     "in_stateless_scope",
     "losses",
     "make_global_seed_generator",
+    "mask_epsilon",
     "metrics",
     "model_supports_jit",
     "operation_fn",
@@ -66,7 +67,7 @@ BATCH_NORMALIZATION_MODULE = "keras.src.layers.normalization.batch_normalization
 OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
 
 # What Keras keeps for each thread, by name.
-GLOBAL_SEED_GENERATOR = seed_generator.GLOBAL_SEED_GENERATOR
+GLOBAL_SEED_GENERATOR = "global_seed_generator"
 DTYPE_POLICY = "dtype_policy"
 NAME_NUMBERS = "object_name_uids"
 DEFERRED_VARIABLES = "uninitialized_variables"
@@ -92,6 +93,14 @@ def batches_of(iterator):
 def make_global_seed_generator() -> None:
     """Makes the generator of layers without a seed of their own, if there is none yet."""
     seed_generator.global_seed_generator()
+
+
+def mask_epsilon() -> float:
+    """What this Keras adds to the number of valid entries by which it divides a masked loss.
+
+    Lest it divide by zero; later versions look whether there is none.
+    """
+    return 0.0 if "divide_no_nan" in apply_mask.__code__.co_names else keras.config.epsilon()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ LAMB's and Adafactor's norms and Muon's matrices are of whole weights.
 
 import keras
 
+from tfparallel.newer_keras import ScheduleFreeAdamW
+
 __all__ = ["NAMES", "is_elementwise"]
 
 _optimizers = keras.optimizers
@@ -14,7 +16,7 @@ _optimizers = keras.optimizers
 _ELEMENTWISE = (
     _optimizers.SGD, _optimizers.Adam, _optimizers.AdamW, _optimizers.RMSprop, _optimizers.Adagrad,
     _optimizers.Adadelta, _optimizers.Adamax, _optimizers.Nadam, _optimizers.Ftrl,
-    _optimizers.Lion, _optimizers.ScheduleFreeAdamW,
+    _optimizers.Lion, ScheduleFreeAdamW,
 )  # fmt: skip
 NAMES = ", ".join(sorted(cls.__name__ for cls in _ELEMENTWISE))
 

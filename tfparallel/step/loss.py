@@ -26,6 +26,7 @@ import tensorflow as tf
 from tfparallel.seams.keras import (
     CompileLoss,
     apply_mask,
+    mask_epsilon,
     reduce_weighted_values,
     squeeze_or_expand_to_same_rank,
 )
@@ -88,8 +89,12 @@ class ExampleLosses(NamedTuple):
         values, weight = squeeze_or_expand_to_same_rank(self.values, weight)
         return values * weight
 
-    def divisor(self) -> tf.Tensor:
-        """By what a reduction divides the numerator, if these were all examples."""
+    def divisor(self, num_rows=None) -> tf.Tensor:
+        """By what a reduction divides the numerator, if these were all examples.
+
+        Args:
+            num_rows: Of the whole batch, over which divisors are summed; None if these are all.
+        """
         dtype, mask = self.values.dtype, self.mask
         if self.reduction == "sum":
             return tf.ones([], dtype)
@@ -102,7 +107,14 @@ class ExampleLosses(NamedTuple):
         number = tf.cast(_size(self._weighted(merged)), dtype)
         if mask is None:
             return number
-        return number * tf.math.divide_no_nan(tf.reduce_sum(valid), tf.cast(_size(mask), dtype))
+        num_valid = tf.reduce_sum(valid)
+        if epsilon := mask_epsilon():
+            of_batch = 1.0 if num_rows is None else self._num_rows(dtype) / tf.cast(num_rows, dtype)
+            num_valid += epsilon * of_batch
+        return number * tf.math.divide_no_nan(num_valid, tf.cast(_size(mask), dtype))
+
+    def _num_rows(self, dtype) -> tf.Tensor:
+        return tf.cast(tf.shape(self.values)[0], dtype)
 
 
 def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> ExampleLosses:

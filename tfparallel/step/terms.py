@@ -38,7 +38,7 @@ def terms(compiled: CompileLoss, y, outputs, sample_weight, num_rows) -> list[li
             values = values_of(loss, y_true, y_pred, weight)
             share = values.share(num_rows)
             found.append(
-                [values.numerator(), tf.stop_gradient(values.divisor())]
+                [values.numerator(), tf.stop_gradient(values.divisor(num_rows))]
                 if share is None
                 else [share]
             )
