@@ -23,22 +23,31 @@ def load(name):
 
 
 def test_every_file_in_models_is_known_here():
-    assert TASKS == ["digits_cnn", "lenet", "mlp", "resnet", "transformer"]
+    assert TASKS == [
+        "digits_cnn", "genomics", "language_model", "lenet", "medical_table", "mlp", "recommender",
+        "resnet", "segmentation", "time_series", "transformer", "vae",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_builds_compiles_and_trains_a_step(name):
     task = load(name)
-    (x, y), (validation_x, validation_y) = task.load_data()
-    assert x.dtype == (np.int32 if name == "transformer" else np.float32)
-    assert len(x) == len(y) > 4 * len(validation_x) - 4
-    assert len(validation_x) == len(validation_y) > 100
+    train, validation = task.load_data()
+    reads_ids = name in ("genomics", "language_model", "recommender", "transformer")
+    assert {array.dtype for array in keras.tree.flatten(train[0])} == {
+        np.dtype("int32" if reads_ids else "float32")
+    }
+    (length,) = {len(array) for array in keras.tree.flatten(train)}
+    (validation_length,) = {len(array) for array in keras.tree.flatten(validation)}
+    # Of a series all later years are to be forecast.
+    assert length > 4 * validation_length - 4 or name == "time_series"
+    assert validation_length > 80
     model = task.build_model()
     assert isinstance(model, keras.Model)
     task.compile_model(model)
     before = [weight.copy() for weight in model.get_weights()]
-    loss = model.train_on_batch(x[:64], y[:64])[0]
-    assert np.isfinite(loss)
+    batch = keras.tree.map_structure(lambda array: array[:64], train)
+    assert np.isfinite(model.train_on_batch(*batch, return_dict=True)["loss"])
     changed = [np.any(old != new) for old, new in zip(before, model.get_weights(), strict=True)]
     assert all(changed), "a layer that gets no gradient is not part of the net"
 
@@ -47,7 +56,8 @@ def test_a_task_builds_compiles_and_trains_a_step(name):
 def test_data_and_split_are_the_same_in_every_run(name):
     first, second = load(name).load_data(), load(name).load_data()
     for part, same_part in zip(first, second, strict=True):
-        for array, same_array in zip(part, same_part, strict=True):
+        arrays, same_arrays = keras.tree.flatten(part), keras.tree.flatten(same_part)
+        for array, same_array in zip(arrays, same_arrays, strict=True):
             np.testing.assert_array_equal(array, same_array)
 
 
@@ -81,13 +91,14 @@ def test_shapes(name, shapes):
     assert kernels == shapes
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in ("time_series", "vae")])
 def test_outputs_are_logits(name):
     task = load(name)
     model = task.build_model()
     task.compile_model(model)
     # A softmax before a cross-entropy that applies its own was the seed's mistake.
-    assert model.layers[-1].activation is keras.activations.linear
+    activation = getattr(model.layers[-1], "activation", keras.activations.linear)
+    assert activation is keras.activations.linear
     assert model.loss.get_config()["from_logits"] is True
 
 
@@ -129,14 +140,26 @@ def test_the_transformer_sees_no_byte_before_its_turn():
     [("digits_cnn", 6, 0.97), ("mlp", 10, 0.95), ("resnet", 6, 0.95)],
 )
 def test_a_task_learns(name, epochs, least):
+    assert learned(name, epochs)["accuracy"] >= least
+
+
+def learned(name, epochs=None, batch_size=64, steps_per_epoch=None):
+    """Trains a task on one device, and returns what it reaches on the validation data."""
     task = load(name)
     train, validation = task.load_data()
     model = task.build_model()
     task.compile_model(model)
-    history = model.fit(
-        *train, batch_size=64, epochs=epochs, validation_data=validation, verbose=0
-    ).history
-    assert history["val_accuracy"][-1] >= least
+    names = ("x", "y", "sample_weight")
+    model.fit(
+        **dict(zip(names, train, strict=False)),
+        batch_size=batch_size,
+        epochs=epochs or task.epochs,
+        steps_per_epoch=steps_per_epoch,
+        verbose=0,
+    )
+    return model.evaluate(
+        **dict(zip(names, validation, strict=False)), verbose=0, return_dict=True
+    )
 
 
 def test_mnist_by_option(monkeypatch):

@@ -1,0 +1,170 @@
+"""The applications in `models/`: what their data are, that they learn, and both forms of each."""
+
+import ast
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import tfparallel
+from tests.models.test_models import MODELS, learned, load
+
+HEIGHT = {"convolutions": "height"}
+# Cut by shapes: timing each layer takes longer than the steps.
+MICRO_BATCHES = {"num_micro_batches": 4, "balance": "memory"}
+MESH = {"mesh": tfparallel.Mesh(data=2, pipeline=2), "balance": "memory"}
+FORMS = {
+    "genomics": [("pipeline", 2, MICRO_BATCHES), ("hybrid", 4, MESH)],
+    "language_model": [("tensor", 2, {}), ("data", 2, {})],
+    "medical_table": [("data", 3, {}), ("hybrid", 4, MESH)],
+    "recommender": [("tensor", 2, {}), ("data", 2, {})],
+    "segmentation": [("model", 2, {}), ("tensor", 2, HEIGHT)],
+    "time_series": [("data", 2, {}), ("model", 2, {})],
+    "vae": [("data", 2, {})],  # Two workers are a process each: the second form is run by hand.
+}
+PAIRS = [
+    pytest.param(name, *form, id=f"{name}-{form[0]}", marks=[pytest.mark.nightly][: number])
+    for name, forms in FORMS.items()
+    for number, form in enumerate(forms)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "form", "num_devices", "options"), PAIRS)
+def test_a_form_trains_to_the_weights_of_one_device(name, form, num_devices, options, in_float64):
+    task = load(name)
+    train, _ = task.load_data()
+    report = tfparallel.check(
+        task.build_model,
+        task.compile_model,
+        train,
+        parallel=form,
+        devices=[f"CPU:{index}" for index in range(num_devices)],
+        global_batch_size=16,
+        steps=1,  # Of 13 examples, which no number of devices divides.
+        **options,
+    )
+    assert report.dtype == "float64", report
+    verdicts = {variable.path: variable.verdict for variable in report.variables}
+    # Keys move all scores of a row alike, so their bias has no gradient but rounding.
+    proven = {name: verdict for name, verdict in verdicts.items() if not re.search("key", name)}
+    assert set(proven.values()) == {"exact"}, report
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_its_first_lines_name_its_forms(name):
+    text = ast.get_docstring(ast.parse((MODELS / f"{name}.py").read_text()))
+    task, empty, form, why = text.splitlines()[:4]
+    assert task.endswith(".") and not empty
+    assert form.startswith("Form: ") and why.startswith("Why: ")
+    for kind, _, _ in FORMS[name]:
+        assert f"`{kind}`" in form
+        assert f"tfparallel check models/{name}.py --parallel={kind}" in text
+    assert f"tfparallel train models/{name}.py --parallel={FORMS[name][0][0]}" in text
+
+
+@pytest.mark.slow
+def test_a_medical_table_learns():
+    reached = learned("medical_table")
+    assert reached["auc"] > 0.98 and reached["balanced_accuracy"] > 0.93
+
+
+@pytest.mark.nightly
+def test_genomics_learns():
+    assert learned("genomics")["auc"] > 0.98
+
+
+@pytest.mark.nightly
+def test_a_segmentation_learns():
+    assert learned("segmentation", batch_size=32)["iou"] > 0.6
+
+
+@pytest.mark.nightly
+def test_a_recommender_learns():
+    """Popularity alone would reach 0.5."""
+    assert learned("recommender", batch_size=512)["auc"] > 0.75
+
+
+@pytest.mark.nightly
+def test_a_time_series_is_forecast():
+    """Better than what was eleven years before, a cycle of the sun."""
+    _, (past, future) = load("time_series").load_data()
+    cycle_before = np.abs(past[:, -11:-8, 0] - future).mean()
+    assert learned("time_series")["mae"] < 0.9 * cycle_before
+
+
+@pytest.mark.nightly
+def test_a_vae_learns():
+    untrained = load("vae").build_model()
+    load("vae").compile_model(untrained)
+    _, validation = load("vae").load_data()
+    start = untrained.evaluate(*validation, verbose=0, return_dict=True)["loss"]
+    assert learned("vae")["loss"] < 0.7 * start
+
+
+@pytest.mark.nightly
+def test_a_language_model_learns():
+    """Uniform guesses have a loss of log 8192, 9.0."""
+    assert learned("language_model", steps_per_epoch=60)["loss"] < 6.0
+
+
+def test_words_continue_and_rare_ones_share_a_number():
+    (x, y), _ = load("language_model").load_data()
+    np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
+    assert x.min() == 0 and x.max() == 8191
+    assert 0 < np.mean(x == 0) < 0.05
+
+
+def test_masks_are_where_the_ink_is():
+    (pictures, masks), _ = load("segmentation").load_data()
+    assert set(np.unique(masks)) == {0.0, 1.0}
+    assert 0.05 < masks.mean() < 0.3
+    assert 0.0 <= pictures.min() and pictures.max() <= 1.0
+    ink = (pictures * masks).sum() / masks.sum() / 3
+    assert ink != pytest.approx(pictures.mean(), abs=0.01)
+
+
+def test_popularity_does_not_tell_whether_a_function_uses_a_name():
+    (x, y), (validation_x, validation_y) = load("recommender").load_data()
+    counts = np.bincount(x["name"], minlength=8192)
+    positive = counts[validation_x["name"]][validation_y[:, 0] == 1]
+    negative = counts[validation_x["name"]][validation_y[:, 0] == 0]
+    # The mean of 0 and 1 where a positive example's name is rarer, or more frequent.
+    order = np.sign(positive[:, np.newaxis] - negative[np.newaxis]).mean() / 2 + 0.5
+    assert order < 0.6
+    assert 0.4 < y.mean() < 0.6
+    assert not np.any(x["used"] == x["name"][:, np.newaxis])
+
+
+def test_both_classes_of_a_medical_table_weigh_the_same():
+    (_, labels, weights), _ = load("medical_table").load_data()
+    malignant = labels[:, 0] == 1
+    assert malignant.sum() < (~malignant).sum()
+    np.testing.assert_allclose(weights[malignant].sum(), weights[~malignant].sum(), rtol=1e-6)
+
+
+def test_every_sequence_has_the_letters_of_a_site():
+    (letters, labels), _ = load("genomics").load_data()
+    sites = labels[:, 0] == 1
+    assert np.all(letters[:, 50] == 2) and sites.mean() == 0.5
+    # C instead of T where 3 in 100 human sites have it.
+    assert 0.01 < np.mean(letters[sites, 51] == 1) < 0.05
+
+
+def test_no_year_to_be_forecast_was_trained_on():
+    (past, future), (later_past, later_future) = load("time_series").load_data()
+    assert past.shape[1:] == (24, 1) and later_future.shape[1:] == (3,)
+    np.testing.assert_array_equal(past[1, -1, 0], future[0, 0])
+    # The sunspot numbers of 1700 and 2008; of 1920, the last to be trained on, and of 1921.
+    ends = [past[0, 0, 0], later_future[-1, -1], future[-1, -1], later_future[0, 0]]
+    np.testing.assert_allclose(ends, [0.05, 0.029, 0.376, 0.261], rtol=1e-6)
+
+
+def test_a_vae_reconstructs_and_generates():
+    model = load("vae").build_model()
+    (images, _), _ = load("vae").load_data()
+    told = keras.ops.convert_to_numpy(model(images[:5]))
+    assert told.shape == (5, 8, 8, 1) and 0 < told.min() and told.max() < 1
+    assert model.decoder(np.zeros((3, 4), "float32")).shape == (3, 8, 8, 1)
