@@ -42,6 +42,33 @@ def test_check_from_python(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+class Scale(keras.layers.Layer):
+    """Keeps its weight in float32, as Keras's LoRA does, whatever the model computes in."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(
+            shape=(shape[-1],), initializer="ones", dtype="float32", name="scale"
+        )
+
+    def call(self, x):
+        return x * self.scale
+
+
+def test_a_weight_of_float32_in_a_model_of_float64_may_round_as_float32_does(in_float64):
+    """A ViT with LoRA in float64: its adapters were said to differ by 1e-7 under every split."""
+
+    def build_scaled():
+        return keras.Sequential([keras.Input((4,)), Scale(), keras.layers.Dense(2)])
+
+    report = tfparallel.check(
+        build_scaled, compile_model, some_data(38), devices=["CPU:0", "CPU:1"],
+        global_batch_size=19, steps=2,
+    )  # fmt: skip
+    assert report.dtype == "float32" and report.verdict == "exact", report
+    (of_scale,) = [item for item in report.variables if item.path.endswith("/scale")]
+    assert of_scale.floor > 1e-9  # By a unit of float64 it would not have moved at all.
+
+
 def wrong(build_model):
     model = build_model()
     layer = model.get_layer("last")

@@ -61,7 +61,7 @@ class CheckReport:
     Attributes:
         verdict: `"exact"`, `"reproducible"`, `"undetermined"` (rounding alone decides more than
             the form could) or `"differs"`.
-        dtype: The coarsest type that the model computes in.
+        dtype: The coarsest type that the model computes in or keeps a trained weight in.
         tolerance: The relative difference that counts as rounding in any model.
         batch_sizes: Examples in each step.
         steps: The weights as a whole, after steps 1, 2, 4, 8, … and the last.

@@ -214,8 +214,12 @@ def moved_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndar
 
 
 def coarsest_dtype(model: keras.Model) -> str:
-    """Returns the coarsest type that a layer of the model computes in."""
+    """Returns the coarsest type that a layer computes in or a trained weight is kept in.
+
+    The two are not the same: Keras keeps LoRA's weights in float32 in a model of float64.
+    """
     types = {getattr(layer, "compute_dtype", None) for layer in all_layers(model)}
+    types |= {keras.backend.standardize_dtype(weight.dtype) for weight in model.trainable_weights}
     found = [dtype for dtype in TOLERANCES if dtype in types]
     return found[-1] if found else keras.config.floatx()
 
