@@ -5,7 +5,7 @@ al., 2019, "Language Models are Unsupervised Multitask Learners"), on sequences 
 text is that of Python's `help()`: the language reference, 465 KB, which every Python carries.
 
     tfparallel train models/transformer.py --parallel=model --num_devices=2 --steps_per_epoch=50
-    tfparallel launch --nproc_per_node=2 -- \\
+    tfparallel launch --nproc_per_node=2 -- \
         tfparallel train models/transformer.py --parallel=model --steps_per_epoch=50
 """
 

@@ -85,7 +85,7 @@ def scripts():
     """The scripts of the guides that run as they stand, with what starts them."""
     for page in GUIDES:
         for block in re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S):
-            if block.startswith("import keras") and page.name != "migrate.md":
+            if block.startswith("import keras\n") and page.name != "migrate.md":
                 yield pytest.param(block, "tfparallel.init()" in block, id=name_of(page))
 
 
@@ -107,7 +107,7 @@ def test_a_script_can_be_copied(script, on_workers, tmp_path):
         capture_output=True, text=True, timeout=DEADLINE_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "model.keras").exists() or "OK: exact" in done.stdout
+    assert any(tmp_path.glob("*.keras")) or "OK: " in done.stdout
 
 
 def languages(page):
