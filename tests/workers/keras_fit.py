@@ -97,6 +97,31 @@ def sample_weights_and_class_weights(scope):
     return outcome(model, history, x, y)
 
 
+def a_distributed_data_set(scope):
+    """From what all workers have, and then from every second example (on one device, all)."""
+    x, y = examples()
+    with scope():
+        strategy = tf.distribute.get_strategy()
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [keras.Input((NUM_FEATURES,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]
+        )
+        compile_with(model, keras.optimizers.SGD(0.1, momentum=0.9))
+    whole = tf.data.Dataset.from_tensor_slices((x, y))
+    distributed = strategy.experimental_distribute_dataset(whole.batch(8))
+
+    def of_worker(context):
+        share = whole.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return share.batch(context.get_per_replica_batch_size(8))
+
+    history = model.fit(distributed, validation_data=distributed, epochs=2, verbose=0)
+    more = model.fit(
+        strategy.distribute_datasets_from_function(of_worker), epochs=2, verbose=0
+    )
+    history.history["more"] = more.history["loss"]
+    return outcome(model, history, x, y)
+
+
 WITHOUT_FILES = {
     function.__name__: function
     for function in [
@@ -104,6 +129,7 @@ WITHOUT_FILES = {
         gradient_accumulation,
         several_steps_an_execution,
         sample_weights_and_class_weights,
+        a_distributed_data_set,
     ]
 }
 

@@ -52,8 +52,9 @@ def test_each_file_that_workers_save_is_there_and_whole(job, saved_in):
             np.testing.assert_array_equal(weight, wanted)
 
 
-def test_a_share_without_end_is_refused(job):
-    assert "Received: cardinality -1 (infinite)" in job[0]["infinite"]
+def test_a_share_without_end_beside_one_that_ends_is_refused(job):
+    for seen in job:
+        assert "batches of each worker: [3, -1]" in seen["infinite"], seen["infinite"]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
 
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`; batch sizes are global."""
+        args, kwargs = self._of_whole_batches(keras.Model.fit, args, kwargs)
         asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
         checks.check_data(
             asked.get("x"), asked.get("batch_size"), asked.get("steps_per_epoch"), "fit"
@@ -92,6 +93,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the model, as `keras.Model.evaluate`; the chief alone shows progress."""
+        args, kwargs = self._of_whole_batches(keras.Model.evaluate, args, kwargs)
         knowing = self._knowing_batches("evaluate", args, kwargs, hands_on=True)
         with knowing, self._guarded(keras.Model.evaluate, args, kwargs) as asked:
             self._read_own_rows(asked, "x", "evaluate")
@@ -113,6 +115,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
                 `predict_step` of its own.
         """
         predictions.check_gather_to(gather_to, self._predicts_as_keras)
+        args, kwargs = self._of_whole_batches(keras.Model.predict, args, kwargs)
         with self._guarded(keras.Model.predict, args, kwargs) as asked:
             self._read_own_rows(asked, "x", "predict")
             if self._workers is None or gather_to == "all":

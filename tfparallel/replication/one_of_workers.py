@@ -23,6 +23,7 @@ from tfparallel.extend import attach
 from tfparallel.replication import agreement, sample_partition
 from tfparallel.seams.keras import class_weighting
 from tfparallel.step.ahead import types_of_batches
+from tfparallel.strategies.distributed_data import whole_batches
 
 __all__ = ["OneOfWorkers"]
 
@@ -35,6 +36,25 @@ class OneOfWorkers:
     @property
     def _workers(self):
         return self.strategy.workers if self.strategy is not None else None
+
+    def _of_whole_batches(self, method, args, kwargs):
+        """The arguments of a method; in the place of a distributed data set, what it was made of.
+
+        Raises:
+            ValueError: If another strategy has distributed it, or, where its batches are the rows
+                of this worker, it has no known length.
+        """
+        asked = dict(inspect.signature(method).bind(self, *args, **kwargs).arguments)
+        found = {}
+        for name in ("x", "validation_data"):
+            data, is_of_worker = whole_batches(asked.get(name), self.strategy)
+            if data is not asked.get(name):
+                by_worker = is_of_worker and self._workers is not None
+                found[name] = sample_partition.by_sample(data) if by_worker else data
+        if not found:
+            return args, kwargs
+        del asked["self"]
+        return (), asked | asked.pop("kwargs", {}) | found
 
     def _path_to_write(self, path, overwrite):
         """Where to write a file that other workers may write too, at the same time."""

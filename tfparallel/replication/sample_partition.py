@@ -33,14 +33,15 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     to `fit`, `evaluate` or `predict`, whose batch is then all workers' batches one after the other.
 
     Args:
-        dataset: Batches `(x, y[, sample_weight])` of this worker, of known cardinality. Padding of
-            axes behind the first may differ between workers; it is filled with zeros.
+        dataset: Batches `(x, y[, sample_weight])` of this worker, of known cardinality; or, on all
+            workers, without end. Padding of axes behind the first may differ between workers; it
+            is filled with zeros.
 
     Returns:
         A data set of as many batches on each worker as the longest share has.
 
     Raises:
-        ValueError: If the data set has no known end.
+        ValueError: If the length of the data set is unknown, or it ends on some workers alone.
 
     Example:
         >>> own = slice(tfparallel.worker_index(), None, tfparallel.num_workers())
@@ -48,18 +49,28 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
         >>> model.fit(tfparallel.data.by_sample(rows), epochs=3)
     """
     num_batches = int(dataset.cardinality())
-    if num_batches < 0:
+    if num_batches == tf.data.UNKNOWN_CARDINALITY:
         raise ValueError(
             "Each worker must know how many batches it has, so that all take the same number of "
-            "steps. A finite data set of known cardinality is required. Received: cardinality "
-            f"{num_batches} ({'infinite' if num_batches == -1 else 'unknown'}). Count the batches "
-            "once and say so: `.apply(tf.data.experimental.assert_cardinality(n))`."
+            "steps. A data set of known cardinality is required. Received: cardinality "
+            f"{num_batches} (unknown). Count the batches once and say so: "
+            "`.apply(tf.data.experimental.assert_cardinality(n))`."
         )
     workers = WorkerGroup.of_process
     if workers is None:
         return dataset
-    num_steps = max(workers.exchange(num_batches))
+    cardinalities = workers.exchange(num_batches)
+    num_steps = max(cardinalities)
     dataset = dataset.map(lambda *batch: tf.nest.map_structure(_of_any_length, batch))
+    if tf.data.INFINITE_CARDINALITY in cardinalities:
+        if num_steps != tf.data.INFINITE_CARDINALITY:
+            raise ValueError(
+                "The data sets of all workers must end, or that of none. Received: batches of each "
+                f"worker: {cardinalities}, where {num_batches} is this worker's and -1 is without "
+                "end. Add `.repeat()` on all workers, or on none."
+            )
+        dataset._is_by_sample = True
+        return dataset
     nothing = tf.nest.map_structure(_no_rows, dataset.element_spec)
     empty = tf.data.Dataset.from_tensors(nothing).map(
         lambda *batch: tf.nest.map_structure(_of_any_length, batch)

@@ -27,7 +27,7 @@ from tfparallel.data.shard import Place
 from tfparallel.device_names import canonical
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.strategies import keras_trainer, variables
+from tfparallel.strategies import distributed_data, keras_trainer, variables
 
 
 class ProgramExtended:
@@ -191,7 +191,7 @@ class ProgramStrategy:
         if model is not None:
             self.extend_model(model)
             with self.program():
-                return fn(*args, **(kwargs or {}))
+                return fn(*distributed_data.joined(args), **(kwargs or {}))
         return super().run(fn, args, kwargs, options)
 
     def experimental_distribute_dataset(self, dataset, options=None):
@@ -200,7 +200,18 @@ class ProgramStrategy:
         if model is not None:
             self.extend_model(model)
             return dataset
-        return super().experimental_distribute_dataset(dataset, options)
+        distributed = super().experimental_distribute_dataset(dataset, options)
+        return distributed_data.made_of(distributed, dataset)
+
+    def distribute_datasets_from_function(self, dataset_fn, options=None):
+        """Distributes a data set of batches for one replica each; `fit` takes it, too."""
+        return distributed_data.made_by_function(
+            lambda function: super(ProgramStrategy, self).distribute_datasets_from_function(
+                function, options
+            ),
+            dataset_fn,
+            len(self.devices),
+        )
 
     def extend_model(self, model) -> None:
         """Called with each Keras model that is compiled or trained under this strategy."""

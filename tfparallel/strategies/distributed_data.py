@@ -1,0 +1,107 @@
+"""What a strategy's distributed data set was made of, for `fit`, which trains on global batches.
+
+```
+   experimental_distribute_dataset       B rows ──► B/N on each replica       fit takes the B rows
+   distribute_datasets_from_function     b rows, b rows, … ──► one replica each
+                                         fit takes the rows of a worker's replicas as one batch
+```
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.seams.tensorflow import DistributedValues
+
+__all__ = ["joined", "made_by_function", "made_of", "whole_batches"]
+
+_MADE_OF = "_whole_batches"
+_ALL_ROWS = 2**31
+
+
+def made_of(distributed: Any, dataset: tf.data.Dataset) -> Any:
+    """Remembers the data set of global batches that was distributed."""
+    setattr(distributed, _MADE_OF, (dataset, False))
+    return distributed
+
+
+def made_by_function(
+    distribute: Callable[[Callable], Any], dataset_fn: Callable, num_replicas: int
+) -> Any:
+    """Distributes what a function returns, and remembers it.
+
+    Args:
+        distribute: Called with a function like `dataset_fn`; returns the distributed data set.
+        dataset_fn: Returns the data set of this worker, of batches for one replica each.
+        num_replicas: The replicas of this worker, which take one batch each at every step.
+    """
+    datasets = []
+
+    def remembering(context):
+        datasets.append(dataset_fn(context))
+        return datasets[-1]
+
+    distributed = distribute(remembering)
+    if len(datasets) == 1 and isinstance(datasets[0], tf.data.Dataset):
+        setattr(distributed, _MADE_OF, (_in_groups(datasets[0], num_replicas), True))
+    return distributed
+
+
+def whole_batches(data: Any, strategy: Any) -> tuple[Any, bool]:
+    """Returns the data set that was distributed; what is no distributed data set, as it is.
+
+    Args:
+        data: What `fit`, `evaluate` or `predict` was given.
+        strategy: The strategy that trains on it; None on one device.
+
+    Returns:
+        The data, and whether its batches are the rows of this worker alone.
+
+    Raises:
+        ValueError: If another strategy has distributed it.
+    """
+    if not isinstance(data, tf.distribute.DistributedDataset):
+        return data, False
+    owner, found = getattr(data, "_strategy", None), getattr(data, _MADE_OF, None)
+    if found is None or owner is not strategy:
+        raise ValueError(
+            "The data set is distributed, and what it was made of is not known. The "
+            "`tf.data.Dataset` of global batches is required, or what the strategy that trains the "
+            "model has distributed, with an input pipeline for each worker. Received: a "
+            f"{type(data).__name__} of a {type(owner).__name__}. Give `fit` the data set itself, "
+            "or distribute it with `model.distribute_strategy`."
+        )
+    return found
+
+
+def joined(structure: Any) -> Any:
+    """In a step: the batch of which each replica was given its rows."""
+
+    def whole(leaf):
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        rows = list(leaf.values)
+        if isinstance(rows[0], tf.SparseTensor):
+            return tf.sparse.concat(0, rows)
+        return tf.concat(rows, 0)
+
+    return tf.nest.map_structure(whole, structure)
+
+
+def _in_groups(dataset, size):
+    """The rows of every `size` batches that follow each other as one."""
+    if size == 1:
+        return dataset
+    cardinality = int(dataset.cardinality())
+
+    def one_batch(*parts):
+        window = parts if len(parts) > 1 else parts[0]
+        return tf.data.Dataset.zip(window).unbatch().batch(_ALL_ROWS)
+
+    groups = dataset.window(size).flat_map(one_batch)
+    if cardinality == tf.data.UNKNOWN_CARDINALITY:
+        return groups
+    if cardinality != tf.data.INFINITE_CARDINALITY:
+        cardinality = -(-cardinality // size)
+    return groups.apply(tf.data.experimental.assert_cardinality(cardinality))
