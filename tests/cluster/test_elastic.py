@@ -157,6 +157,22 @@ def test_a_host_may_fail_as_often_as_it_may(start):
         assert "worker of 2 attempt 1" in launcher.said
 
 
+FAIL = "import sys; sys.exit(3)"
+
+
+@pytest.mark.slow
+def test_who_joins_and_fails_has_the_next_one_wait(start, tmp_path):
+    running = start("1:2", WORK, tmp_path)
+    running.until("worker 0 of 1, attempt 0")
+    assert start("1:2", FAIL).end() == 3
+    running.until("node 1 had just joined; hosts that would join wait 10 s")
+    assert places([running], of=1, attempt=2) == [0]
+    waiting = start("1:2", WORK, tmp_path)
+    assert places([running, waiting], of=2, attempt=3) == [0, 1]
+    (tmp_path / "end").touch()
+    assert running.end() == waiting.end() == 0
+
+
 @pytest.mark.parametrize(
     ("code", "expected"), [(3, [3, 3]), (2, [2, 2])], ids=["too few are left", "of usage"]
 )

@@ -8,9 +8,10 @@
 
 The first round begins when all hosts are there, or enough of them and no other has come for a
 while; a later one as soon as the hosts that are left have come, if they may go on (quorum.py). Node
-0's door (door.py) stays open while the workers run. If the host of the first endpoint is lost,
-another takes over at the next endpoint in the list. A launcher that listens at a later endpoint
-moves to an earlier one as soon as somebody listens there.
+0's door (door.py) stays open while the workers run; a host that joins and fails has the next one
+wait (back_off.py). If the host of the first endpoint is lost, another takes over at the next
+endpoint in the list. A launcher that listens at a later endpoint moves to an earlier one as soon as
+somebody listens there.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import time
 from collections.abc import Sequence
 
 from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.back_off import BackOff
 from tfparallel.cluster.door import Door, open_door, receive, send
 from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.nodes import NodeMeeting
@@ -51,6 +53,7 @@ class ElasticMeetings:
         timeout_seconds: How long to wait for enough hosts, each time.
         local_address: This host's name or address, as the others reach it; by default the one that
             it calls from.
+        back_off: How long hosts that would join wait, after others that joined have failed.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class ElasticMeetings:
         token: str = "",
         timeout_seconds: float = 120.0,
         local_address: str | None = None,
+        back_off: BackOff | None = None,
     ):
         self._endpoints = [split_address(endpoint) for endpoint in endpoints]
         self._min_nodes, self._max_nodes = min_nodes, max_nodes
@@ -80,6 +84,9 @@ class ElasticMeetings:
         self._waiting: list[Present] = []
         self._round = -1
         self._last: NodeNews | None = None
+        self._back_off = back_off or BackOff()
+        self._joined: frozenset[int] = frozenset()  # The nodes that are new in this round.
+        self._began = 0.0
 
     def __enter__(self) -> "ElasticMeetings":
         return self
@@ -122,7 +129,19 @@ class ElasticMeetings:
             if met is not None:
                 self._last = met.news
                 self._round = met.attempt
+                self._began = time.monotonic()
                 return met
+
+    def note_failure(self, node: int) -> float:
+        """Takes note of the host at which a round has failed.
+
+        Returns:
+            How many seconds hosts that would join wait now: 0 if this one has not just joined.
+        """
+        if node not in self._joined:
+            return 0.0
+        now = time.monotonic()
+        return self._back_off.failed(now - self._began, now)
 
     def end(self) -> None:
         """Says to those that wait at this launcher's door that the job has ended well."""
@@ -201,8 +220,12 @@ class ElasticMeetings:
         patience = _FIRST_CALL_SECONDS if self._last is None else _LAST_CALL_SECONDS
         while True:
             self._waiting = [other for other in self._waiting if not other.has_hung_up]
-            present = sorted([own, *self._waiting], key=lambda each: each.order)
             now = time.monotonic()
+            present = sorted([own, *self._waiting], key=lambda each: each.order)
+            again = [each for each in present if each is own or each.was_there]
+            is_held = self._back_off.remaining(now) > 0
+            if is_held and len(again) >= self._min_nodes and has_quorum(again):
+                present = again
             is_enough = len(present) >= self._min_nodes and has_quorum(present)
             has_all = len(present) >= self._max_nodes or are_all_back(present)
             if is_enough and (has_all or now - quiet_since >= patience):
@@ -232,6 +255,7 @@ class ElasticMeetings:
             "master": join_address(own.address, hello["master_port"]),
             "token": self._token or secrets.token_hex(16),
             "attempt": 1 + max(each.hello["attempt"] for each in taking_part),
+            "joined": _joined(taking_part),
         }
         connections = {}
         for rank, other in enumerate(taking_part[1:], 1):
@@ -241,6 +265,7 @@ class ElasticMeetings:
 
     def _meeting(self, answer, rank, connections, newcomers):
         nodes = answer["nodes"]
+        self._joined = frozenset(answer.get("joined", ()))
         news = NodeNews(rank, len(nodes), connections, newcomers)
         if newcomers is not None:
             newcomers.news = news
@@ -309,7 +334,7 @@ class ElasticMeetings:
         return (
             f"No round of the job began within {self._timeout_seconds:g} s. Received: a launcher "
             f"at {endpoint} that has let nobody in; the job may have its {self._max_nodes} hosts, "
-            f"or too few yet."
+            "or too few yet, or have this one wait since others that joined have failed."
         )
 
     def _nobody_there(self):
@@ -334,6 +359,13 @@ class ElasticMeetings:
         )
 
 
+def _joined(present: Sequence[Present]) -> list[int]:
+    """Which nodes join a job that others have been running."""
+    if not any(each.was_there for each in present):
+        return []
+    return [node for node, each in enumerate(present) if not each.was_there]
+
+
 class _Newcomers:
     """The door, while the workers run: one of the lines of `NodeNews`."""
 
@@ -345,10 +377,22 @@ class _Newcomers:
         return self._meetings._door.fileno()
 
     def listen(self):
-        has_room = self.news.num_nodes < self._meetings._max_nodes
-        if self._meetings._let_in(0, is_running=True) and has_room:
-            self.news.tell_newcomer()
+        """Lets in who has come; `look` decides whether a round begins for it."""
+        self._meetings._let_in(0, is_running=True)
         return True
+
+    def look(self) -> float | None:
+        """Tells all that a host would join, once it may; in how many seconds that will be."""
+        meetings = self._meetings
+        waiting = [other for other in meetings._waiting if not other.has_hung_up]
+        has_room = self.news.num_nodes < meetings._max_nodes
+        if self.news.has_newcomer or not (waiting and has_room):
+            return None
+        remaining = meetings._back_off.remaining(time.monotonic())
+        if remaining and not any(other.was_there for other in waiting):
+            return remaining
+        self.news.tell_newcomer()
+        return 0.0
 
     def close(self):
         """The door stays open for the next round."""

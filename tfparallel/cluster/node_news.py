@@ -117,6 +117,11 @@ class NodeNews:
         failed = {"worker": worker, "returncode": returncode, "time_seconds": time_seconds}
         self._tell({"failed": self.node, **failed, "leaves": self.leaves_on_failure})
 
+    def look(self) -> float | None:
+        """Looks whether a host that has come may join; in how many seconds to look again."""
+        waits = (newcomers.look() for newcomers in self._newcomers)
+        return next((seconds for seconds in waits if seconds is not None), None)
+
     def tell_newcomer(self) -> None:
         """Says that a host would join."""
         self.has_newcomer = True

@@ -237,7 +237,8 @@ class Job:
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 return
-            for key, _ in self._selector.select(remaining):
+            waits = [each for each in (remaining, self._news.look()) if each is not None]
+            for key, _ in self._selector.select(min(waits, default=None)):
                 if key.data is None:
                     self._woken.recv(64)
                 elif not key.data.listen():

@@ -165,12 +165,25 @@ def _run_elastic(values, command, nodes, environment):
                 if not (outcome.culprit or outcome.departure or outcome.has_newcomer):
                     meetings.end()
                     return 0
+                _hold_back(outcome, meetings, news)
                 code = _report_change(outcome, news)
                 if code is None:
                     code = patience.end(outcome.culprit, meeting)
                 if code is not None:
                     return code
                 news.tell_coming_again()
+
+
+def _hold_back(outcome, meetings, news):
+    """Has hosts that would join wait, if the one at which the round failed had just joined."""
+    node, departure = None, outcome.departure
+    if outcome.culprit is not None:
+        node = news.node if outcome.culprit.node is None else outcome.culprit.node
+    elif departure is not None and departure.signum is None:
+        node = departure.node
+    seconds = 0.0 if node is None else meetings.note_failure(node)
+    if seconds:
+        say(f"node {node} had just joined; hosts that would join wait {seconds:g} s")
 
 
 def _next_round(values, meetings):

@@ -1,0 +1,100 @@
+"""A host that joins and fails again and again leaves the others time to train."""
+
+import threading
+
+import pytest
+
+from tests.cluster.processes import wait_for
+from tfparallel.cluster.back_off import BackOff
+from tfparallel.cluster.elastic import ElasticMeetings
+from tfparallel.cluster.ports import free_ports
+
+
+def test_it_doubles_up_to_a_limit():
+    back_off = BackOff(10, 60)
+    assert back_off.remaining(now=100.0) == 0
+    assert [back_off.failed(3.0, now=100.0) for _ in range(5)] == [10, 20, 40, 60, 60]
+    assert back_off.remaining(now=130.0) == 30
+    assert back_off.remaining(now=200.0) == 0
+
+
+def test_a_host_that_took_part_for_long_is_no_reason_to_wait():
+    back_off = BackOff(10, 60, soon_seconds=300)
+    back_off.failed(3.0, now=0.0)
+    assert back_off.failed(301.0, now=500.0) == 0 and back_off.remaining(now=500.0) == 0
+    assert back_off.failed(3.0, now=600.0) == 10
+
+
+def join(meetings):
+    """Meets in a thread; a list that holds what it met, once it has."""
+    found = []
+    ports = free_ports(2)
+
+    def run():
+        found.append(meetings.meet(ports[:1], ports[1]))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def listen_until(news, condition):
+    def heard():
+        for line in news._lines:
+            line.listen()
+        return condition()
+
+    wait_for(heard, "news")
+
+
+@pytest.fixture(name="job")
+def elastic_job():
+    """Makes launchers of one job of 1 to 2 hosts."""
+    (port,) = free_ports(1)
+    made = []
+
+    def make():
+        made.append(
+            ElasticMeetings(
+                [f"127.0.0.1:{port}"], min_nodes=1, max_nodes=2, timeout_seconds=30,
+                back_off=BackOff(first_seconds=2.0),
+            )
+        )  # fmt: skip
+        return made[-1]
+
+    yield make
+    for meetings in made:
+        meetings._close_door()
+
+
+def test_the_next_one_waits_and_then_joins(job, monkeypatch):
+    monkeypatch.setattr("tfparallel.cluster.elastic._FIRST_CALL_SECONDS", 0.2)
+    first = job()
+    ports = free_ports(2)
+    met = first.meet(ports[:1], ports[1])
+    _, joining = join(job())  # It joins,
+    wait_for(lambda: met.news.lines[-1].listen() and met.news.look() == 0.0, "a newcomer")
+    assert met.news.has_newcomer
+    met.news.close()
+    met = first.meet(ports[:1], ports[1])
+    assert met.news.num_nodes == 2
+    wait_for(lambda: joining, "the newcomer's round")
+    joining[0].news.__exit__(None, RuntimeError(), None)  # and leaves without a word.
+    listen_until(met.news, lambda: met.news.departure)
+    assert first.note_failure(met.news.departure.node) == 2.0
+    assert first.note_failure(0) == 0.0  # Who was there before makes nobody wait.
+    met.news.close()
+
+    _, joining = join(job())
+    met = first.meet(ports[:1], ports[1])
+    assert met.news.num_nodes == 1
+    wait_for(lambda: met.news.lines[-1].listen() and first._waiting, "the next newcomer")
+    assert 0.0 < met.news.look() <= 2.0 and not met.news.has_newcomer
+    wait_for(lambda: met.news.look() == 0.0, "the end of its wait")
+    assert met.news.has_newcomer
+    met.news.close()
+    met = first.meet(ports[:1], ports[1])
+    assert met.news.num_nodes == 2
+    wait_for(lambda: joining, "its round")
+    joining[0].news.close()
+    met.news.close()
