@@ -190,10 +190,10 @@ def test_a_model_whose_config_cannot_rebuild_it_cannot_be_cloned():
     class WithoutConfig(keras.Model):
         def __init__(self, dense):
             super().__init__()
-            self.dense = dense
+            self.inner = dense
 
         def call(self, inputs):
-            return self.dense(inputs)
+            return self.inner(inputs)
 
     model = WithoutConfig(keras.layers.Dense(2))
     model(tf.ones((1, 3)))

@@ -3,6 +3,7 @@
 ```
    config ──► layers, shapes          what Keras builds the copy from
    model ───► weights, flags of each variable, LoRA, adapted state, attributes set later
+   model ───► the very preprocessor, or what else has no weights and is not in the graph
               └── compared at the end; what differs still is refused (`likeness.py`)
 ```
 """
@@ -39,7 +40,7 @@ def complete(
     model: keras.Model,
     copy: keras.Model,
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-) -> None:
+) -> list[tuple[keras.Layer, keras.Layer]]:
     """Makes `copy` like `model`, in place.
 
     Args:
@@ -47,10 +48,14 @@ def complete(
         copy: What Keras made of its config, built too.
         scope: Returns the scope in which the copy's variables are made.
 
+    Returns:
+        The layers of both, in pairs.
+
     Raises:
         NotAlike: If the copy still differs: in its layers, its variables and their flags, its
             config, or what it computes of a batch. All that was seen is in the message.
     """
+    _share_beside_the_graph(model, copy)
     pairs = _pairs(model, copy)
     problems: list[str] = []
     with scope():
@@ -71,10 +76,39 @@ def complete(
                 if not same(getattr(source, name, None), getattr(target, name, None)):
                     setattr(target, name, getattr(source, name))
     _refuse(model, differences(model, copy, pairs, variables))
+    return pairs
+
+
+def _share_beside_the_graph(model, copy) -> None:
+    """Gives the copy the layers without weights that the model holds and does not call.
+
+    The words of a tokenizer stand in no config.
+    """
+    for name in {*vars(model), *vars(copy)} if hasattr(model, "operations") else ():
+        own, made = vars(model).get(name), vars(copy).get(name)
+        if _is_beside_the_graph(model, own) or _is_beside_the_graph(copy, made):
+            copy._tracker.untrack(made)
+            setattr(copy, name, own)
+
+
+def _is_beside_the_graph(model, value) -> bool:
+    in_graph = any(value is operation for operation in getattr(model, "operations", [value]))
+    return isinstance(value, keras.Layer) and not in_graph and not value.variables
+
+
+def _compared(model) -> list[keras.Layer]:
+    """All layers of a model, but for those that it shares with its copy."""
+    shared = {
+        id(inner)
+        for layer in model._layers
+        if _is_beside_the_graph(model, layer)
+        for inner in layer._flatten_layers()
+    }
+    return [layer for layer in model._flatten_layers() if id(layer) not in shared]
 
 
 def _pairs(model, copy) -> list[tuple[keras.Layer, keras.Layer]]:
-    layers, copies = model._flatten_layers(), copy._flatten_layers()
+    layers, copies = _compared(model), _compared(copy)
     kinds = [[original_class(layer).__name__ for layer in each] for each in (layers, copies)]
     if kinds[0] != kinds[1]:
         both = itertools.zip_longest(*kinds, fillvalue="nothing")

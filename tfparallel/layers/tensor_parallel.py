@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.complete import complete
-from tfparallel.cloning.layers import copy_layers, like
+from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import extend, original_class
 from tfparallel.layers import featurewise, spatial_plan, split_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
@@ -111,9 +111,9 @@ def tensor_parallel(
 def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
     check_model(model)
     with tf.device(devices[0]):
-        copy = copy_layers(model, like)
-        complete(model, copy)
-    for source, target in zip(model._flatten_layers(), copy._flatten_layers(), strict=True):
+        copy = copy_layers(model, like) if is_its_graph(model) else rebuilt(model)
+        pairs = complete(model, copy)
+    for source, target in pairs:
         note(target, written_as(source))
     _split(copy, devices, asked, lambda layer: None)
     compile_alike(model, copy)

@@ -1,6 +1,6 @@
 """What a functional model's layers are, in order, and what passes between them."""
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import keras
@@ -29,29 +29,14 @@ def edges(model: keras.Model) -> dict[int, tuple[int, list[int]]]:
         outputs = [row_bytes(layer.output) for layer in layers_in_order(model)]
         return {i: (size, [i + 1]) for i, size in enumerate(outputs[:-1])}
     found: dict[int, tuple[int, list[int]]] = {}
-    for layer in model.get_config()["layers"]:
-        for tensor in _tensors(layer["inbound_nodes"]):
-            producer = index.get(tensor["keras_history"][0])
-            if producer is not None and layer["name"] in index:
+    for node in itertools.chain(*model._nodes_by_depth.values()):
+        reader = index.get(node.operation.name)
+        for tensor in node.input_tensors if reader is not None else ():
+            producer = index.get(tensor._keras_history.operation.name)
+            if producer is not None:
                 size, readers = found.get(producer, (0, []))
-                shape, dtype = tensor["shape"], tensor["dtype"]
-                found[producer] = (
-                    max(size, _size(shape, dtype)),
-                    sorted({*readers, index[layer["name"]]}),
-                )
+                found[producer] = (max(size, row_bytes(tensor)), sorted({*readers, reader}))
     return found
-
-
-def _tensors(config: Any) -> Iterator[dict]:
-    if isinstance(config, dict):
-        if config.get("class_name") == "__keras_tensor__":
-            yield config["config"]
-        else:
-            for part in config.values():
-                yield from _tensors(part)
-    elif isinstance(config, list | tuple):
-        for part in config:
-            yield from _tensors(part)
 
 
 def row_bytes(tensors: Any) -> int:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.complete import complete
-from tfparallel.cloning.layers import copy_layers, like
+from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import extend
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -17,7 +17,7 @@ from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
 from tfparallel.placement.placed_model import PlacedModel, has_own_step
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
-from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
+from tfparallel.placement.storageless import NeedsStorage, StoragelessModel, move_variables
 
 __all__ = ["check_model", "model_of", "model_parallel", "place", "seen_model"]
 
@@ -142,11 +142,21 @@ def _copy_of(model: keras.Model, decide, mixin, attributes, finish) -> keras.Mod
             copy = like(layer)
         return extend(copy, PlacedLayer, _device=device)
 
-    copy = copy_layers(model, placed)
+    copy = copy_layers(model, placed) if is_its_graph(model) else _placed_later(model, placement)
     complete(model, copy)
     extend(copy, mixin, layout=layout, **attributes)
     finish(copy)
     compile_alike(model, copy)
+    return copy
+
+
+def _placed_later(model, placement) -> keras.Model:
+    """A copy that the model's own class makes, beside the devices, and then each layer on its."""
+    with tf.device("CPU:0"):
+        copy = rebuilt(model)
+    for layer in layers_in_order(copy):
+        move_variables(layer.variables, placement[layer.name])
+        extend(layer, PlacedLayer, _device=placement[layer.name])
     return copy
 
 

@@ -28,7 +28,7 @@ from tfparallel.seams.keras import (
     set_global,
 )
 
-__all__ = ["NeedsStorage", "StoragelessModel"]
+__all__ = ["NeedsStorage", "StoragelessModel", "move_variables"]
 
 _CANNOT_WAIT = "create a variable while in a stateless scope"
 
@@ -105,9 +105,7 @@ class StoragelessModel:
         for variable in variables:
             if self._waiting.pop(id(variable), None) is None:
                 continue
-            scope = variable.path.rpartition("/")[0]
-            # The name that it has on one device, by which an optimizer may leave it out.
-            with tf.device(device), tf.name_scope(f"{scope}/" if scope else ""):
+            with tf.device(device), _scope_of(variable):
                 variable._deferred_initialize()
                 assigned = self._scope.get_current_value(variable)
                 if assigned is not None:
@@ -116,3 +114,16 @@ class StoragelessModel:
     def initialize_rest(self) -> None:
         """Initializes what waits still: variables of metrics and optimizers."""
         self.initialize(list(self._waiting.values()))
+
+
+def move_variables(variables: Iterable[keras.Variable], device: str) -> None:
+    """Has variables that have their values hold them on another device."""
+    for variable in variables:
+        with tf.device(device), _scope_of(variable):
+            variable._initialize(variable.numpy())
+
+
+def _scope_of(variable):
+    """In which a variable has the name of one device, by which an optimizer may leave it out."""
+    scope = variable.path.rpartition("/")[0]
+    return tf.name_scope(f"{scope}/" if scope else "")

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.cloning.complete import without_draws
-from tfparallel.cloning.layers import copy_layers, like
+from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
 
@@ -300,7 +300,7 @@ class LayerCall(NamedTuple):
         self, batch_size: int, optimizer: keras.Optimizer | None, backward: bool
     ) -> Callable[..., Callable[[], Any]]:
         """What `program_of` returns, for a copy of the layer alone."""
-        alone = _alone(self.layer, self.inputs, self.outputs, self.node)
+        alone = _alone(self.layer, self.inputs, self.node)
         return program_of(alone, batch_size, optimizer, backward, not self.is_first)
 
 
@@ -332,10 +332,10 @@ class _Call:
         return layer(*args, **kwargs)
 
 
-def _alone(layer, inputs, outputs, node) -> "keras.Model | _Call":
+def _alone(layer, inputs, node) -> "keras.Model | _Call":
     """Makes a model of one call of a layer, with weights of its own."""
     if node is None:
-        return copy_layers(keras.Model(inputs, outputs), like)
+        return copy_layers(layer, like) if is_its_graph(layer) else rebuilt(layer)
     if not layer.variables and not layer.metrics_variables:
         return _Call(inputs, node)
     # A model whose inputs were both an `Input` and a computed tensor would spoil the one that they

@@ -53,7 +53,9 @@ def data_parallel(
 
     Args:
         model_or_function: A function that returns a Keras model, called under the strategy; or a
-            built model, which is cloned there with its weights, frozen layers and compile state.
+            built model, which is cloned there with its weights, frozen layers and compile state; or
+            a model of a class of your own that is given built models, such as
+            `VAE(encoder, decoder)`, and keeps them under the names of its constructor's arguments.
         strategy: `"auto"` for every worker of the job that this process is part of, and every
             device of each; a `tfparallel.MirroredStrategy` for the devices of this process; or a
             `tfparallel.MultiWorkerMirroredStrategy`.

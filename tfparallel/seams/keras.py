@@ -42,6 +42,7 @@ __all__ = [
     "SafeModeScope",
     "accuracy_metrics",
     "apply_mask",
+    "arguments_of",
     "batches_of",
     "calling_with",
     "class_weighting",
@@ -83,6 +84,12 @@ def get_global(name: str) -> Any:
 def set_global(name: str, value: Any) -> None:
     """Has Keras keep a value for this thread."""
     global_state.set_global_attribute(name, value)
+
+
+def arguments_of(layer: keras.Layer) -> dict[str, Any] | None:
+    """What a layer's constructor was called with; None where Keras has not kept it."""
+    kept = getattr(layer, "_auto_config", None)
+    return None if kept is None else dict(kept.config)
 
 
 def batches_of(iterator):
