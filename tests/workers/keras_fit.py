@@ -134,6 +134,27 @@ WITHOUT_FILES = {
 }
 
 
+def pure_bfloat16(scope):
+    """Weights, activations and slots; the first values of all of them are broadcast."""
+    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    keras.config.set_dtype_policy("bfloat16")
+    keras.utils.set_random_seed(3)
+    x, y = examples()
+    try:
+        with scope():
+            model = keras.Sequential(
+                [keras.Input((NUM_FEATURES,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]
+            )
+            compile_with(model, keras.optimizers.SGD(0.05, momentum=0.5))
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+    assert {str(weight.dtype) for weight in model.weights} == {"bfloat16"}
+    weights = [weight.numpy().astype("float32").tolist() for weight in model.weights]
+    return {"loss": history.history["loss"], "weights": weights}
+
+
 # --- With callbacks that write ----------------------------------------------------------------
 
 
@@ -194,6 +215,7 @@ def main(folder):
     results["resumed"] = attempt(
         lambda: interrupted_and_resumed(strategy.scope, own / "interrupted")
     )
+    results["bfloat16"] = attempt(lambda: pure_bfloat16(strategy.scope))
     results["outside"] = attempt(lambda: compiled_outside_the_scope(strategy.scope))
     # The same folder for all workers, as on a shared file system.
     results["shared"] = attempt(

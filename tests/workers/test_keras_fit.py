@@ -84,6 +84,19 @@ def test_a_stopped_job_goes_on_when_the_chief_alone_has_the_backup(job, one_devi
         assert_equal(results["resumed"], expected)
 
 
+def test_a_pure_bfloat16_policy(job):
+    """Story: TensorFlow's broadcast of first values has no bfloat16."""
+    expected = keras_fit.pure_bfloat16(contextlib.nullcontext)
+    for results in job[1]:
+        found = results["bfloat16"]
+        assert isinstance(found, dict), found
+        # 8 bits of mantissa, 12 steps; sums in another order.
+        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=2e-2)
+        for value, wanted in zip(found["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=5e-2, atol=2e-2)
+    assert job[1][0]["bfloat16"] == job[1][1]["bfloat16"]
+
+
 def files_in(folder):
     return sorted(
         str(pathlib.Path(path, name).relative_to(folder))

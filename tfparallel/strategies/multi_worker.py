@@ -43,6 +43,10 @@ from tfparallel.strategies.came_first import came_first
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
 _STALL_SECONDS = 1800.0
+# TensorFlow broadcasts first values of six types. What these hold, a wider one holds exactly.
+_BROADCAST_AS = {tf.bfloat16: tf.float32, tf.uint32: tf.int64} | dict.fromkeys(
+    (tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
+)
 
 
 class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
@@ -73,6 +77,21 @@ class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
                 f"in the same order. Received: {kwargs.get('name') or 'a variable'} of shapes "
                 f"{' and '.join(shapes)}. Run the same program on all workers."
             ) from error
+
+    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+        where = (replica_id, device, primary_var)
+        dtype = tf.as_dtype(kwargs["dtype"]) if kwargs.get("dtype") is not None else None
+        if replica_id or dtype not in _BROADCAST_AS:
+            return super()._get_variable_creator_initial_value(*where, **kwargs)
+        wider, value = _BROADCAST_AS[dtype], kwargs["initial_value"]
+
+        def widened():
+            own = value() if callable(value) else value
+            return tf.cast(tf.convert_to_tensor(own, dtype), wider)
+
+        kwargs |= {"initial_value": widened, "dtype": wider}
+        broadcast = super()._get_variable_creator_initial_value(*where, **kwargs)
+        return lambda: tf.cast(broadcast(), dtype)
 
     def _in_multi_worker_mode(self):
         return super()._in_multi_worker_mode() and keras_trainer.calling_model() is None
