@@ -215,6 +215,44 @@ def test_lora_within_such_a_model(build):
     assert_same(trained(build(with_lora())), trained(with_lora()))
 
 
+class HandingOn(keras.Model):
+    """A functional model that hands its arguments on, and has metrics of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.loss_tracker.update_state(loss)
+        return {"loss": self.loss_tracker.result()}
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker]
+
+
+def test_a_model_that_hands_its_arguments_on():
+    """Story: the second model of Keras's guide on custom steps; Keras cannot read its config."""
+
+    def build():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((3,))
+        x = layers.Dense(4, "tanh", name="first")(inputs)
+        return HandingOn(inputs, layers.Dense(1, name="last")(x))
+
+    models = build(), tfparallel.data_parallel(build(), devices=TWO)
+    x = np.random.default_rng(0).normal(size=(10, 3)).astype("float32")
+    for model in models:
+        model.compile("sgd")
+        model.fit(x, x[:, :1], batch_size=5, epochs=2, shuffle=False, verbose=0)
+    assert_same(*models)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [BUILDERS["pipeline"], BUILDERS["tensor"]])
 def test_a_task_of_keras_hub(build):

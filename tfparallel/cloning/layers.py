@@ -24,8 +24,9 @@ def is_its_graph(model: keras.Model) -> bool:
     cls = original_class(model)
     if issubclass(cls, keras.Sequential):
         return cls is keras.Sequential
-    arguments = [inspect.getfullargspec(each.__init__).args for each in (cls, Functional)]
-    return arguments[0] == arguments[1] and cls.get_config is Functional.get_config
+    own, graphs = (inspect.getfullargspec(each.__init__) for each in (cls, Functional))
+    hands_on = own.varargs is not None and own.varkw is not None
+    return (own.args == graphs.args or hands_on) and cls.get_config is Functional.get_config
 
 
 def copy_layers(
