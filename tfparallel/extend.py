@@ -5,6 +5,7 @@ saved names the user's class, and plain Keras can load it.
 """
 
 import functools
+import types
 from typing import Any, TypeVar
 
 import keras
@@ -97,10 +98,18 @@ def _reduce_to_original(self):
     return getattr(original, function.__name__), arguments
 
 
-def classes_of(model: keras.Model) -> dict[str, type]:
-    """The user's own classes in a model, which a config names and Keras must find."""
-    return {
-        original_class(layer).__name__: original_class(layer)
-        for layer in model._flatten_layers()
-        if not original_class(layer).__module__.startswith("keras.")
-    }
+def classes_of(model: keras.Model) -> dict[str, Any]:
+    """The user's own classes and functions in a model, which a config names and Keras must find."""
+    found: dict[str, Any] = {}
+    for layer in model._flatten_layers():
+        for value in vars(layer).values():
+            if isinstance(value, types.FunctionType) and _is_the_users(value):
+                found[value.__name__] = value
+    for cls in map(original_class, model._flatten_layers()):
+        if _is_the_users(cls):
+            found[cls.__name__] = cls
+    return found
+
+
+def _is_the_users(value: Any) -> bool:
+    return not value.__module__.startswith("keras.")

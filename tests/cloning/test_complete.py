@@ -225,6 +225,20 @@ def test_a_lambda_that_was_given_another_function(form):
     assert_alike(BUILDERS[form](model), model)
 
 
+@every_builder
+def test_functions_that_a_config_names(clone):
+    """Story: a layer of a function of the user's own, as in Keras's siamese network."""
+
+    def halved(x):
+        return x * 0.5
+
+    def squared(x):
+        return x * x
+
+    model = around(layers.Lambda(halved), layers.Dense(8, activation=squared))
+    assert_alike(clone(model), model)
+
+
 def test_a_lambda_of_a_nested_model_may_be_trusted_as_one_of_the_model():
     inner = keras.Sequential(
         [keras.Input((4,)), layers.Lambda(lambda t: t * 0.5), layers.Dense(3)], name="inner"

@@ -63,7 +63,11 @@ def rebuilt(model: keras.Model) -> keras.Model:
         NotAlike: If neither its class can, from its config, nor its layers can be copied.
     """
     cls = original_class(model)
-    with keras.saving.custom_object_scope(classes_of(model)), without_draws():
+    with (
+        keras.saving.custom_object_scope(classes_of(model)),
+        without_draws(),
+        SafeModeScope(False),  # As in `like`.
+    ):
         try:
             copy = cls.from_config(_unbuilt(model.get_config()))
             if not copy.built and (config := model.get_build_config()):
