@@ -30,7 +30,7 @@ def test_an_exact_form_passes_in_float64(tmp_path):
 def test_what_xla_compiles_is_exact():
     code, shown, errors = tfparallel(
         *("check", TASKS / "blobs.py", *FORM, "--steps=3", "--precision=float64"),
-        "--jit_compile=true",
+        "--jit_compile",
     )
     assert code == 0, shown + errors
     assert "OK: exact" in shown

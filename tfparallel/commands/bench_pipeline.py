@@ -47,9 +47,9 @@ def _flags() -> flags.FlagValues:
         "num_micro_batches", ["2", "4", "8"], "Numbers of micro-batches.", flag_values=values
     )
     flags.DEFINE_list(
-        "schedule", ["gpipe", "1f1b"], "gpipe, 1f1b, interleaved.", flag_values=values
+        "schedule", ["gpipe", "1f1b"], "Of gpipe, 1f1b and interleaved.", flag_values=values
     )
-    flags.DEFINE_list("recompute", ["never"], "never, always, except_last.", flag_values=values)
+    flags.DEFINE_list("recompute", ["never"], "Of never, always, except_last.", flag_values=values)
     flags.DEFINE_enum(
         "batch_normalization", None, ("deferred",), "As for `train`.", flag_values=values
     )

@@ -41,7 +41,7 @@ def check(path: str, values: flags.FlagValues) -> int:
             "the form: --parallel=data."
         )
     on_gpu = any(device.startswith("GPU") for device in form.devices)
-    by_xla = values.jit_compile == "true"
+    by_xla = bool(values.jit_compile)
     if on_gpu:
         make_deterministic(operations=not by_xla)
     use_precision(values.precision)

@@ -6,6 +6,7 @@ from absl import flags
 
 from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
 from tfparallel.commands.flags import UsageError
+from tfparallel.commands.help import define_choice
 from tfparallel.commands.launching import Nodes, nodes_of
 
 __all__ = ["emit_flags", "emit_problems", "emitted"]
@@ -21,13 +22,16 @@ _OF_THE_OTHER = {"slurm": ("image", "volume"), "kubernetes": ("sbatch_args",)}
 
 def emit_flags(values: flags.FlagValues) -> None:
     """Adds the flags that say what is printed."""
-    flags.DEFINE_enum(
+    define_choice(
+        values,
         "emit",
         None,
-        ("slurm", "kubernetes"),
-        "Print the file that submits this job, and start nothing: a script for sbatch, or a "
-        "Service and an indexed Job for kubectl. --grace_seconds is then 60 unless given.",
-        values,
+        {
+            "slurm": "a script for sbatch",
+            "kubernetes": "a Service and an indexed Job for kubectl",
+        },
+        "Print the file that submits this job, and start nothing. --grace_seconds is then 60 "
+        "unless given.",
     )
     flags.DEFINE_string(
         "job_name", None, "With --emit: the job's name. Default: the program's.", flag_values=values

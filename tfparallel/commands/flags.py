@@ -1,6 +1,5 @@
 """What the programs share: help, usage errors, sizes and paths on the command line."""
 
-import dataclasses
 import os
 import re
 import signal
@@ -12,13 +11,13 @@ from typing import Any
 from absl import flags
 
 from tfparallel.cluster.preemption import TRY_AGAIN
+from tfparallel.commands.help import Command, help_text
 
 __all__ = [
     "Command",
     "LostError",
     "StartError",
     "UsageError",
-    "help_text",
     "parse",
     "parse_bytes",
     "parse_flags_alone",
@@ -45,23 +44,6 @@ class LostError(Exception):
 
     Its code is 75: the same command may go on.
     """
-
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """What `--help` says about one program.
-
-    Attributes:
-        name: The sub-command.
-        summary: What it does, one sentence.
-        example: A command line that can be pasted.
-        arguments: What stands behind the name.
-    """
-
-    name: str
-    summary: str
-    example: str
-    arguments: str = "TASK.py [--flags]"
 
 
 def parse_bytes(text: str) -> int:
@@ -266,26 +248,3 @@ def _flushed(name, code):
 def _drop_output():
     """Drops what cannot be written: at its end Python would try again, and fail with code 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def help_text(command: Command, values: flags.FlagValues) -> str:
-    """Returns what `--help` shows."""
-    lines = [
-        f"usage: tfparallel {command.name} {command.arguments}",
-        "",
-        command.summary,
-        "",
-        "example:",
-        f"  {command.example}",
-        "",
-        "flags:",
-    ]
-    for name in sorted(values):
-        flag = values[name]
-        choices = getattr(flag.parser, "enum_values", None)
-        head = f"--{name}" + (f"={'|'.join(choices)}" if choices else "")
-        # A default of 0 is worth telling, and equals False.
-        has_default = flag.default is not None and flag.default is not False
-        default = f" (default: {flag.default})" if has_default else ""
-        lines += [f"  {head}", f"      {flag.help}{default}"]
-    return "\n".join(lines)

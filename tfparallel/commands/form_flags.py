@@ -4,6 +4,7 @@ from absl import flags
 
 from tfparallel.collectives.compression_name import FORMS, CompressionName
 from tfparallel.commands.flags import parse_bytes
+from tfparallel.commands.help import define_choice
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import synchronization
@@ -18,22 +19,28 @@ __all__ = [
     "numbers_flags",
 ]
 
-_FORMS = ("none", "data", "model", "tensor", "pipeline", "hybrid", "auto")
+PRECISIONS = ("float32", "float64", "mixed_float16", "mixed_bfloat16")
+
+_FORMS = {
+    "none": "one device, plain Keras",
+    "data": "each device, and each worker, has the model and its share of the batch",
+    "model": "each device has some of the layers; they work one after the other",
+    "tensor": "each device has a part of each large layer",
+    "pipeline": "as model, with micro-batches, so that the devices work at the same time",
+    "hybrid": "replicas of a model that is itself on several devices, as --mesh says",
+    "auto": "what `tfparallel plan` puts first, measured here",
+}
 
 
 def common_flags() -> flags.FlagValues:
     """Returns a fresh set of flags that holds those common to all programs."""
     values = flags.FlagValues()
-    flags.DEFINE_enum(
+    define_choice(
+        values,
         "parallel",
         "data",
         _FORMS,
-        "The form: none is one device and plain Keras; data splits the batch over devices and "
-        "workers; model puts layers on devices; tensor splits layers over devices; pipeline has "
-        "layers on devices work on micro-batches; hybrid is data parallelism of models that are "
-        "each on several devices, as --mesh says; auto measures the layers and takes the mesh that "
-        "`tfparallel plan` puts first.",
-        values,
+        "How the model is trained on several devices.",
     )
     flags.DEFINE_integer(
         "num_devices", None, "How many devices; the CPU is split as needed.", flag_values=values
@@ -41,19 +48,22 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "mesh",
         None,
-        "For hybrid: how many devices there are along each axis, such as data=2,pipeline=2 or "
-        "data=2,pipeline=2,tensor=2.",
+        "For hybrid: the number of devices along each axis: data, pipeline, tensor.",
         flag_values=values,
     )
     flags.DEFINE_enum(
         "device_type", "auto", ("auto", "cpu", "gpu"), "Which devices to count.", values
     )
-    flags.DEFINE_enum(
+    define_choice(
+        values,
         "strategy",
         "auto",
-        ("auto", "mirrored", "multi_worker"),
-        "For data: this process's devices, or all workers of the job that it is part of.",
-        values,
+        {
+            "auto": "all workers, if this process is one of several; else its devices",
+            "mirrored": "the devices of this process",
+            "multi_worker": "all workers of the job",
+        },
+        "For data: what takes part.",
     )
     flags.DEFINE_integer(
         "num_workers", None, "Start this many workers on this host.", flag_values=values
@@ -95,15 +105,15 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "compression",
         None,
-        f"Between workers: how gradients travel, {FORMS}. Not exact; as they are if absent.",
+        f"Between workers: send gradients in fewer bytes, which is not exact: {FORMS}.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "sync",
         None,
-        f"For data: when the weights are updated, and workers agree, {synchronization.FORMS}. "
-        "every_step if absent; from local_sgd on they are not exact, and for several workers, and "
-        "async is for `tfparallel launch --num_ps=1`. For pipeline and hybrid: the first two.",
+        f"When the weights are updated, and workers agree: {synchronization.FORMS}. Default: "
+        "every_step. local_sgd, post_local_sgd and async are for several workers, and not exact; "
+        "async needs `tfparallel launch --num_ps=1`. pipeline and hybrid take the first two alone.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -119,12 +129,12 @@ def common_flags() -> flags.FlagValues:
         flag_values=values,
     )
     balance_flags(values)
-    flags.DEFINE_enum(
+    define_choice(
+        values,
         "convolutions",
         "channels",
-        ("channels", "height"),
+        {"channels": "channels, weights and all", "height": "rows of the image"},
         "For tensor: what convolutions are split by.",
-        values,
     )
     pipeline_flags(values)
     flags.DEFINE_integer(
@@ -135,32 +145,41 @@ def common_flags() -> flags.FlagValues:
 
 def numbers_flags(values: flags.FlagValues) -> None:
     """Adds the flags that say in which type a model computes, and what compiles it."""
-    flags.DEFINE_enum(
+    define_choice(
+        values,
         "precision",
         None,
-        ("float32", "float64", "mixed_float16", "mixed_bfloat16"),
-        "Compute in this type; Keras's own if absent. float64 makes `check` sharpest.",
-        values,
+        {
+            "float32": "all of it in 32 bits",
+            "float64": "all of it in 64 bits, where `check` is sharpest",
+            "mixed_float16": "computed in 16 bits, weights in 32; the loss is scaled",
+            "mixed_bfloat16": "computed in 16 bits of float32's range, weights in 32",
+        },
+        "The type to compute in. Default: Keras's own, which is float32 unless set.",
     )
-    flags.DEFINE_alias("dtype", "precision", values)
-    flags.DEFINE_enum(
+    flags.DEFINE_enum("dtype", None, PRECISIONS, "Alias for --precision.", values)
+    flags.DEFINE_bool(
         "jit_compile",
         None,
-        ("true", "false"),
-        "Whether XLA compiles what each device computes; as the task compiles the model if absent.",
-        values,
+        "Whether XLA compiles what each device computes. Default: as the task file compiles the "
+        "model. Not with --sync=async.",
+        flag_values=values,
     )
 
 
 def balance_flags(values: flags.FlagValues) -> None:
     """Adds the flags that choose where a model is cut."""
-    flags.DEFINE_enum(
+    define_choice(
+        values,
         "balance",
         "memory",
-        ("memory", "time", "both"),
+        {
+            "memory": "bytes that a stage holds",
+            "time": "seconds of a stage, measured first",
+            "both": "the larger of the two shares",
+        },
         "For model, pipeline and hybrid: what the cut between the devices spreads evenly. Without "
-        "the flag a pipeline is cut by time, and so is hybrid.",
-        values,
+        "the flag pipeline and hybrid are cut by time.",
     )
     flags.DEFINE_string(
         "device_memory",
@@ -259,8 +278,8 @@ def _async_problems(values: flags.FlagValues) -> list[str]:
     """Returns which flags do not go with asynchronous workers."""
     given = [name for name in _NOT_ASYNC if name in values and getattr(values, name)]
     given += ["strategy"] if values.strategy != "auto" else []
-    if "jit_compile" in values and values.jit_compile == "true":
-        given.append("jit_compile=true")
+    if "jit_compile" in values and values.jit_compile:
+        given.append("jit_compile")
     if "precision" in values and values.precision == "mixed_float16":
         given.append("precision=mixed_float16")
     return [
@@ -270,9 +289,22 @@ def _async_problems(values: flags.FlagValues) -> list[str]:
     ]
 
 
+def _precision_problems(values: flags.FlagValues) -> list[str]:
+    """Has --dtype mean --precision; what contradicts that is a problem."""
+    if "dtype" not in values or values.dtype is None:
+        return []
+    if values.precision not in (None, values.dtype):
+        return [
+            "--dtype is another name for --precision, and a model computes in one type. Received: "
+            f"--precision={values.precision} with --dtype={values.dtype}. Drop one of the two."
+        ]
+    values.precision = values.dtype
+    return []
+
+
 def common_problems(values: flags.FlagValues) -> list[str]:
     """Returns what is wrong with the common flags, alone and together."""
-    problems = []
+    problems = _precision_problems(values)
     if values.global_batch_size < 1:
         problems.append(
             "The global batch size must be at least 1. "

@@ -284,7 +284,7 @@ def use_precision(precision: str | None) -> None:
 
 
 def compiling(
-    compile_model: Callable[[keras.Model], None], jit_compile: str | None
+    compile_model: Callable[[keras.Model], None], jit_compile: bool | None
 ) -> Callable[[keras.Model], None]:
     """What compiles a task's model as the task does, and for XLA as the flag says.
 
@@ -296,7 +296,7 @@ def compiling(
     def compile_as_asked(model: keras.Model) -> None:
         compile_model(model)
         if jit_compile is not None:
-            model.jit_compile = jit_compile == "true"
+            model.jit_compile = jit_compile
             if model._compile_config is not None:  # What is saved with the model.
                 model._compile_config.config["jit_compile"] = model.jit_compile
 

@@ -15,6 +15,7 @@ from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.supervisor import GRACE_SECONDS, StopRequest
 from tfparallel.commands.emit import emit_flags, emit_problems, emitted
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
+from tfparallel.commands.help import define_choice
 from tfparallel.commands.launching import launched, nodes_of, say
 
 __all__ = ["main"]
@@ -65,8 +66,8 @@ def _flags() -> flags.FlagValues:
         _NumWorkers(),
         "nproc_per_node",
         "1",
-        "Workers on this host: a number; gpu, one for each GPU; cpu, one for each core; or auto, "
-        "for each GPU if there is one, else for each core.",
+        "Workers on this host: a number, one for each GPU, one for each core, or for each GPU if "
+        "there is one and else for each core.",
         flag_values=values,
     )
     flags.DEFINE_integer(
@@ -124,14 +125,16 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "log_dir", None, "Keep each worker's whole output in this folder.", flag_values=values
     )
-    flags.DEFINE_enum(
+    define_choice(
+        values,
         "transport",
         None,
-        ("tensorflow", "mpi"),
-        "What carries tensors between workers whose program does not say (--all_reduce): mpi needs "
-        "tfparallel[mpi], and no mpiexec. Default: NCCL between GPUs, mpi on one host that has it, "
-        "else tensorflow.",
-        flag_values=values,
+        {
+            "tensorflow": "gRPC between CPUs, NCCL between GPUs",
+            "mpi": "needs tfparallel[mpi], and no mpiexec",
+        },
+        "What carries tensors between workers whose program does not say (--all_reduce). Default: "
+        "MPI between CPUs of one host that has it, else TensorFlow.",
     )
     flags.DEFINE_bool(
         "bind_cores",

@@ -4,22 +4,29 @@ TensorFlow is not imported here, so that usage and mistakes show at once.
 """
 
 import importlib
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
 
-_COMMANDS = {
-    "train": "trains a task file under the form that --parallel names",
-    "check": "proves that a form trains to the same weights as one device",
-    "launch": "starts, watches, restarts and stops the workers of a job",
-    "bench": "measures collectives (which is fast here, and is it right), pipelines, and scaling",
-    "plan": "says how many devices a task needs, and which layers go where",
-    "trace": "says what each worker of a job did last, and who was waited for",
-    "doctor": "says what will fail on this host, in this cluster, with these versions",
+_TOPICS = {
+    "a task": {
+        "init": "writes a task file: a model, its data and how it is compiled",
+        "train": "trains a task file on one device or many, under the form that --parallel names",
+        "check": "compares a form with one device, weight by weight, and says how far they agree",
+        "plan": "predicts memory and time on each mesh of devices, and names the command",
+    },
+    "several processes and hosts": {
+        "launch": "starts, watches, restarts and stops the workers of a job",
+        "trace": "says what each worker of a job did last, and who was waited for",
+    },
+    "a machine": {
+        "doctor": "says what will fail on this host, in this cluster, with these versions",
+        "bench": "measures collectives, pipelines, and scaling with the number of workers",
+    },
 }
+_COMMANDS = {name: job for topic in _TOPICS.values() for name, job in topic.items()}
 
 # What a first argument makes another program.
 _PROGRAMS = {
@@ -29,43 +36,42 @@ _PROGRAMS = {
 }
 
 _USAGE = """\
-usage: tfparallel COMMAND TASK.py [--flags]
-       tfparallel launch [--flags] -- PROGRAM [ARGUMENTS]
-       tfparallel bench all_reduce [TASK.py] [--flags]
-       tfparallel bench pipeline TASK.py [--flags]
-       tfparallel bench train TASK.py [--flags]
-       tfparallel plan all_reduce [--flags]
-       tfparallel trace FOLDER [--flags]
-       tfparallel doctor [--flags]
+usage: tfparallel COMMAND [ARGUMENTS] [--flags]
 
-commands:
+example:
+  tfparallel init task.py --kind=image
+  tfparallel train task.py --parallel=data --num_devices=2 --epochs=3
+  tfparallel launch --nproc_per_node=2 -- python my_script.py
 {commands}
 
 A task file is a Python file with build_model(), compile_model(model) and
 load_data() -> (train, validation).
 
-example:
-  tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 --epochs=3
-
-`tfparallel COMMAND --help` lists the flags of a command; dashes may stand for underscores.
-`tfparallel --version` names the versions.
+`tfparallel COMMAND --help` shows an example and the flags of a command; `bench all_reduce`,
+`bench pipeline`, `bench train` and `plan all_reduce` have flags of their own. Dashes may stand
+for underscores. `tfparallel --version` names the versions.
 """
 
 
 def usage() -> str:
     """Returns the text of `tfparallel --help`."""
     width = max(len(name) for name in _COMMANDS)
-    lines = [f"  {name:<{width}}  {job}" for name, job in _COMMANDS.items()]
+    lines = []
+    for topic, commands in _TOPICS.items():
+        lines += ["", f"{topic}:"]
+        lines += [f"  {name:<{width}}  {job}" for name, job in commands.items()]
     return _USAGE.format(commands="\n".join(lines))
 
 
 def versions() -> str:
     """Returns the text of `tfparallel --version`: its own, and of what it stands on."""
+    # Twenty milliseconds, which `--help` does without.
+    metadata = importlib.import_module("importlib.metadata")
     found = []
     for name in ("tfparallel", "tensorflow", "keras"):
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
             found.append(f"{name}: not installed")
     return ", ".join([*found, f"Python {platform.python_version()}"])
 

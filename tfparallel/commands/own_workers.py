@@ -1,12 +1,12 @@
 """A command that starts its own workers: `--num_workers=3` is `launch --nproc_per_node=3`."""
 
+import importlib
 import sys
 from collections.abc import Sequence
 
 from absl import flags
 
 from tfparallel.cluster.spec import Cluster
-from tfparallel.commands import launch
 from tfparallel.commands.flags import UsageError
 
 __all__ = ["run_as_workers"]
@@ -42,7 +42,8 @@ def run_as_workers(
             f"This process is one of {cluster.num_workers} workers already ({cluster.source}). "
             f"Received: --num_workers={values.num_workers}. Drop the flag."
         )
-    return launch.main(
+    # Of all that a launcher loads, `--help` needs nothing.
+    return importlib.import_module("tfparallel.commands.launch").main(
         [
             f"--nproc_per_node={values.num_workers}",
             "--",

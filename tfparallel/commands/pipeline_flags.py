@@ -5,6 +5,7 @@ from typing import Any
 
 from absl import flags
 
+from tfparallel.commands.help import define_choice
 from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.mesh import Mesh
 
@@ -29,30 +30,37 @@ def pipeline_flags(values: flags.FlagValues) -> None:
         "and the mesh has a pipeline.",
         flag_values=values,
     )
-    flags.DEFINE_enum(
+    define_choice(
+        values,
         "schedule",
         None,
-        ("gpipe", "1f1b", "interleaved"),
-        "For pipeline: which device does what, in which order; 1f1b if absent.",
-        values,
+        {
+            "gpipe": "all forward passes, then all backward passes; takes any loss",
+            "1f1b": "one forward, one backward; holds fewer activations",
+            "interleaved": "1F1B with several stages a device",
+        },
+        "For pipeline and hybrid: which device does what, in which order.",
+        if_absent=_SCHEDULE,
     )
     flags.DEFINE_integer(
         "chunks_per_device", None, "For interleaved: stages on each device; 2 if absent.",
         flag_values=values,
     )  # fmt: skip
-    flags.DEFINE_enum(
+    meanings = ("holds the activations", "holds inputs alone", "but for the last micro-batch")
+    define_choice(
+        values,
         "recompute",
         None,
-        RECOMPUTES,
-        "For pipeline: whether a backward pass computes its forward pass again; never if absent.",
-        values,
+        dict(zip(RECOMPUTES, meanings, strict=True)),
+        "For pipeline: whether a backward pass computes its forward pass again.",
+        if_absent=_RECOMPUTE,
     )
     flags.DEFINE_enum(
         "batch_normalization",
         None,
         ("deferred",),
         "For pipeline: normalize each micro-batch by its own moments, move the averages once a "
-        "step. Without it such layers are refused.",
+        "step. Without the flag such layers raise an error.",
         values,
     )
 

@@ -7,6 +7,7 @@ from absl import flags
 
 from tfparallel.commands.flags import Command, path_problems
 from tfparallel.commands.form_flags import balance_flags, device_memory_problems
+from tfparallel.commands.help import define_choice
 from tfparallel.commands.on_task import run_on_task
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
 
@@ -28,13 +29,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    flags.DEFINE_enum(
+    define_choice(
+        values,
         "parallel",
         "auto",
-        ("auto", "model", "pipeline"),
-        "auto: every mesh of the devices, the best first; model: how many devices are needed, and "
-        "which layers go where; pipeline: what each device does, when, with micro-batches.",
-        values,
+        {
+            "auto": "every mesh of the devices, the best first",
+            "model": "how many devices are needed, and which layers go where",
+            "pipeline": "what each device does, and when, with micro-batches",
+        },
+        "What is planned.",
     )
     flags.DEFINE_integer("num_devices", 1, "How many devices there are.", flag_values=values)
     flags.DEFINE_integer("global_batch_size", 64, "Examples in a step.", flag_values=values)

@@ -1,0 +1,136 @@
+"""`tfparallel init`: what it writes runs, and it writes over nothing."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tfparallel
+from tests.commands.command_line import ROOT
+from tests.commands.command_line import tfparallel as run
+from tfparallel.commands.main import main
+from tfparallel.commands.task_templates import KINDS
+from tfparallel.task import load_task
+
+
+@pytest.fixture
+def data_files(tmp_path):
+    random = np.random.default_rng(0)
+    images = random.integers(256, size=(90, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", x=images, y=random.integers(3, size=90))
+    rows = [
+        f"{i},{random.normal():.4f},{random.normal():.4f},{'ab'[i % 2]},{'low high'.split()[i % 2]}"
+        for i in range(90)
+    ]
+    (tmp_path / "rows.csv").write_text("\n".join(["id,first,second,name,class", *rows]) + "\n")
+    (tmp_path / "text.txt").write_text("All the world's a stage. " * 300)
+    np.savez(tmp_path / "series.npz", x=np.sin(np.arange(400) / 9))
+    return tmp_path
+
+
+CASES = [
+    *((kind, None, ()) for kind in KINDS),
+    ("image", "images.npz", ()),
+    ("table", "rows.csv", ()),
+    ("table", "rows.csv", ("--target=second",)),
+    ("series", "rows.csv", ("--target=second",)),
+    ("series", "series.npz", ()),
+    ("text", "text.txt", ()),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "more"), CASES, ids=[" ".join([k, d or "", *m]) for k, d, m in CASES]
+)
+def test_what_it_writes_trains(data_files, capsys, kind, data, more):
+    path = data_files / "mine.py"
+    named = [f"--data={data_files / data}"] if data else []
+    assert main(["init", str(path), f"--kind={kind}", *named, *more]) == 0
+    assert f"tfparallel train {path} --parallel=data --num_devices=2" in capsys.readouterr().out
+    task = load_task(str(path))
+    (x, y), validation = task.load_data()
+    model = task.build_model()
+    task.compile_model(model)
+    few = slice(0, 64)
+    losses = model.fit(x[few], y[few], batch_size=16, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    assert len(validation[0]) >= 2
+    assert str(data_files) not in path.read_text().partition('"""\n\n')[2], "it can be moved along"
+
+
+@pytest.mark.parametrize("form", ["data", "tensor"])
+def test_what_it_writes_passes_check(tmp_path, form):
+    path = tmp_path / "mine.py"
+    assert main(["init", str(path), "--kind=table", f"--parallel={form}"]) == 0
+    task = load_task(str(path))
+    report = tfparallel.check(
+        task.build_model, task.compile_model, task.load_data()[0], parallel=form, steps=3,
+        devices=["CPU:0", "CPU:1"],
+    )  # fmt: skip
+    assert report.passed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_commands_run(tmp_path, kind):
+    path = tmp_path / "mine.py"
+    code, shown, said = run("init", path, f"--kind={kind}")
+    assert code == 0, said
+    commands = [line.split() for line in shown.splitlines() if line.startswith("  tfparallel ")]
+    assert [words[1] for words in commands] == ["train", "check"]
+    for words in commands:
+        code, shown, said = run(*words[1:])
+        assert code == 0, shown + said
+
+
+def test_nothing_is_written_over(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text("precious = 1\n")
+    assert main(["init", str(path), "--kind=table"]) == 2
+    assert "add --force" in capsys.readouterr().err and path.read_text() == "precious = 1\n"
+    assert main(["init", str(path), "--kind=table", "--force"]) == 0
+    assert "build_model" in path.read_text()
+
+
+def test_at_a_terminal_it_asks(tmp_path):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tfparallel", "init", str(tmp_path / "mine.py")],
+        cwd=ROOT,
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    os.close(theirs)
+    # A kind that there is not, one that there is, the sample, and the form that is suggested.
+    os.write(ours, b"picture\ntable\n\n\n")
+    shown, _ = process.communicate(timeout=60)
+    os.close(ours)
+    assert process.returncode == 0
+    assert "It must be one of image, table, text, series." in shown
+    assert "wrote" in shown and (tmp_path / "mine.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mine.txt", "--kind=table"], "ends in .py. Received: 'mine.txt'"),
+        (["a.py", "b.py"], "One file is written"),
+        (["no/a.py"], "does not exist. Received: 'no/a.py'"),
+        (["--kind=image", "--data=a.csv"], "ends in .npz"),
+        (["--kind=table", "--data=absent.csv"], "does not exist. Received: --data=absent.csv"),
+        (["--kind=table", "--target=a"], "--target is for a .csv file"),
+        (["--kind=image", "--data=series.npz"], "missing: y"),
+        (["--kind=table", "--data=rows.csv", "--target=no"], "--target=no"),
+        (["--data=rows.npz"], "Add --kind=image|table|text|series"),
+    ],
+)
+def test_mistakes(data_files, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(data_files)
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))
+    assert main(["init", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(data_files.glob("*.py"))

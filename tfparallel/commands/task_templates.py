@@ -1,0 +1,221 @@
+"""The text of the task files that `tfparallel init` writes."""
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+
+from tfparallel.commands.data_files import DataFile
+
+__all__ = ["KINDS", "Kind", "task_file"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of task.
+
+    Attributes:
+        summary: What the model does, for the file's first line and the dialogue.
+        endings: The data files that it can read.
+        form_of_data: What must be in them.
+        imports: Of the file, beside Keras and NumPy.
+        constants: Of the sample; those of a data file come from what is in it.
+        layers: Of the model, behind its input.
+        epochs: How often to pass over the data.
+        sample: How `load_data` makes a sample.
+        rest: What `load_data` does with it, and with a data file's content.
+    """
+
+    summary: str
+    endings: Sequence[str]
+    form_of_data: str
+    constants: str
+    layers: str
+    epochs: int
+    sample: str
+    rest: str
+    imports: str = ""
+
+
+_SHUFFLED = """
+order = np.random.default_rng(0).permutation(len(x))
+train, validation = np.split(order, [len(x) * 4 // 5])
+return (x[train], y[train]), (x[validation], y[validation])
+"""
+
+KINDS = {
+    "image": Kind(
+        summary="classifies images",
+        endings=(".npz",),
+        form_of_data="x, images of shape (n, height, width) or (n, height, width, channels), "
+        "and y, their classes from 0",
+        constants="SHAPE = (16, 16, 1)  # Height, width, channels.\nNUM_CLASSES = 4\n",
+        layers="""
+keras.Input(SHAPE),
+keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
+keras.layers.MaxPooling2D(),
+keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
+keras.layers.GlobalAveragePooling2D(),
+keras.layers.Dense(NUM_CLASSES),
+""",
+        epochs=10,
+        sample="""
+# A sample that is drawn here: bars in four directions, in noise. Replace it by your own arrays.
+random = np.random.default_rng(0)
+y = random.integers(NUM_CLASSES, size=2000)
+x = random.normal(0.0, 0.3, size=(2000, *SHAPE)).astype("float32")
+for image, direction in zip(x[..., 0], y, strict=True):
+    place = random.integers(16)
+    if direction == 0:
+        image[place, :] += 1
+    elif direction == 1:
+        image[:, place] += 1
+    else:
+        diagonal = np.eye(16, k=place - 8)
+        image += diagonal if direction == 2 else diagonal[::-1]
+""",
+        rest=_SHUFFLED,
+    ),
+    "table": Kind(
+        summary="predicts a column of a table from the others",
+        endings=(".csv", ".npz"),
+        form_of_data="x, numbers of shape (n, columns), and y, a class from 0 or a number each",
+        constants="NUM_INPUTS = 4\n",
+        layers="""
+keras.Input((NUM_INPUTS,)),
+keras.layers.Dense(64, activation="relu"),
+keras.layers.Dense(64, activation="relu"),
+keras.layers.Dense({num_outputs}),
+""",
+        epochs=20,
+        sample="""
+# A sample that is drawn here: a smooth function of four columns. Replace it by your own arrays.
+x = np.random.default_rng(0).normal(size=(2000, NUM_INPUTS)).astype("float32")
+y = x[:, :1] * x[:, 1:2] + np.sin(x[:, 2:3]) - 0.5 * x[:, 3:]
+""",
+        rest="x = (x - x.mean(0)) / (x.std(0) + 1e-6)\n" + _SHUFFLED.lstrip(),
+    ),
+    "text": Kind(
+        summary="predicts the next character of a text",
+        endings=(".txt",),
+        form_of_data="text in UTF-8",
+        imports="from pydoc_data.topics import topics\n",
+        constants="LENGTH = 64  # Characters that the model reads at a time.\n",
+        layers="""
+keras.Input((LENGTH,), dtype="int32"),
+keras.layers.Embedding(256, 64),
+keras.layers.GRU(128, return_sequences=True),
+keras.layers.Dense(256),
+""",
+        epochs=3,
+        sample="""
+# A sample that comes with Python: its own documentation. Replace it by your own text.
+text = "".join(topics[name] for name in sorted(topics))[:100_000]
+""",
+        rest="""
+codes = np.frombuffer(text.encode(), "uint8").astype("int32")
+windows = codes[: len(codes) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
+x, y = windows[:, :-1], windows[:, 1:]
+"""
+        + _SHUFFLED.lstrip(),
+    ),
+    "series": Kind(
+        summary="predicts the next value of a time series",
+        endings=(".csv", ".npz"),
+        form_of_data="x, values of shape (steps,) or (steps, series), the first to be predicted",
+        constants="LENGTH = 48  # Steps that the model looks back.\nNUM_SERIES = 1\n",
+        layers="""
+keras.Input((LENGTH, NUM_SERIES)),
+keras.layers.Conv1D(32, 5, padding="causal", activation="relu"),
+keras.layers.GRU(32),
+keras.layers.Dense(1),
+""",
+        epochs=5,
+        sample="""
+# A sample that is drawn here: days and weeks, in noise. Replace it by your own values.
+hours = np.arange(3000)
+values = np.sin(2 * np.pi * hours / 24) + 0.5 * np.sin(2 * np.pi * hours / 168)
+values += np.random.default_rng(0).normal(0.0, 0.1, size=hours.shape)
+""",
+        rest="""
+values = values.reshape(-1, NUM_SERIES).astype("float32")
+end = len(values) * 4 // 5  # What comes later is for validation.
+values = (values - values[:end].mean(0)) / (values[:end].std(0) + 1e-6)
+windows = np.lib.stride_tricks.sliding_window_view(values, LENGTH + 1, axis=0)
+x, y = windows[..., :-1].transpose(0, 2, 1), windows[:, 0, -1:]
+return (x[: end - LENGTH], y[: end - LENGTH]), (x[end:], y[end:])
+""",
+    ),
+}
+
+_CLASSES = """\
+loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+metrics=["accuracy"],
+"""
+_NUMBERS = """\
+loss="mse",
+metrics=["mae"],
+"""
+
+_FILE = '''\
+"""{summary}.
+
+{commands}
+"""
+
+{imports}
+EPOCHS = {epochs}
+{constants}
+
+def build_model():
+    return keras.Sequential(
+        [
+{layers}
+        ]
+    )
+
+
+def compile_model(model):
+    model.compile(
+        optimizer=keras.optimizers.Adam(1e-3),
+{objective}
+    )
+
+
+def load_data():
+    """Returns (train, validation), each (x, y) in arrays."""
+{load}
+'''
+
+
+def task_file(kind: str, data: DataFile | None, commands: Sequence[str]) -> str:
+    """Returns the text of a task file.
+
+    Args:
+        kind: One of `KINDS`.
+        data: The user's own data; None for a sample.
+        commands: What its first lines tell to run.
+    """
+    found = KINDS[kind]
+    imports = ["import keras\nimport numpy as np\n"]
+    if data is None:
+        if found.imports:
+            imports.insert(0, found.imports)
+        classes, constants, load = kind in ("image", "text"), found.constants, found.sample
+    else:
+        imports.insert(0, data.imports)
+        classes, constants, load = data.has_classes or kind == "text", data.constants, data.load
+    num_outputs = "NUM_CLASSES" if classes else "1"
+    return _FILE.format(
+        summary=found.summary[0].upper() + found.summary[1:],
+        commands="\n".join(f"    {command}" for command in commands),
+        imports="\n".join(imports),
+        epochs=found.epochs,
+        constants=constants,
+        layers=_indented(found.layers.format(num_outputs=num_outputs), 3),
+        objective=_indented(_CLASSES if classes else _NUMBERS, 2),
+        load=_indented(load.strip("\n") + "\n" + found.rest.strip("\n"), 1),
+    )
+
+
+def _indented(text: str, depth: int) -> str:
+    return textwrap.indent(text.strip("\n"), "    " * depth)
