@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tfparallel.diagnostics.compare import difference, owner_of_slot
+from tfparallel.diagnostics.compare import difference, digits_that_agree, owner_of_slot
 
 
 def test_elements_are_held_against_the_largest_of_their_variable():
@@ -52,3 +52,15 @@ def test_slots_find_the_variable_with_the_longest_fitting_name(slot, owner):
     paths = ["model/dense/kernel", "model/dense_1/kernel"]
     assert owner_of_slot(slot, paths) == owner
     assert owner_of_slot("sgd/a_b_c_momentum", ["a", "a/b", "a/b/c"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("relative", "dtype", "digits"),
+    [
+        (0.0, "float32", 6), (0.0, "float64", 15), (0.0, "bfloat16", 2), (3e-7, "float32", 6),
+        (1e-6, "float64", 6), (2e-6, "float64", 5), (0.3, "float64", 0), (2.0, "float64", 0),
+        (float("inf"), "float64", 0), (float("nan"), "float64", 0), (1e-20, "float64", 15),
+    ],
+)  # fmt: skip
+def test_digits_that_agree(relative, dtype, digits):
+    assert digits_that_agree(relative, dtype) == digits

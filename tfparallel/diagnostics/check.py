@@ -5,7 +5,7 @@ on one device and under the form, and then every weight, every variable of
 every optimizer, every loss and every metric is compared.
 
     at steps 1, 2, 4, 8, … and the last within the tolerance,
-    or within what rounding alone makes of the model ----------> exact
+    or within what rounding alone makes of the model ----------> match
       | no                                                       (undetermined: rounding alone
     does the model draw?                                          decides it from the start)
       | yes: all trained again, draws off
@@ -17,6 +17,7 @@ every optimizer, every loss and every metric is compared.
 `tfparallel.diagnostics.floor` says what rounding alone makes of a model.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ import tensorflow as tf
 
 from tfparallel.diagnostics import floor as rounding
 from tfparallel.diagnostics.check_report import CheckReport, ValueReport, VariableReport
-from tfparallel.diagnostics.compare import TOLERANCES, is_float
+from tfparallel.diagnostics.compare import TOLERANCES, digits_that_agree, is_float
 from tfparallel.diagnostics.floor import Comparison, Deviation, Key, deviation
 from tfparallel.diagnostics.layers import first_difference, random_layers
 from tfparallel.diagnostics.trial import Build, Outcome, Trial, coarsest_dtype, plain
@@ -92,13 +93,14 @@ def check_parity(
         first = _layer_that_differs(trial, make_parallel_model, batches[0], runs.tolerance, notes)
         first = first or _variable_that_differs(judged)
     variables, values = _items(runs, judged, failed)
+    variables, values = _with_digits(variables, runs.dtype), _with_digits(values, runs.dtype)
     notes += _undetermined_note(variables)
     verdicts = {item.verdict for item in variables}
     return CheckReport(
         verdict=(
             "differs"
             if failing
-            else next((v for v in ("reproducible", "exact") if v in verdicts), "undetermined")
+            else next((v for v in ("reproducible", "match") if v in verdicts), "undetermined")
         ),
         dtype=runs.dtype,
         tolerance=runs.tolerance,
@@ -198,7 +200,7 @@ def _items(
             return "reproducible", None
         readings = runs.comparison.readings[key]
         told = any(r.sharp for r in readings) or all(r.relative <= runs.tolerance for r in readings)
-        return "exact" if told else "undetermined", None
+        return "match" if told else "undetermined", None
 
     last, readings = runs.single.last, runs.comparison.readings
     variables = tuple(
@@ -218,6 +220,15 @@ def _items(
         for name, value in last.values.items()
     )
     return variables, values
+
+
+def _with_digits(items, dtype: str):
+    return tuple(
+        dataclasses.replace(item, digits=digits_that_agree(item.distance, dtype))
+        if item.verdict == "match"
+        else item
+        for item in items
+    )
 
 
 def _undetermined_note(variables: tuple[VariableReport, ...]) -> list[str]:

@@ -4,11 +4,12 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+from tfparallel.diagnostics.compare import digits_that_agree
 from tfparallel.diagnostics.floor import StepReport
 
 __all__ = ["CheckReport", "ValueReport", "VariableReport"]
 
-_VERDICTS = ("exact", "reproducible", "undetermined", "differs")
+_VERDICTS = ("match", "reproducible", "undetermined", "differs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +22,10 @@ class VariableReport:
         absolute: The largest absolute difference after the last step.
         relative: That, over the largest magnitude in the variable.
         floor: The relative difference that rounding alone makes after the last step.
-        verdict: `"exact"`, `"reproducible"`, `"undetermined"` (rounding alone decides it from the
+        verdict: `"match"`, `"reproducible"`, `"undetermined"` (rounding alone decides it from the
             first step on) or `"differs"`.
         first_step: The first of the compared steps at which it differs, or None.
+        digits: To how many decimal digits it agrees after the last step, if it matches.
     """
 
     path: str
@@ -33,6 +35,12 @@ class VariableReport:
     floor: float
     verdict: str
     first_step: int | None = None
+    digits: int | None = None
+
+    @property
+    def distance(self) -> float:
+        """How far the two are apart, relative to their size."""
+        return self.relative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +53,7 @@ class ValueReport:
         parallel: Its value under the form.
         verdict: As for variables.
         first_step: As for variables.
+        digits: As for variables.
     """
 
     name: str
@@ -52,6 +61,13 @@ class ValueReport:
     parallel: float
     verdict: str
     first_step: int | None = None
+    digits: int | None = None
+
+    @property
+    def distance(self) -> float:
+        """How far the two are apart, relative to their size."""
+        size = max(abs(self.single), abs(self.parallel))
+        return abs(self.single - self.parallel) / size if size else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +75,7 @@ class CheckReport:
     """The outcome of a check; `print` shows it as tables.
 
     Attributes:
-        verdict: `"exact"`, `"reproducible"`, `"undetermined"` (rounding alone decides more than
+        verdict: `"match"`, `"reproducible"`, `"undetermined"` (rounding alone decides more than
             the form could) or `"differs"`.
         dtype: The coarsest type that the model computes in or keeps a trained weight in.
         tolerance: The relative difference that counts as rounding in any model.
@@ -96,9 +112,17 @@ class CheckReport:
         """Whether nothing differs."""
         return self.verdict != "differs"
 
+    @property
+    def digits(self) -> tuple[int, int] | None:
+        """To how many digits all weights agree after the first and the last step, if they match."""
+        if self.verdict != "match" or not self.steps:
+            return None
+        first, last = self.steps[0], self.steps[-1]
+        return tuple(digits_that_agree(step.difference, self.dtype) for step in (first, last))
+
     def to_json(self) -> dict[str, Any]:
         """Returns the report in types that JSON knows."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "digits": self.digits}
 
     def __str__(self) -> str:
         lines = [
@@ -124,8 +148,23 @@ class CheckReport:
             lines.append(f"first difference: {self.first_difference}")
         counted = Counter(item.verdict for item in self.variables)
         counts = ", ".join(f"{counted[name]} {name}" for name in _VERDICTS if name in counted)
-        lines.append(f"{'OK' if self.passed else 'FAILED'}: {self.verdict} ({counts})")
+        verdict = f"{self.verdict}{self._of_digits()}"
+        lines.append(f"{'OK' if self.passed else 'FAILED'}: {verdict} ({counts})")
         return "\n".join(lines)
+
+    def _of_digits(self) -> str:
+        """How far all weights agree, and how far they could."""
+        if self.digits is None:
+            return ""
+        first, last = self.digits
+        step = self.steps[-1]
+        text = f": {first} digits"
+        if last != first:
+            text += f" after step {self.steps[0].step}, {last} after step {step.step}"
+        floor = digits_that_agree(step.floor, self.dtype)
+        if last < first and floor < first:
+            text += f", where rounding alone leaves {floor}"
+        return text
 
     def _sharpness(self) -> str:
         last = len(self.batch_sizes)
@@ -196,6 +235,8 @@ def _sent(sent_bytes: dict[str, int]) -> str:
 
 
 def _verdict(item: VariableReport | ValueReport) -> str:
+    if item.digits is not None:
+        return f"{item.verdict}: {item.digits} digit{'s' * (item.digits != 1)}"
     since = f" from step {item.first_step}" if item.first_step is not None else ""
     return item.verdict + since
 

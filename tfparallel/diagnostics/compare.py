@@ -1,10 +1,19 @@
 """How far two runs lie apart, and whether that is more than rounding."""
 
 import dataclasses
+import math
 
 import numpy as np
 
-__all__ = ["TOLERANCES", "UNITS", "Difference", "difference", "is_float", "owner_of_slot"]
+__all__ = [
+    "TOLERANCES",
+    "UNITS",
+    "Difference",
+    "difference",
+    "digits_that_agree",
+    "is_float",
+    "owner_of_slot",
+]
 
 # Relative to the largest magnitude of the same variable, after 20 steps.
 # Reordered sums differ by a few units in the last place; training amplifies
@@ -67,6 +76,23 @@ def difference(
     magnitude = float(np.max(np.abs(expected)))
     relative = absolute / magnitude if magnitude else (0.0 if absolute == 0 else float("inf"))
     return Difference(absolute, relative, absolute <= tolerance * max(magnitude, scale))
+
+
+def digits_that_agree(relative: float, dtype: str) -> int:
+    """Returns to how many decimal digits two values are the same.
+
+    Args:
+        relative: Their difference, over the magnitude of the larger.
+        dtype: The type that they were computed in, which has no more digits than it has.
+
+    Example:
+        >>> digits_that_agree(3e-7, "float32"), digits_that_agree(0.0, "float64")
+        (6, 15)
+    """
+    most = int(-math.log10(UNITS[dtype]))
+    if not relative:
+        return most
+    return max(0, min(most, math.floor(-math.log10(relative)))) if math.isfinite(relative) else 0
 
 
 def is_float(value: np.ndarray) -> bool:
