@@ -17,7 +17,7 @@ LIBRARY = TOP / "tfparallel"
 # From the ground up. A package may import what stands in a row above its own,
 # and itself; a new package is given its row here.
 ROWS = [
-    ["size_text"],
+    ["activity", "size_text"],
     ["startup", "cluster", "cuda_driver", "device_names", "layout", "newer_keras", "seams"],
     ["device_memory"],
     ["devices", "data", "task", "extend", "logits", "notice", "peers", "flight"],
@@ -40,7 +40,7 @@ PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.p
 PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.bench"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]
-PLAIN += ["layout", "size_text", "flight.record", "flight.job", "commands.trace"]
+PLAIN += ["activity", "layout", "size_text", "flight.record", "flight.job", "commands.trace"]
 HEAVY = {"tensorflow", "keras"}
 
 

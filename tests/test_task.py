@@ -127,3 +127,22 @@ def test_good_data_passes(weight):
     assert task(load_data=lambda: (train, None)).load_data() == (train, None)
     data = tf.data.Dataset.from_tensor_slices((x, x))
     assert task(load_data=lambda: [data, (x, x)]).load_data()[0] is data
+
+
+def test_a_file_may_have_callbacks(tmp_path):
+    functions = "def build_model(): pass\ndef compile_model(model): pass\ndef load_data(): pass\n"
+    plain = load_task(write(tmp_path, functions))
+    assert not plain.has_callbacks and plain.callbacks() == []
+    with pytest.raises(TaskError, match=r"callbacks\(\) must be a function.*Received.*list of 0"):
+        load_task(write(tmp_path, f"callbacks = []\n{functions}"))
+
+
+def test_callbacks_are_looked_at():
+    stopping = keras.callbacks.EarlyStopping()
+    assert task(callbacks=lambda: [stopping]).callbacks() == [stopping]
+    with pytest.raises(TaskError, match="list of Keras callbacks. Received: .*EarlyStopping"):
+        task(callbacks=lambda: stopping).callbacks()
+    with pytest.raises(TaskError, match=r"make one of it: EarlyStopping\(\.\.\.\)"):
+        task(callbacks=lambda: [keras.callbacks.EarlyStopping]).callbacks()
+    with pytest.raises(TaskError, match="Received: NoneType"):
+        task(callbacks=lambda: None).callbacks()

@@ -11,7 +11,8 @@ arrays or nested structures of them; files, by `tfparallel.data.TFRecords` or
 `NPZShards`; a `keras.utils.PyDataset`, whose batches stay as they are; or a
 `tf.data.Dataset` of single examples. `validation` may be None.
 
-`EPOCHS = 12`, by choice, is how often `train` passes over the data.
+`EPOCHS = 12`, by choice, is how often `train` passes over the data, and a function `callbacks()`
+returns a list of Keras callbacks for `train`.
 
 The file itself imports Keras; this module imports neither Keras nor
 TensorFlow before a function of the task is called.
@@ -27,6 +28,7 @@ from typing import Any
 __all__ = ["Task", "TaskError", "load_task"]
 
 _SIGNATURES = ("build_model()", "compile_model(model)", "load_data()")
+_CALLBACKS = "callbacks"
 _DATA_FORM = (
     "each of train and validation must be (x, y), (x, y, sample_weight), tfparallel.data.TFRecords "
     "or NPZShards, a PyDataset, or a tf.data.Dataset of single examples; validation may be None"
@@ -52,6 +54,34 @@ class Task:
     name: str
     functions: dict[str, Callable[..., Any]] = dataclasses.field(repr=False)
     epochs: int | None = None
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether the file has a function `callbacks()`."""
+        return _CALLBACKS in self.functions
+
+    def callbacks(self) -> list[Any]:
+        """Returns the Keras callbacks that the file has for `train`; none if it says nothing.
+
+        Raises:
+            TaskError: If the function returns anything but a list of callbacks.
+        """
+        if not self.has_callbacks:
+            return []
+        import keras
+
+        found = self.functions[_CALLBACKS]()
+        is_list = isinstance(found, tuple | list)
+        wrong = [c for c in found if not isinstance(c, keras.callbacks.Callback)] if is_list else []
+        if not is_list or wrong:
+            received = _describe(wrong[0] if wrong else found)
+            if wrong and isinstance(wrong[0], type):
+                received += f"; make one of it: {wrong[0].__name__}(...)"
+            raise TaskError(
+                f"callbacks() in {self.path} must return a list of Keras callbacks. "
+                f"Received: {received}."
+            )
+        return list(found)
 
     def build_model(self) -> Any:
         """Returns the user's model.
@@ -145,6 +175,13 @@ def load_task(path: str) -> Task:
             problems.append(f"{signature} must be a function. Received: {function} = {received}")
         else:
             functions[function] = getattr(module, function)
+    if hasattr(module, _CALLBACKS):
+        functions[_CALLBACKS] = getattr(module, _CALLBACKS)
+        if not callable(functions[_CALLBACKS]):
+            received = _describe(functions[_CALLBACKS])
+            problems.append(
+                f"callbacks() must be a function, if it is there. Received: callbacks = {received}"
+            )
     epochs = getattr(module, "EPOCHS", None)
     if epochs is not None and (not isinstance(epochs, int) or epochs < 1):
         problems.append(f"EPOCHS must be a whole number of at least 1. Received: EPOCHS={epochs!r}")

@@ -159,6 +159,7 @@ def test_mistakes_of_both_commands(capsys, command, arguments, message):
             ["--checkpoint_dir=a", "--checkpoint_every_steps=0"],
             "Received: --checkpoint_every_steps=0",
         ),
+        ([f"--tensorboard={BLOBS}"], "TensorBoard's folder is a file"),
         (["--inject=kill:worker=1"], "kill needs step. Received: 'kill:worker=1'"),
     ],
 )

@@ -83,6 +83,26 @@ def test_a_type_is_chosen(tmp_path):
 
 
 @pytest.mark.slow
+def test_callbacks_and_tensorboard_on_two_workers(tmp_path):
+    """The task's callbacks run on each worker, its files and TensorBoard's are the chief's."""
+    task = tmp_path / "task.py"
+    own = "\n\ndef callbacks():\n    return [keras.callbacks.CSVLogger(LOG)]\n"
+    task.write_text(f"{BLOBS.read_text()}\nLOG = {str(tmp_path / 'log.csv')!r}{own}")
+    code, shown, errors = tfparallel(
+        "train", task, "--num_workers=2", "--epochs=2", f"--tensorboard={tmp_path / 'tb'}"
+    )
+    assert code == 0, shown + errors
+    lines = [line for line in shown.splitlines() if "Epoch " in line]
+    assert len(lines) == 2 and all(line.startswith("[0] ") for line in lines)
+    assert " examples/s - " in lines[1]
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
+    assert {path.name for path in (tmp_path / "tb").iterdir()} == {"train", "validation"}
+    assert [len(list(folder.iterdir())) for folder in (tmp_path / "tb").iterdir()] == [1, 1]
+    code, shown, errors = tfparallel("train", BLOBS, "--callbacks")
+    assert code == 2 and "needs a function callbacks() in the task file" in errors
+
+
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
     """SIGKILL in the middle of an epoch, under dropout, whose draws must go on as well.
 

@@ -10,7 +10,8 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spec import Cluster
 from tfparallel.commands.flags import UsageError
-from tfparallel.commands.forms import Form, hide_gpus_if_unused, start_form, use_precision
+from tfparallel.commands.forms import Form, hide_gpus_if_unused, start_form
+from tfparallel.commands.numbers_of_task import use_precision
 from tfparallel.commands.planning_meshes import nothing_fits, plan_task
 from tfparallel.hybrid.mesh_plan import MeshPlan
 from tfparallel.layout.mesh import Mesh

@@ -9,6 +9,7 @@ import keras
 from absl import flags
 
 from tfparallel import devices as device_lib
+from tfparallel.activity import Activity
 from tfparallel.asynchronous.in_flight import steps_ahead
 from tfparallel.asynchronous.servers import join
 from tfparallel.cluster.roles import Roles
@@ -30,7 +31,7 @@ from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirrored
 from tfparallel.replication.synchronization import Synchronization
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = ["Form", "compiling", "hide_gpus_if_unused", "start_form", "use_precision"]
+__all__ = ["Form", "hide_gpus_if_unused", "start_form"]
 
 _BUILDERS = {"model": model_parallel, "tensor": tensor_parallel}
 
@@ -83,10 +84,21 @@ class Form:
         mesh = self.cut.get("mesh", Mesh())
         return mesh.data * self.cut.get("num_micro_batches", 1)
 
+    @property
+    def text_of_size(self) -> str:
+        """How many devices and workers there are, in words."""
+        number = f"{len(self.devices)} device{'s' * (len(self.devices) != 1)}"
+        if self.num_servers:
+            return f"{self.num_workers} worker{'s' * (self.num_workers != 1)}"
+        if self.workers is None:
+            return number
+        return f"{self.num_workers} workers with {number} each"
+
     def say(self, text: str) -> None:
         """Prints, on the chief alone."""
         if self.is_chief:
-            print(text, flush=True)
+            with Activity.paused():
+                print(text, flush=True)
 
     def build(self, build_model: Callable[[], keras.Model]) -> keras.Model:
         """Returns the model, built under the form."""
@@ -268,39 +280,6 @@ def hide_gpus_if_unused(values: flags.FlagValues) -> None:
     named = values.devices or []
     if values.device_type == "cpu" or (bool(named) and all("cpu" in n.lower() for n in named)):
         device_lib.hide_gpus()
-
-
-def use_precision(precision: str | None) -> None:
-    """Makes all layers that are made from now on compute in a type.
-
-    Call it before the task file is imported, which may make layers.
-
-    Args:
-        precision: What `--precision` says; None leaves Keras's own.
-    """
-    if precision is not None:
-        keras.config.set_floatx("float64" if precision == "float64" else "float32")
-        keras.config.set_dtype_policy(precision)
-
-
-def compiling(
-    compile_model: Callable[[keras.Model], None], jit_compile: bool | None
-) -> Callable[[keras.Model], None]:
-    """What compiles a task's model as the task does, and for XLA as the flag says.
-
-    Args:
-        compile_model: The task's own.
-        jit_compile: What `--jit_compile` says; None leaves the task's choice.
-    """
-
-    def compile_as_asked(model: keras.Model) -> None:
-        compile_model(model)
-        if jit_compile is not None:
-            model.jit_compile = jit_compile
-            if model._compile_config is not None:  # What is saved with the model.
-                model._compile_config.config["jit_compile"] = model.jit_compile
-
-    return compile_as_asked
 
 
 def _all_reduce(values, devices) -> dict[str, Any]:

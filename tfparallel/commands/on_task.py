@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
+from tfparallel.activity import Activity
 from tfparallel.commands.flags import Command, UsageError, parse, run_command
 from tfparallel.commands.own_workers import run_as_workers
 from tfparallel.task import TaskError, load_task
@@ -83,7 +84,9 @@ def run_on_task(
             exit_code = run_as_workers(command.name, arguments, values)
             if exit_code is not None:
                 return exit_code
-        importlib.import_module("tfparallel.startup").prepare()
+        # Of several workers each would say so.
+        with Activity("loading TensorFlow", is_shown=os.environ.get("WORLD_SIZE", "1") == "1"):
+            importlib.import_module("tfparallel.startup").prepare()
         return body(path, values)
 
     return run_command(command.name, run, (TaskError,))

@@ -1,6 +1,6 @@
 """`tfparallel train TASK.py`: trains a task file under a form."""
 
-import importlib
+import importlib.util
 import os
 import sys
 import time
@@ -71,6 +71,19 @@ def _flags() -> flags.FlagValues:
         "corrupt_checkpoint:worker=0,step=20.",
         flag_values=values,
     )
+    flags.DEFINE_string(
+        "tensorboard",
+        None,
+        "Write losses and metrics of each epoch here, for `tensorboard --logdir=DIR`.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "callbacks",
+        None,
+        "Whether the Keras callbacks that callbacks() in the task file returns take part. Default: "
+        "if there is such a function. A checkpoint does not hold what they remember.",
+        flag_values=values,
+    )
     flags.DEFINE_bool(
         "stop_on_nan",
         False,
@@ -93,6 +106,7 @@ def _problems(values: flags.FlagValues) -> list[str]:
     problems += path_problems("report", values.report, ".json")
     problems += path_problems("trace", values.trace, ".json")
     problems += _checkpoint_problems(values)
+    problems += _tensorboard_problems(values)
     if values.inject is not None:
         try:
             fault = parse_fault(values.inject)
@@ -104,6 +118,22 @@ def _problems(values: flags.FlagValues) -> list[str]:
         except ValueError as error:
             problems.append(str(error))
     return problems
+
+
+def _tensorboard_problems(values) -> list[str]:
+    if values.tensorboard is None:
+        return []
+    if os.path.isfile(values.tensorboard):
+        return [
+            "TensorBoard's folder is a file. Received: --tensorboard="
+            f"{values.tensorboard}. Name a folder."
+        ]
+    if importlib.util.find_spec("tensorboard") is None:
+        return [
+            "--tensorboard needs TensorBoard, which is not installed. Received: --tensorboard="
+            f"{values.tensorboard}. Install it: pip install tensorboard"
+        ]
+    return []
 
 
 def _checkpoint_problems(values) -> list[str]:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import hashlib
-import sys
 from typing import Any
 
 import keras
@@ -12,6 +11,7 @@ from absl import flags
 
 from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.checkpoint import Checkpoint
+from tfparallel.callbacks.epoch_lines import EpochLines
 from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.nan import NaNGuard, NaNLossError
 from tfparallel.callbacks.preemption import Preemption
@@ -22,7 +22,7 @@ from tfparallel.collectives.between_workers import WorkerLostError
 from tfparallel.commands import step_records
 from tfparallel.commands.auto_form import start_chosen_form
 from tfparallel.commands.flags import LostError, UsageError
-from tfparallel.commands.forms import compiling, use_precision
+from tfparallel.commands.numbers_of_task import compiling, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica
 from tfparallel.device_memory import peak_bytes_of_gpus
@@ -31,7 +31,7 @@ from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_rep
 from tfparallel.flight.record import FOLDER
 from tfparallel.notice import notice
 from tfparallel.placement.report import held_by_device
-from tfparallel.task import TaskError, load_task
+from tfparallel.task import Task, TaskError, load_task
 
 __all__ = ["Result", "train", "write_report"]
 
@@ -69,6 +69,7 @@ def _train(path, values):
     use_precision(values.precision)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
+    own_callbacks = _callbacks(task, values.callbacks)
     train_data, validation_data = task.load_data()
     try:
         batches = EpochBatches(
@@ -98,6 +99,12 @@ def _train(path, values):
     )
     step_time, sent_bytes = StepTime(), SentBytes()
     callbacks = [batches, NaNGuard(stop=values.stop_on_nan), step_time, sent_bytes]
+    callbacks += own_callbacks
+    if values.tensorboard is not None:
+        callbacks.append(keras.callbacks.TensorBoard(values.tensorboard))
+    lines = EpochLines(batches.num_examples, batches.num_passed, f"the step of {form.text_of_size}")
+    if form.is_chief:
+        callbacks.append(lines)
     checkpoint = None
     if values.checkpoint_dir is not None:
         _build(model, batches.dataset)
@@ -128,7 +135,7 @@ def _train(path, values):
                 validation_data=validation,
                 callbacks=callbacks,
                 shuffle=False,  # The batches come shuffled.
-                verbose=_verbosity(),
+                verbose=0,  # `EpochLines` speaks.
             )
     except ForeignCheckpointError as error:
         raise UsageError(str(error)) from error
@@ -136,6 +143,8 @@ def _train(path, values):
         raise LostError(str(error)) from error
     except (NaNLossError, CheckpointError) as error:
         failure = str(error)
+    finally:
+        lines.close()
     sent = None if form.workers is None else form.workers.traffic.read()
     num_sums = None if form.workers is None else form.workers.traffic.num_sums
     records = step_records.gathered(form.workers, bool(values.report or values.trace))
@@ -199,6 +208,16 @@ def _train(path, values):
     return Result(kept, failure, form.is_chief)
 
 
+def _callbacks(task: Task, are_wanted: bool | None) -> list[keras.callbacks.Callback]:
+    """Those of the task file."""
+    if are_wanted and not task.has_callbacks:
+        raise UsageError(
+            "--callbacks needs a function callbacks() in the task file, which returns a list of "
+            f"Keras callbacks. Received: --callbacks with {task.path}, which has none."
+        )
+    return [] if are_wanted is False else task.callbacks()
+
+
 def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
     """What the workers of one job must agree on."""
     with open(path, "rb") as file:
@@ -221,8 +240,3 @@ def _build(model: keras.Model, dataset: tf.data.Dataset) -> None:
     if not model.built:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))
         model(x)
-
-
-def _verbosity() -> int:
-    # A bar on a terminal; in a file, one line an epoch.
-    return 1 if sys.stdout.isatty() else 2

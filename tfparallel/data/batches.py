@@ -69,11 +69,16 @@ class EpochBatches(keras.callbacks.Callback):
     ):
         super().__init__()
         self._epoch = 0
-        self._start = (0, 0)
+        self._start, self._is_counted = (0, 0), True
+        self._global_batch_size, self._goes_on = global_batch_size, True
         self.starts_anywhere = not isinstance(data, tf.data.Dataset)
         if not self.starts_anywhere:
             self.dataset = _dataset_batches(data, global_batch_size, steps_per_epoch)
             self._order = _order_of(data)
+            # Another epoch starts it anew; one that is endless, or of unknown size, is in full
+            # batches as far as anybody knows.
+            size = int(data.cardinality())
+            self._num_in_pass, self._goes_on = size if size > 0 else None, False
             return
         self._source = source = as_source(data)
         self._order = {
@@ -85,6 +90,8 @@ class EpochBatches(keras.callbacks.Callback):
         self._num_steps = steps_per_epoch or num_batches_per_pass(
             source.num_indices, self._num_indices
         )
+        self._num_in_pass = None if source.whole_batches else source.num_indices
+        self._is_counted = not source.whole_batches
         self.dataset = self._read()
         if not source.whole_batches:
             share.offer(self.dataset, share.Readings(self._read, self._facts, global_batch_size))
@@ -148,6 +155,29 @@ class EpochBatches(keras.callbacks.Callback):
         them as they are.
         """
         self._start = (epoch, step)
+
+    def num_examples(self, epoch: int, first: int, last: int) -> int | None:
+        """How many examples the steps from `first` to before `last` of an epoch hold.
+
+        Returns:
+            None where batches are as their maker has them.
+        """
+        if not self._is_counted:
+            return None
+        size, most = self._global_batch_size, self._num_in_pass
+        if most is None:
+            return size * (last - first)
+        before = epoch * self._num_steps if self._goes_on else 0
+
+        def up_to(step: int) -> int:
+            passes, steps = divmod(before + step, num_batches_per_pass(most, size))
+            return passes * most + min(steps * size, most)
+
+        return up_to(last) - up_to(first)
+
+    def num_passed(self, epoch: int) -> int:
+        """How many steps of an epoch come empty, since they were done before."""
+        return self._start[1] if self._start[0] == epoch else 0
 
     def report(self) -> dict[str, str]:
         """What the data is, in which order it comes, and how a run resumes with it.
