@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 from absl import flags
 
+from tfparallel.activity import Activity
 from tfparallel.commands.auto_form import start_chosen_form
 from tfparallel.commands.flags import UsageError, resolved
 from tfparallel.commands.numbers_of_task import compiling, use_precision
@@ -74,13 +75,15 @@ def check(path: str, values: flags.FlagValues) -> int:
         built.append(form.build(unwrapped(build_model)))
         return built[-1]
 
-    report = check_parity(
-        build_single,
-        compiling(task.compile_model, values.jit_compile),
-        batches,
-        make_parallel_model=build,
-        seed=values.seed,
-    )
+    with Activity("building the model", is_shown=form.is_chief) as activity:
+        report = check_parity(
+            build_single,
+            compiling(task.compile_model, values.jit_compile),
+            batches,
+            make_parallel_model=build,
+            seed=values.seed,
+            progress=activity.say,
+        )
     ran = form.all_reduce_report(built[-1])
     joined = getattr(built[-1], "why_joined", None) or False
     form.say(str(report))

@@ -2,6 +2,7 @@
 
 from absl import flags
 
+from tfparallel.activity import Activity
 from tfparallel.commands.flags import UsageError
 from tfparallel.commands.form_flags import device_memory
 from tfparallel.diagnostics.report import versions, write_report
@@ -17,14 +18,15 @@ def answer(path: str, values: flags.FlagValues) -> int:
     """Prints the plan of the task file at `path`; returns 1 if nothing fits."""
     task = load_task(path)
     try:
-        found = plan(
-            task.build_model,
-            task.compile_model,
-            num_devices=values.num_devices,
-            batch_size=values.global_batch_size,
-            device_memory=device_memory(values),
-            balance=values.balance,
-        )
+        with Activity("measuring the layers"):
+            found = plan(
+                task.build_model,
+                task.compile_model,
+                num_devices=values.num_devices,
+                batch_size=values.global_batch_size,
+                device_memory=device_memory(values),
+                balance=values.balance,
+            )
     except PlacementError as error:
         raise UsageError(str(error)) from error
     print("\n".join(_lines(path, values, found)))

@@ -2,12 +2,11 @@
 
 import contextlib
 import math
-import sys
-import time
 
 from absl import flags
 
 from tfparallel import devices as device_lib
+from tfparallel.activity import Activity
 from tfparallel.commands.flags import UsageError
 from tfparallel.commands.form_flags import device_memory
 from tfparallel.commands.pipeline_flags import pipeline_choices
@@ -19,8 +18,6 @@ from tfparallel.size_text import size_text
 from tfparallel.task import Task, load_task
 
 __all__ = ["answer", "nothing_fits", "plan_task"]
-
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 def answer(path: str, values: flags.FlagValues) -> int:
@@ -55,44 +52,18 @@ def plan_task(task: Task, num_devices: int, values: flags.FlagValues) -> MeshPla
         recompute=asked["recompute"],
         balances=(values.balance,) if values["balance"].present else BALANCES,
     )
-    progress = _Progress()
     try:
-        return plan_meshes(
-            task.build_model,
-            task.compile_model,
-            num_devices,
-            choices,
-            batch_normalization=values.batch_normalization,
-            progress=progress,
-        )
+        with Activity("building the model") as activity:
+            return plan_meshes(
+                task.build_model,
+                task.compile_model,
+                num_devices,
+                choices,
+                batch_normalization=values.batch_normalization,
+                progress=lambda text: activity.say(f"measuring {text}"),
+            )
     except PlacementError as error:
         raise UsageError(f"{error}\nOr name the form: --parallel=data takes any model.") from error
-    finally:
-        progress.end()
-
-
-class _Progress:
-    """What is measured, on stderr: one line that changes on a terminal, elsewhere a few."""
-
-    def __init__(self):
-        self._begin = self._last = time.perf_counter()
-        self._width = 0
-        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
-
-    def __call__(self, text: str) -> None:
-        now = time.perf_counter()
-        line = f"measuring, {now - self._begin:.0f} s: {text}"
-        if self._is_terminal:
-            print(f"\r{line.ljust(self._width)}", end="", file=sys.stderr, flush=True)
-            self._width = len(line)
-        elif sys.stderr is not None and now - self._last >= _SECONDS_BETWEEN_LINES:
-            print(line, file=sys.stderr, flush=True)
-            self._last = now
-
-    def end(self) -> None:
-        """Takes the line away."""
-        if self._is_terminal and self._width:
-            print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
 
 
 def _lines(path: str, values: flags.FlagValues, found: MeshPlan) -> list[str]:

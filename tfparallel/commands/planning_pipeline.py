@@ -4,6 +4,7 @@ import pathlib
 
 from absl import flags
 
+from tfparallel.activity import Activity
 from tfparallel.commands.flags import UsageError
 from tfparallel.commands.form_flags import device_memory
 from tfparallel.commands.pipeline_flags import pipeline_choices
@@ -30,15 +31,16 @@ def answer(path: str, values: flags.FlagValues) -> int:
             choices["num_micro_batches"],
             choices["chunks_per_device"],
         )
-        found = plan_pipeline(
-            task.build_model,
-            task.compile_model,
-            schedule,
-            batch_size=values.global_batch_size,
-            recompute=choices["recompute"],
-            balance=choices["balance"],
-            device_memory=device_memory(values),
-        )
+        with Activity("measuring the layers"):
+            found = plan_pipeline(
+                task.build_model,
+                task.compile_model,
+                schedule,
+                batch_size=values.global_batch_size,
+                recompute=choices["recompute"],
+                balance=choices["balance"],
+                device_memory=device_memory(values),
+            )
     except (PlacementError, ScheduleError) as error:
         raise UsageError(str(error)) from error
     print("\n".join(_lines(path, values, found)))

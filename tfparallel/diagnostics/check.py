@@ -45,6 +45,7 @@ def check_parity(
     *,
     make_parallel_model: Callable[[Build], keras.Model],
     seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> CheckReport:
     """Compares training under a form with training on one device.
 
@@ -56,6 +57,7 @@ def check_parity(
         make_parallel_model: Takes a function that builds the model, returns
             the model under the form.
         seed: Seeds the weights and the random layers.
+        progress: Is told what is trained, before it is.
 
     Returns:
         The report.
@@ -75,12 +77,12 @@ def check_parity(
     if not batches:
         raise ValueError("At least one batch is required. Received: batches=[].")
     trial = Trial(build_model, compile_model, batches, seed)
-    runs = _Runs(trial, make_parallel_model)
+    runs = _Runs(trial, make_parallel_model, progress)
     drawing = random_layers(runs.single.model)
     judged, failed, notes = runs, runs.comparison.failed, _not_finite(runs.single, runs.parallel)
     failing_at_once = bool(notes)
     if failed and drawing:
-        judged = _Runs(trial, make_parallel_model, draws=False)
+        judged = _Runs(trial, make_parallel_model, progress, draws=False)
         # Also what agreed at first may differ now, and is no less wrong.
         failed = judged.comparison.failed & set(runs.comparison.readings)
         notes.append("trained again with the draws of the random layers off")
@@ -90,6 +92,7 @@ def check_parity(
     failing = failing_at_once or bool(failed)
     first = None
     if failing:
+        progress("looking for the first layer that differs")
         first = _layer_that_differs(trial, make_parallel_model, batches[0], runs.tolerance, notes)
         first = first or _variable_that_differs(judged)
     variables, values = _items(runs, judged, failed)
@@ -142,24 +145,33 @@ class _Runs:
     Args:
         trial: What trains.
         make_parallel_model: Puts the model under the form.
+        progress: As for `check_parity`.
         draws: Whether random layers draw.
     """
 
     def __init__(
-        self, trial: Trial, make_parallel_model: Callable[[Build], keras.Model], draws: bool = True
+        self,
+        trial: Trial,
+        make_parallel_model: Callable[[Build], keras.Model],
+        progress: Callable[[str], None],
+        draws: bool = True,
     ):
-        self._trial = trial
+        self._trial, self._progress = trial, progress
+        self._without = "" if draws else ", without the draws of random layers"
         self._make_parallel_model = make_parallel_model
         self._draws = draws
         self._floors: dict[int, Deviation] = {}
+        progress(f"training on one device{self._without}")
         self.single = trial.run(plain, draws=draws)
         self.dtype = coarsest_dtype(self.single.model)
         self.tolerance = TOLERANCES[self.dtype]
+        progress(f"training under the form{self._without}")
         self.parallel = trial.run(make_parallel_model, draws=draws)
         self.comparison = self._compare(self.single, self.parallel)
 
     def repeats(self) -> bool:
         """Whether the form, trained twice with one seed, gives the same weights."""
+        self._progress("training under the form, once more")
         again = self._trial.run(self._make_parallel_model, draws=self._draws)
         return not self._compare(self.parallel, again).failed
 
@@ -171,6 +183,8 @@ class _Runs:
             if is_finer and self.dtype not in ("float16", "bfloat16"):
                 break
             if num_units not in self._floors:
+                how = "in float32" if is_finer else "its first weights moved in the last place"
+                self._progress(f"training on one device, {how}{self._without}")
                 other = self._trial.run(
                     plain, draws=self._draws, moved_by=num_units, in_float32=is_finer
                 )

@@ -48,6 +48,20 @@ def _loss_program(alone, batch_size):
     def target(tensor):
         return tf.zeros(tf.shape(tensor)[:-1] if is_sparse else tf.shape(tensor))
 
+    @tf.function(autograph=False)  # Traced once, whatever the number of runs.
+    def one(outputs):
+        with tf.GradientTape() as tape:
+            tape.watch(outputs)
+            y_pred = outputs if len(outputs) > 1 else outputs[0]
+            y = keras.tree.map_structure(target, y_pred)
+            loss = alone.compute_loss(x=None, y=y, y_pred=y_pred, training=True)
+        gradients = tape.gradient(loss, outputs)
+        alone.compute_metrics(x=None, y=y, y_pred=y_pred)
+        ends = [tf.reshape(each, [-1])[0] for each in gradients if each is not None]
+        return [tf.cast(end, tf.float32) for end in (loss, *ends)]
+
+    one(examples(specs(alone.inputs, batch_size), 0))  # Metrics may make their variables now.
+
     def program(num_runs):
         batches = [examples(specs(alone.inputs, batch_size), i) for i in range(num_runs)]
 
@@ -55,16 +69,8 @@ def _loss_program(alone, batch_size):
         def run(batches):
             read = [tf.zeros(())]
             for batch in batches:
-                with tf.control_dependencies(read), tf.GradientTape() as tape:
-                    outputs = [tf.identity(tensor) for tensor in batch]
-                    tape.watch(outputs)
-                    y_pred = outputs if len(outputs) > 1 else outputs[0]
-                    y = keras.tree.map_structure(target, y_pred)
-                    loss = alone.compute_loss(x=None, y=y, y_pred=y_pred, training=True)
-                gradients = tape.gradient(loss, outputs)
-                alone.compute_metrics(x=None, y=y, y_pred=y_pred)
-                ends = [tf.reshape(each, [-1])[0] for each in gradients if each is not None]
-                read = [*read, *(tf.cast(end, tf.float32) for end in (loss, *ends))]
+                with tf.control_dependencies(read):
+                    read = [*read, *one([tf.identity(tensor) for tensor in batch])]
             return tf.add_n(read)
 
         return lambda: run(batches).numpy()
@@ -93,11 +99,15 @@ def _update_program(optimizer, count, number) -> Callable:
     variables = [keras.Variable(tf.zeros([count]), dtype="float32") for _ in range(number)]
     optimizer.build(variables)
 
+    @tf.function(autograph=False)  # Traced once, whatever the number of runs.
+    def update(gradients):
+        optimizer.apply(gradients, variables)
+
     def program(num_runs):
         @tf.function(autograph=False)
         def run(gradients):
             for _ in range(num_runs):
-                optimizer.apply(gradients, variables)
+                update(gradients)
             return tf.add_n([variable.value[0] for variable in variables])
 
         gradients = [tf.ones([count]) for _ in variables]

@@ -194,6 +194,10 @@ def program_of(
         optimizer = copy_of(optimizer)
         optimizer.build(variables)
 
+    @tf.function(autograph=False)  # Traced once, whatever the number of runs.
+    def numbers_of_step(inputs):
+        return [_one_number(made) for made in keras.tree.flatten(one_step(inputs))]
+
     def one_step(inputs):
         if not backward:
             return model(inputs, training=True)
@@ -228,8 +232,7 @@ def program_of(
                 for batch in batches:
                     with tf.control_dependencies(read):
                         batch = keras.tree.map_structure(tf.identity, batch)
-                        flat = keras.tree.flatten(one_step(batch))
-                        read = [*read, *map(_one_number, flat)]
+                        read = [*read, *numbers_of_step(batch)]
                 ends += read
             return tf.add_n(ends)  # What nobody reads, TensorFlow does not compute.
 
