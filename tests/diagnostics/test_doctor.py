@@ -201,8 +201,20 @@ def test_a_tensorflow_that_crashes(tmp_path, monkeypatch, code, reason):
         ({"error": "OSError: y"}, {"difference": 0.0}, "broken", "tfparallel fails with OSError"),
     ],
 )
-def test_the_verdict_on_a_fault(monkeypatch, ours, theirs, verdict, meaning):
+def test_the_verdict_on_a_fault(ours, theirs, verdict, meaning):
     code = f"print('chatter'); print({json.dumps(json.dumps({'ours': ours, 'theirs': theirs}))})"
-    monkeypatch.setattr(doctor, "_command", lambda name: [doctor.sys.executable, "-c", code])
-    finding = doctor._try_fault("gradient_clipping", "clipping", 60)
+    command = [sys.executable, "-c", code]
+    lines, error = doctor.run_probe(command, 60)
+    finding = doctor._of_fault("clipping", lines[-1], error, command)
     assert finding.verdict == verdict and meaning in finding.meaning
+    # What tfparallel does wrong is no fault of others.
+    assert finding.is_upstream == (verdict != "broken")
+
+
+def test_a_fault_that_crashed_is_told_and_so_are_two_workers():
+    finding = doctor._of_fault("clipping", None, "killed by SIGSEGV", ["probe"])
+    assert finding.verdict == "broken" and "tried: killed by SIGSEGV" in finding.meaning
+    finding = doctor._of_workers({"ours": {"difference": 0.0}}, "", ["probe"])
+    assert finding.verdict == "ok" and "they meet" in finding.meaning and not finding.is_upstream
+    finding = doctor._of_workers({"ours": {"error": "RuntimeError: x"}}, "", ["probe"])
+    assert finding.verdict == "broken" and "tfparallel fails with RuntimeError" in finding.meaning

@@ -3,12 +3,14 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags
 
+from tfparallel.activity import Activity
 from tfparallel.commands.flags import (
     Command,
+    UsageError,
     parse_flags_alone,
     path_problems,
     resolved,
@@ -18,14 +20,16 @@ from tfparallel.diagnostics import gpu
 from tfparallel.diagnostics.doctor import examine
 from tfparallel.diagnostics.finding import VERDICTS, Finding, worst
 from tfparallel.diagnostics.report import versions, write_report
+from tfparallel.diagnostics.suggestion import suggested, this_machine
 
 __all__ = ["main"]
 
 _COMMAND = Command(
     name="doctor",
     summary="Looks at versions, devices, the cluster that the environment names, ports, peers, "
-    "disk, memory and cores, and tries known faults of TensorFlow and Keras; with --gpu, tries "
-    "this host's GPUs instead. Exit code 1 if something is broken.",
+    "disk, memory and cores, starts TensorFlow and two workers, and says first whether training "
+    "works here; known faults of TensorFlow's own strategies come last. With --gpu, tries this "
+    "host's GPUs instead. Exit code 1 if something is broken.",
     example="tfparallel doctor --checkpoint_dir=ckpt --report=doctor.json",
     arguments="[--flags]",
 )
@@ -42,6 +46,18 @@ def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_bool(
         "quick", False, "Leave out what is tried for seconds each.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "suggest",
+        False,
+        "Print the command for this machine instead, with the reason in a line.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "upstream",
+        False,
+        "Try TensorFlow's own strategy on two workers, too; some ten seconds.",
+        flag_values=values,
     )
     flags.DEFINE_string(
         "checkpoint_dir", None, "Where checkpoints will go; else the folder here.", values
@@ -109,21 +125,27 @@ def _main(arguments: Sequence[str]) -> int:
     values = _flags()
     if not parse_flags_alone(_COMMAND, values, _problems, arguments):
         return 0
+    if values.suggest:
+        return _suggest()
     if values.gpu and gpu.gpu_is_missing(values.device_type):
         print(gpu.MISSING)
         return 0
     findings = []
-    for finding in _examined(values):
-        findings.append(finding)
-        print(_line(finding), flush=True)
-    counts = {name: sum(finding.verdict == name for finding in findings) for name in VERDICTS}
-    print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    if values.gpu:  # For minutes.
+        for finding in _examined(values):
+            findings.append(finding)
+            print(_line(finding), flush=True)
+        print(_verdict(findings))
+    else:
+        with Activity("looking at this host") as activity:
+            findings += _examined(values, activity.say)
+        print("\n".join(_told(findings)))
     if values.report is not None:
         report = {
             "command": "doctor",
             "configuration": resolved(values),
             "versions": versions(),
-            "verdict": worst(findings),
+            "verdict": worst([finding for finding in findings if not finding.is_upstream]),
             "findings": [dataclasses.asdict(finding) for finding in findings],
         }
         write_report(values.report, report)
@@ -136,7 +158,49 @@ def _main(arguments: Sequence[str]) -> int:
     return 1 if worst(findings) == "broken" else 0
 
 
-def _examined(values) -> Iterator[Finding]:
+def _suggest() -> int:
+    try:
+        found = suggested(this_machine())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(f"{found.command}\n  why: {found.why}\n{found.then}")
+    return 0
+
+
+def _told(findings: list[Finding]) -> Iterator[str]:
+    """The verdict, what is wrong and what is well; then what TensorFlow's strategies do wrong."""
+    of_host = [finding for finding in findings if not finding.is_upstream]
+    yield _verdict(of_host)
+    of_host.sort(key=lambda finding: -VERDICTS.index(finding.verdict))
+    yield from map(_line, of_host)
+    upstream = [finding for finding in findings if finding.is_upstream]
+    faults = [finding for finding in upstream if finding.verdict != "ok"]
+    if faults:
+        yield ""
+        yield (
+            "faults of TensorFlow's own strategies, tried here; tfparallel's train to the weights "
+            "of one device (write tfparallel.… where you wrote tf.distribute.…):"
+        )
+        for finding in faults:
+            text = finding.meaning.partition(";")[0].removeprefix("TensorFlow's own strategy ")
+            yield f"  {finding.check}: {text}"
+    for finding in upstream:
+        if finding.verdict == "ok":
+            yield f"  {finding.check}: {finding.meaning}"
+
+
+def _verdict(findings: list[Finding]) -> str:
+    counts = {name: sum(finding.verdict == name for finding in findings) for name in VERDICTS}
+    counted = ", ".join(f"{count} {name}" for name, count in counts.items())
+    told = {
+        "ok": "ready: training works here",
+        "warn": "ready, with warnings",
+        "broken": "broken: " + ", ".join(f.check for f in findings if f.verdict == "broken"),
+    }
+    return f"verdict: {told[worst(findings)]} ({counted})"
+
+
+def _examined(values, progress: Callable[[str], None] = lambda text: None) -> Iterator[Finding]:
     if values.gpu:
         return gpu.examine_gpus(
             values.device_type, values.probe_timeout or 600.0, values.trials, values.total_timeout
@@ -147,6 +211,8 @@ def _examined(values) -> Iterator[Finding]:
         peer_timeout_seconds=values.peer_timeout,
         probe_timeout_seconds=values.probe_timeout or 120.0,
         quick=values.quick,
+        upstream=values.upstream,
+        progress=progress,
     )
 
 

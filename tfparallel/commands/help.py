@@ -30,7 +30,7 @@ _TOPICS = {
     "add_bandwidth sweep",
     "What is measured": "algorithms dtype min_bytes max_bytes step_factor iters warmup_iters "
     "link_gbits",
-    "What is examined": "quick suggest min_free_mib peer_timeout probe_timeout",
+    "What is examined": "quick suggest upstream min_free_mib peer_timeout probe_timeout",
     "GPU trials": "gpu trials total_timeout",
     "Files to write": "save checkpoint_dir checkpoint_every_steps tensorboard report json csv plot "
     "draw trace output save_profile",

@@ -4,6 +4,7 @@ TensorFlow is loaded in processes of its own alone (probes.py), with a deadline:
 where it crashes or hangs at its start, that is a finding and not the end.
 """
 
+import concurrent.futures
 import importlib.metadata
 import json
 import os
@@ -11,7 +12,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -22,7 +23,7 @@ from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_mem
 from tfparallel.diagnostics.reach import examine_cluster
 from tfparallel.startup import has_nvidia_gpu
 
-__all__ = ["KNOWN_FAULTS", "examine", "run_probe"]
+__all__ = ["KNOWN_FAULTS", "TWO_WORKERS", "examine", "run_probe"]
 
 # The probe of each known fault, and what it is that TensorFlow's own strategy does.
 KNOWN_FAULTS = {
@@ -30,8 +31,9 @@ KNOWN_FAULTS = {
     "steps_per_execution": "steps_per_execution=2 on 2 devices",
     "gradient_clipping": "gradient clipping on 2 devices",
     "uneven_batches": "a batch that 2 devices do not divide",
-    "two_workers": "fit on 2 workers of this host",
 }
+TWO_WORKERS = "fit on 2 workers of this host"
+_CLUSTER_PROBE = "tfparallel.diagnostics.cluster_probe"
 # In float64 the order of a sum makes no such difference.
 _TOLERANCE = 1e-9
 
@@ -43,29 +45,49 @@ def examine(
     peer_timeout_seconds: float = 3.0,
     probe_timeout_seconds: float = 120.0,
     quick: bool = False,
+    upstream: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
-    """Yields the findings one by one, as they are found.
+    """Yields the findings one by one, as they are found; the faults of others last.
 
     Args:
         folder: Where checkpoints go; by default the working folder.
         min_free_mib: How much free disk the job needs; by default little is a warning only.
         peer_timeout_seconds: How long another worker may take to answer.
         probe_timeout_seconds: How long each process with TensorFlow may take.
-        quick: Whether to leave out the known faults, which are tried for seconds each.
+        quick: Whether to leave out what is tried for seconds: known faults, and two workers.
+        upstream: Whether to try TensorFlow's own strategy on two workers, too.
+        progress: Is told what takes a while, before it does.
     """
+    progress("looking at this host")
     yield from _examine_versions()
     cluster, findings = examine_cluster(peer_timeout_seconds)
     yield from findings
     yield from examine_disk(folder, min_free_mib)
     yield from examine_memory(cluster.num_local_workers)
     yield from examine_cores(cluster.num_local_workers)
-    installation = _examine_installation(probe_timeout_seconds)
+    if quick or _wrong_backend():
+        yield from _examine_installation(probe_timeout_seconds)
+        return
+    progress("trying TensorFlow, and two workers of this host")
+    of_workers = [sys.executable, "-m", _CLUSTER_PROBE, "ours", *(["theirs"] if upstream else [])]
+    # Each is most of the time a single core at work.
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        in_one = pool.submit(
+            run_probe, _command("installation", *KNOWN_FAULTS), probe_timeout_seconds
+        )
+        workers = pool.submit(run_probe, of_workers, probe_timeout_seconds)
+    lines, error = in_one.result()
+    found = {line["probe"]: line for line in lines}
+    installation = _of_installation(found.get("installation"), error)
     yield from installation
     # Without TensorFlow every one of them fails, and says nothing new.
-    if quick or installation[0].verdict == "broken":
+    if installation[0].verdict == "broken":
         return
+    lines, error_of_workers = workers.result()
+    yield _of_workers(lines[-1] if lines else None, error_of_workers, of_workers)
     for name, what in KNOWN_FAULTS.items():
-        yield _try_fault(name, what, probe_timeout_seconds)
+        yield _of_fault(what, found.get(name), error, _command(name))
 
 
 def _examine_versions() -> Iterator[Finding]:
@@ -106,15 +128,24 @@ def _version(name):
         return None
 
 
-def _examine_installation(timeout_seconds: float) -> list[Finding]:
+def _wrong_backend() -> str | None:
     backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
-    if backend != "tensorflow":
+    return None if backend == "tensorflow" else backend
+
+
+def _examine_installation(timeout_seconds: float) -> list[Finding]:
+    if (backend := _wrong_backend()) is not None:
         text = f"KERAS_BACKEND={backend}, and tfparallel trains on TensorFlow"
         return [Finding("TensorFlow", "broken", text, "set KERAS_BACKEND=tensorflow")]
-    found, error = _probe("installation", timeout_seconds)
+    lines, error = run_probe(_command("installation"), timeout_seconds)
+    return _of_installation(lines[-1] if lines else None, error)
+
+
+def _of_installation(found: dict[str, Any] | None, error: str) -> list[Finding]:
     if found is None:
         advice = "reinstall it: pip install --force-reinstall tensorflow keras"
-        return [Finding("TensorFlow", "broken", f"it does not start: {error}", advice)]
+        text = f"it does not start: {error or 'it printed nothing'}"
+        return [Finding("TensorFlow", "broken", text, advice)]
     versions = found["versions"]
     text = f"{versions['tensorflow']} with Keras {versions['keras']} computes on "
     findings = [Finding("TensorFlow", "ok", text + ", ".join(found["devices"]))]
@@ -136,27 +167,36 @@ def _examine_installation(timeout_seconds: float) -> list[Finding]:
     return findings
 
 
-def _try_fault(name: str, what: str, timeout_seconds: float) -> Finding:
-    found, error = _probe(name, timeout_seconds)
+def _of_workers(found, error: str, command: Sequence[str]) -> Finding:
+    """What two workers did; what TensorFlow's own strategy does there is told if it was tried."""
+    if found is None or "theirs" in found:
+        return _of_fault(TWO_WORKERS, found, error, command)
+    finding = _of_fault(TWO_WORKERS, {**found, "theirs": {"difference": 0.0}}, error, command)
+    if finding.verdict == "ok":
+        return Finding(TWO_WORKERS, "ok", "they meet, and train to the weights of one device")
+    return finding
+
+
+def _of_fault(
+    what: str, found: dict[str, Any] | None, error: str, command: Sequence[str]
+) -> Finding:
+    alone = f"see it by itself: {' '.join(command)}"
     if found is None:
-        advice = f"see it by itself: {' '.join(_command(name))}"
-        return Finding(what, "broken", f"it could not be tried: {error}", advice)
+        why = error or "it printed nothing"
+        return Finding(what, "broken", f"it could not be tried: {why}", alone)
     ours, theirs = _describe(found["ours"]), _describe(found["theirs"])
     if ours is not None:
-        return Finding(
-            what,
-            "broken",
-            f"tfparallel {ours}",
-            f"see it by itself: {' '.join(_command(name))}; then report it",
-        )
+        return Finding(what, "broken", f"tfparallel {ours}", f"{alone}; then report it")
     if theirs is not None:
         return Finding(
             what,
             "warn",
             f"TensorFlow's own strategy {theirs}; tfparallel trains to the weights of one device",
             "write tfparallel.… where you wrote tf.distribute.…",
+            is_upstream=True,
         )
-    return Finding(what, "ok", "the weights of one device, by TensorFlow's own strategy too")
+    text = "the weights of one device, by TensorFlow's own strategy too"
+    return Finding(what, "ok", text, is_upstream=True)
 
 
 def _describe(result) -> str | None:
@@ -169,14 +209,6 @@ def _describe(result) -> str | None:
             f"{result['difference']:.0e})"
         )
     return None
-
-
-def _probe(name: str, timeout_seconds: float) -> tuple[dict | None, str]:
-    """Runs a probe; returns what it found, or None and why it found nothing."""
-    lines, error = run_probe(_command(name), timeout_seconds)
-    if not error and lines:
-        return lines[-1], ""
-    return None, error or "it printed nothing"
 
 
 def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[list[Any], str]:
@@ -220,5 +252,5 @@ def run_probe(command: Sequence[str], timeout_seconds: float) -> tuple[list[Any]
     return lines, ": ".join([reason, *last])
 
 
-def _command(name):
-    return [sys.executable, "-m", "tfparallel.diagnostics.probes", name]
+def _command(*names: str) -> list[str]:
+    return [sys.executable, "-m", "tfparallel.diagnostics.probes", *names]

@@ -17,12 +17,14 @@ class Finding:
         verdict: `"ok"`; `"warn"`, to be known; or `"broken"`: training will fail, or go wrong.
         meaning: What was found, and what that means.
         advice: What to do about it; empty if nothing is to be done.
+        is_upstream: Whether it is of TensorFlow's own strategies, and no trouble of this host.
     """
 
     check: str
     verdict: str
     meaning: str
     advice: str = ""
+    is_upstream: bool = False
 
 
 def worst(findings: list[Finding]) -> str:

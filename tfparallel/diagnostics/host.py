@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tfparallel.cluster.environment import available_cores
 from tfparallel.diagnostics.finding import Finding
 
-__all__ = ["examine_cores", "examine_disk", "examine_memory"]
+__all__ = ["examine_cores", "examine_disk", "examine_memory", "free_memory_mib"]
 
 _MIB = 2**20
 _ENOUGH_DISK_MIB = 1024
@@ -56,8 +56,7 @@ def examine_disk(folder: str | None, min_free_mib: float | None) -> Iterator[Fin
 
 def examine_memory(num_local_workers: int) -> Iterator[Finding]:
     """Looks how much memory is free, for the host and within the limit of the container."""
-    free = {"the host": _free_of_host(), "this container's limit": _free_of_cgroup()}
-    free = {name: value for name, value in free.items() if value is not None}
+    free = _free_memory()
     if not free:
         return
     name = min(free, key=free.get)
@@ -70,6 +69,11 @@ def examine_memory(num_local_workers: int) -> Iterator[Finding]:
         yield Finding("memory", "warn", text, advice)
     else:
         yield Finding("memory", "ok", text)
+
+
+def free_memory_mib() -> float | None:
+    """Returns how much memory is free, within the limit of the container; None if nobody knows."""
+    return min(_free_memory().values(), default=None)
 
 
 def examine_cores(num_local_workers: int) -> Iterator[Finding]:
@@ -94,6 +98,11 @@ def examine_cores(num_local_workers: int) -> Iterator[Finding]:
         )
     else:
         yield Finding("cores", "ok", text)
+
+
+def _free_memory():
+    free = {"the host": _free_of_host(), "this container's limit": _free_of_cgroup()}
+    return {name: value for name, value in free.items() if value is not None}
 
 
 def _free_of_host():

@@ -1,17 +1,17 @@
 """The doctor's probes of TensorFlow and Keras, each run in a process of its own.
 
-    python -m tfparallel.diagnostics.probes NAME
+    python -m tfparallel.diagnostics.probes NAME [NAME …]
 
-prints one line of JSON. A known fault is tried, not assumed: the same small
-net is trained on one device, by TensorFlow's strategy and by tfparallel's, and
-the weights are compared.
+prints a line of JSON for each. A known fault is tried, not assumed: the same
+small net is trained on one device, by TensorFlow's strategy and by
+tfparallel's, and the weights are compared. Those of workers are started by
+cluster_probe.py, which needs no TensorFlow itself.
 """
 
 import contextlib
 import json
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -19,14 +19,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel import devices
-from tfparallel.cluster.spawn import spawn
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 
-__all__ = ["PROBES", "main"]
+__all__ = ["PROBES", "main", "trained_by_workers"]
 
 # Logical CPUs: the probes run on any machine, beside a job that holds its GPUs.
 _DEVICES = ["CPU:0", "CPU:1"]
-_SPAWN_SECONDS = 90
 _ERROR_CHARACTERS = 2000
 
 
@@ -35,7 +33,8 @@ def installation() -> dict[str, Any]:
     build = tf.sysconfig.get_build_info()
     found = {
         "versions": {"tensorflow": tf.__version__, "keras": keras.__version__},
-        "devices": devices.list_devices(),
+        # Of the CPUs the one that is there before a probe splits it.
+        "devices": [name for name in devices.list_devices() if name not in _DEVICES[1:]],
         "cuda": build.get("cuda_version") if build.get("is_cuda_build") else None,
     }
     for device in found["devices"]:
@@ -64,13 +63,17 @@ def uneven_batches() -> dict[str, Any]:
     return _compare(num_examples=41)
 
 
-def two_workers() -> dict[str, Any]:
-    """`fit` on two worker processes of this host, over its network (keras#20585)."""
-    expected = _train(contextlib.nullcontext())
-    return {
-        "theirs": _difference(expected, lambda: _spawn(_train_under_theirs)),
-        "ours": _difference(expected, lambda: _spawn(_train_under_ours)),
-    }
+def trained_by_workers(whose: str) -> dict[str, Any]:
+    """`fit` in one of several workers: how far its weights are from those of one device.
+
+    Args:
+        whose: "ours", or "theirs": the strategy of TensorFlow (keras#20585).
+    """
+    strategies = {"ours": MultiWorkerMirroredStrategy}
+    strategies["theirs"] = tf.distribute.MultiWorkerMirroredStrategy
+    weights = _train(strategies[whose]().scope())
+    # Behind the strategy, which must come before anything computes.
+    return _difference(_train(contextlib.nullcontext()), lambda: weights)
 
 
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -81,18 +84,20 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
         steps_per_execution,
         gradient_clipping,
         uneven_batches,
-        two_workers,
     )
 }
 
 
-def main(name: str) -> None:
-    """Runs one probe and prints what it found."""
-    print(json.dumps(PROBES[name]()), flush=True)
+def main(names: Sequence[str]) -> None:
+    """Runs probes, one after the other, and prints what each found."""
+    if set(names) != {"installation"}:
+        devices.split_cpu(len(_DEVICES))
+    for name in names:
+        print(json.dumps({"probe": name, **PROBES[name]()}), flush=True)
+        keras.backend.clear_session()
 
 
 def _compare(**options) -> dict[str, Any]:
-    devices.split_cpu(len(_DEVICES))
     expected = _train(tf.device(_DEVICES[0]), **options)
     return {
         "theirs": _difference(
@@ -133,20 +138,5 @@ def _train(scope, *, optimizer=None, num_examples=48, **compile_options) -> list
     return model.get_weights()
 
 
-def _train_under_theirs():
-    return _train(tf.distribute.MultiWorkerMirroredStrategy().scope())
-
-
-def _train_under_ours():
-    return _train(MultiWorkerMirroredStrategy().scope())
-
-
-def _spawn(function):
-    # The doctor is asked beside a job too, whose cluster these workers are none of.
-    for name in ("TF_CONFIG", "RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    return spawn(function, device_type="cpu", timeout_seconds=_SPAWN_SECONDS)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -1,0 +1,123 @@
+"""Which command suits this machine: what `tfparallel doctor --suggest` prints."""
+
+import dataclasses
+import importlib.util
+
+from tfparallel import cuda_driver
+from tfparallel.cluster.environment import available_cores
+from tfparallel.cluster.spec import Cluster
+from tfparallel.diagnostics.host import free_memory_mib
+
+__all__ = ["Machine", "Suggestion", "suggested", "this_machine"]
+
+_TRAIN = "tfparallel train TASK.py"
+# A worker holds about 500 MiB before it has loaded any data.
+_WORKER_MIB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What the choice rests on.
+
+    Attributes:
+        num_gpus: GPUs that this process may use.
+        num_cores: CPU cores that it may use.
+        free_mib: Free memory, or None if nobody knows.
+        has_mpi: Whether MPI can carry tensors between workers.
+        num_workers: Of the job that the environment names; 1 without one.
+        source: Who names it.
+    """
+
+    num_gpus: int
+    num_cores: int
+    free_mib: float | None
+    has_mpi: bool
+    num_workers: int = 1
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """A command, and the reason for it in a line.
+
+    Attributes:
+        command: It can be pasted, with the path of a task file.
+        why: The reason.
+        then: A command that tells whether it was the right one, and what that says.
+    """
+
+    command: str
+    why: str
+    then: str
+
+
+def this_machine() -> Machine:
+    """Looks at this host, its GPUs' driver and the environment; loads no TensorFlow.
+
+    Raises:
+        ValueError: If the environment names a cluster that cannot be.
+    """
+    cluster = Cluster.from_env()
+    return Machine(
+        cuda_driver.num_gpus(),
+        len(available_cores()),
+        free_memory_mib(),
+        importlib.util.find_spec("mpi4py") is not None,
+        cluster.num_workers,
+        str(cluster.source),
+    )
+
+
+def suggested(machine: Machine) -> Suggestion:
+    """Returns the command for a model that fits one device: form, devices, workers, transport."""
+    fits = (
+        f"tfparallel plan TASK.py --num_devices={max(machine.num_gpus, 2)}",
+        "what each other form would take, and where the model is cut if it does not fit",
+    )
+    if machine.num_workers > 1:
+        return Suggestion(
+            f"{_TRAIN} --parallel=data --strategy=multi_worker",
+            f"this process is one of {machine.num_workers} workers ({machine.source}): each "
+            "trains on its share of the batch",
+            _then("tfparallel doctor", "whether the other workers can be reached"),
+        )
+    if machine.num_gpus > 1:
+        return Suggestion(
+            f"{_TRAIN} --parallel=data --num_devices={machine.num_gpus} --device_type=gpu",
+            f"{machine.num_gpus} GPUs: a replica on each, in one process; NCCL sums the gradients",
+            _then(*fits),
+        )
+    if machine.num_gpus == 1:
+        return Suggestion(
+            f"{_TRAIN} --parallel=none --device_type=gpu",
+            "one GPU: nothing to share out; several devices on it would take turns",
+            _then(*fits),
+        )
+    number = machine.num_cores
+    if machine.free_mib is not None:
+        number = min(number, int(machine.free_mib // _WORKER_MIB))
+    if number < 2:
+        few = "one core" if machine.num_cores < 2 else "memory for one worker"
+        return Suggestion(
+            f"{_TRAIN} --parallel=none",
+            f"no GPU and {few}: more workers would take turns",
+            _then(*fits),
+        )
+    transport, why = ("mpi", "MPI is the fastest between CPUs of one host")
+    if not machine.has_mpi:
+        transport = "tensorflow"
+        why = "MPI would be faster than gRPC between them: pip install 'tfparallel[mpi]'"
+    of_memory = "" if number == machine.num_cores else ", as many as memory holds"
+    return Suggestion(
+        f"tfparallel launch --nproc_per_node={number} --transport={transport} -- {_TRAIN} "
+        "--parallel=data",
+        f"{machine.num_cores} cores and no GPU: {number} workers{of_memory}; {why}",
+        _then(
+            f"tfparallel bench train TASK.py --nproc_per_node=1,{number}",
+            "whether they are faster than one process, which large layers keep busy on all cores",
+        ),
+    )
+
+
+def _then(command: str, tells: str) -> str:
+    return f"{command}\n  tells {tells}"
