@@ -5,6 +5,11 @@ other processes stay light; the first public name that needs it does (PEP 562).
 """
 
 import importlib
+import os
+
+if os.environ.get("TFPARALLEL_WORKER_ERROR"):  # In a worker of `tfparallel launch` alone.
+    # What ends all of them is shown once, in a few lines.
+    importlib.import_module("tfparallel.cluster.worker_error").tell_launcher()
 
 # A literal: setup.cfg reads it without importing the package.
 __version__ = "0.1.0"

@@ -7,11 +7,9 @@ to carry no news is held back here; every other line comes through. Set
 """
 
 import contextlib
-import glob
 import importlib
 import importlib.metadata
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -22,29 +20,12 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-_VERBOSE_VARIABLE = "TFPARALLEL_VERBOSE"
+from tfparallel.chatter import has_nvidia_gpu, is_chatter, wants_quiet
+
 _LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
 _ANY_VERSION_VARIABLE = "TFPARALLEL_ANY_VERSION"
 # Errors stay visible while a program runs; information and warnings do not.
 _QUIET_LEVEL = "2"
-
-_CHATTER = re.compile(
-    "|".join(
-        [
-            r"WARNING: All log messages before absl::InitializeLog\(\)",
-            # Information, in the old and in the new form of the log's prefix.
-            r"I\d{4} \d",
-            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I ",
-            # The second line of the message about CPU instructions.
-            r"To enable the following instructions: ",
-            # Two libraries of one CUDA build register the same factory: harmless.
-            r"[EW]\d{4} .*Unable to register cu\w+ factory",
-            r"[EW]\d{4} .*computation placer already registered",
-        ]
-    )
-)
-# News on a machine that has a GPU, noise on one that has none.
-_CHATTER_WITHOUT_GPU = re.compile(r"[EW]\d{4} .*failed call to cuInit")
 
 _lock = threading.RLock()
 _state = {"prepared": False}
@@ -81,7 +62,7 @@ def prepare() -> None:
         if _state["prepared"]:
             return
         _check_backend(os.environ.get("KERAS_BACKEND"), "environment variable KERAS_BACKEND")
-        if _wants_quiet():
+        if wants_quiet():
             os.environ.setdefault(_LEVEL_VARIABLE, _QUIET_LEVEL)
         with quiet_stderr():
             tensorflow = importlib.import_module("tensorflow")
@@ -104,7 +85,7 @@ def quiet_stderr() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    if not _wants_quiet():
+    if not wants_quiet():
         yield
         return
     with contextlib.ExitStack() as stack:
@@ -125,35 +106,12 @@ def quiet_stderr() -> Iterator[None]:
             _flush_stderr()
             os.dup2(screen, 2)
             log.seek(0)
-            kept = b"".join(line for line in log if not _is_chatter(line))
+            has_gpu = has_nvidia_gpu()
+            kept = b"".join(line for line in log if not is_chatter(line, has_gpu))
             if kept:
                 # Into a duplicate: closing the file object must not close 2.
                 with os.fdopen(os.dup(2), "wb") as stderr:
                     stderr.write(kept)
-
-
-def has_nvidia_gpu() -> bool:
-    """Tells whether the system shows an NVIDIA GPU, whatever TensorFlow sees.
-
-    Returns:
-        True if a GPU's device file exists (`/dev/dxg` is that of WSL).
-    """
-    return bool(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")
-
-
-def _wants_quiet():
-    if os.environ.get(_VERBOSE_VARIABLE, "") not in ("", "0"):
-        return False
-    # Level 0 asks for information; 1 and above ask for none, yet TensorFlow
-    # prints what it logs before it has read the level.
-    return os.environ.get(_LEVEL_VARIABLE) != "0"
-
-
-def _is_chatter(line):
-    text = line.decode(errors="replace")
-    if _CHATTER.match(text):
-        return True
-    return bool(_CHATTER_WITHOUT_GPU.match(text)) and not has_nvidia_gpu()
 
 
 def _flush_stderr():

@@ -110,6 +110,36 @@ def test_death_by_signal_is_128_and_its_number():
     assert code == 137 and "was killed by SIGKILL" in errors and "for want of memory" in errors
 
 
+SHAPES = """
+import sys, tfparallel, warnings
+print("I0000 00:00:1.2 3 port.cc:153] oneDNN custom operations are on.", file=sys.stderr)
+warnings.warn("look")
+print("mine", file=sys.stderr, flush=True)
+def fit():
+    raise ValueError("a shape does not fit")
+fit()
+"""
+
+
+def test_what_all_workers_fail_by_is_told_once(tmp_path):
+    program = tmp_path / "mine.py"
+    program.write_text(SHAPES)
+    launch = ["launch", "--nproc_per_node=2", f"--log_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tfparallel", *launch, "--", sys.executable, str(program)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=DEADLINE_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: a shape does not fit\n") == 1, done.stderr
+    assert f"  {program}, line 7, in fit: raise ValueError" in done.stderr
+    assert "Traceback" not in done.stderr and "oneDNN" not in done.stderr
+    assert done.stderr.count("UserWarning: look") == 1 <= done.stderr.count("mine\n") <= 2
+    assert f" above; the whole traceback is in {tmp_path}\n" in done.stderr
+    logs = [(tmp_path / f"worker_{index}.log").read_text() for index in range(2)]
+    assert any("Traceback (most recent call last):" in log and "oneDNN" in log for log in logs)
+
+
 FAIL_ONCE = (
     "import os, sys, time; again = os.environ['TFPARALLEL_RESTART_COUNT'] != '0'\n"
     "print('attempt', os.environ['TFPARALLEL_RESTART_COUNT'], os.environ['TF_CONFIG'])\n"

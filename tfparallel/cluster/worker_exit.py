@@ -45,6 +45,7 @@ class WorkerExit:
         tail: The last lines of its output.
         node: The other host that it ran on; None on this one.
         name: What to call it, if not by its index.
+        told: Where the error that ended it has been shown, if it has.
     """
 
     worker: int
@@ -54,6 +55,7 @@ class WorkerExit:
     tail: tuple[str, ...] = ()
     node: int | None = None
     name: str = ""
+    told: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -77,6 +79,8 @@ class WorkerExit:
             text += " (by hand, or by the system for want of memory: see `dmesg`)"
         if self.node is not None:
             text += "; its output is on that host"
+        if self.told:
+            text += f"; {self.told}"
         if self.tail:
             text += "; its last lines:\n" + "\n".join(f"    {line}" for line in self.tail)
         return text

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
 
+from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.elastic import ElasticMeetings, JobEndedError
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.cluster.host_share import host_programs, meet_alone, programs_with_servers
@@ -19,7 +20,9 @@ from tfparallel.cluster.nodes import NodeMeeting, meet
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
+from tfparallel.cluster.screening import Screening
 from tfparallel.cluster.supervisor import Program, StopRequest, run
+from tfparallel.cluster.worker_error import WORKER_ERROR, WorkerError
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.flight.record import FOLDER, SUFFIX, path_of, read_record
 
@@ -82,6 +85,7 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
         StopRequest: If a signal says so.
     """
     environment, own_folder = dict(os.environ), None
+    environment[WORKER_ERROR] = "1"
     if values.transport is not None:
         environment[ALL_REDUCE] = values.transport
     if not environment.get(FOLDER):
@@ -296,39 +300,60 @@ def _run(values, programs, attempt, meeting: NodeMeeting | None = None) -> Outco
     names = {program.worker: program.name for program in programs if program.name}
     screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer, names)
     with contextlib.ExitStack() as stack:
+        screening = Screening(
+            screen.write,
+            _keeping(values, programs, attempt, stack),
+            has_gpu=has_nvidia_gpu(),
+            is_quiet=wants_quiet(),
+        )
         outcome = run(
             programs,
-            on_output=_keeping(values, programs, attempt, screen.write, stack),
+            on_output=screening.write,
             grace_seconds=values.grace_seconds,
             news=None if meeting is None else meeting.news,
             on_lost=lambda exit_: say(f"{exit_.describe()}; the job goes on with those left"),
         )
         screen.finish()
+        return _with_errors(outcome, screening.errors, values.log_dir)
+
+
+def _with_errors(
+    outcome: Outcome, errors: Mapping[int, WorkerError], log_dir: str | None
+) -> Outcome:
+    """The outcome, with the error of the culprit where its last lines would stand."""
+    culprit = outcome.culprit
+    if culprit is None or culprit.node is not None or culprit.worker not in errors:
         return outcome
+    own = errors[culprit.worker].place
+    alike = sorted(worker for worker, error in errors.items() if error.place == own)
+    if len(alike) > 1:
+        text = f"workers {', '.join(map(str, alike))} ended by the error above"
+    else:
+        text = "its error is above"
+    if log_dir is None:
+        text += "; --log_dir=DIR keeps the whole traceback"
+    else:
+        text += f"; the whole traceback is in {log_dir}"
+    culprit = dataclasses.replace(culprit, tail=(), told=text)
+    return dataclasses.replace(outcome, culprit=culprit)
 
 
 def _keeping(
     values: flags.FlagValues,
     programs: Sequence[Program],
     attempt: int,
-    show: Callable[[int, str, bytes], None],
     stack: contextlib.ExitStack,
-) -> Callable[[int, str, bytes], None]:
-    """Returns `show`, which keeps each worker's output in its file too if that is wanted."""
+) -> Callable[[int, bytes], None]:
+    """Returns what keeps each worker's whole output in its file, if that is wanted."""
     if values.log_dir is None:
-        return show
+        return lambda worker, text: None
     suffix = f".restart_{attempt}" if attempt else ""
     logs = {}
     for program in programs:
         name = program.name.replace(" ", "_") or f"worker_{program.worker}"
         path = os.path.join(values.log_dir, f"{name}{suffix}.log")
         logs[program.worker] = stack.enter_context(open(path, "wb", buffering=0))
-
-    def keep_and_show(worker, stream, text):
-        logs[worker].write(text)
-        show(worker, stream, text)
-
-    return keep_and_show
+    return lambda worker, text: logs[worker].write(text)
 
 
 def _report(cause: str, outcome: Outcome) -> None:

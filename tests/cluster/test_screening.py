@@ -1,0 +1,138 @@
+"""What of the workers' output reaches the screen, and what the log alone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.commands.command_line import ROOT
+from tfparallel.cluster.screening import Screening
+from tfparallel.cluster.worker_error import WORKER_ERROR, WorkerError
+
+CHATTER = (
+    b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+    b"I0000 00:00:1795659460.983967    7311 port.cc:153] oneDNN custom operations are on.\n"
+    b"2025-01-01 10:00:00.123456: I tensorflow/core/util/port.cc:113] oneDNN custom operations\n"
+    b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow\n"
+    b"I0000 00:00:1795659479.067787    8585 coordination_service.cc:505] Example stragglers:\n"
+    b"/job:worker/replica:0/task:1\n"
+)
+
+
+class Seen:
+    def __init__(self, **options):
+        self.shown, self.kept = [], []
+        self.screening = Screening(
+            lambda worker, stream, text: self.shown.append((worker, stream, text)),
+            lambda worker, text: self.kept.append((worker, text)),
+            **options,
+        )
+
+    def write(self, worker, text, stream="stderr"):
+        self.screening.write(worker, stream, text)
+        return self
+
+
+def test_chatter_is_for_the_log_alone():
+    seen = Seen().write(0, CHATTER + b"mine\n")
+    assert seen.shown == [(0, "stderr", b"mine\n")]
+    assert seen.kept == [(0, CHATTER + b"mine\n")]
+
+
+def test_who_asks_for_it_sees_it():
+    seen = Seen(is_quiet=False).write(0, CHATTER)
+    assert seen.shown == [(0, "stderr", CHATTER)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"I am a line of a program\n",
+        b"I0000 is what my program prints to stdout\n",
+        b"a question? ",
+        b"\r 50 %\r100 %",
+        b"E0000 00:00:1.2 9 cuda_driver.cc:1] an error of a GPU\n",
+        b"W0000 00:00:1.2 9 file.cc:1] a warning\n",
+    ],
+)
+def test_other_lines_pass_as_they_are(text):
+    stream = "stdout" if b"stdout" in text else "stderr"
+    seen = Seen().write(1, text, stream)
+    assert b"".join(shown for _, _, shown in seen.shown) == text
+
+
+def test_a_warning_of_several_workers_is_shown_once():
+    warning = b"/lib/trainer.py:74: UserWarning: shuffle is ignored\n  self.adapter = (\n"
+    seen = Seen().write(1, warning).write(0, warning + b"mine\n").write(1, warning)
+    assert [text for _, _, text in seen.shown] == [warning, b"mine\n", warning]
+    assert [text for _, text in seen.kept] == [warning, warning + b"mine\n", warning]
+
+
+def error(place="ValueError a.py, line 3"):
+    return WorkerError(["ValueError: wrong", "  a.py, line 3: fit()"], place, "Traceback …\n")
+
+
+def test_the_error_of_several_workers_is_shown_once():
+    seen = Seen()
+    line = error().to_line()
+    for piece in (line[:9], line[9:20], line[20:]):  # As a slow pipe may bring it.
+        seen.write(1, piece)
+    seen.write(0, line).write(2, error("OSError").to_line())
+    short = b"ValueError: wrong\n  a.py, line 3: fit()\n"
+    assert seen.shown == [(1, "stderr", short), (2, "stderr", short)]
+    assert seen.kept == [(worker, "Traceback …\n".encode()) for worker in (1, 0, 2)]
+    assert sorted(seen.screening.errors) == [0, 1, 2]
+
+
+PROGRAM = """
+import {module}
+def train(number):
+    raise ValueError({text!r})
+train(3)
+"""
+KERAS = (
+    "Exception encountered when calling Sequential.call().\n\n\x1b[1mInput 0 does not fit\x1b[0m"
+    "\n\nArguments received by Sequential.call():\n  • mask=None"
+)
+
+
+def run(tmp_path, module="tfparallel", text=KERAS, **environment):
+    path = tmp_path / "mine.py"
+    path.write_text(PROGRAM.format(module=module, text=text))
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    return str(path), done.stderr
+
+
+def test_a_worker_tells_its_launcher_where_its_own_code_failed(tmp_path):
+    path, told = run(tmp_path, **{WORKER_ERROR: "1"})
+    found = WorkerError.from_line(told)
+    assert found.lines == [
+        "ValueError: Input 0 does not fit (in Sequential.call())",
+        f"  {path}, line 4, in train: raise ValueError({KERAS!r})",
+    ]
+    assert found.whole.startswith("Traceback (most recent call last):")
+    assert found.whole.rstrip().endswith("• mask=None")
+
+
+def test_an_error_of_a_graph_is_without_its_frames(tmp_path):
+    text = (
+        "Graph execution error:\n\nDetected at node MatMul defined at (most recent call last):\n"
+        '  File "a.py", line 1, in <module>\n\n  File "b.py", line 2, in fit\n\n'
+        "Matrix size-incompatible: In[0]: [2,3], In[1]: [4,5]\n\t [[{{node MatMul}}]]"
+    )
+    found = WorkerError.from_line(run(tmp_path, text=text, **{WORKER_ERROR: "1"})[1])
+    assert found.lines[:2] == [
+        "ValueError: Graph execution error:",
+        "Matrix size-incompatible: In[0]: [2,3], In[1]: [4,5]",
+    ]
+
+
+def test_no_other_process_tells(tmp_path):
+    assert run(tmp_path)[1].startswith(b"Traceback (most recent call last):")

@@ -1,0 +1,118 @@
+"""The error that ends a worker, told to its launcher: in a few lines, and whole for the log.
+
+Each worker of a job fails with the same error, and a traceback through TensorFlow and Keras has
+fifty lines. In a worker of `tfparallel launch` what Python calls with an error that nobody caught
+writes one line for the launcher instead, which shows the first of several alike.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+
+__all__ = ["WORKER_ERROR", "WorkerError", "tell_launcher"]
+
+# Set by the launcher, for its workers.
+WORKER_ERROR = "TFPARALLEL_WORKER_ERROR"
+_MARK = b"\x1etfparallel error "
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
+_MOST_LINES, _MOST_CHARACTERS = 8, 30_000
+_KERAS = re.compile(
+    r"Exception encountered when calling (?P<where>.*?)\.\n\n(?P<what>.*?)"
+    r"(?:\n\nArguments received by .*)?",
+    re.DOTALL,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerError:
+    """What ended a worker.
+
+    Attributes:
+        lines: The error, and where in the user's own code it came up.
+        place: By which errors of several workers are the same.
+        whole: The traceback.
+    """
+
+    lines: Sequence[str]
+    place: str
+    whole: str
+
+    def to_line(self) -> bytes:
+        """Returns the line for the launcher."""
+        return _MARK + json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "WorkerError | None":
+        """Reads a line; None if it is another one."""
+        if not line.startswith(_MARK):
+            return None
+        try:
+            return cls(**json.loads(line[len(_MARK) :]))
+        except (ValueError, TypeError):
+            return None
+
+    @classmethod
+    def of(cls, error: BaseException) -> "WorkerError":
+        """Describes an error that nobody caught."""
+        whole = "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
+        frame = _own_frame(error)
+        lines = [f"{type(error).__name__}: {_short(error)}"]
+        if frame is not None:
+            place = f"{frame.filename}, line {frame.lineno}"
+            in_function = "" if frame.name == "<module>" else f", in {frame.name}"
+            lines.append(f"  {place}{in_function}: {frame.line}")
+        else:
+            place = ""
+        return cls("\n".join(lines).splitlines(), f"{type(error).__name__} {place}", whole)
+
+
+def tell_launcher() -> None:
+    """Has this process tell its launcher what ends it, if it is a worker that has one."""
+    # Taken away, since what a worker starts has another reader.
+    if not os.environ.pop(WORKER_ERROR, "") or sys.excepthook is not sys.__excepthook__:
+        return
+
+    def tell(kind, error, trace):
+        if issubclass(kind, KeyboardInterrupt) or sys.stderr is None:
+            sys.__excepthook__(kind, error, trace)
+            return
+        sys.stderr.flush()
+        os.write(2, WorkerError.of(error.with_traceback(trace)).to_line())
+
+    sys.excepthook = tell
+
+
+def _own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's code: neither this package's nor an installed one's."""
+    found = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in found if _is_own(frame.filename)]
+    return own[-1] if own else None
+
+
+def _is_own(path: str) -> bool:
+    parts = path.replace(os.sep, "/").split("/")
+    return not (
+        path.startswith((_PACKAGE + os.sep, _LIBRARY + os.sep, "<frozen"))
+        or "site-packages" in parts
+        or "dist-packages" in parts
+    )
+
+
+def _short(error: BaseException) -> str:
+    text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
+    found = _KERAS.fullmatch(text)
+    if found is not None:
+        return f"{found['what'].strip()} (in {found['where']})"
+    # Of an error of a graph, the frames through which its operation was made.
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.strip() and not line.startswith(('  File "', "    ", "Detected at node"))
+    ]
+    more = [f"… and {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
+    return "\n".join([*lines[:_MOST_LINES], *more])
