@@ -247,7 +247,7 @@ def test_a_model_that_is_compiled_brings_its_optimizer_along():
 
 def test_the_layout_tells_what_is_where():
     assert str(hybrid(layers_per_stage=[3, 4]).layout) == (
-        "data=2, pipeline=2, 2 micro-batches by 1f1b\n"
+        "hybrid parallel: data=2, pipeline=2, 2 micro-batches by 1f1b\n"
         "  replica 0  stage 0  CPU:0  first, drop, second\n"
         "  replica 0  stage 1  CPU:1  third, skip, normalize, out\n"
         "  replica 1  stage 0  CPU:2  first, drop, second\n"

@@ -19,17 +19,17 @@ def build():
 FORMS = {
     "replicas": (
         lambda: tfparallel.data_parallel(build, devices=THREE),
-        "data=3\n  replica 0  CPU:0\n  replica 1  CPU:1\n  replica 2  CPU:2\n"
+        "data parallel: data=3\n  replica 0  CPU:0\n  replica 1  CPU:1\n  replica 2  CPU:2\n"
         "  gradients: added on CPU:0",
     ),
     "replicas, another algorithm": (
         lambda: tfparallel.data_parallel(build, devices=TWO, all_reduce="ring"),
-        "data=2\n  replica 0  CPU:0\n  replica 1  CPU:1\n"
+        "data parallel: data=2\n  replica 0  CPU:0\n  replica 1  CPU:1\n"
         "  gradients: all-reduce by ring (tfparallel schedule ring, in TensorFlow)",
     ),
     "replicas, still to be chosen": (
         lambda: tfparallel.data_parallel(build, devices=TWO, all_reduce="auto"),
-        "data=2\n  replica 0  CPU:0\n  replica 1  CPU:1\n"
+        "data parallel: data=2\n  replica 0  CPU:0\n  replica 1  CPU:1\n"
         "  gradients: all-reduce, chosen by a measurement when training begins",
     ),
     "one device": (
@@ -38,22 +38,23 @@ FORMS = {
     ),
     "stages": (
         lambda: tfparallel.model_parallel(build, devices=TWO, layers_per_stage=[1, 1]),
-        "pipeline=2\n  stage 0  CPU:0  up\n  stage 1  CPU:1  down",
+        "model parallel: pipeline=2\n  stage 0  CPU:0  up\n  stage 1  CPU:1  down",
     ),
     "stages by a map": (
         lambda: tfparallel.model_parallel(build, device_map={"up": "CPU:2", "down": "CPU:1"}),
-        "pipeline=2\n  stage 0  CPU:2  up\n  stage 1  CPU:1  down",
+        "model parallel: pipeline=2\n  stage 0  CPU:2  up\n  stage 1  CPU:1  down",
     ),
     "pipeline": (
         lambda: tfparallel.pipeline_parallel(
             build, TWO, 4, "gpipe", "always", layers_per_stage=[1, 1]
         ),
-        "pipeline=2, 4 micro-batches by gpipe, recompute=always\n"
+        "pipeline parallel: pipeline=2, 4 micro-batches by gpipe, recompute=always\n"
         "  stage 0  CPU:0  up\n  stage 1  CPU:1  down",
     ),
     "parts": (
         lambda: tfparallel.tensor_parallel(build, devices=TWO),
-        "tensor=2\n  part 0  CPU:0\n  part 1  CPU:1\n  split: up by column, down by row",
+        "tensor parallel: tensor=2\n  part 0  CPU:0\n  part 1  CPU:1\n"
+        "  split: up by column, down by row",
     ),
 }
 

@@ -53,7 +53,7 @@ def test_schedules_that_fit_nothing_and_layers_that_come_twice():
 def test_replicas():
     layout = Layout(Mesh(data=2), FOUR[:2], reduction="added on GPU:0")
     assert str(layout) == (
-        "data=2\n  replica 0  GPU:0\n  replica 1  GPU:1\n  gradients: added on GPU:0"
+        "data parallel: data=2\n  replica 0  GPU:0\n  replica 1  GPU:1\n  gradients: added on GPU:0"
     )
     assert layout.device(data=1) == "GPU:1" and layout.make_schedule() is None
 
@@ -67,7 +67,7 @@ def test_stages_that_alternate():
     assert layout.num_stages == 4
     assert layout.placement == {"a": "GPU:0", "b": "GPU:1", "c": "GPU:0", "d": "GPU:1"}
     assert str(layout) == (
-        "pipeline=2, 4 micro-batches by interleaved, recompute=always\n"
+        "pipeline parallel: pipeline=2, 4 micro-batches by interleaved, recompute=always\n"
         "  stage 0, 2  GPU:0  a; c\n"
         "  stage 1, 3  GPU:1  b; d"
     )
@@ -79,7 +79,7 @@ def test_of_many_layers_of_a_stage_the_first_and_the_last_are_printed():
     stages = {name: 0 for name in names} | {f"dense_{n}": 1 for n in range(8)}
     layout = Layout(Mesh(pipeline=2), FOUR[:2], stages)
     assert str(layout) == (
-        "pipeline=2\n"
+        "model parallel: pipeline=2\n"
         "  stage 0  GPU:0  conv_1 … conv_30 (30 layers)\n"
         "  stage 1  GPU:1  dense_0, dense_1, dense_2, dense_3, dense_4, dense_5, dense_6, dense_7"
     )
@@ -92,7 +92,7 @@ def test_replicas_of_stages_of_parts():
         {"up": "column", "down": "row"}, schedule="1f1b", num_micro_batches=2,
     )  # fmt: skip
     lines = str(layout).splitlines()
-    assert lines[0] == "data=2, pipeline=2, tensor=2, 2 micro-batches by 1f1b"
+    assert lines[0] == "hybrid parallel: data=2, pipeline=2, tensor=2, 2 micro-batches by 1f1b"
     assert lines[7] == "  replica 1  stage 1  part 0  GPU:6  down"
     assert lines[-1] == "  split: up by column, down by row"
 

@@ -1,5 +1,6 @@
 """The builder: what it returns, what it copies, what it refuses."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -624,3 +625,45 @@ def test_an_activity_that_keras_sums_over_the_batch_is_refused(monkeypatch):
     model = tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"])
     with pytest.raises(ValueError, match=r"sums an activity regularizer .*\['costly'\]"):
         model.compile("sgd", "mse")
+
+
+@pytest.mark.parametrize("compiled", ["within the scope", "outside"])
+def test_a_model_built_outside_the_scope_is_told(compiled):
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="only")])
+    message = r"built outside the scope.*on each of 2 replicas.*2 weights.*only/kernel.*no scope"
+    with pytest.raises(ValueError, match=message):
+        with strategy.scope() if compiled == "within the scope" else contextlib.nullcontext():
+            model.compile("adam", "mse")
+        with strategy.scope():
+            model.fit(np.zeros((8, 4)), np.zeros((8, 1)), verbose=0)
+
+
+@pytest.mark.parametrize("scope", [tf.distribute.MirroredStrategy, tfparallel.MirroredStrategy])
+@pytest.mark.parametrize("call", ["the builder", "compile", "fit"])
+def test_the_scope_of_another_strategy_is_told(scope, call):
+    def build():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    other, devices = scope(["CPU:0", "CPU:1"]), ["CPU:0", "CPU:1"]
+    message = r"outside another's scope. Received: MirroredStrategy in scope. Move the call"
+    model = tfparallel.data_parallel(build, devices=devices)
+    if call == "fit":
+        model.compile("sgd", "mse")
+    with other.scope(), pytest.raises(ValueError, match=message):
+        if call == "the builder":
+            tfparallel.data_parallel(build, devices=devices)
+        elif call == "compile":
+            model.compile("sgd", "mse")
+        else:
+            model.fit(np.zeros((8, 4)), np.zeros((8, 1)), verbose=0)
+
+
+def test_the_scope_of_the_strategy_itself_is_no_other():
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = tfparallel.data_parallel(
+            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), strategy
+        )
+        model.compile("sgd", "mse")
+    assert model.distribute_strategy is strategy

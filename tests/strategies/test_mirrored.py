@@ -255,3 +255,9 @@ def test_an_optimizer_that_knows_no_strategy_writes_all_copies(optimizer):
     for variable in inner.variables:
         for copy in variables.copies(variable):
             np.testing.assert_array_equal(copy, variables.copies(variable)[0])
+
+
+def test_a_strategy_says_what_it_is():
+    strategy = tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])
+    told = "tfparallel.MirroredStrategy: 2 replicas on CPU:0, CPU:1; gradients: added on CPU:0"
+    assert str(strategy) == told and repr(strategy) == f"<{told}>"

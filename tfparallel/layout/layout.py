@@ -50,7 +50,7 @@ class Layout:
     Example:
         >>> layout = Layout(Mesh(pipeline=2), ["CPU:0", "CPU:1"], {"a": 0, "b": 1, "c": 1})
         >>> print(layout)
-        pipeline=2
+        model parallel: pipeline=2
           stage 0  CPU:0  a
           stage 1  CPU:1  b, c
         >>> layout.placement
@@ -187,7 +187,17 @@ class Layout:
             lines.append(f"  split: {', '.join(f'{layer} by {how}' for layer, how in self.splits)}")
         if self.reduction is not None:
             lines.append(f"  gradients: {self.reduction}")
-        return "\n".join([self.title, *lines])
+        title = self.title if self.mesh.size == 1 else f"{self._form()}: {self.title}"
+        return "\n".join([title, *lines])
+
+    def _form(self) -> str:
+        """What makes such a layout, in words."""
+        axes = [axis for axis, size in dataclasses.asdict(self.mesh).items() if size > 1]
+        if len(axes) > 1:
+            return "hybrid parallel"
+        if axes == ["pipeline"] and self.schedule is None:
+            return "model parallel"
+        return f"{axes[0]} parallel"
 
     @property
     def title(self) -> str:

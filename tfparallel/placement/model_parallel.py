@@ -267,7 +267,7 @@ def check_model(model: keras.Model) -> keras.Model:
 def _refuse_scope() -> None:
     if tf.distribute.has_strategy():
         raise PlacementError(
-            "`model_parallel` must be called outside a strategy's scope, which mirrors each "
-            f"variable on all its devices. Received: {type(tf.distribute.get_strategy()).__name__}"
-            " in scope. Move the call out of the `with` block."
+            "This builder must be called outside a strategy's scope, which mirrors each variable "
+            f"on all its devices. Received: {type(tf.distribute.get_strategy()).__name__} in scope."
+            " Move the call, and `compile` and `fit` of its model, out of the `with` block."
         )

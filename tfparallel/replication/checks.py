@@ -79,13 +79,34 @@ def check_compile(model: keras.Model, strategy) -> None:
         )
 
 
+def check_scope(strategy, caller: str) -> None:
+    """Raises in the scope of a strategy that is another one.
+
+    Args:
+        strategy: The one that trains the model.
+        caller: What is called, for the message.
+
+    Raises:
+        ValueError: If there is such a scope.
+    """
+    found = tf.distribute.get_strategy()
+    if not tf.distribute.has_strategy() or found is strategy:
+        return
+    raise ValueError(
+        f"{caller} brings a strategy of its own, and must be called outside another's scope. "
+        f"Received: {type(found).__name__} in scope. Move the call, and `compile` and `fit` of its "
+        "model, out of the `with` block; or keep the block, with tfparallel's strategy of that "
+        "name, and build plain Keras in it."
+    )
+
+
 def check_variables(model: keras.Model, strategy) -> None:
     """Raises if the model trains a variable that the strategy does not hold.
 
     Raises:
-        ValueError: For a variable that was made outside the strategy's scope, by `enable_lora` or
-            by a layer that was added since; for a layer of float8; before Keras 3.14, for an
-            activity regularizer.
+        ValueError: For a variable that was made outside the strategy's scope: all of them, by
+            `enable_lora`, or by a layer that was added since; for a layer of float8; before
+            Keras 3.14, for an activity regularizer.
     """
     check_scales(model)
     if strategy.num_replicas > 1:
@@ -95,6 +116,14 @@ def check_variables(model: keras.Model, strategy) -> None:
         for variable in model.trainable_variables
         if getattr(variable.value, "distribute_strategy", None) is not strategy
     ]
+    if outside and len(outside) == len(model.trainable_variables):
+        raise ValueError(
+            f"Model '{model.name}' was built outside the scope of the strategy that trains it. A "
+            f"copy of each weight on each of {strategy.num_replicas} replicas is required. "
+            f"Received: {len(outside)} weights on one device, such as {outside[0]}. Build the "
+            "model within `with strategy.scope():`, or write `model = "
+            "tfparallel.data_parallel(model)`, which needs no scope."
+        )
     if outside:
         raise ValueError(
             f"Model '{model.name}' trains variables that were made outside its strategy's scope. "

@@ -15,10 +15,10 @@ from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.data.partition import check_weights
-from tfparallel.layout.layout import Layout
-from tfparallel.layout.shorten import first_to_last
+from tfparallel.layout.in_words import replicas_in_words
 from tfparallel.notice import notice
 from tfparallel.replication import clone
+from tfparallel.replication.checks import check_scope
 from tfparallel.replication.data_parallel_model import extend_model, preparing
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.replication.synchronization import Synchronization
@@ -100,8 +100,8 @@ def data_parallel(
     Raises:
         ValueError: If the environment names no valid cluster, a device is unknown or named twice,
             the algorithm cannot run there, there is no such compression or `sync`, the function
-            returns no model, or the model was built in another strategy's scope or cannot be
-            cloned.
+            returns no model, the model was built in another strategy's scope or cannot be cloned,
+            or the call stands in such a scope.
         RuntimeError: If a job of several workers would train a model in each, unless
             `allow_independent_workers`; or if the workers do not meet.
 
@@ -115,6 +115,7 @@ def data_parallel(
         Distributed Synchronous SGD", arXiv:1604.00981, 2016.
     """
     policy = Synchronization.parse(sync)
+    check_scope(strategy, "`data_parallel`")
     if policy.is_async:
         _refuse_beside_async(
             sync,
@@ -151,7 +152,7 @@ def data_parallel(
     )
     if model._is_chief:
         shares = "; the optimizer in shares" if shards else ""
-        notice(f"data_parallel: {_in_words(model.layout)}{shares}.", once=True)
+        notice(f"data_parallel: {replicas_in_words(model.layout)}{shares}.", once=True)
     return model
 
 
@@ -195,21 +196,6 @@ def _build_asynchronous(model_or_function, policy: Synchronization) -> keras.Mod
         once=True,
     )
     return model
-
-
-def _in_words(layout: Layout) -> str:
-    """The devices, and what sums the gradients; every worker has as many."""
-    by_worker: dict[str, list[str]] = {}
-    for device in layout.devices:
-        worker, _, name = device.rpartition("/device:")
-        by_worker.setdefault(worker, []).append(name)
-    names = next(iter(by_worker.values()))
-    count, devices = len(names), first_to_last(names)
-    if len(by_worker) > 1:
-        where = f"{len(by_worker)} workers x {count} device{'s' * (count > 1)} ({devices})"
-    else:
-        where = f"{count} replica{'s' * (count > 1)} on {devices}"
-    return where if layout.reduction is None else f"{where}; gradients: {layout.reduction}"
 
 
 class _OneDevice:

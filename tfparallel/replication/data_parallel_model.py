@@ -70,6 +70,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         strategy = self.strategy
         if strategy is None:
             return super().compile(*args, **kwargs)
+        checks.check_scope(strategy, "`compile` of what `data_parallel` returned")
         with strategy.scope():
             super().compile(*args, **kwargs)
         checks.check_compile(self, strategy)
@@ -81,6 +82,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         """Trains the model, as `keras.Model.fit`; batch sizes are global."""
         args, kwargs = self._of_whole_batches(keras.Model.fit, args, kwargs)
         asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
+        if self.strategy is not None:
+            checks.check_scope(self.strategy, "`fit` of what `data_parallel` returned")
         checks.check_data(
             asked.get("x"), asked.get("batch_size"), asked.get("steps_per_epoch"), "fit"
         )

@@ -9,7 +9,13 @@ class _ExtendsModels:
     """Extends a Keras model in place when it is compiled, or first asked to predict."""
 
     def extend_model(self, model) -> None:
-        """Makes a model that Keras trains under this strategy data parallel."""
+        """Makes a model that Keras trains under this strategy data parallel.
+
+        Raises:
+            ValueError: If the model was built outside the strategy's scope.
+        """
+        if self.num_replicas > 1:
+            checks.check_variables(model, self)
         if getattr(model, "_strategy", None) is not self:
             models.extend_model(model, self)
         else:

@@ -25,6 +25,7 @@ from tfparallel.collectives.choice import choice_of
 from tfparallel.data.partition import check_weights
 from tfparallel.data.shard import Place
 from tfparallel.device_names import canonical
+from tfparallel.layout.in_words import replicas_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.strategies import distributed_data, keras_trainer, variables
@@ -137,6 +138,15 @@ class ProgramStrategy:
         """A replica on each device of each worker, and what sums their gradients."""
         names = self._all_devices()
         return Layout(Mesh(data=len(names)), names, reduction=self._reduction())
+
+    def __str__(self):
+        own = ""
+        if self.workers is not None:
+            own = f"; this is worker {self.workers.worker_index}"
+        return f"tfparallel.{type(self).__name__}: {replicas_in_words(self.layout)}{own}"
+
+    def __repr__(self):
+        return f"<{self}>"
 
     def _all_devices(self) -> list[str]:
         """The devices of all workers."""
