@@ -7,9 +7,9 @@ from keras import layers
 
 import tfparallel
 from tfparallel import notice as notices
+from tfparallel.layout.in_words import replicas_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.replication.data_parallel import _in_words
 
 TWO, THREE = ["CPU:0", "CPU:1"], ["CPU:0", "CPU:1", "CPU:2"]
 
@@ -73,4 +73,4 @@ def test_the_choice_is_told_when_it_is_made(capsys):
 def test_of_workers_the_number_of_their_devices(names, line):
     devices = [f"/job:worker/task:{task}/device:{name}" for task in (0, 1) for name in names]
     layout = Layout(Mesh(data=len(devices)), devices, reduction="all-reduce by mpi (MPI)")
-    assert _in_words(layout) == f"{line}; gradients: all-reduce by mpi (MPI)"
+    assert replicas_in_words(layout) == f"{line}; gradients: all-reduce by mpi (MPI)"
