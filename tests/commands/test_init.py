@@ -122,7 +122,7 @@ def test_at_a_terminal_it_asks(tmp_path):
         (["no/a.py"], "does not exist. Received: 'no/a.py'"),
         (["--kind=image", "--data=a.csv"], "ends in .npz"),
         (["--kind=table", "--data=absent.csv"], "does not exist. Received: --data=absent.csv"),
-        (["--kind=table", "--target=a"], "--target is for a .csv file"),
+        (["--kind=table", "--target=a"], "--target is the column of a .csv file"),
         (["--kind=image", "--data=series.npz"], "missing: y"),
         (["--kind=table", "--data=rows.csv", "--target=no"], "--target=no"),
         (["--data=rows.npz"], "Add --kind=image|table|text|series"),

@@ -79,7 +79,7 @@ def _main(arguments: Sequence[str]) -> int:
     if positional is None:
         return 0
     path = positional[0] if positional else "task.py"
-    problems = _path_problems(positional, path, values.force)
+    problems = _path_problems(positional, path, values.force) + _problems(values)
     if problems:
         raise UsageError("\n".join(problems))
     templates = importlib.import_module("tfparallel.commands.task_templates")
@@ -97,6 +97,15 @@ def _main(arguments: Sequence[str]) -> int:
     print(f"wrote {path}: {_KINDS[asked['kind']]}; {data.summary if data else 'a sample of data'}")
     print("next:\n" + "\n".join(f"  {command}" for command in commands))
     return 0
+
+
+def _problems(values) -> list[str]:
+    if values.target is None or (values.data or "").endswith(".csv"):
+        return []
+    return [
+        f"--target is the column of a .csv file. Received: --target={values.target} with "
+        f"--data={values.data or 'sample'}. Drop it, or add --data=FILE.csv."
+    ]
 
 
 def _path_problems(positional, path, force) -> list[str]:
@@ -172,8 +181,6 @@ def _wrong_data(text, endings) -> str | None:
 
 def _data(asked, kind, path, target):
     if asked["data"] == "sample":
-        if target is not None:
-            raise UsageError(f"--target is for a .csv file. Received: --target={target} alone.")
         return None
     if not asked["data"].endswith(tuple(kind.endings)):
         raise UsageError(
