@@ -23,7 +23,7 @@ TOP = pathlib.Path(__file__).parents[2]
 OUTSIDE = "repository/"
 COMMANDS = "reference/commands.md"
 NAMES = (
-    *("train", "check", "plan", "plan all_reduce", "launch", "bench all_reduce"),
+    *("init", "train", "check", "plan", "plan all_reduce", "launch", "bench all_reduce"),
     *("bench pipeline", "bench train", "trace", "doctor"),
 )
 WIDE_COLUMNS = 8
@@ -145,7 +145,7 @@ def _commands():
         command = [*name.split(), "--help"]
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, *command],
-            cwd=TOP, env=os.environ | {"COLUMNS": "88"}, capture_output=True, text=True,
+            cwd=TOP, env=os.environ | {"COLUMNS": str(HELP_WIDTH)}, capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode not in (0, 1) or "usage:" not in done.stdout:
             raise RuntimeError(f"`tfparallel {' '.join(command)}` failed:\n{done.stderr}")
