@@ -326,6 +326,8 @@ def test_what_is_no_strategy(strategy):
 def test_tensorflows_strategy_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match="replace `tf.distribute.` by `tfparallel.`"):
         tfparallel.data_parallel(mlp, tf.distribute.MirroredStrategy(TWO))
+    with pytest.raises(ValueError, match=r"Devices have a name: `devices=\['CPU:0', 'CPU:1'\]`"):
+        tfparallel.data_parallel(mlp, TWO)
 
 
 def test_a_strategy_and_devices_contradict_each_other():

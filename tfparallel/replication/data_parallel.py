@@ -221,11 +221,16 @@ def _resolve_strategy(strategy, devices, all_reduce, compression, allow_independ
                 )
         return strategy
     if strategy != "auto":
+        fix = (
+            f"Devices have a name: `devices={strategy!r}`."
+            if isinstance(strategy, int | list | tuple)
+            else "TensorFlow's own strategy clips and averages on each replica; replace "
+            "`tf.distribute.` by `tfparallel.`."
+        )
         raise ValueError(
             "`strategy` must be 'auto', a `tfparallel.MirroredStrategy` or a "
             "`tfparallel.MultiWorkerMirroredStrategy`. Received: "
-            f"strategy={strategy!r} (of type {type(strategy).__name__}). TensorFlow's own strategy "
-            "clips and averages on each replica; replace `tf.distribute.` by `tfparallel.`."
+            f"strategy={strategy!r} (of type {type(strategy).__name__}). {fix}"
         )
     if cluster is not None and cluster.num_workers > 1:
         return MultiWorkerMirroredStrategy.of_process(
