@@ -15,7 +15,7 @@ DOCS_VENV := .venv-docs
 DEMO_DEVICES ?= --device_type=cpu
 
 .PHONY: setup demo test test-fast test-versions nightly test-gpu parity networks fuzz lint docs pictures \
-  bench
+  notebooks bench
 
 setup: $(READY)
 
@@ -86,6 +86,10 @@ pictures: $(READY)
 	$(BIN)/python docs/pictures/steps.py
 	$(BIN)/python docs/pictures/measured.py
 	$(BIN)/python docs/pictures/house.py
+
+# Executes colab/*.ipynb and stores them with their outputs; some: NOTEBOOKS="pipeline hybrid"
+notebooks: $(READY)
+	$(BIN)/python -m tests.colab.execute $(NOTEBOOKS)
 
 # The extra `docs` alone: the package is read, not installed.
 $(DOCS_VENV)/.ready: setup.cfg

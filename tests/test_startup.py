@@ -88,6 +88,19 @@ def test_the_users_log_level_is_kept():
     assert (finished.stdout, finished.stderr) == ("1\n", "")
 
 
+def test_a_notebook_shows_no_information_of_tensorflows():
+    # TensorFlow takes a notebook and Python's prompt, where sys.ps1 exists, for people who want it.
+    program = (
+        "import sys; sys.ps1 = '>>> '\n"
+        "{}import tfparallel; tfparallel.devices.list_devices()\n"
+        "import tensorflow as tf; print(tf.get_logger().level)"
+    )
+    finished = run_python(program.format(""))
+    assert finished.stdout == "30\n", finished.stderr
+    finished = run_python(program.format("import tensorflow; "))  # The user's own start: untouched.
+    assert finished.stdout == "20\n", finished.stderr
+
+
 def test_only_chatter_is_held_back():
     finished = run_python(
         "import os\n"

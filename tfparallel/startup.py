@@ -9,6 +9,7 @@ to carry no news is held back here; every other line comes through. Set
 import contextlib
 import importlib
 import importlib.metadata
+import logging
 import os
 import sys
 import tempfile
@@ -64,9 +65,15 @@ def prepare() -> None:
         _check_backend(os.environ.get("KERAS_BACKEND"), "environment variable KERAS_BACKEND")
         if wants_quiet():
             os.environ.setdefault(_LEVEL_VARIABLE, _QUIET_LEVEL)
+        is_new = "tensorflow" not in sys.modules
         with quiet_stderr():
             tensorflow = importlib.import_module("tensorflow")
             keras = importlib.import_module("keras")
+        # In a notebook and at Python's prompt TensorFlow shows information, too. A level that the
+        # user has set stays.
+        logger = tensorflow.get_logger()
+        if is_new and _wants_quiet() and logger.level == logging.INFO:
+            logger.setLevel(logging.WARNING)
         _check_backend(keras.backend.backend(), "keras.json, or the code that imported keras first")
         _check_versions(
             {"tensorflow": tensorflow.__version__, "keras": keras.__version__}

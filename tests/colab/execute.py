@@ -1,0 +1,159 @@
+"""Executes the notebooks of `colab/` and stores them with their outputs.
+
+    python -m tests.colab.execute                  all (`make notebooks`)
+    python -m tests.colab.execute data_parallel    one
+    python -m tests.colab.execute --check          stores nothing; compares with what is stored
+
+What differs from run to run, such as time stamps, is left out of what is stored.
+"""
+
+import argparse
+import base64
+import os
+import pathlib
+import re
+import sys
+
+import nbclient
+import nbformat
+
+TOP = pathlib.Path(__file__).resolve().parents[2]
+FOLDER = TOP / "colab"
+DEADLINE_SECONDS = 400  # For each cell, the start of TensorFlow included.
+MOST_PICTURE_BYTES = 60_000
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# "29/29 - 1s - 40ms/step - accuracy: 0.9" of `fit(verbose=2)`.
+_STEP_TIMES = re.compile(r"(\d+/\d+ - )\d+m?s - \d+[mµu]?s/\w+ - ")
+_CHATTER = re.compile(
+    r"^[IWEF]\d{4} \d\d:|^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|^(INFO|WARNING):|oneDNN|absl::|cuda",
+    re.M | re.I,
+)
+_MACHINE_PATHS = re.compile(
+    r"(?<![\w:.])/(?!job:|replica:|device:)[\w.-]+/[\w.-]|site-packages|\\Users\\"
+)
+# What tfparallel itself says, once: "data_parallel: 2 replicas on CPU:0, CPU:1; …".
+_NOTICES = re.compile(r"(\w+_parallel: .*\n)*")
+
+
+def read(path: pathlib.Path) -> nbformat.NotebookNode:
+    """A notebook as it is stored."""
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list:
+    """The cells that a kernel executes."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def executed(path: pathlib.Path) -> nbformat.NotebookNode:
+    """Executes a notebook in a kernel of this Python, and cleans it.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: If a cell raises; the cells assert what they show.
+    """
+    # The kernel, and what it starts, use this checkout and not what is installed.
+    places = [str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    small_pools = {"TF_NUM_INTRAOP_THREADS": "2", "TF_NUM_INTEROP_THREADS": "2"}
+    os.environ |= small_pools | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(places))}
+    notebook = read(path)
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=DEADLINE_SECONDS,
+        startup_timeout=DEADLINE_SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    client.execute()
+    clean(notebook)
+    return notebook
+
+
+def clean(notebook: nbformat.NotebookNode) -> None:
+    """Leaves out what another run would store otherwise, although nothing has changed."""
+    notebook.metadata["language_info"] = {"name": "python"}
+    for cell in code_cells(notebook):
+        cell.metadata.pop("execution", None)
+        joined = []
+        for output in cell.outputs:
+            output.get("metadata", {}).pop("needs_background", None)
+            last = joined[-1] if joined else {}
+            if "text" in output and last.get("name", "") == output["name"]:
+                last["text"] += output["text"]  # How a stream is cut up depends on the time.
+            else:
+                joined.append(output)
+        for output in joined:
+            if "text" in output:
+                text = _ESCAPES.sub("", output["text"])
+                output["text"] = _STEP_TIMES.sub(r"\1", text)
+        cell.outputs = joined
+
+
+def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
+    """What sort of outputs each code cell has: a stream's name, or the types of what is shown."""
+    return [
+        [
+            output.get("name") or " ".join([output.output_type, *sorted(output.get("data", {}))])
+            for output in cell.outputs
+        ]
+        for cell in code_cells(notebook)
+    ]
+
+
+def problems(notebook: nbformat.NotebookNode) -> list[str]:
+    """What must not be stored, a line each."""
+    found = []
+    cells = code_cells(notebook)
+    counts = [cell.execution_count for cell in cells]
+    if counts != list(range(1, len(cells) + 1)):
+        found.append(f"cells must be executed once, from top to bottom. Received: {counts}")
+    if not any("image/" in kind for cell in kinds(notebook) for kind in cell):
+        found.append("there is no picture")
+    for cell in cells:
+        for output in cell.outputs:
+            where = f"cell {cell.execution_count}: "
+            if output.output_type == "error":
+                found.append(f"{where}{output.ename}: {output.evalue}")
+            if output.get("name") == "stderr" and not _NOTICES.fullmatch(output.text):
+                found.append(f"{where}stderr: {output.text[:200]!r}")
+            data = output.get("data", {})
+            text = output.get("text", "") + data.get("text/plain", "") + data.get("text/html", "")
+            for what, pattern in (("chatter", _CHATTER), ("a path", _MACHINE_PATHS)):
+                if match := pattern.search(text):
+                    around = text[max(match.start() - 40, 0) : match.end() + 40]
+                    found.append(f"{where}{what}: {around!r}")
+            if "image/png" in data:
+                size = len(base64.b64decode(data["image/png"]))
+                if size > MOST_PICTURE_BYTES:
+                    found.append(
+                        f"{where}a picture must have at most {MOST_PICTURE_BYTES} bytes. "
+                        f"Received: {size}"
+                    )
+    return found
+
+
+def main() -> int:
+    """Executes the notebooks that are named; returns how many have problems."""
+    names = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--check", action="store_true", help="stores nothing")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(names):
+        parser.error(f"a notebook is one of {', '.join(names)}. Received: {', '.join(unknown)}")
+    failed = 0
+    for name in args.names or names:
+        path = FOLDER / f"{name}.ipynb"
+        notebook = executed(path)
+        found = problems(notebook)
+        if args.check and kinds(notebook) != kinds(read(path)):
+            found.append(f"kinds of outputs: {kinds(notebook)}; stored: {kinds(read(path))}")
+        if not args.check:
+            nbformat.write(notebook, path)
+        print(f"{name}: {'; '.join(found) or 'ok'}", flush=True)
+        failed += bool(found)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
