@@ -108,6 +108,8 @@ def test_only_chatter_is_held_back():
         "with startup.quiet_stderr():\n"
         "    os.write(2, b'I0000 00:00:1.5 7 port.cc:153] oneDNN is on\\n')\n"
         "    os.write(2, b'2025-01-01 00:00:00.1: I tensorflow/core/x.cc:1] hello\\n')\n"
+        "    os.write(2, b'2025-01-01 00:00:00.1: E x.cc:4] Unable to register cuFFT factory'\n"
+        "                b': one is there\\n')\n"
         "    os.write(2, b'E0000 00:00:1.5 7 cuda.cc:5] out of memory\\n')\n"
         "    os.write(2, b'no newline at the end')\n"
         "os.write(2, b'|after')"

@@ -9,6 +9,8 @@ __all__ = ["has_nvidia_gpu", "is_chatter", "wants_quiet"]
 _VERBOSE = "TFPARALLEL_VERBOSE"
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
+# Of errors and warnings, in the new and in the old form, which TensorFlow 2.19 has.
+_PREFIX = r"([EW]\d{4} |\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [EW] )"
 _CHATTER = re.compile(
     "|".join(
         [
@@ -21,15 +23,15 @@ _CHATTER = re.compile(
             # Those of the message about workers that are not there yet.
             r"/job:\w+/replica:\d+/task:\d+\s*$",
             # Two libraries of one CUDA build register the same factory: harmless.
-            r"[EW]\d{4} .*Unable to register cu\w+ factory",
+            _PREFIX + r".*Unable to register cu\w+ factory",
             # The launcher says whom it has stopped.
-            r"[EW]\d{4} .*preemption_notifier\.cc:\d+\] SIGTERM caught",
-            r"[EW]\d{4} .*computation placer already registered",
+            _PREFIX + r".*preemption_notifier\.cc:\d+\] SIGTERM caught",
+            _PREFIX + r".*computation placer already registered",
         ]
     )
 )
 # News on a machine that has a GPU, noise on one that has none.
-_CHATTER_WITHOUT_GPU = re.compile(r"[EW]\d{4} .*failed call to cuInit")
+_CHATTER_WITHOUT_GPU = re.compile(_PREFIX + r".*failed call to cuInit")
 
 
 def is_chatter(line: bytes, has_gpu: bool) -> bool:

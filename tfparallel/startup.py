@@ -72,7 +72,7 @@ def prepare() -> None:
         # In a notebook and at Python's prompt TensorFlow shows information, too. A level that the
         # user has set stays.
         logger = tensorflow.get_logger()
-        if is_new and _wants_quiet() and logger.level == logging.INFO:
+        if is_new and wants_quiet() and logger.level == logging.INFO:
             logger.setLevel(logging.WARNING)
         _check_backend(keras.backend.backend(), "keras.json, or the code that imported keras first")
         _check_versions(
