@@ -49,6 +49,21 @@ def test_a_plain_name_of_the_face_loads_no_tensorflow():
     assert finished.stdout == "1 {}\n[]\n", finished.stderr
 
 
+@pytest.mark.slow
+def test_every_command_runs_on_what_pip_installs_alone():
+    finished = run_python(
+        "import importlib, pathlib, sys\n"
+        "for name in ('matplotlib', 'mpi4py', 'sklearn', 'pytest', 'yaml', 'psutil', 'PIL'):\n"
+        "    sys.modules[name] = None\n"  # As if it were not there.
+        "import tfparallel\n"
+        "for name in tfparallel.__all__: getattr(tfparallel, name)\n"
+        "for path in pathlib.Path(tfparallel.__file__).parent.glob('commands/*.py'):\n"
+        "    if path.stem != 'spawned':\n"
+        "        importlib.import_module(f'tfparallel.commands.{path.stem}')\n"
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
 def test_the_face_lists_what_it_offers():
     finished = run_python(
         "import tfparallel\n"

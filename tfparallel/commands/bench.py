@@ -1,7 +1,6 @@
 """`tfparallel bench all_reduce`: which collective algorithm is fast here, and is it right."""
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from tfparallel.commands.flags import (
     UsageError,
     parse_positional,
     path_problems,
+    plot_problems,
     run_command,
 )
 from tfparallel.task import TaskError, load_task
@@ -153,13 +153,9 @@ def _problems(values: flags.FlagValues) -> list[str]:
             f"--num_devices={values.num_devices}, --nproc_per_node={values.nproc_per_node}. "
             "Drop one of the two."
         )
-    if values.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        problems.append(
-            "--plot needs matplotlib, which is not installed. Received: "
-            f"--plot={values.plot}. Install it: pip install 'tfparallel[bench]'"
-        )
-    for name, suffix in (("json", ".json"), ("csv", ".csv"), ("plot", ".png")):
-        problems += path_problems(name, getattr(values, name), suffix)
+    for name in ("json", "csv"):
+        problems += path_problems(name, getattr(values, name), f".{name}")
+    problems += plot_problems(values.plot)
     return problems
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 from absl import flags
 
 from tfparallel.cluster.environment import available_cores
-from tfparallel.commands.flags import Command, StartError, path_problems
+from tfparallel.commands.flags import Command, StartError, path_problems, plot_problems
 from tfparallel.commands.on_task import run_beside_task
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.flight.diagnosis import verdict
@@ -115,14 +114,8 @@ def _problems(values) -> list[str]:
             parse_fault(values.inject)
         except ValueError as error:
             problems.append(str(error))
-    if values.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        problems.append(
-            "--plot needs matplotlib, which is not installed. Received: "
-            f"--plot={values.plot}. Install it: pip install 'tfparallel[bench]'"
-        )
-    for name, suffix in (("json", ".json"), ("plot", ".png")):
-        problems += path_problems(name, getattr(values, name), suffix)
-    return problems
+    problems += path_problems("json", values.json, ".json")
+    return problems + plot_problems(values.plot)
 
 
 def _bench(path: str, values) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.commands.flags import Command, path_problems
+from tfparallel.commands.flags import Command, path_problems, plot_problems
 from tfparallel.commands.form_flags import common_flags, common_problems, numbers_flags
 from tfparallel.commands.on_task import run_on_task
 
@@ -54,7 +54,7 @@ def _problems(values: flags.FlagValues) -> list[str]:
                 f"each step. Received: --{name}={getattr(values, name)}. Drop it, and look at the "
                 "accuracy that `tfparallel train` reaches with it."
             )
-    problems += path_problems("plot", values.plot, ".png")
+    problems += plot_problems(values.plot)
     return problems + path_problems("report", values.report, ".json")
 
 

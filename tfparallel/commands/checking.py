@@ -1,5 +1,6 @@
 """The body of `tfparallel check`: everything that needs TensorFlow loaded."""
 
+import importlib
 import time
 
 import keras
@@ -13,7 +14,6 @@ from tfparallel.commands.numbers_of_task import compiling, use_precision
 from tfparallel.data.batches import first_batches
 from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.diagnostics.check import check_parity, uneven_first
-from tfparallel.diagnostics.check_plot import draw
 from tfparallel.diagnostics.determinism import make_deterministic
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.pipeline.batch_norm import grouped, ungrouped
@@ -88,7 +88,8 @@ def check(path: str, values: flags.FlagValues) -> int:
     joined = getattr(built[-1], "why_joined", None) or False
     form.say(str(report))
     if values.plot is not None and form.is_chief:
-        draw(values.plot, report, title=f"{task.name}: one device against {form}")
+        check_plot = importlib.import_module("tfparallel.diagnostics.check_plot")  # Matplotlib.
+        check_plot.draw(values.plot, report, title=f"{task.name}: one device against {form}")
         print(f"wrote {values.plot}")
     peaks = peak_bytes_of_gpus(form.devices)
     if values.report is not None and form.is_chief:

@@ -1,5 +1,6 @@
 """What the programs share: help, usage errors, sizes and paths on the command line."""
 
+import importlib.util
 import os
 import re
 import signal
@@ -187,6 +188,17 @@ def path_problems(name: str, path: str | None, suffix: str) -> list[str]:
         )
     elif not os.access(parent, os.W_OK):
         problems.append(f"The folder cannot be written to. Received: --{name}={path}.")
+    return problems
+
+
+def plot_problems(path: str | None) -> list[str]:
+    """Returns why the picture that --plot asks for could not be drawn or written at the end."""
+    problems = path_problems("plot", path, ".png")
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append(
+            f"--plot needs matplotlib, which is not installed. Received: --plot={path}. Install "
+            "it: pip install 'tfparallel[bench]'"
+        )
     return problems
 
 

@@ -1,5 +1,7 @@
 """`tfparallel.check`: the check of a form from Python, without a task file."""
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +10,6 @@ import keras
 from tfparallel import devices as device_lib
 from tfparallel.data.batches import first_batches
 from tfparallel.diagnostics.check import CheckReport, check_parity, uneven_first
-from tfparallel.diagnostics.check_plot import draw
 from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
@@ -112,6 +113,11 @@ def check(
         )
     if plot is not None and not plot.endswith(".png"):
         raise ValueError(f"A plot's path must end in .png. Received: plot={plot!r}.")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"A plot needs matplotlib, which is not installed. Received: plot={plot!r}. Install "
+            "it: pip install 'tfparallel[bench]'"
+        )
     batches = first_batches(
         data, global_batch_size=global_batch_size, seed=seed, num_batches=steps
     )
@@ -124,5 +130,6 @@ def check(
     )
     if plot is not None:
         form = parallel if isinstance(parallel, str) else "the form"
-        draw(plot, report, title=f"one device against {form}")
+        check_plot = importlib.import_module("tfparallel.diagnostics.check_plot")  # Matplotlib.
+        check_plot.draw(plot, report, title=f"one device against {form}")
     return report
