@@ -10,6 +10,9 @@ import signal
 # workers they start. TensorFlow reads both when it starts, in sub-processes too.
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "2")
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
+# The tests are of logical CPUs, on a machine with GPUs too: the one device that a form is held
+# against must not be a GPU. What is marked `gpu` shows them to a process of its own.
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 import numpy as np
 import pytest
@@ -37,6 +40,7 @@ tfparallel.devices.split_cpu(NUM_CPU_DEVICES)
 import keras  # noqa: E402  (TensorFlow is loaded by the face, without its chatter)
 
 from tests.nightly import is_nightly  # noqa: E402
+from tfparallel.chatter import has_nvidia_gpu  # noqa: E402
 from tfparallel.newer_keras import ACTIVITY_IS_SUMMED  # noqa: E402
 
 
@@ -92,13 +96,13 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Marks what is nightly, and skips what is marked `gpu` where TensorFlow sees none."""
+    """Marks what is nightly, and skips what is marked `gpu` where the host has none."""
     for item in items:
         if is_nightly(item.nodeid):
             item.add_marker("nightly")
-    if tfparallel.devices.list_devices("GPU"):
+    if has_nvidia_gpu():
         return
-    skip = pytest.mark.skip(reason="TensorFlow lists no GPU on this machine")
+    skip = pytest.mark.skip(reason="this machine shows no NVIDIA GPU")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)

@@ -43,8 +43,15 @@ def test_what_slurm_has_bound_is_left_alone(bound):
     assert visible({"CUDA_VISIBLE_DEVICES": "0,1", **bound}) is None
 
 
-def test_a_single_visible_gpu_is_this_workers_own():
+def test_a_single_visible_gpu_is_this_workers_own_or_shared():
+    """Story: the first of two workers on one GPU took all of its memory."""
     assert visible({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "4"}) is None
+    cluster = Cluster(local_rank=1, num_local_workers=2)
+    one = {"CUDA_VISIBLE_DEVICES": "0"}
+    assert cluster.device_environment(one) == {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    assert cluster.device_environment({**one, "TF_FORCE_GPU_ALLOW_GROWTH": "false"}) == {}
+    with pytest.raises(ValueError, match=r"cannot share 1 GPU equally.*Start 1 worker a host"):
+        cluster.device_environment({"SLURM_GPUS_ON_NODE": "1"})
 
 
 def test_binding_may_be_turned_off():

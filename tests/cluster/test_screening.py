@@ -134,5 +134,16 @@ def test_an_error_of_a_graph_is_without_its_frames(tmp_path):
     ]
 
 
+def test_a_command_tells_its_launcher_what_it_refuses():
+    """Story: two workers on one GPU said so twice, and the launcher a third time."""
+    command = [sys.executable, "-m", "tfparallel", "train", "there_is_none.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), WORKER_ERROR: "1"}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=60)
+    found = WorkerError.from_line(done.stderr)
+    (line,) = found.lines
+    assert done.returncode == 2 and line.startswith("tfparallel train: ")
+    assert not found.has_traceback and error().has_traceback
+
+
 def test_no_other_process_tells(tmp_path):
     assert run(tmp_path)[1].startswith(b"Traceback (most recent call last):")

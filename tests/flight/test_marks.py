@@ -1,5 +1,7 @@
 """Marks in a graph: they are passed in time, and hold nothing up."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -90,6 +92,33 @@ def test_there_are_none_where_nobody_records(monkeypatch):
 
     operations = step.get_concrete_function(tf.TensorSpec([1])).graph.get_operations()
     assert not [op for op in operations if op.type == "Timestamp"]
+
+
+def test_deterministic_operations_have_no_clock(tmp_path):
+    """Story: `check` of a job on GPUs, which asks for them, stopped in its first step."""
+    program = f"""
+import tensorflow as tf
+from tfparallel.flight import marks
+from tfparallel.flight.record import FlightRecord
+
+tf.config.experimental.enable_op_determinism()
+marks.Marks.current = marks.Marks(FlightRecord({str(tmp_path / "a.flight")!r}, {{"worker": 0}}))
+
+@tf.function
+def step(x):
+    with tf.control_dependencies(marks.mark("input", [x])):
+        return marks.around("sum float32[1]", x, lambda: x + 1)
+
+assert step(tf.ones([1])).numpy() == 2
+try:
+    tf.function(tf.timestamp)()  # A canary: if it is let in, marks may be, too.
+except tf.errors.FailedPreconditionError:
+    print("refused")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "refused\n", done.stderr
 
 
 def test_too_many_marks_are_left_out(current):

@@ -10,6 +10,7 @@ __all__ = ["visible_gpus"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ON_NODE = "SLURM_GPUS_ON_NODE"
+_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 
 def visible_gpus(
@@ -30,7 +31,9 @@ def visible_gpus(
         num_local_workers: How many workers the host has.
 
     Returns:
-        CUDA_VISIBLE_DEVICES and its value, or nothing if all is well as it is.
+        CUDA_VISIBLE_DEVICES and its value. Where all workers of the host see one GPU, which they
+        may have to share, TF_FORCE_GPU_ALLOW_GROWTH instead, so that none takes all of its memory,
+        unless it is set. Nothing if all is well as it is.
 
     Raises:
         ValueError: If the GPUs cannot be shared out equally.
@@ -39,23 +42,29 @@ def visible_gpus(
         return {}
     visible = environ.get(_VISIBLE)
     gpus = _listed(visible) if visible is not None else _counted(environ)
-    # A single one in the list is what a worker that was bound already sees.
-    if not gpus or (visible is not None and len(gpus) == 1):
+    if not gpus:
         return {}
+    if visible is not None and len(gpus) == 1:  # This worker's own, or one for all.
+        return {} if _GROWTH in environ else {_GROWTH: "true"}
     share, left_over = divmod(len(gpus), num_local_workers)
     if left_over or not share:
         received = {
             name: environ[name] for name in (_VISIBLE, _ON_NODE) if name in environ
-        } or f"{len(gpus)} GPUs in /dev"
+        } or f"{_count(len(gpus), 'GPU')} in /dev"
         raise refusal(
-            f"{num_local_workers} workers on one host cannot share {len(gpus)} GPUs equally",
+            f"{num_local_workers} workers on one host cannot share "
+            f"{_count(len(gpus), 'GPU')} equally",
             ["the number of GPUs must be a multiple of the number of workers"],
             received if isinstance(received, str) else shown(received),
-            f"Start {len(gpus)} workers a host or fewer, or set {_VISIBLE} for each worker "
-            f"({_VISIBLE}=-1 trains on the CPU).",
+            f"Start {_count(len(gpus), 'worker')} a host, or set {_VISIBLE}: {_VISIBLE}={gpus[0]} "
+            f"has all workers share that GPU, {_VISIBLE}=-1 trains on the CPU.",
         )
     first = local_rank * share
     return {_VISIBLE: ",".join(gpus[first : first + share])}
+
+
+def _count(number, noun):
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _bound_by_slurm(environ):

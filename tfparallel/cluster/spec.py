@@ -190,7 +190,8 @@ class Cluster:
 
         Returns:
             CUDA_VISIBLE_DEVICES and its value if several workers share the host and
-            its GPUs are not bound to them yet; else nothing.
+            its GPUs are not bound to them yet; TF_FORCE_GPU_ALLOW_GROWTH if they may
+            have to share one; else nothing.
 
         Raises:
             ValueError: If the host's GPUs cannot be shared out equally.

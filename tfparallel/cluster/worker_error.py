@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-__all__ = ["WORKER_ERROR", "WorkerError", "tell_launcher"]
+__all__ = ["WORKER_ERROR", "WorkerError", "say_why", "tell_launcher"]
 
 # Set by the launcher, for its workers.
 WORKER_ERROR = "TFPARALLEL_WORKER_ERROR"
@@ -21,6 +21,7 @@ _MARK = b"\x1etfparallel error "
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
 _MOST_LINES, _MOST_CHARACTERS = 8, 30_000
+_has_launcher = False  # Which reads what this process writes.
 _KERAS = re.compile(
     r"Exception encountered when calling (?P<where>.*?)\.\n\n(?P<what>.*?)"
     r"(?:\n\nArguments received by .*)?",
@@ -35,12 +36,17 @@ class WorkerError:
     Attributes:
         lines: The error, and where in the user's own code it came up.
         place: By which errors of several workers are the same.
-        whole: The traceback.
+        whole: The traceback; or again the lines, where Python raised nothing.
     """
 
     lines: Sequence[str]
     place: str
     whole: str
+
+    @property
+    def has_traceback(self) -> bool:
+        """Whether `whole` says more than the lines."""
+        return self.whole.splitlines() != list(self.lines)
 
     def to_line(self) -> bytes:
         """Returns the line for the launcher."""
@@ -77,6 +83,9 @@ def tell_launcher() -> None:
     if not os.environ.pop(WORKER_ERROR, "") or sys.excepthook is not sys.__excepthook__:
         return
 
+    global _has_launcher
+    _has_launcher = True
+
     def tell(kind, error, trace):
         if issubclass(kind, KeyboardInterrupt) or sys.stderr is None:
             sys.__excepthook__(kind, error, trace)
@@ -85,6 +94,19 @@ def tell_launcher() -> None:
         os.write(2, WorkerError.of(error.with_traceback(trace)).to_line())
 
     sys.excepthook = tell
+
+
+def say_why(text: str) -> None:
+    """Writes to stderr what ends this process where that is no error of Python's.
+
+    Args:
+        text: It. A launcher shows it once for all of its workers that say the same.
+    """
+    if _has_launcher:
+        sys.stderr.flush()
+        os.write(2, WorkerError(text.splitlines(), text, f"{text}\n").to_line())
+    else:
+        print(text, file=sys.stderr)
 
 
 def _own_frame(error: BaseException) -> traceback.FrameSummary | None:

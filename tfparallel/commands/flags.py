@@ -12,6 +12,7 @@ from typing import Any
 from absl import flags
 
 from tfparallel.cluster.preemption import TRY_AGAIN
+from tfparallel.cluster.worker_error import say_why
 from tfparallel.commands.help import Command, help_text
 
 __all__ = [
@@ -230,10 +231,10 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         cause = error.__cause__
         if cause is not None and not isinstance(error, UsageError):
             traceback.print_exception(cause)
-        print(f"tfparallel {name}: {error}", file=sys.stderr)
+        say_why(f"tfparallel {name}: {error}")
         return 2
     except StartError as error:
-        print(f"tfparallel {name}: {error}", file=sys.stderr)
+        say_why(f"tfparallel {name}: {error}")
         return 1
     except LostError as error:
         print(f"tfparallel {name}: {error}", file=sys.stderr)

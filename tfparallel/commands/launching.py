@@ -330,7 +330,9 @@ def _with_errors(
         text = f"workers {', '.join(map(str, alike))} ended by the error above"
     else:
         text = "its error is above"
-    if log_dir is None:
+    if not errors[culprit.worker].has_traceback:
+        pass
+    elif log_dir is None:
         text += "; --log_dir=DIR keeps the whole traceback"
     else:
         text += f"; the whole traceback is in {log_dir}"

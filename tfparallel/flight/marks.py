@@ -5,7 +5,8 @@ the mark's place of a small variable: some five microseconds. Nothing waits for 
 where a collective begins. On a GPU, which works behind the host, it is when the work was handed
 over.
 
-In eager mode, and where nobody records (`Marks.current`), there are none.
+In eager mode, where nobody records (`Marks.current`), and where operations are to be deterministic,
+which forbids a clock, there are none.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.flight.record import BEGINS, NUM_MARKS, FlightRecord
-from tfparallel.seams.tensorflow import run_independently
+from tfparallel.seams.tensorflow import is_deterministic, run_independently
 
 __all__ = ["Marks", "around", "around_python", "mark"]
 
@@ -108,7 +109,7 @@ def mark(name: str, tensors: Sequence[Any]) -> list[tf.Operation]:
     Returns:
         The operation that marks, for what should not run before it; none where nothing is marked.
     """
-    if Marks.current is None:
+    if not _is_marked():
         return []
     written = _write(name, tensors, Marks.current.times)
     return [] if written is None else [written]
@@ -127,7 +128,7 @@ def around(name: str, tensor: tf.Tensor, run: Callable[[], tf.Tensor]) -> tf.Ten
     Returns:
         What it returns.
     """
-    if Marks.current is None:
+    if not _is_marked():
         return run()
     variable = Marks.current.times_of_collectives
     begun = _write(name + BEGINS, [tensor], variable)
@@ -135,6 +136,10 @@ def around(name: str, tensor: tf.Tensor, run: Callable[[], tf.Tensor]) -> tf.Ten
         result = run()
     _write(name, [result], variable)
     return result
+
+
+def _is_marked():
+    return Marks.current is not None and not is_deterministic()
 
 
 def _write(name, tensors, variable) -> tf.Operation | None:

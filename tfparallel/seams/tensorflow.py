@@ -27,6 +27,7 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 from tensorflow.python.eager import context, record
+from tensorflow.python.framework import config
 from tensorflow.python.framework.errors import InaccessibleTensorError
 from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2, all_to_all_v2
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -53,6 +54,7 @@ __all__ = [
     "create_mirrored_variable",
     "devices_match",
     "global_seed",
+    "is_deterministic",
     "is_recording",
     "leaves_with_paths",
     "needs_gradient",
@@ -185,6 +187,11 @@ def run_independently(operation: tf.Operation) -> None:
 def runtime_has_started() -> bool:
     """Whether devices are fixed: an operation has run, or devices were listed."""
     return context.context()._context_handle is not None
+
+
+def is_deterministic() -> bool:
+    """Whether `tf.config.experimental.enable_op_determinism` was called, which forbids clocks."""
+    return config.is_op_determinism_enabled()
 
 
 def global_seed() -> int | None:
