@@ -12,6 +12,7 @@ TORCH ?= $(TORCH_VENV)/bin/python
 WITH_TORCH := $(if $(TORCH),--torch=$(TORCH))
 DOCS_VENV := .venv-docs
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
+# With one: make demo DEMO_DEVICES=--split_gpu
 DEMO_DEVICES ?= --device_type=cpu
 
 .PHONY: setup demo test test-fast test-versions nightly test-gpu parity networks fuzz lint docs pictures \

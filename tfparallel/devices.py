@@ -442,8 +442,8 @@ def choose_devices(
             f"Cannot use {_count(num_devices, 'GPU')}: this machine has {len(gpus)} "
             f"({', '.join(gpus)}). Received: num_devices={num_devices}, "
             f"device_type={device_type!r}. Ask for at most {len(gpus)}, "
-            "pass device type 'cpu' to split the CPU instead, or split a GPU with "
-            f"`tfparallel.devices.split_gpu({num_devices})`."
+            "pass device type 'cpu' to split the CPU instead, or split a GPU: "
+            f"`tfparallel.devices.split_gpu({num_devices})`, --split_gpu on the command line."
         )
     return gpus[:num_devices]
 

@@ -17,6 +17,11 @@ CHATTER = (
     b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow\n"
     b"I0000 00:00:1795659479.067787    8585 coordination_service.cc:505] Example stragglers:\n"
     b"/job:worker/replica:0/task:1\n"
+    b"E0000 00:00:1795671978.598045 3151 node_def_util.cc:682] NodeDef mentions attribute "
+    b"use_unbounded_threadpool which is not in the op definition: Op<name=MapDataset>\n"
+    b"E0000 00:00:1795672658.524730 8904 cuda_timer.cc:87] Delay kernel timed out: measured\n"
+    b"W0000 00:00:1795672363.716593 2792 generator_dataset_op.cc:113] Error occurred when "
+    b"finalizing GeneratorDataset iterator: FAILED_PRECONDITION: Python interpreter state is not\n"
 )
 
 

@@ -178,3 +178,24 @@ def test_errors_of_the_task_file_are_usage_errors(tmp_path):
         assert code == 2 and message in errors
     code, _, errors = tfparallel("train", task, "--devices=GPU:77")
     assert code == 2 and "GPU:77" in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--num_devices=2"], "Cannot split GPU:0: TensorFlow sees 0 GPUs"),
+        (["--device_type=cpu"], "--split_gpu makes the devices itself, of a GPU. Received"),
+    ],
+)
+def test_a_gpu_that_cannot_be_split(flags, said):
+    code, _, errors = tfparallel("train", BLOBS, "--split_gpu", *flags)
+    assert code == 2 and said in errors
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_one_gpu_is_split_for_a_form(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    code, shown, errors = tfparallel("train", BLOBS, "--split_gpu", "--parallel=pipeline")
+    assert code == 0 and "GPU:0, GPU:1" in shown, errors

@@ -54,6 +54,12 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_enum(
         "device_type", "auto", ("auto", "cpu", "gpu"), "Which devices to count.", values
     )
+    flags.DEFINE_bool(
+        "split_gpu",
+        False,
+        "Split this machine's one GPU into --num_devices parts (2 if absent), to try a form out.",
+        flag_values=values,
+    )
     define_choice(
         values,
         "strategy",

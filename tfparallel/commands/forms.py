@@ -213,12 +213,20 @@ def start_form(values: flags.FlagValues, facts: Mapping[str, Any]) -> Form:
             os.environ.update(cluster.device_environment())
         if not is_worker:
             _check_independent(values, cluster)
+        num_devices = _num_devices(values, cluster.num_workers if is_worker else 1)
+        if values.split_gpu:
+            if values.devices is not None or values.device_type == "cpu":
+                raise UsageError(
+                    "--split_gpu makes the devices itself, of a GPU. Received: --split_gpu with "
+                    "--devices or --device_type=cpu. Drop one of them."
+                )
+            num_devices = num_devices or 2
+            device_lib.split_gpu(num_devices)
         if values.devices is not None:
             devices = device_lib.choose_devices(devices=values.devices)
         else:
             devices = device_lib.choose_devices(
-                num_devices=_num_devices(values, cluster.num_workers if is_worker else 1),
-                device_type=values.device_type,
+                num_devices=num_devices, device_type=values.device_type
             )
         all_reduce = {} if is_worker else _all_reduce(values, devices)
     except ValueError as error:

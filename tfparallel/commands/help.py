@@ -13,7 +13,7 @@ __all__ = ["Command", "define_choice", "help_text", "topic_of"]
 # In the order in which a person decides.
 _TOPICS = {
     "The form": "parallel mesh",
-    "Devices": "num_devices devices device_type",
+    "Devices": "num_devices devices device_type split_gpu",
     "Workers": "nproc_per_node num_workers num_ps strategy allow_independent_workers transport "
     "bind_cores start_timeout stall_timeout",
     "Several hosts": "nnodes node_rank rdzv_endpoint local_addr",
