@@ -76,6 +76,14 @@ def test_a_node_says_how_it_is_reached(pool, endpoint):
     assert calls[0].result().master == "127.0.0.1:99"
 
 
+def test_node_0_behind_a_gateway_listens_on_its_own_addresses(pool, endpoint):
+    port = split_address(endpoint)[1]
+    # An address for documentation (RFC 5737): no host has it.
+    first = start(pool, f"192.0.2.1:{port}", 0, local_address="192.0.2.1")
+    assert start(pool, endpoint, 1).result(30) == first.result(30)
+    assert first.result().addresses[0] == ("192.0.2.1:1000", "192.0.2.1:1001")
+
+
 def test_ipv6(pool):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
@@ -183,7 +191,8 @@ def test_an_endpoint_that_cannot_be_listened_at(pool):
         with pytest.raises(RuntimeError, match=f"{address} .*in use.*Choose another port"):
             start(pool, address, 0).result(30)
     # An address for documentation (RFC 5737): no host has it.
-    with pytest.raises(RuntimeError, match=r"Received: 192\.0\.2\.1:8000"):
+    told = r"Received: 192\.0\.2\.1:8000.*--local_addr=192\.0\.2\.1\.$"
+    with pytest.raises(RuntimeError, match=told):
         start(pool, "192.0.2.1:8000", 0).result(30)
 
 

@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from tfparallel.cluster import meeting, messages, rendezvous
+from tfparallel.cluster import listener, meeting, messages, rendezvous
 from tfparallel.cluster.ports import free_ports
 
 PROTOCOL = "tfparallel rendezvous 1"
@@ -345,7 +345,7 @@ def test_an_address_of_another_host(host):
     started = time.monotonic()
     text = outcome([f"{host}:38123", "127.0.0.1:38124"], 0, {}, timeout_seconds=5)
     assert f"Worker 0 ({host}:38123) cannot listen on {host}:38123 on host" in text
-    assert "Correct the task index" in text
+    assert "Correct the task index" in text and "set TFPARALLEL_LISTEN_ADDR=0.0.0.0" in text
     assert time.monotonic() - started < 5 + SLACK_SECONDS
 
 
@@ -355,6 +355,16 @@ def test_listens_where_it_is_told_to():
         ["203.0.113.7:38125", "203.0.113.8:38125"], 0, {}, timeout_seconds=1,
         listen_host="127.0.0.1",
     )  # fmt: skip
+    assert "cannot listen" not in text and "worker 1 (203.0.113.8:38125) did not come" in text
+
+
+def test_the_environment_says_where_to_listen(monkeypatch):
+    """As `launch` sets it where the others reach a host by no address of its own."""
+    assert listener.everywhere("203.0.113.7") == "0.0.0.0"
+    assert listener.everywhere("127.0.0.1") is None
+    assert listener.everywhere("nobody.invalid") is None
+    monkeypatch.setenv(listener.LISTEN_ADDR, "127.0.0.1")
+    text = outcome(["203.0.113.7:38125", "203.0.113.8:38125"], 0, {}, timeout_seconds=1)
     assert "cannot listen" not in text and "worker 1 (203.0.113.8:38125) did not come" in text
 
 

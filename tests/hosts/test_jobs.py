@@ -1,5 +1,6 @@
 """Jobs over several hosts: the weights of one device, and what befalls hosts and the links."""
 
+import contextlib
 import json
 import os
 import re
@@ -24,26 +25,25 @@ LONG = ["--epochs=60", "--checkpoint_every_steps=5"]
 DEADLINE_SECONDS = 120
 
 
-@pytest.fixture(name="two")
-def two_hosts():
+def made_or_skipped(stack, number, **options):
     try:
-        with hosts(2) as made:
-            yield made
+        return stack.enter_context(hosts(number, **options))
     except RuntimeError as error:
         if "root" not in str(error) and "tools" not in str(error):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(name="two")
+def two_hosts():
+    with contextlib.ExitStack() as stack:
+        yield made_or_skipped(stack, 2)
 
 
 @pytest.fixture(name="three")
 def three_hosts():
-    try:
-        with hosts(3) as made:
-            yield made
-    except RuntimeError as error:
-        if "root" not in str(error) and "tools" not in str(error):
-            raise
-        pytest.skip(str(error))
+    with contextlib.ExitStack() as stack:
+        yield made_or_skipped(stack, 3)
 
 
 class Job:
@@ -163,6 +163,19 @@ def test_a_host_with_two_addresses_says_which(two, start, alone, tmp_path):
     launch = [*meeting(two), "--transport=tensorflow", "--local_addr={address}"]
     job = start(two, launch, [f"--save={tmp_path}/a.keras"])
     assert job.wait() == [0, 0], job.said(0) + job.said(1)
+    are_equal(tmp_path / "a.keras", alone(4))
+
+
+@pytest.mark.parametrize("is_elastic", [False, True], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("translated", [[1], [0, 1]], ids=["one", "both"])
+def test_a_host_behind_a_gateway_that_translates(translated, is_elastic, start, alone, tmp_path):
+    """Both know themselves by one and the same private address."""
+    with contextlib.ExitStack() as stack:
+        network = made_or_skipped(stack, 2, translated=translated)
+        launch = elastic(network, 2, 2) if is_elastic else meeting(network)
+        launch = [*launch, "--transport=tensorflow", "--local_addr={address}"]
+        job = start(network, launch, [f"--save={tmp_path}/a.keras"])
+        assert job.wait() == [0, 0], job.said(0) + job.said(1)
     are_equal(tmp_path / "a.keras", alone(4))
 
 

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from tfparallel.cluster.address import join_address
+from tfparallel.cluster.listener import everywhere
 
 __all__ = ["Door", "Hello", "open_door", "receive", "send"]
 
@@ -42,13 +43,16 @@ class Door:
         host: The address or name to listen on, of this host.
         port: The port.
         token: A secret that all who belong to the job know, or "".
+        may_be_gateways: Whether `host` may be of a gateway that leads here: then it listens on all
+            addresses of this host.
 
     Raises:
         OSError: If it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, token: str):
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    def __init__(self, host: str, port: int, token: str, *, may_be_gateways: bool = False):
+        own = (may_be_gateways and everywhere(host)) or host
+        family, _, _, _, address = socket.getaddrinfo(own, port, type=socket.SOCK_STREAM)[0]
         self.host = host
         self._token = _bytes(token)
         self._listener = socket.create_server(address, family=family)
@@ -114,19 +118,20 @@ class Door:
         self._selector.close()
 
 
-def open_door(host: str, port: int, token: str) -> Door:
-    """Returns a door at an endpoint.
+def open_door(host: str, port: int, token: str, *, may_be_gateways: bool = False) -> Door:
+    """Returns a door at an endpoint; arguments as for `Door`.
 
     Raises:
         RuntimeError: If it cannot be, with what to do.
     """
     try:
-        return Door(host, port, token)
+        return Door(host, port, token, may_be_gateways=may_be_gateways)
     except OSError as error:
         raise RuntimeError(
             "Node 0 cannot listen at the rendezvous endpoint, which must be an address of this "
             f"host with a free port. Received: {join_address(host, port)} ({error.strerror}). "
-            "Choose another port, or start node 0 on that host."
+            "Choose another port, or start node 0 on that host; if the address is a gateway's that "
+            f"leads here, add --local_addr={host}."
         ) from error
 
 

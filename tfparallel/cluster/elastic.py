@@ -168,8 +168,10 @@ class ElasticMeetings:
             if self._hello["node_rank"] == 0 and self._hello["local_address"]:
                 names.append(self._hello["local_address"])
             for name in names:
+                is_given = name == self._hello["local_address"]
                 try:
-                    self._door, self._place = open_door(name, port, self._token), place
+                    self._door = open_door(name, port, self._token, may_be_gateways=is_given)
+                    self._place = place
                     return True
                 except RuntimeError as error:
                     self._why_closed = str(error.__cause__ or error)

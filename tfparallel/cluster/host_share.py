@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Mapping, Sequence
 
+from tfparallel.cluster.address import split_address
 from tfparallel.cluster.environment import (
     Place,
     available_cores,
@@ -10,6 +11,7 @@ from tfparallel.cluster.environment import (
     job_environment,
     worker_environment,
 )
+from tfparallel.cluster.listener import LISTEN_ADDR, everywhere
 from tfparallel.cluster.nodes import NodeMeeting
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.roles import Roles
@@ -65,6 +67,10 @@ def host_programs(
     cores = [()] * num_local_workers
     if bind_cores:
         cores = core_shares(available_cores(), num_local_workers)
+    # Behind a gateway, what the others reach is none of this host's addresses.
+    listens_on = everywhere(split_address(meeting.addresses[meeting.node][0])[0])
+    if listens_on is not None:
+        inherited = {LISTEN_ADDR: listens_on, **inherited}
     programs = []
     for local_rank in range(num_local_workers):
         place = Place(

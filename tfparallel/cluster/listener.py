@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from tfparallel.cluster import agreement, messages, port_owner
 from tfparallel.cluster.address import split_address
 
-__all__ = ["listen"]
+__all__ = ["LISTEN_ADDR", "everywhere", "listen"]
+
+# Where a worker listens, whose own address is that of a gateway.
+LISTEN_ADDR = "TFPARALLEL_LISTEN_ADDR"
 
 # A process that is ending, or another's connection of a moment, may hold the port yet.
 _PATIENCE_SECONDS = 1.0
@@ -37,7 +40,8 @@ async def listen(
         workers: The workers' addresses.
         worker_index: Which of them is to listen.
         timeout_seconds: How long looking up the host name may take.
-        listen_host: The local address to listen on instead of the worker's.
+        listen_host: The local address to listen on instead of the worker's; by default that of
+            the variable TFPARALLEL_LISTEN_ADDR, if it is set.
 
     Returns:
         The listening socket, which does not block.
@@ -47,6 +51,7 @@ async def listen(
     """
     address = workers[worker_index]
     host, port = split_address(address)
+    listen_host = listen_host or os.environ.get(LISTEN_ADDR)
     try:
         if listen_host is not None:
             address = f"[{listen_host}]:{port}" if ":" in listen_host else f"{listen_host}:{port}"
@@ -68,9 +73,29 @@ async def listen(
             f"{worker} cannot listen on {address} on host {socket.gethostname()}: "
             f"{messages.reason(error)}. A worker's address must be one of its own host's. "
             f"Received: workers={list(workers)}, worker_index={worker_index}. Correct the task "
-            "index or the address in TF_CONFIG; behind a gateway or a published container port, "
-            "pass listen_host."
+            "index or the address in TF_CONFIG; behind a gateway, or with a published container "
+            f"port, set {LISTEN_ADDR}=0.0.0.0."
         ) from None
+
+
+def everywhere(address: str) -> str | None:
+    """The address by which to listen on all of this host's, if this one is none of them.
+
+    Args:
+        address: A name or an address, perhaps that of a gateway in front of this host.
+
+    Returns:
+        `"0.0.0.0"` or `"::"`; None for an address of this host.
+    """
+    try:
+        family, _, _, _, location = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind(location)
+        return None
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            return None
+        return "::" if family == socket.AF_INET6 else "0.0.0.0"
 
 
 def _is_loopback_to_itself_only(host, places, workers):

@@ -70,7 +70,8 @@ def meet(
         token: A secret that all nodes know beforehand, or "".
         timeout_seconds: The deadline.
         local_address: This node's name or address, as the others reach it; by default the one
-            that it calls from. Node 0 listens on it, and not on the endpoint's.
+            that it calls from. Node 0 listens on it, and not on the endpoint's; or, if it is a
+            gateway's, on all that this node has.
 
     Returns:
         What all nodes know now.
@@ -108,9 +109,11 @@ def meet(
 def _host(endpoint, hello, deadline, timeout_seconds):
     """Node 0: collects the others, then answers them all. Returns the answer, and who has it."""
     host, port = split_address(endpoint)
+    is_given = hello["local_address"] is not None
     host = hello["local_address"] or host
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(open_door(host, port, hello["token"]))
+        door = open_door(host, port, hello["token"], may_be_gateways=is_given)
+        stack.enter_context(door)
         present = {0: (None, host, hello)}
         problems = []
         while len(present) < hello["nnodes"] and not problems:

@@ -75,7 +75,8 @@ def meet(
             job is known by its list of workers alone.
         may_differ: Keys of `facts` that are handed on but not compared.
         listen_host: The local address to listen on, where the worker's own
-            address is that of a gateway; `"0.0.0.0"` for all.
+            address is that of a gateway; `"0.0.0.0"` for all. By default that of the
+            variable TFPARALLEL_LISTEN_ADDR.
 
     Returns:
         The facts of every worker, by index.
