@@ -27,7 +27,7 @@ ROWS = [
     ["callbacks"],
     ["asynchronous"],
     ["replication", "placement"],
-    ["pipeline", "layers"],
+    ["pipeline", "layers", "standby"],
     ["hybrid"],
     ["diagnostics"],
     ["commands"],

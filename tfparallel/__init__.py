@@ -103,3 +103,7 @@ def __getattr__(name):
 
 def __dir__():
     return sorted(set(globals()) | set(__all__))
+
+
+if os.environ.get("TFPARALLEL_STANDBY"):  # A process that `launch --standby` has started ahead.
+    importlib.import_module("tfparallel.standby").wait()

@@ -19,15 +19,22 @@ from tests.commands.command_line import ROOT, TASKS
 TASK = TASKS / "dropout.py"
 FLAGS = ["--parallel=data", "--epochs=8", "--seed=7", "--global_batch_size=32"]
 
+SLOWLY = """
+
+def callbacks():
+    import time
+    return [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.8))]
+"""
+
 pytestmark = pytest.mark.slow
 
 
-def job(*flags, task=TASK, max_restarts=0):
+def job(*flags, task=TASK, max_restarts=0, launch=()):
     """Trains on two workers; returns the exit code and all that was shown."""
     worker = [sys.executable, "-m", "tfparallel", "train", str(task), *FLAGS, *map(str, flags)]
     done = subprocess.run(
         [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2"]
-        + [f"--max_restarts={max_restarts}", "--", *worker],
+        + [f"--max_restarts={max_restarts}", *launch, "--", *worker],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -50,11 +57,11 @@ def metrics(shown):
     return re.findall(r"^\[0\] 3/3 - \S+ - \S+ - (accuracy.*)$", shown, re.MULTILINE)
 
 
-def killed_and_resumed(tmp_path, undisturbed, worker, step, *flags):
+def killed_and_resumed(tmp_path, undisturbed, worker, step, *flags, **options):
     shutil.rmtree(tmp_path / "ckpt", ignore_errors=True)
     code, shown = job(
         f"--checkpoint_dir={tmp_path}/ckpt", f"--inject=kill:worker={worker},step={step}",
-        f"--save={tmp_path}/k.keras", *flags, max_restarts=2,
+        f"--save={tmp_path}/k.keras", *flags, max_restarts=2, **options,
     )  # fmt: skip
     told = f"worker {worker}, step {step}, flags {flags}:\n{shown}"
     assert code == 0, told
@@ -75,6 +82,15 @@ def killed_and_resumed(tmp_path, undisturbed, worker, step, *flags):
 def test_a_killed_chief_loses_at_most_the_write_in_flight(tmp_path, undisturbed):
     every = "--checkpoint_every_steps=1"
     assert killed_and_resumed(tmp_path, undisturbed, 0, 10, every) in (9, 10)
+
+
+@pytest.mark.nightly
+def test_processes_that_wait_take_over(tmp_path, undisturbed):
+    """They are there ten seconds after the start, and have loaded TensorFlow soon after."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(f"import sys\nsys.path.append({str(TASKS)!r})\n{TASK.read_text()}{SLOWLY}")
+    flags = [tmp_path, undisturbed, 1, 20, "--checkpoint_every_steps=1"]
+    assert killed_and_resumed(*flags, task=slow, launch=["--standby"]) >= 19
 
 
 def test_a_killed_worker_costs_the_steps_since_the_epoch_began(tmp_path, undisturbed):

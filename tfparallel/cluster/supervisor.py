@@ -14,19 +14,17 @@ between this process and each worker stands a guardian (guardian.py).
 """
 
 import contextlib
-import dataclasses
-import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
+from tfparallel.cluster.guarded import GuardedWorker, Program
 from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.output import Reader, last_lines
 from tfparallel.cluster.preemption import TRY_AGAIN
+from tfparallel.cluster.standby import Standbys
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit, root_cause_first
 
 __all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest", "run"]
@@ -34,7 +32,6 @@ __all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest", "run"]
 # TensorFlow catches SIGTERM and survives it, so this is what each stop costs.
 GRACE_SECONDS = 3.0
 
-_GUARDIAN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian.py")
 # Where a worker is lost the others may say something yet, and no more.
 _LOST_SECONDS = 1.0
 # What fails this soon after the first failure may have failed before it.
@@ -61,30 +58,6 @@ class StopRequest(BaseException):
         self.has_saved = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What one worker runs.
-
-    Attributes:
-        worker: The worker's index in the whole job.
-        command: The program and its arguments.
-        environment: Its whole environment.
-        cores: The CPU cores it may use; all that this process may use if empty.
-        name: What to call it, if not by its index.
-        is_spare: Whether the job goes on without it, if a signal has ended it. A program that fails
-            by itself is at fault.
-        ends_job: Whether the job has succeeded as soon as it has.
-    """
-
-    worker: int
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    cores: Sequence[int] = ()
-    name: str = ""
-    is_spare: bool = False
-    ends_job: bool = False
-
-
 class Job:
     """The running workers. A context manager: leaving it stops what still runs."""
 
@@ -96,6 +69,7 @@ class Job:
         grace_seconds: float = GRACE_SECONDS,
         news: NodeNews | None = None,
         on_lost: Callable[[WorkerExit], None] | None = None,
+        standbys: Standbys | None = None,
     ):
         """Starts all programs.
 
@@ -107,9 +81,10 @@ class Job:
             grace_seconds: How long a worker that is to stop has until it is killed.
             news: How the job's other hosts fare, if it has any. The caller closes it.
             on_lost: Called with how a spare program has ended without which the job goes on.
+            standbys: Processes that wait to become a worker. New ones are started beside the job.
         """
         self._on_lost = on_lost or (lambda _: None)
-        self._told_lost: list[_Worker] = []
+        self._told_lost: list[GuardedWorker] = []
         self._news = news or NodeNews()
         self._grace_seconds = grace_seconds
         self._started_at = time.monotonic()
@@ -123,13 +98,16 @@ class Job:
         self._reader = Reader(on_output or (lambda *_: None), lambda: self._wake.send(b"!"))
         self._workers = []
         try:
-            for program in programs:
-                worker = _Worker(program)
+            for position, program in enumerate(programs):
+                worker = standbys.take(position, program) if standbys is not None else None
+                worker = worker or GuardedWorker(program)
                 self._workers.append(worker)
                 self._selector.register(worker.control, selectors.EVENT_READ, worker)
                 self._reader.add(program.worker, "stdout", worker.guardian.stdout)
                 self._reader.add(program.worker, "stderr", worker.guardian.stderr)
             self._reader.start()
+            if standbys is not None:
+                standbys.prepare(programs)
         except BaseException:
             self._close()
             raise
@@ -169,7 +147,7 @@ class Job:
             if self._has_lost_a_worker(culprit):
                 self._grace_seconds = min(self._grace_seconds, _LOST_SECONDS)
         exits = tuple(self._exit_of(worker) for worker in self._workers)
-        if isinstance(culprit, _Worker):
+        if isinstance(culprit, GuardedWorker):
             culprit = exits[self._workers.index(culprit)]
         departure = self._news.departure if culprit is None else None
         has_newcomer = self._news.has_newcomer and any(exit_.stopped for exit_ in exits)
@@ -293,6 +271,7 @@ def run(
     timeout_seconds: float | None = None,
     news: NodeNews | None = None,
     on_lost: Callable[[WorkerExit], None] | None = None,
+    standbys: Standbys | None = None,
 ) -> Outcome:
     """Runs a job to its end.
 
@@ -303,6 +282,7 @@ def run(
         timeout_seconds: As for `Job.wait`.
         news: As for `Job`.
         on_lost: As for `Job`.
+        standbys: As for `Job`.
 
     Returns:
         The outcome, with no process left, however the function is left.
@@ -311,88 +291,11 @@ def run(
         Exception: What `on_output` raised.
     """
     job = Job(
-        programs, on_output=on_output, grace_seconds=grace_seconds, news=news, on_lost=on_lost
+        programs,
+        on_output=on_output,
+        grace_seconds=grace_seconds,
+        news=news,
+        on_lost=on_lost,
+        standbys=standbys,
     )
     return job.wait(timeout_seconds)
-
-
-class _Worker:
-    """A guardian, and what it says of its worker."""
-
-    def __init__(self, program):
-        self.program = program
-        self.pid = None
-        self.returncode = None
-        self.ended_at = None
-        self.gone = False
-        self._heard = b""
-        self.control, theirs = socket.socketpair()
-        cores = ",".join(map(str, program.cores))
-        try:
-            # -I -S: it needs none of the user's packages, and starts in a third of the time.
-            self.guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", _GUARDIAN, cores, *program.command],
-                env=dict(program.environment),
-                stdin=theirs,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                # Else Ctrl-C at the terminal would reach it before this process decides.
-                start_new_session=True,
-            )
-        except BaseException:
-            self.control.close()
-            raise
-        finally:
-            theirs.close()
-        self.control.setblocking(False)
-
-    @property
-    def is_lost(self):
-        """Whether it has been killed, and the job goes on."""
-        return self.program.is_spare and (self.returncode or 0) < 0
-
-    def listen(self):
-        """Takes in what the guardian says; False once it has gone."""
-        try:
-            heard = self.control.recv(4096)
-        except BlockingIOError:
-            return True
-        except ConnectionError:
-            heard = b""
-        *lines, self._heard = (self._heard + heard).split(b"\n")
-        for line in lines:
-            kind, *values = line.split()
-            if kind == b"started":
-                self.pid = int(values[0])
-            elif values[0] != b"None":
-                self.returncode, self.ended_at = int(values[0]), float(values[1])
-        if not heard:
-            self._guardian_is_gone()
-        return bool(heard)
-
-    def send(self, signum):
-        if self.returncode is None:
-            with contextlib.suppress(OSError):
-                self.control.send(bytes([signum]))
-
-    def order_death(self):
-        # A shut direction reads as the end of the file there; the answer still comes back.
-        with contextlib.suppress(OSError):
-            self.control.shutdown(socket.SHUT_WR)
-
-    def close(self):
-        if not self.gone:
-            self.guardian.kill()
-            self._guardian_is_gone()
-        self.control.close()
-
-    def _guardian_is_gone(self):
-        self.gone = True
-        returncode = self.guardian.wait()
-        if self.returncode is None:
-            # Somebody killed the guardian, and the kernel its worker; the rest is left to do.
-            self.returncode, self.ended_at = returncode or -signal.SIGKILL, time.monotonic()
-            if self.pid is not None:
-                with contextlib.suppress(OSError):
-                    os.killpg(self.pid, signal.SIGKILL)

@@ -16,7 +16,14 @@ _ALONE = ("job_name", "gpus_per_node", "sbatch_args", "image", "volume")
 # What is each host's own, or would be.
 _OF_A_HOST = ("node_rank", "rdzv_endpoint", "local_addr", "num_ps", "bind_cores")
 # What the launcher of each host is given, too.
-_HANDED_ON = ("nproc_per_node", "max_restarts", "start_timeout", "log_dir", "transport")
+_HANDED_ON = (
+    "nproc_per_node",
+    "max_restarts",
+    "standby",
+    "start_timeout",
+    "log_dir",
+    "transport",
+)
 _OF_THE_OTHER = {"slurm": ("image", "volume"), "kubernetes": ("sbatch_args",)}
 
 

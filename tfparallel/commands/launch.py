@@ -115,6 +115,14 @@ def _flags() -> flags.FlagValues:
         "the job goes on without it after more.",
         flag_values=values,
     )
+    flags.DEFINE_bool(
+        "standby",
+        False,
+        "Keep a process with TensorFlow loaded beside each worker, which takes its place in a "
+        "restart: that takes half the time, and 0.3 GB of memory each. The command must import "
+        "tfparallel before it does anything else, as `tfparallel train` does.",
+        flag_values=values,
+    )
     flags.DEFINE_float(
         "grace_seconds",
         GRACE_SECONDS,
@@ -178,6 +186,11 @@ def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
             f"--start_timeout must be positive. Received: --start_timeout={values.start_timeout}."
         )
     problems += _server_problems(values)
+    if values.standby and not values.max_restarts and ":" not in values.nnodes:
+        problems.append(
+            "--standby is for a job that may start again. Received: --standby, with neither "
+            "--max_restarts nor --nnodes=MIN:MAX. Add --max_restarts=3, or drop --standby."
+        )
     try:
         nodes = nodes_of(values)
     except ValueError as error:
@@ -213,7 +226,7 @@ def _server_problems(values):
         return []
     if values.num_ps < 1:
         return [f"--num_ps must be at least 1. Received: --num_ps={values.num_ps}."]
-    given = [name for name in ("bind_cores", "transport") if getattr(values, name)]
+    given = [name for name in ("bind_cores", "standby", "transport") if getattr(values, name)]
     if values.nnodes != "1":
         given.append("nnodes")
     return [

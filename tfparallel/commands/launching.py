@@ -21,6 +21,7 @@ from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.screening import Screening
+from tfparallel.cluster.standby import Standbys
 from tfparallel.cluster.supervisor import Program, StopRequest, run
 from tfparallel.cluster.worker_error import WORKER_ERROR, WorkerError
 from tfparallel.cluster.worker_exit import Outcome
@@ -93,10 +94,9 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
         environment[FOLDER] = os.path.abspath(values.log_dir or own_folder)
     code = 1
     try:
-        if nodes.is_elastic:
-            code = _run_elastic(values, command, nodes, environment)
-        else:
-            code = _run_with_restarts(values, command, nodes, environment)
+        with Standbys() if values.standby else contextlib.nullcontext() as standbys:
+            start = _run_elastic if nodes.is_elastic else _run_with_restarts
+            code = start(values, command, nodes, environment, standbys)
         return code
     except StopRequest as request:
         code = 0 if request.has_saved else 1
@@ -108,9 +108,9 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
             shutil.rmtree(own_folder, ignore_errors=True)
 
 
-def _run_with_restarts(values, command, nodes, environment):
+def _run_with_restarts(values, command, nodes, environment, standbys):
     for attempt in range(values.max_restarts + 1):
-        outcome = _run_once(values, command, nodes, attempt, environment)
+        outcome = _run_once(values, command, nodes, attempt, environment, standbys)
         if outcome.departure is not None:
             # The others cannot meet without it.
             _report(outcome.departure.describe(), outcome)
@@ -123,7 +123,7 @@ def _run_with_restarts(values, command, nodes, environment):
     return outcome.culprit.exit_code
 
 
-def _run_once(values, command, nodes, attempt, environment):
+def _run_once(values, command, nodes, attempt, environment, standbys):
     if values.num_ps is not None:
         programs = programs_with_servers(
             command,
@@ -137,10 +137,10 @@ def _run_once(values, command, nodes, attempt, environment):
         meeting = _meet(values, nodes, attempt)
         stack.enter_context(meeting.news)
         programs = _programs(values, command, meeting, environment, attempt)
-        return _run(values, programs, attempt, meeting)
+        return _run(values, programs, attempt, meeting, standbys)
 
 
-def _run_elastic(values, command, nodes, environment):
+def _run_elastic(values, command, nodes, environment, standbys):
     meetings = ElasticMeetings(
         values.rdzv_endpoint.split(","),
         min_nodes=nodes.minimum,
@@ -165,7 +165,7 @@ def _run_elastic(values, command, nodes, environment):
             with meeting.news as news:
                 patience.begin(news)
                 programs = _programs(values, command, meeting, environment, meeting.attempt)
-                outcome = _run(values, programs, meeting.attempt, meeting)
+                outcome = _run(values, programs, meeting.attempt, meeting, standbys)
                 if not (outcome.culprit or outcome.departure or outcome.has_newcomer):
                     meetings.end()
                     return 0
@@ -296,7 +296,13 @@ def _programs(
     )
 
 
-def _run(values, programs, attempt, meeting: NodeMeeting | None = None) -> Outcome:
+def _run(
+    values,
+    programs,
+    attempt,
+    meeting: NodeMeeting | None = None,
+    standbys: Standbys | None = None,
+) -> Outcome:
     names = {program.worker: program.name for program in programs if program.name}
     screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer, names)
     with contextlib.ExitStack() as stack:
@@ -312,6 +318,7 @@ def _run(values, programs, attempt, meeting: NodeMeeting | None = None) -> Outco
             grace_seconds=values.grace_seconds,
             news=None if meeting is None else meeting.news,
             on_lost=lambda exit_: say(f"{exit_.describe()}; the job goes on with those left"),
+            standbys=standbys,
         )
         screen.finish()
         return _with_errors(outcome, screening.errors, values.log_dir)
