@@ -114,7 +114,9 @@ bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.
 	$(BIN)/python benchmarks/model_parallel.py
 	$(BIN)/python benchmarks/pipeline.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/restarts.py
+	$(BIN)/python benchmarks/restarts.py --standby --num_kills=5
 	$(BIN)/python benchmarks/elastic.py
+	$(BIN)/python benchmarks/elastic.py --standby
 	$(BIN)/python benchmarks/faults.py  # Two of the kinds need root.
 	$(BIN)/python benchmarks/diagnosis.py
 	$(BIN)/python benchmarks/asynchronous.py

@@ -163,7 +163,8 @@ def publish(name, lines, found, options, figures=None):
 
 def footer(program, described, options, *names):
     """The last lines of a block: what was measured on, and how to measure it again."""
-    words = [f"--{name}={getattr(options, name)}" for name in names]
+    values = {name: getattr(options, name) for name in names}
+    words = [f"--{name}{f'={value}' * (value is not True)}" for name, value in values.items()]
     words += ["--torch=PYTHON_WITH_TORCH"] if getattr(options, "torch", None) else []
     command = " ".join([f".venv/bin/python benchmarks/{program}.py", *words])
     return [

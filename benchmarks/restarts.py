@@ -1,12 +1,14 @@
 """Kills a worker at a random moment of a run, ten times, and looks at where the run ends.
 
     .venv/bin/python benchmarks/restarts.py
+    .venv/bin/python benchmarks/restarts.py --standby
 
 Each run trains `models/digits_cnn.py` on 2 workers for 200 steps under `tfparallel launch
 --max_restarts`. From outside, one worker, the chief or the other, gets SIGKILL, wherever it is
 just then: in a step, in a collective, in the writing of a checkpoint. The run's weights are
 compared with those of one that nobody disturbed, and the time from the kill to the first new step
-is taken.
+is taken. With `--standby`, `launch` keeps processes ready, which takes it half a minute: there the
+runs are longer, and the kills late.
 """
 
 import contextlib
@@ -27,6 +29,7 @@ import psutil
 
 TOP = pathlib.Path(__file__).parents[1]
 NUM_STEPS, STEPS_PER_EPOCH, EVERY = 200, 25, 5
+NUM_STEPS_WITH_STANDBY = 3000
 TOLERANCE = 1e-5
 RESTART_SECONDS = 15.0
 DEADLINE_SECONDS = 300.0
@@ -37,13 +40,16 @@ def main(arguments):
     described = environment.describe()
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        expected, _ = run(pathlib.Path(folder) / "whole")
+        num_steps = NUM_STEPS_WITH_STANDBY if options.standby else NUM_STEPS
+        earliest = num_steps // 2 if options.standby else 1
+        expected, _ = run(pathlib.Path(folder) / "whole", options.standby)
         rows = []
         for index in range(options.num_kills):
             # The chief and the other in turn; any step but the first and the last few.
-            worker, step, pause = index % 2, draw.randrange(1, NUM_STEPS - 10), draw.random() / 20
+            step = draw.randrange(earliest, num_steps - 10)
+            worker, pause = index % 2, draw.random() / 20
             kill = (worker, step, pause)
-            weights, seconds = run(pathlib.Path(folder) / f"kill_{index}", kill)
+            weights, seconds = run(pathlib.Path(folder) / f"kill_{index}", options.standby, kill)
             largest = max(
                 float(np.max(np.abs(a - b))) for a, b in zip(expected, weights, strict=True)
             )
@@ -51,38 +57,41 @@ def main(arguments):
             print(f"worker {worker}, step {step}: {largest:.1e}, {seconds:.1f} s", file=sys.stderr)
     names = ("worker", "step", "difference", "seconds")
     found = [dict(zip(names, row, strict=True)) for row in rows]
-    contest.publish("restarts", page(rows, described, options), found, options)
+    name = "restarts_standby" if options.standby else "restarts"
+    contest.publish(name, page(rows, described, options), found, options)
     return 0 if all(largest <= TOLERANCE for _, _, largest, _ in rows) else 1
 
 
 def parse(arguments):
     parser = contest.make_parser(__doc__)
     parser.add_argument("--num_kills", type=int, default=10, help="runs (10)")
+    parser.add_argument("--standby", action="store_true", help="`launch` keeps processes ready")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     return contest.parse(parser, arguments)
 
 
-def run(folder, kill=None):
+def run(folder, standby, kill=None):
     """Trains once; returns the weights, and the seconds from the kill to the first new step.
 
     Args:
         folder: Where the run keeps its checkpoints and its output.
+        standby: Whether `launch` keeps processes ready.
         kill: The worker, the step after which, and how many seconds later; None for nobody.
     """
     folder.mkdir()
+    num_steps = NUM_STEPS_WITH_STANDBY if standby else NUM_STEPS
     saved, checkpoints = folder / "model.keras", folder / "checkpoints"
     train = [
         *(sys.executable, "-m", "tfparallel", "train", str(TOP / "models/digits_cnn.py")),
         *("--parallel=data", "--seed=7", f"--steps_per_epoch={STEPS_PER_EPOCH}"),
-        *(f"--epochs={NUM_STEPS // STEPS_PER_EPOCH}", f"--checkpoint_every_steps={EVERY}"),
+        *(f"--epochs={num_steps // STEPS_PER_EPOCH}", f"--checkpoint_every_steps={EVERY}"),
         *(f"--checkpoint_dir={checkpoints}", f"--save={saved}"),
     ]
     launch = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2"]
+    launch += ["--max_restarts=2", *["--standby"] * standby]
     with (
         open(folder / "output", "wb") as output,
-        subprocess.Popen(
-            [*launch, "--max_restarts=2", "--", *train], cwd=TOP, stdout=output, stderr=output
-        ) as job,
+        subprocess.Popen([*launch, "--", *train], cwd=TOP, stdout=output, stderr=output) as job,
     ):
         try:
             seconds = None if kill is None else killed(job, checkpoints, *kill)
@@ -105,6 +114,7 @@ def killed(job, checkpoints, worker, step, pause):
         # The command itself, not the guardian that holds it as an argument.
         if process.cmdline()[1:4] == ["-m", "tfparallel", "train"]
         and process.environ().get("RANK") == str(worker)
+        and "TFPARALLEL_STANDBY" not in process.environ()  # One that waits.
     ]
     reached = newest(checkpoints)
     os.kill(victim.pid, signal.SIGKILL)
@@ -131,10 +141,11 @@ def wait_for(condition, job, what):
 def page(rows, described, options):
     equal = sum(largest <= TOLERANCE for _, _, largest, _ in rows)
     slowest = max(seconds for *_, seconds in rows)
+    num_steps = NUM_STEPS_WITH_STANDBY if options.standby else NUM_STEPS
     lines = [
-        "## Restarts: a worker killed at a random moment",
+        f"## Restarts: a worker killed at a random moment{', --standby' * options.standby}",
         "",
-        f"`models/digits_cnn.py` on 2 workers for {NUM_STEPS} steps, a checkpoint each {EVERY}; "
+        f"`models/digits_cnn.py` on 2 workers for {num_steps} steps, a checkpoint each {EVERY}; "
         "one worker gets SIGKILL from outside, and `launch` starts both again. The seconds are "
         f"from the kill to the first checkpoint with a new step, at most {EVERY} steps after it.",
         "",
@@ -152,7 +163,8 @@ def page(rows, described, options):
         f"| {worker}{' (chief)' * (worker == 0)} | {step} | {largest:.1e} | {seconds:.1f} |"
         for worker, step, largest, seconds in rows
     ]
-    return lines + contest.footer("restarts", described, options, "num_kills", "seed")
+    flags = ["num_kills", *["standby"] * options.standby, "seed"]
+    return lines + contest.footer("restarts", described, options, *flags)
 
 
 if __name__ == "__main__":

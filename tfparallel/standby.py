@@ -3,6 +3,7 @@
 `launch --standby` starts it; see `tfparallel.cluster.standby`.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -25,6 +26,8 @@ def wait() -> None:
     path = os.environ.pop(STANDBY)
     startup.prepare()
     importlib.import_module("tfparallel.replication.data_parallel")
+    with contextlib.suppress(OSError), open(f"{path}.ready", "w"):
+        pass
     while not os.path.exists(path):
         time.sleep(_LOOK_SECONDS)
     with open(path) as file:

@@ -70,6 +70,14 @@ def test_one_that_has_ended_or_runs_something_else_is_not_taken(standbys):
     assert not psutil.pid_exists(other.pid)
 
 
+@pytest.mark.slow
+def test_a_host_that_joins_has_loaded_before(standbys):
+    standbys.prepare_now([program(1)])
+    waits = started(standbys)
+    assert psutil.Process(waits.pid).memory_info().rss > 250 << 20  # With TensorFlow.
+    assert ran(program(2), standbys)[1:3] == (waits.pid, True)
+
+
 def test_none_outlives_its_launcher():
     with Standbys(delay_seconds=0) as standbys:
         ran(program(1), standbys)

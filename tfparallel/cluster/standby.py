@@ -4,8 +4,9 @@ Python and TensorFlow take some three seconds of a core to load: most of what a 
 `launch --standby` each worker has a process beside it that has got as far as `import tfparallel`,
 holds there, and goes on as the worker of the next attempt.
 
-    launcher ── starts it, TFPARALLEL_STANDBY=FILE ──> import tfparallel ... waits for FILE
-    launcher ── writes FILE: the worker's environment ─────────────────────> goes on
+    launcher ── starts it, TFPARALLEL_STANDBY=FILE ──> import tfparallel
+                                                           ... writes FILE.ready, waits for FILE
+    launcher ── writes FILE: the worker's environment ────────────────────────────────> goes on
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 
 from tfparallel.cluster.guarded import GuardedWorker, Program
@@ -25,6 +27,8 @@ __all__ = ["STANDBY", "Standbys"]
 STANDBY = "TFPARALLEL_STANDBY"
 # The job itself is to start first: loading takes a core.
 _DELAY_SECONDS = 10.0
+_LOADING_SECONDS = 60.0
+_LOOK_SECONDS = 0.02
 
 
 class Standbys:
@@ -61,6 +65,24 @@ class Standbys:
             self._timer = threading.Timer(self._delay_seconds, self._start, [list(programs)])
             self._timer.daemon = True
             self._timer.start()
+
+    def prepare_now(self, programs: Sequence[Program]) -> None:
+        """Starts such processes at once, and waits until they have loaded, for a minute at most.
+
+        So a host that joins a running job loads before it stops the others for it.
+
+        Args:
+            programs: What the workers of this host will run, in any environment.
+        """
+        self._start(programs)
+        with self._lock:
+            waiting = list(self._waiting.values())
+        deadline = time.monotonic() + _LOADING_SECONDS
+        while time.monotonic() < deadline:
+            left = [w for path, w in waiting if not os.path.exists(f"{path}.ready")]
+            if not any(worker.listen() and worker.returncode is None for worker in left):
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def take(self, position: int, program: Program) -> GuardedWorker | None:
         """Returns the process that waits for this place, told to go on as the program.

@@ -151,6 +151,9 @@ def _run_elastic(values, command, nodes, environment, standbys):
         local_address=values.local_addr,
     )
     patience = _Patience(values, nodes, environment)
+    if standbys is not None:
+        alone = meet_alone(values.nproc_per_node)
+        standbys.prepare_now(_programs(values, command, alone, environment, 0))
     with meetings:
         while True:
             try:
