@@ -18,9 +18,8 @@ import results
 import scaling
 
 PACKAGE = contest.TOP / "tfparallel"
-# What the package had before its forms became one step; the page says why it has more now.
+# What the package had before its forms became one step.
 LINES_BEFORE = 28_700
-WHY_LINES = "../docs/internals/design.md#how-the-package-grew"
 UNJOINED = "two plain processes at once that are not joined"
 
 
@@ -132,7 +131,7 @@ def page(figures, num_lines, today):
         "| what | measured | to reach | verdict |",
         "| --- | --- | --- | --- |",
         *[row_of(row, figures) for row in ROWS],
-        f"| lines in `tfparallel/` ([why]({WHY_LINES})) | {num_lines:,} "
+        f"| lines in `tfparallel/` | {num_lines:,} "
         f"| below {LINES_BEFORE:,} | {verdict(num_lines < LINES_BEFORE)} |",
         "",
     ]

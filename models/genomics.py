@@ -1,6 +1,6 @@
 r"""Tell whether an exon ends in the middle of a DNA sequence: a deep stack of convolutions.
 
-Form: `pipeline`; `hybrid`, two replicas of such a pipeline, is exact, too.
+Form: `pipeline` (also checked: `hybrid`, two replicas of such a pipeline).
 Why: a sequence goes through many equal layers; stages of them work on micro-batches at once.
 
     tfparallel check models/genomics.py --parallel=pipeline --num_devices=2 --num_micro_batches=4 \
@@ -47,7 +47,7 @@ DILATIONS = (1, 2, 4, 8)
 
 
 def build_model():
-    """Returns the net; it puts out one logit, above zero for a true site."""
+    """Returns a model that outputs one logit, above zero for a true site."""
     inputs = keras.Input((SEQUENCE_LENGTH,), dtype="int32", name="letters")
     x = keras.layers.Embedding(len(LETTERS), FILTERS, name="letter")(inputs)
     for dilation in DILATIONS:

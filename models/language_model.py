@@ -1,6 +1,6 @@
 r"""Predict the next of 8,192 words: a language model with a large vocabulary.
 
-Form: `tensor`; `data` is exact, too.
+Form: `tensor` (also checked: `data`).
 Why: the embedding and the logits are nine tenths of the weights; each device holds a part of both.
 
     tfparallel check models/language_model.py --parallel=tensor --num_devices=2 --steps=5
@@ -36,7 +36,7 @@ PACKAGES = (
 
 
 def build_model():
-    """Returns the net; it puts out logits of the next word at each position."""
+    """Returns a model that outputs logits of the next word at each position."""
     inputs = keras.Input((SEQUENCE_LENGTH,), dtype="int32", name="words")
     x = keras.layers.Embedding(VOCABULARY_SIZE, WIDTH, name="embedding")(inputs)
     x = Position(name="position")(x)

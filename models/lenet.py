@@ -1,14 +1,13 @@
-"""A net in the manner of LeNet: two convolutions of 20 filters of 5x5, on 28x28 images.
+"""Classify handwritten digits: two convolutions of 20 filters and two dense layers, after LeNet.
+
+Form: `data`.
+Why: the model is small, and batches are many.
+
+    tfparallel check models/lenet.py --parallel=data --num_devices=2
+    tfparallel train models/lenet.py --parallel=data --num_devices=2 --epochs=6
 
 By default the images are scikit-learn's digits, enlarged to 28x28; nothing is
 downloaded. `DIGITS_DATA=mnist` takes MNIST.
-
-    tfparallel train models/lenet.py --parallel=data --num_devices=2 --epochs=6
-
-The net is an old acquaintance with two mistakes mended: pooling leaves 20 maps
-of 10x10, which flatten to 2,000 values and not to 320; and the loss takes the
-logits, since a softmax before a cross-entropy that applies its own flattens the
-gradients.
 
 References:
     LeCun, Bottou, Bengio, Haffner. Gradient-based learning applied to document
@@ -24,7 +23,7 @@ SIDE = 28
 
 
 def build_model():
-    """Returns the net; it puts out logits, one for each digit."""
+    """Returns a model that outputs logits, one for each digit."""
     return keras.Sequential(
         [
             keras.Input((SIDE, SIDE, 1), name="image"),

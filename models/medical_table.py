@@ -1,6 +1,6 @@
 """Tell malignant from benign tumours: a table of measurements, with class weights and AUC.
 
-Form: `data`; `hybrid`, two replicas of two stages, is exact, too.
+Form: `data` (also checked: `hybrid`, two replicas of two stages).
 Why: the table is small, and weights and AUC must be those of the whole batch, not of a replica.
 
     tfparallel check models/medical_table.py --parallel=data --num_devices=3
@@ -23,7 +23,7 @@ NUM_MEASUREMENTS = 10
 
 
 def build_model():
-    """Returns the net; it puts out one logit, above zero for malignant."""
+    """Returns a model that outputs one logit, above zero for malignant."""
     (train, _, _), _ = load_data()
     inputs = {kind: keras.Input((NUM_MEASUREMENTS,), name=kind) for kind in KINDS}
     branches = []

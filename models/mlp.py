@@ -1,9 +1,13 @@
-"""A perceptron with hidden layers of 64, 32 and 16 units, on a table of measurements.
+"""Tell malignant from benign tumours: dense layers of 64, 32 and 16 units.
+
+Form: `data`.
+Why: the model is small, and the rows of a table are independent.
+
+    tfparallel check models/mlp.py --parallel=data --num_devices=2
+    tfparallel train models/mlp.py --parallel=data --num_devices=2 --epochs=10
 
 The data are the 569 cell samples of the Wisconsin breast cancer set that
-scikit-learn carries: 30 measurements each, malignant or benign.
-
-    tfparallel train models/mlp.py --parallel=data --num_devices=2 --epochs=10
+scikit-learn ships: 30 measurements each, malignant or benign.
 """
 
 import keras
@@ -16,7 +20,7 @@ NUM_MEASUREMENTS = 30
 
 
 def build_model():
-    """Returns the net; it puts out one logit, above zero for benign."""
+    """Returns a model that outputs one logit, above zero for benign."""
     return keras.Sequential(
         [
             keras.Input((NUM_MEASUREMENTS,), name="measurements"),

@@ -1,6 +1,6 @@
 r"""Recommend names to functions of Python's library: two embedding tables, as for users and films.
 
-Form: `tensor`; `data` is exact, too.
+Form: `tensor` (also checked: `data`).
 Why: the tables are nearly all of the weights, and each device holds the rows of half of the ids.
 
     tfparallel check models/recommender.py --parallel=tensor --num_devices=2 --steps=5
@@ -34,7 +34,7 @@ VALIDATION_SHARE = 0.1
 
 
 def build_model():
-    """Returns the net; it puts out a logit, above zero where the function uses the name."""
+    """Returns a model that outputs a logit, above zero where the function uses the name."""
     used = keras.Input((HISTORY_LENGTH,), dtype="int32", name="used")
     name = keras.Input((), dtype="int32", name="name")
     # One tower for the function, known by what it uses already, and one for the name.

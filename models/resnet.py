@@ -1,11 +1,14 @@
-"""A small residual net on handwritten digits: layers whose outputs skip others.
+"""Classify handwritten digits: a small residual net, in which outputs skip some layers.
+
+Form: `model`.
+Why: skip connections cross the cut; what they carry is sent to the device that reads it.
+
+    tfparallel check models/resnet.py --parallel=model --num_devices=2 --precision=float64
+    tfparallel train models/resnet.py --parallel=model --num_devices=4 --epochs=3
 
 Three groups of two residual blocks, of 16, 32 and 64 filters of 3x3 with batch normalization (He et
 al., 2015, "Deep Residual Learning for Image Recognition", with the order of 2016: normalize, ReLU,
 convolve). It reads the digits that `digits_cnn.py` reads.
-
-    tfparallel check models/resnet.py --parallel=model --num_devices=2 --precision=float64
-    tfparallel train models/resnet.py --parallel=model --num_devices=4 --epochs=3
 """
 
 import keras
@@ -16,7 +19,7 @@ BLOCKS_PER_GROUP = 2
 
 
 def build_model():
-    """Returns the net; it puts out logits, one for each digit."""
+    """Returns a model that outputs logits, one for each digit."""
     inputs = keras.Input((_side(), _side(), 1), name="image")
     x = convolution(FILTERS[0], name="stem")(inputs)
     for group, filters in enumerate(FILTERS, start=1):

@@ -1,6 +1,6 @@
 r"""Find the pixels of a photograph that are handwriting: a U-Net with skip connections.
 
-Form: `model`; `tensor` with `--convolutions=height` is exact, too.
+Form: `model` (also checked: `tensor` with `--convolutions=height`).
 Why: large pictures fill a device with activations; a skip goes to the device that reads it.
 
     tfparallel check models/segmentation.py --parallel=model --num_devices=2 --steps=5 \
@@ -27,7 +27,7 @@ FILTERS = (8, 16, 32)
 
 
 def build_model():
-    """Returns the net; it puts out a logit for each pixel, above zero for ink."""
+    """Returns a model that outputs a logit for each pixel, above zero for ink."""
     inputs = keras.Input((SIDE, SIDE, 3), name="picture")
     x, skips = inputs, []
     for level, filters in enumerate(FILTERS[:-1], start=1):

@@ -1,6 +1,6 @@
 """Forecast the sunspots of the next three years from 24 years: recurrent layers.
 
-Form: `data`; `model`, each recurrent layer on a device, is exact, too.
+Form: `data` (also checked: `model`, one recurrent layer on each device).
 Why: windows of a series are independent rows, and each replica runs the loop over its own rows.
 
     tfparallel check models/time_series.py --parallel=data --num_devices=2 --steps=5
@@ -40,7 +40,7 @@ YEARLY = """
 
 
 def build_model():
-    """Returns the net; it puts out the sunspot numbers, over 100, of the next three years."""
+    """Returns a model that outputs the sunspot numbers, over 100, of the next three years."""
     return keras.Sequential(
         [
             keras.Input((NUM_PAST, 1), name="past"),

@@ -1,12 +1,16 @@
-r"""A small GPT on bytes: it learns to continue Python's own documentation.
+r"""Predict the next byte of Python's documentation: a small GPT.
 
-Two blocks of causal self-attention and a perceptron, each behind a layer normalization (Radford et
-al., 2019, "Language Models are Unsupervised Multitask Learners"), on sequences of 64 bytes. The
-text is that of Python's `help()`: the language reference, 465 KB, which every Python carries.
+Form: `model`, `pipeline`.
+Why: equal blocks make equal stages.
 
+    tfparallel check models/transformer.py --parallel=pipeline --num_devices=2
     tfparallel train models/transformer.py --parallel=model --num_devices=2 --steps_per_epoch=50
     tfparallel launch --nproc_per_node=2 -- \
         tfparallel train models/transformer.py --parallel=model --steps_per_epoch=50
+
+Two blocks of causal self-attention and a perceptron, each behind a layer normalization (Radford et
+al., 2019, "Language Models are Unsupervised Multitask Learners"), on sequences of 64 bytes. The
+text is that of Python's `help()`: the language reference, 465 KB, which every Python ships.
 """
 
 import keras
@@ -36,7 +40,7 @@ class Position(keras.layers.Layer):
 
 
 def build_model():
-    """Returns the net; it puts out logits of the next byte at each position."""
+    """Returns a model that outputs logits of the next byte at each position."""
     inputs = keras.Input((SEQUENCE_LENGTH,), dtype="int32", name="bytes")
     x = keras.layers.Embedding(NUM_BYTES, WIDTH, name="embedding")(inputs)
     x = Position(name="position")(x)

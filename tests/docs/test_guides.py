@@ -81,24 +81,52 @@ def test_a_page_has_one_title(page):
     assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1 and text.startswith("# ")
 
 
+def what_you_see(page):
+    """A pattern for each line of the first block that the guide shows as its script's output."""
+    if page.name == "check.md":  # It shows the output of its command instead.
+        return []
+    block = r"^## What you see$.*?^```text\n(.*?)^```$"
+    found = re.search(block, page.read_text("utf-8"), re.M | re.S)
+    lines = found[1].splitlines() if found else []
+    return [pattern(line) for line in lines if line != "..."]
+
+
+def pattern(line):
+    """The line without what varies: measured times, losses, and the layers of a measured cut."""
+    escaped = re.escape(line)
+    escaped = re.sub(r"\b\d+(?=m?s\b)|(?<=loss:\\ )[\d.\\]+", r"[\\d.]+", escaped)
+    return re.sub(r"(stage\\ \d\\ \\ CPU:\d\\ \\ ).*", r"\1\\w.*", escaped)
+
+
 def scripts():
-    """The scripts of the guides that run as they stand, with what starts them."""
+    """The scripts of the guides that run as they stand, with what starts them and is printed."""
     for page in GUIDES:
         for block in re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S):
             if block.startswith("import keras\n") and page.name != "migrate.md":
-                yield pytest.param(block, "tfparallel.init()" in block, id=name_of(page))
+                on_workers = "tfparallel.init()" in block
+                yield pytest.param(block, on_workers, what_you_see(page), id=name_of(page))
 
 
 SCRIPTS = list(scripts())
 
 
 def test_the_scripts_are_seen():
-    assert len(SCRIPTS) >= 7 and any(on_workers for _, on_workers in (s.values for s in SCRIPTS))
+    _, on_workers, shown = zip(*(script.values for script in SCRIPTS), strict=True)
+    assert len(SCRIPTS) >= 7 and any(on_workers)
+    assert sum(len(lines) > 2 for lines in shown) >= 6
+
+
+def test_what_varies_is_left_out_of_a_line():
+    epoch = "[0] 16/16 - 1s - 3ms/step - loss: 0.1"
+    assert re.fullmatch(pattern("[0] 16/16 - 2s - 11ms/step - loss: 7.5566"), epoch)
+    assert re.fullmatch(pattern("  stage 0  CPU:0  first"), "  stage 0  CPU:0  first, second")
+    assert not re.fullmatch(pattern("data parallel: data=2"), "data=2")
+    assert not re.fullmatch(pattern("  stage 0  CPU:0  first"), "  stage 0  CPU:1  first")
 
 
 @pytest.mark.nightly  # The forms are trained elsewhere; this is that the page can be copied.
-@pytest.mark.parametrize("script, on_workers", SCRIPTS)
-def test_a_script_can_be_copied(script, on_workers, tmp_path):
+@pytest.mark.parametrize("script, on_workers, shown", SCRIPTS)
+def test_a_script_can_be_copied(script, on_workers, shown, tmp_path):
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     launcher = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2", "--"]
     done = subprocess.run(
@@ -108,6 +136,8 @@ def test_a_script_can_be_copied(script, on_workers, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert any(tmp_path.glob("*.keras")) or "OK: " in done.stdout
+    printed = (done.stdout + done.stderr).splitlines()
+    assert not [line for line in shown if not any(re.fullmatch(line, each) for each in printed)]
 
 
 def languages(page):

@@ -65,6 +65,15 @@ def test_its_first_lines_name_its_forms(name):
     assert f"tfparallel train models/{name}.py --parallel={FORMS[name][0][0]}" in text
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.py")))
+def test_each_file_begins_with_its_task_its_form_and_the_reason(name):
+    task, empty, form, why = ast.get_docstring(
+        ast.parse((MODELS / f"{name}.py").read_text())
+    ).splitlines()[:4]
+    assert task.endswith(".") and not empty
+    assert re.match(r"Form: `\w+`", form) and why.startswith("Why: ")
+
+
 @pytest.mark.slow
 def test_a_medical_table_learns():
     reached = learned("medical_table")

@@ -45,7 +45,7 @@ example:
 {commands}
 
 A task file is a Python file with build_model(), compile_model(model) and
-load_data() -> (train, validation).
+load_data() -> (train, validation). It may also define EPOCHS and callbacks().
 
 `tfparallel COMMAND --help` shows an example and the flags of a command; `bench all_reduce`,
 `bench pipeline`, `bench train` and `plan all_reduce` have flags of their own. Dashes may stand

@@ -48,7 +48,10 @@ def tensor_parallel(
 
     Args:
         model_or_function: A built functional or Sequential model, whose weights come along and
-            which is left as it is, or a function that returns one. What a function builds is
+            which is left as it is, or a function that returns one. A functional model of your own
+            class, which calls `super().__init__(inputs, outputs)`, is accepted, with or without
+            `get_config`; one that defines only `call` is not. Models inside a model are accepted;
+            if an inner one lacks `get_config`, pass the function. What a function builds is
             never held whole: each layer is initialized, with the values that it has on one device,
             and split before the next one.
         devices: Names of the devices, such as `["GPU:0", "GPU:1"]`, or how many; two or more.

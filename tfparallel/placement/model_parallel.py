@@ -41,8 +41,11 @@ def model_parallel(
 
     Args:
         model_or_function: A built functional or Sequential model, whose weights come along, or a
-            function that returns one. Or a list of stages, or a function that returns one: layers
-            or subclassed models, each of which reads what the one before returns, behind a
+            function that returns one. A functional model of your own class, which calls
+            `super().__init__(inputs, outputs)`, is accepted, with or without `get_config`; one that
+            defines only `call` is not. Models inside a model are accepted; if an inner one lacks
+            `get_config`, pass the function. Or a list of stages, or a function that returns one:
+            layers or subclassed models, each of which reads what the one before returns, behind a
             `keras.Input`. The model given is left as it is. What a function builds is
             never held whole: each weight is initialized on its own device (a function that
             compiles the model too is the exception).
