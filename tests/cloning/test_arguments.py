@@ -87,8 +87,24 @@ class Renaming(AutoEncoder):
 
 
 def test_what_is_kept_under_another_name_is_not_found():
-    with pytest.raises(ValueError, match="no attribute first, second.*Pass the function"):
+    """Story: Keras's fifteen lines on `get_config` hid what the user could do."""
+    message = (
+        "needs the arguments that Renaming was created with.*Received: no attribute `first`, "
+        "`second`. Pass the function that builds it, or keep each argument under its own name "
+        r"\(`self.first = first`\)"
+    )
+    with pytest.raises(NotAlike, match=message) as raised:
         tfparallel.data_parallel(Renaming(*parts()), devices=TWO)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_config_that_lacks_an_argument_is_told_with_keras_reason():
+    class Forgetful(Renaming):
+        def get_config(self):
+            return {"first": self.encoder}
+
+    with pytest.raises(NotAlike, match="(?s)cannot be rebuilt.*positional argument: 'second'"):
+        tfparallel.data_parallel(Forgetful(*parts()), devices=TWO)
 
 
 def test_an_optimizer_has_no_copy():

@@ -198,7 +198,7 @@ def test_a_model_whose_config_cannot_rebuild_it_cannot_be_cloned():
 
     model = WithoutConfig(keras.layers.Dense(2))
     model(tf.ones((1, 3)))
-    with pytest.raises(ValueError, match="WithoutConfig cannot be rebuilt from its config"):
+    with pytest.raises(ValueError, match="no attribute `dense`.*`self.dense = dense`"):
         tfparallel.data_parallel(model, devices=TWO)
 
 
@@ -639,6 +639,88 @@ def test_a_model_built_outside_the_scope_is_told(compiled):
             model.compile("adam", "mse")
         with strategy.scope():
             model.fit(np.zeros((8, 4)), np.zeros((8, 1)), verbose=0)
+
+
+@pytest.mark.parametrize("steps", ["Keras's", "its own"])
+def test_a_model_built_outside_the_scope_is_told_on_one_device(steps):
+    """Story: `colocate_vars_with` "must only be passed a variable created in this scope"."""
+
+    class OwnSteps(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    strategy = tfparallel.MirroredStrategy(["CPU:0"])
+    cls = keras.Sequential if steps == "Keras's" else OwnSteps
+    model = cls([keras.Input((4,)), keras.layers.Dense(1, name="only")], name="early")
+    message = (
+        r"Model 'early' was built outside the scope.*Weights that the strategy holds are required"
+        r"\. Received: 2 weights outside the scope, such as early/only/kernel\. Build"
+    )
+    with pytest.raises(ValueError, match=message), strategy.scope():
+        model.compile("adam", "mse")
+    model.compile("adam", "mse")
+    with pytest.raises(ValueError, match=message), strategy.scope():
+        model.fit(np.zeros((8, 4)), np.zeros((8, 1)), verbose=0)
+
+
+def test_an_optimizer_of_a_custom_loop_is_told_of_weights_outside_the_scope():
+    strategy = tfparallel.MirroredStrategy(["CPU:0"])
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="only")])
+    with strategy.scope():
+        optimizer = tfparallel.distribute_optimizer(keras.optimizers.Adam())
+        with pytest.raises(ValueError, match="A model was built outside the scope.*2 weights"):
+            optimizer.build(model.trainable_variables)
+
+
+def encoder_and_decoder():
+    encoder = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)], name="encoder")
+    decoder = keras.Sequential([keras.Input((2,)), keras.layers.Dense(4)], name="decoder")
+    return encoder, decoder
+
+
+@pytest.mark.parametrize("outside", ["both", "one"])
+def test_a_function_that_uses_what_was_built_before_is_told(outside):
+    """Story: the message spoke of a strategy's scope, or of LoRA, and the user had neither."""
+
+    class AutoEncoder(keras.Model):
+        def __init__(self, encoder, decoder):
+            super().__init__()
+            self.encoder, self.decoder = encoder, decoder
+
+        def call(self, inputs):
+            return self.decoder(self.encoder(inputs))
+
+    encoder, decoder = encoder_and_decoder()
+
+    def build():
+        own = decoder if outside == "both" else encoder_and_decoder()[1]
+        return AutoEncoder(encoder, own)
+
+    model = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
+    parts, them = ("`encoder` and `decoder`", "them") if outside == "both" else ("`encoder`", "it")
+    message = (
+        f"function given to `data_parallel`.*2 replicas.*Received: {parts}, built outside the "
+        f"function. Make {them} inside the function, or pass the built model"
+    )
+    with pytest.raises(ValueError, match=message):
+        model.compile("adam", "mse")
+
+
+def test_a_function_whose_graph_holds_a_model_built_before_is_told():
+    encoder, _ = encoder_and_decoder()
+
+    def build():
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, keras.layers.Dense(4)(encoder(inputs)))
+
+    model = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
+    with pytest.raises(ValueError, match="Received: `encoder`, built outside the function"):
+        model.compile("adam", "mse")
 
 
 @pytest.mark.parametrize("scope", [tf.distribute.MirroredStrategy, tfparallel.MirroredStrategy])

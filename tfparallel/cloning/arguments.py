@@ -17,9 +17,13 @@ import keras
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import original_class
 
-__all__ = ["again", "unbuilt_parts"]
+__all__ = ["NotKept", "again", "unbuilt_parts"]
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class NotKept(NotAlike):
+    """A class does not keep the arguments of its constructor where they can be found again."""
 
 
 def unbuilt_parts(model: keras.Model) -> list[str]:
@@ -39,7 +43,8 @@ def again(model: keras.Model, copied: Callable[[keras.Layer], keras.Layer]) -> k
         copied: Returns a copy of a layer or of a model.
 
     Raises:
-        NotAlike: If it does not keep one.
+        NotKept: If it does not keep one.
+        NotAlike: If an argument has no copy.
     """
     cls, arguments, missing, known = original_class(model), {}, [], {}
 
@@ -64,8 +69,12 @@ def again(model: keras.Model, copied: Callable[[keras.Layer], keras.Layer]) -> k
         elif parameter.default is inspect.Parameter.empty:
             missing.append(name)
     if missing:
-        raise NotAlike(
-            f"{cls.__name__} has no `get_config`, and does not keep what its constructor is given "
-            f"under the same names. Received: no attribute {', '.join(missing)}."
+        attributes = ", ".join(f"`{name}`" for name in missing)
+        raise NotKept(
+            f"A copy of model '{model.name}' needs the arguments that {cls.__name__} was created "
+            "with. An attribute with the name of each argument is required, or a `get_config` "
+            f"that returns them. Received: no attribute {attributes}. Pass the function that "
+            "builds it, or keep each argument under its own name (`self."
+            f"{missing[0]} = {missing[0]}`)."
         )
     return cls(**arguments)

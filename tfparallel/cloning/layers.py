@@ -6,11 +6,12 @@ config of its own says nothing of layers, and what `clone_model` returns is of a
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 
 import keras
 
-from tfparallel.cloning.arguments import again
+from tfparallel.cloning.arguments import NotKept, again
 from tfparallel.cloning.complete import without_draws
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import classes_of, original_class
@@ -51,8 +52,8 @@ def copy_layers(
         except (TypeError, NotImplementedError) as error:
             raise NotAlike(
                 f"A layer of model '{model.name}' cannot be rebuilt from its config. `get_config` "
-                f"and `from_config` are required to clone it. Received: {error}. Pass the function "
-                "that builds the model instead."
+                f"and `from_config` are required to clone it. Received: {_short(error)}. Pass the "
+                "function that builds the model instead."
             ) from error
 
 
@@ -88,12 +89,22 @@ def _without_config(model, error) -> keras.Model:
             copy.build_from_config(config)
         return copy
     except (NotAlike, TypeError, ValueError) as another:
-        received = error if another is error else f"{error}; {another}"
+        if isinstance(another, NotKept) and isinstance(error, NotImplementedError):
+            raise another from None  # Without a config, what it lacks is the way out.
+        received = _short(error)
+        if another is not error and not isinstance(another, NotKept):
+            received += f". {_short(another)}"
         raise NotAlike(
             f"Model '{model.name}' of class {original_class(model).__name__} cannot be rebuilt "
             "from its config. `get_config` and `from_config` are required to clone it. Received: "
-            f"{received} Pass the function that builds the model instead."
+            f"{received}. Pass the function that builds the model instead."
         ) from error
+
+
+def _short(error: Exception) -> str:
+    """An error's text without its full stop; of Keras's advice on `get_config`, what it is of."""
+    of_keras = re.match(r"\s*Object (\w+) was created by passing\s+non-serializable", str(error))
+    return f"{of_keras[1]} has no `get_config`" if of_keras else str(error).strip().rstrip(".")
 
 
 def _built_alike(layer) -> keras.Layer:

@@ -100,8 +100,13 @@ def check_scope(strategy, caller: str) -> None:
     )
 
 
-def check_variables(model: keras.Model, strategy) -> None:
+def check_variables(model: keras.Model, strategy, made_by_function: bool = False) -> None:
     """Raises if the model trains a variable that the strategy does not hold.
+
+    Args:
+        model: A model that is compiled, or about to be trained.
+        strategy: The one that trains it.
+        made_by_function: Whether a function that was given to `data_parallel` made the model.
 
     Raises:
         ValueError: For a variable that was made outside the strategy's scope: all of them, by
@@ -111,26 +116,85 @@ def check_variables(model: keras.Model, strategy) -> None:
     check_scales(model)
     if strategy.num_replicas > 1:
         check_activity(model)
-    outside = [
-        variable.path
-        for variable in model.trainable_variables
-        if getattr(variable.value, "distribute_strategy", None) is not strategy
-    ]
-    if outside and len(outside) == len(model.trainable_variables):
+    outside = _outside(model.trainable_variables, strategy)
+    if outside and made_by_function and (parts := _parts_outside(model, strategy)):
+        it = "it" if len(parts) == 1 else "them"
         raise ValueError(
-            f"Model '{model.name}' was built outside the scope of the strategy that trains it. A "
-            f"copy of each weight on each of {strategy.num_replicas} replicas is required. "
-            f"Received: {len(outside)} weights on one device, such as {outside[0]}. Build the "
-            "model within `with strategy.scope():`, or write `model = "
-            "tfparallel.data_parallel(model)`, which needs no scope."
+            f"Model '{model.name}' contains layers that were built before the function given to "
+            f"`data_parallel` was called. {_required(strategy)}, so the function must make all "
+            f"layers. Received: {_listed(parts)}, built outside the function. Make {it} inside "
+            "the function, or pass the built model."
         )
+    if outside and len(outside) == len(model.trainable_variables):
+        raise ValueError(_built_outside(f"Model '{model.name}'", outside, strategy))
     if outside:
         raise ValueError(
             f"Model '{model.name}' trains variables that were made outside its strategy's scope. "
-            f"A copy on each of {strategy.num_replicas} replicas is required. Received: "
-            f"{', '.join(outside)}. Add layers, and call `enable_lora`, within `with "
-            "model.distribute_strategy.scope():`, or before you pass the model to the builder."
+            f"{_required(strategy)}. Received: {', '.join(outside)}. Add layers, and call "
+            "`enable_lora`, within `with model.distribute_strategy.scope():`, or before you pass "
+            "the model to the builder."
         )
+
+
+def check_updated(variables, strategy, model: keras.Model | None) -> None:
+    """Raises if an optimizer is to be built for a variable that the strategy does not hold.
+
+    With one replica a model that was built outside the scope is found here, not before.
+
+    Args:
+        variables: The trainable variables, Keras's.
+        strategy: The one that the optimizer acts under.
+        model: The model that Keras trains; None in a custom loop.
+
+    Raises:
+        ValueError: For a variable that was made outside the strategy's scope.
+    """
+    outside = _outside(variables, strategy)
+    if outside:
+        trained = "A model" if model is None else f"Model '{model.name}'"
+        raise ValueError(_built_outside(trained, outside, strategy))
+
+
+def _built_outside(model: str, outside: list[str], strategy) -> str:
+    weights = "1 weight" if len(outside) == 1 else f"{len(outside)} weights"
+    return (
+        f"{model} was built outside the scope of the strategy that trains it. "
+        f"{_required(strategy)}. Received: {weights} outside the scope, such as {outside[0]}. "
+        "Build the model within `with strategy.scope():`, or write `model = "
+        "tfparallel.data_parallel(model)`, which needs no scope."
+    )
+
+
+def _required(strategy) -> str:
+    if strategy.num_replicas == 1:
+        return "Weights that the strategy holds are required"
+    return f"A copy of each weight on each of {strategy.num_replicas} replicas is required"
+
+
+def _outside(variables, strategy) -> list[str]:
+    """The paths of the variables that a strategy does not hold."""
+    return [
+        variable.path
+        for variable in variables
+        if getattr(variable.value, "distribute_strategy", None) is not strategy
+    ]
+
+
+def _parts_outside(layer, strategy) -> list[str]:
+    """The names of the outermost layers within a layer that the strategy holds nothing of."""
+    names = []
+    for part in layer._flatten_layers(include_self=False, recursive=False):
+        outside = _outside(part.variables, strategy)
+        if outside and len(outside) == len(part.variables):
+            names.append(part.name)
+        elif outside:
+            names += _parts_outside(part, strategy)
+    return names
+
+
+def _listed(names: list[str]) -> str:
+    quoted = [f"`{name}`" for name in names]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
 
 
 def check_data(x, batch_size, steps_per_epoch, method: str) -> None:

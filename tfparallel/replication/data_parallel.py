@@ -137,7 +137,8 @@ def data_parallel(
     if replica_weights is not None:
         _set_replica_weights(strategy, replica_weights)
     shards = shard_optimizer and strategy.num_replicas > 1
-    if isinstance(model_or_function, keras.Model):
+    is_function = not isinstance(model_or_function, keras.Model)
+    if not is_function:
         _refuse_foreign_scope(model_or_function, strategy)
         model = clone.clone_under(model_or_function, strategy, preparing(strategy, shards))
     else:
@@ -149,6 +150,7 @@ def data_parallel(
         check_rows=check_rows,
         sync=policy,
         shard_optimizer=shards,
+        made_by_function=is_function,
     )
     if model._is_chief:
         shares = "; the optimizer in shares" if shards else ""

@@ -48,6 +48,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
     """
 
     _shard = None  # What makes each replica update its share of the weights.
+    _made_by_function = False  # Whether the builder was given the function that makes the model.
 
     @property
     def strategy(self):
@@ -74,7 +75,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         with strategy.scope():
             super().compile(*args, **kwargs)
         checks.check_compile(self, strategy)
-        checks.check_variables(self, strategy)
+        checks.check_variables(self, strategy, self._made_by_function)
         extend_parts(self)
         return None
 
@@ -180,7 +181,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         if self.strategy is None:
             build_ahead(self, iterator, data_batch, contextlib.nullcontext())
             return
-        checks.check_variables(self, self.strategy)
+        checks.check_variables(self, self.strategy, self._made_by_function)
         if original_class(self).train_step is not keras.Model.train_step:
             return  # Only the user's step knows what it calls, and what it updates.
         if iterator is not None:
@@ -296,6 +297,7 @@ def extend_model(
     check_rows: bool | None = None,
     sync: Synchronization = EVERY_STEP,
     shard_optimizer: bool = False,
+    made_by_function: bool = False,
 ) -> keras.Model:
     """Makes `model`, whose variables `strategy` holds, data parallel, in place.
 
@@ -306,6 +308,7 @@ def extend_model(
         check_rows: Whether a model that mixes examples is refused; None as the strategy says.
         sync: When the workers agree on their weights.
         shard_optimizer: Whether each replica keeps and updates its share of the optimizer.
+        made_by_function: Whether a function that was given to `data_parallel` made the model.
 
     Returns:
         The same object, its class extended.
@@ -317,6 +320,7 @@ def extend_model(
         _synchronize_batch_norm=synchronize_batch_norm,
         _check_rows=check_rows,
         _sync=sync,
+        _made_by_function=made_by_function,
         _shard=sharded_optimizer.shard if shard_optimizer else None,
         _in_train_step=False,
         _gathers=True,

@@ -8,6 +8,15 @@ from tfparallel.strategies import keras_trainer, mirrored, multi_worker
 class _ExtendsModels:
     """Extends a Keras model in place when it is compiled, or first asked to predict."""
 
+    def check_foreign_model(self, model) -> None:
+        """Refuses to compile a model for training that was built outside the scope.
+
+        Raises:
+            ValueError: If its weights are not this strategy's.
+        """
+        if model.optimizer is not None:
+            checks.check_updated(model.trainable_variables, self, model)
+
     def extend_model(self, model) -> None:
         """Makes a model that Keras trains under this strategy data parallel.
 

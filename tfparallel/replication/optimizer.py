@@ -19,9 +19,11 @@ import tensorflow as tf
 from tfparallel.collectives import replica_sums
 from tfparallel.extend import extend
 from tfparallel.newer_keras import MultiOptimizer
+from tfparallel.replication.checks import check_updated
 from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.seams.tensorflow import PerReplica
-from tfparallel.strategies import variables
+from tfparallel.strategies import keras_trainer, variables
+from tfparallel.strategies.program import ProgramStrategy
 
 
 class PartialSums(PerReplica):
@@ -102,7 +104,11 @@ class ProgramOptimizer:
 
     def build(self, variables):
         """Creates the optimizer's variables for the trainable ones."""
-        with tf.init_scope(), self._distribution_strategy.scope():
+        strategy = self._distribution_strategy
+        if isinstance(strategy, ProgramStrategy):
+            held = [variable for variable in variables if isinstance(variable, keras.Variable)]
+            check_updated(held, strategy, keras_trainer.calling_model())
+        with tf.init_scope(), strategy.scope():
             super().build(variables)
 
 

@@ -47,8 +47,9 @@ class ProgramExtended:
 
     def _create_variable(self, next_creator, **kwargs):
         strategy, model = self._container_strategy(), keras_trainer.compiling_model()
-        is_ours = model is not None and model._distribute_strategy is strategy
-        if is_ours and getattr(model, "_strategy", None) is not strategy:
+        if model is not None and model._distribute_strategy is not strategy:
+            strategy.check_foreign_model(model)
+        elif model is not None and getattr(model, "_strategy", None) is not strategy:
             strategy.extend_model(model)
         like = kwargs.pop("colocate_with", None)
         if like is not None and not hasattr(like, "_devices"):
@@ -225,3 +226,6 @@ class ProgramStrategy:
 
     def extend_model(self, model) -> None:
         """Called with each Keras model that is compiled or trained under this strategy."""
+
+    def check_foreign_model(self, model) -> None:
+        """Called with each Keras model that is compiled here and was made outside the scope."""
