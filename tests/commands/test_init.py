@@ -12,7 +12,7 @@ import tfparallel
 from tests.commands.command_line import ROOT
 from tests.commands.command_line import tfparallel as run
 from tfparallel.commands.main import main
-from tfparallel.commands.task_templates import KINDS
+from tfparallel.commands.task_kinds import KINDS
 from tfparallel.task import load_task
 
 
@@ -125,7 +125,7 @@ def test_at_a_terminal_it_asks(tmp_path):
         (["--kind=table", "--target=a"], "--target is the column of a .csv file"),
         (["--kind=image", "--data=series.npz"], "missing: y"),
         (["--kind=table", "--data=rows.csv", "--target=no"], "--target=no"),
-        (["--data=rows.npz"], "Add --kind=image|table|text|series"),
+        (["--data=rows.npz"], "there is no terminal. Received: no --kind. Add --kind=image|table"),
     ],
 )
 def test_mistakes(data_files, monkeypatch, capsys, arguments, message):
@@ -134,3 +134,73 @@ def test_mistakes(data_files, monkeypatch, capsys, arguments, message):
     assert main(["init", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(data_files.glob("*.py"))
+
+
+BROKEN = {
+    "no file": ("a.npz", None, "The data file does not exist. Received: --data=a.npz"),
+    "a short line": (
+        "a.csv",
+        b"a,b,c\n1,2,3\n4,5\n",
+        "of which line 3 has 2 of 3 fields",
+    ),
+    "a long line": ("a.csv", b"a,b\n1,2\n4,5,6\n", "of which line 3 has 3 of 2 fields"),
+    "semicolons": (
+        "a.csv",
+        b"a;b\n1,5;2\n",
+        "Columns are separated by commas; this file uses ';'. Received: --data=a.csv, whose first",
+    ),
+    "tabs": ("a.csv", b"a\tb\n1\t2\n", "this file uses tabs"),
+    "another encoding": ("a.csv", b"a,b\n\xff,1\n", "The data file cannot be read"),
+    "an empty table": ("a.csv", b"", "with 0 rows, columns []"),
+    "an empty archive": ("a.npz", b"", "Received: --data=a.npz, empty. Write it: np.savez("),
+    "a damaged archive": ("a.npz", b"PK\x03\x04 and more", "a file of 13 bytes that is damaged"),
+    "a pickle": ("a.npz", b"\x80\x04]\x94.", "A .npz file, as NumPy writes it, is required"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"), list(BROKEN.values()), ids=list(BROKEN)
+)
+def test_a_data_file_that_cannot_be_read(tmp_path, monkeypatch, capsys, name, content, message):
+    """Story: some of these ended in a traceback, and a damaged .npz in NumPy's word on pickles."""
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert main(["init", "--kind=table", f"--data={name}"]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.py"))
+
+
+def test_an_archive_that_breaks_off_in_an_array(tmp_path, capsys):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).normal(size=(60, 2)), y=np.zeros(60))
+    content = bytearray(path.read_bytes())
+    content[200:260] = bytes(60)
+    path.write_bytes(content)
+    assert main(["init", str(tmp_path / "t.py"), "--kind=table", f"--data={path}"]) == 2
+    assert "The data file is damaged: " in capsys.readouterr().err
+
+
+def test_an_array_of_objects(tmp_path, capsys):
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.zeros((9, 2)), y=np.array([{}] * 9))
+    assert main(["init", str(tmp_path / "t.py"), "--kind=table", f"--data={path}"]) == 2
+    error = capsys.readouterr().err
+    assert "with objects in y. Convert it, such as y.astype('float32')" in error
+    assert "allow_pickle" not in error
+
+
+def test_excels_mark_is_no_part_of_the_first_name(data_files, capsys):
+    path, rows = data_files / "mine.py", data_files / "rows.csv"
+    rows.write_bytes(b"\xef\xbb\xbf" + rows.read_bytes())
+    assert main(["init", str(path), "--kind=table", f"--data={rows}"]) == 0
+    assert 'INPUTS = ["id", "first", "second"]' in path.read_text()
+    (x, _), _ = load_task(str(path)).load_data()
+    assert x.shape == (72, 3)
+
+
+def test_a_path_with_a_space_can_be_pasted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my task.py", "--kind=table"]) == 0
+    assert "tfparallel train 'my task.py' --parallel=data" in capsys.readouterr().out
+    assert "tfparallel train 'my task.py' --parallel=data" in (tmp_path / "my task.py").read_text()

@@ -16,7 +16,7 @@ from tfparallel.commands import launch
 from tfparallel.commands.flags import (
     Command,
     UsageError,
-    parse_positional,
+    parse_checked,
     path_problems,
     plot_problems,
     run_command,
@@ -73,13 +73,9 @@ def _flags() -> flags.FlagValues:
 
 def _main(arguments: Sequence[str]) -> int:
     values = _flags()
-    positional = parse_positional(_COMMAND, values, arguments)
+    positional = parse_checked(_COMMAND, values, _problems, arguments)
     if positional is None:
         return 0
-    problems = _positional_problems(positional, values) + _problems(values)
-    problems += _task_problems(positional[1:], values)
-    if problems:
-        raise UsageError("\n".join(problems))
     collective, *task = positional
     if task and not os.path.exists(task[0]):
         load_task(task[0])  # Raises the error that says so.
@@ -89,6 +85,11 @@ def _main(arguments: Sequence[str]) -> int:
     importlib.import_module("tfparallel.startup").prepare()
     benching = importlib.import_module("tfparallel.commands.benching")
     return benching.bench(collective, task[0] if task else None, values)
+
+
+def _problems(positional: list[str], values: flags.FlagValues) -> list[str]:
+    problems = _positional_problems(positional, values) + _flag_problems(values)
+    return problems + _task_problems(positional[1:], values)
 
 
 def _positional_problems(positional: Sequence[str], values: flags.FlagValues) -> list[str]:
@@ -135,7 +136,7 @@ def _task_problems(task: Sequence[str], values: flags.FlagValues) -> list[str]:
     return []
 
 
-def _problems(values: flags.FlagValues) -> list[str]:
+def _flag_problems(values: flags.FlagValues) -> list[str]:
     problems = []
     try:
         sizes = parse_size(values.min_bytes), parse_size(values.max_bytes)

@@ -22,6 +22,7 @@ __all__ = [
     "UsageError",
     "parse",
     "parse_bytes",
+    "parse_checked",
     "parse_flags_alone",
     "parse_positional",
     "path_problems",
@@ -157,19 +158,44 @@ def parse_flags_alone(
     Raises:
         UsageError: If there is anything else, or something is wrong with a flag.
     """
+
+    def problems(positional, values):
+        found = problems_of(values)
+        if positional:
+            program = f"tfparallel {command.name} {command.arguments}".removesuffix(" [--flags]")
+            told = f"{program} takes flags alone. Received: {positional}. Example: "
+            found.insert(0, told + command.example)
+        return found
+
+    return parse_checked(command, values, problems, arguments) is not None
+
+
+def parse_checked(
+    command: Command,
+    values: flags.FlagValues,
+    problems_of: Callable[[list[str], flags.FlagValues], list[str]],
+    arguments: Sequence[str],
+) -> list[str] | None:
+    """Parses the arguments of one program, and tells all that is wrong with them at once.
+
+    Args:
+        command: The program's name and texts.
+        values: Its flags; filled here.
+        problems_of: Returns what is wrong with what is no flag, and with the flags.
+        arguments: What stands after the sub-command.
+
+    Returns:
+        What is no flag, or None if help was asked for (and printed).
+
+    Raises:
+        UsageError: If something is wrong.
+    """
     positional = parse_positional(command, values, arguments)
     if positional is None:
-        return False
-    problems = problems_of(values)
-    if positional:
-        program = f"tfparallel {command.name} {command.arguments}".removesuffix(" [--flags]")
-        problems.insert(
-            0,
-            f"{program} takes flags alone. Received: {positional}. Example: {command.example}",
-        )
-    if problems:
+        return None
+    if problems := problems_of(positional, values):
         raise UsageError("\n".join(problems))
-    return True
+    return positional
 
 
 def path_problems(name: str, path: str | None, suffix: str) -> list[str]:

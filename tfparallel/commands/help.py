@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from absl import flags
 
-__all__ = ["Command", "define_choice", "help_text", "topic_of"]
+__all__ = ["Command", "define_choice", "help_text"]
 
 # In the order in which a person decides.
 _TOPICS = {
@@ -116,11 +116,6 @@ def define_choice(
     flags.DEFINE_enum(name, default, tuple(choices), text, values)
     values[name].meanings = choices
     values[name].if_absent = default or if_absent
-
-
-def topic_of(name: str) -> str | None:
-    """Returns the topic that a flag stands under; None if it has none yet."""
-    return _TOPIC_OF.get(name)
 
 
 def help_text(command: Command, values: flags.FlagValues) -> str:

@@ -2,19 +2,20 @@
 
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from absl import flags
 
 from tfparallel.commands.flags import (
     Command,
     UsageError,
-    parse_positional,
+    parse_checked,
     run_command,
 )
 from tfparallel.commands.help import define_choice
+from tfparallel.commands.task_kinds import KINDS, SAMPLE, data_problems
 
 __all__ = ["main"]
 
@@ -26,12 +27,7 @@ _COMMAND = Command(
     example="tfparallel init task.py --kind=table --data=measurements.csv",
     arguments="[FILE.py] [--flags]",
 )
-_KINDS = {
-    "image": "one class for each image",
-    "table": "a column of a table from the others",
-    "text": "the next character of a text",
-    "series": "the next value of a time series",
-}
+_PREDICTS = {name: kind.predicts for name, kind in KINDS.items()}
 _FORMS = {
     "none": "one device",
     "data": "replicas of the model, on two devices",
@@ -39,7 +35,7 @@ _FORMS = {
     "tensor": "layers split over two devices",
     "pipeline": "layers on two devices, with micro-batches",
 }
-_DEFAULTS = {"kind": "image", "data": "sample", "parallel": "data"}
+_DEFAULTS = {"kind": "image", "data": SAMPLE, "parallel": "data"}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    define_choice(values, "kind", None, _KINDS, "What the model predicts.")
+    define_choice(values, "kind", None, _PREDICTS, "What the model predicts.")
     flags.DEFINE_string(
         "data",
         None,
@@ -75,37 +71,40 @@ def _flags() -> flags.FlagValues:
 
 def _main(arguments: Sequence[str]) -> int:
     values = _flags()
-    positional = parse_positional(_COMMAND, values, arguments)
+    positional = parse_checked(_COMMAND, values, _problems, arguments)
     if positional is None:
         return 0
-    path = positional[0] if positional else "task.py"
-    problems = _path_problems(positional, path, values.force) + _problems(values)
-    if problems:
-        raise UsageError("\n".join(problems))
-    templates = importlib.import_module("tfparallel.commands.task_templates")
-    asked = _asked(values, templates.KINDS)
-    data = _data(asked, templates.KINDS[asked["kind"]], path, values.target)
+    path = _path(positional)
+    asked = _asked(values)
+    data = _data(asked, path, values.target)
     form = f"--parallel={asked['parallel']}"
     if asked["parallel"] != "none":
         form += " --num_devices=2"
-    commands = [f"tfparallel train {path} {form}"]
+    commands = [f"tfparallel train {shlex.quote(path)} {form}"]
     if asked["parallel"] != "none":
-        commands.append(f"tfparallel check {path} {form}")
+        commands.append(f"tfparallel check {shlex.quote(path)} {form}")
+    templates = importlib.import_module("tfparallel.commands.task_templates")
     text = templates.task_file(asked["kind"], data, commands)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-    print(f"wrote {path}: {_KINDS[asked['kind']]}; {data.summary if data else 'a sample of data'}")
+    found = data.summary if data else "a sample of data"
+    print(f"wrote {path}: {_PREDICTS[asked['kind']]}; {found}")
     print("next:\n" + "\n".join(f"  {command}" for command in commands))
     return 0
 
 
-def _problems(values) -> list[str]:
-    if values.target is None or (values.data or "").endswith(".csv"):
-        return []
-    return [
-        f"--target is the column of a .csv file. Received: --target={values.target} with "
-        f"--data={values.data or 'sample'}. Drop it, or add --data=FILE.csv."
-    ]
+def _path(positional) -> str:
+    return positional[0] if positional else "task.py"
+
+
+def _problems(positional, values) -> list[str]:
+    problems = _path_problems(positional, _path(positional), values.force)
+    if values.target is not None and not (values.data or "").endswith(".csv"):
+        problems.append(
+            f"--target is the column of a .csv file. Received: --target={values.target} with "
+            f"--data={values.data or SAMPLE}. Drop it, or add --data=FILE.csv."
+        )
+    return problems
 
 
 def _path_problems(positional, path, force) -> list[str]:
@@ -116,33 +115,34 @@ def _path_problems(positional, path, force) -> list[str]:
     if os.path.isdir(path):
         return [f"A file is required. Received: the folder {path!r}."]
     if os.path.exists(path) and not force:
-        return [f"There is such a file. Received: {path!r}. Name another, or add --force."]
+        return [f"The file exists already. Received: {path!r}. Name another, or add --force."]
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         return [f"The folder to write to does not exist. Received: {path!r}. mkdir -p {folder}"]
     return []
 
 
-def _asked(values, kinds: Mapping[str, Any]) -> dict[str, str]:
+def _asked(values) -> dict[str, str]:
     """What the flags say, and where they do not, the person at the terminal."""
     given = {name: getattr(values, name) for name in _DEFAULTS}
     if values.kind is None and values.data is not None:
         # The file's ending may tell.
-        fitting = [name for name, kind in kinds.items() if values.data.endswith(kind.endings)]
+        fitting = [n for n, kind in KINDS.items() if values.data.endswith(tuple(kind.endings))]
         given["kind"] = fitting[0] if len(fitting) == 1 else None
     if given["kind"] is None and not sys.stdin.isatty():
         raise UsageError(
-            "What the model predicts is required where nobody can be asked. Received: no --kind. "
-            f"Add --kind={'|'.join(_KINDS)}."
+            "--kind is required when there is no terminal. Received: no --kind. Add "
+            f"--kind={'|'.join(KINDS)}."
         )
     if given["kind"] is not None:
         # A command line that says the most important thing asks nothing.
         return {name: value or _DEFAULTS[name] for name, value in given.items()}
-    answers = {"kind": _choose("What is to be predicted?", "kind", _KINDS)}
-    endings = kinds[answers["kind"]].endings
+    kind = _choose("What is to be predicted?", "kind", _PREDICTS)
+    answers = {"kind": kind}
     if given["data"] is None:
-        print(f"Data: a file of yours ({' or '.join(endings)}), or a sample that runs at once?")
-        answers["data"] = _ask("data", "sample", lambda text: _wrong_data(text, endings))
+        endings = " or ".join(KINDS[kind].endings)
+        print(f"Data: a file of yours ({endings}), or a sample that runs at once?")
+        answers["data"] = _ask("data", SAMPLE, lambda text: data_problems(kind, text))
     if given["parallel"] is None:
         answers["parallel"] = _choose("How will it be trained first?", "parallel", _FORMS)
     return {name: answers.get(name) or given[name] for name in _DEFAULTS}
@@ -156,37 +156,26 @@ def _choose(question: str, name: str, choices: Mapping[str, str]) -> str:
     return _ask(
         name,
         _DEFAULTS[name],
-        lambda text: None if text in choices else f"It must be one of {', '.join(choices)}.",
+        lambda text: [] if text in choices else [f"It must be one of {', '.join(choices)}."],
     )
 
 
-def _ask(name: str, default: str, wrong: Callable[[str], str | None]) -> str:
+def _ask(name: str, default: str, problems_of: Callable[[str], list[str]]) -> str:
     while True:
         try:
             answer = input(f"{name} [{default}]: ").strip() or default
         except EOFError:
             raise UsageError(f"No answer was given. Received: no --{name}.") from None
-        if (told := wrong(answer)) is None:
+        if not (problems := problems_of(answer)):
             return answer
-        print(told)
+        print("\n".join(problems))
 
 
-def _wrong_data(text, endings) -> str | None:
-    if text == "sample":
+def _data(asked, path, target):
+    if asked["data"] == SAMPLE:
         return None
-    if not text.endswith(tuple(endings)):
-        return f"It must be sample, or end in {' or '.join(endings)}."
-    return None if os.path.isfile(text) else "There is no such file."
-
-
-def _data(asked, kind, path, target):
-    if asked["data"] == "sample":
-        return None
-    if not asked["data"].endswith(tuple(kind.endings)):
-        raise UsageError(
-            f"For --kind={asked['kind']} data must be sample, or a file that ends in "
-            f"{' or '.join(kind.endings)} ({kind.form_of_data}). Received: --data={asked['data']}."
-        )
+    if problems := data_problems(asked["kind"], asked["data"]):
+        raise UsageError("\n".join(problems))
     data_files = importlib.import_module("tfparallel.commands.data_files")
     try:
         return data_files.read_data_file(asked["kind"], asked["data"], path, target)

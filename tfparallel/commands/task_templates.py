@@ -4,19 +4,23 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 
-from tfparallel.commands.data_files import DataFile
+from tfparallel.commands.data_files import (
+    DataFile,
+    lines_of_images,
+    lines_of_series,
+    lines_of_table,
+    lines_of_text,
+)
+from tfparallel.commands.task_kinds import KINDS
 
-__all__ = ["KINDS", "Kind", "task_file"]
+__all__ = ["task_file"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of task.
+class _Template:
+    """What a task file of a kind consists of.
 
     Attributes:
-        summary: What the model does, for the file's first line and the dialogue.
-        endings: The data files that it can read.
-        form_of_data: What must be in them.
         imports: Of the file, beside Keras and NumPy.
         constants: Of the sample; those of a data file come from what is in it.
         layers: Of the model, behind its input.
@@ -25,9 +29,6 @@ class Kind:
         rest: What `load_data` does with it, and with a data file's content.
     """
 
-    summary: str
-    endings: Sequence[str]
-    form_of_data: str
     constants: str
     layers: str
     epochs: int
@@ -42,13 +43,9 @@ train, validation = np.split(order, [len(x) * 4 // 5])
 return (x[train], y[train]), (x[validation], y[validation])
 """
 
-KINDS = {
-    "image": Kind(
-        summary="classifies images",
-        endings=(".npz",),
-        form_of_data="x, images of shape (n, height, width) or (n, height, width, channels), "
-        "and y, their classes from 0",
-        constants="SHAPE = (16, 16, 1)  # Height, width, channels.\nNUM_CLASSES = 4\n",
+_TEMPLATES = {
+    "image": _Template(
+        constants=lines_of_images((16, 16, 1)) + "NUM_CLASSES = 4\n",
         layers="""
 keras.Input(SHAPE),
 keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
@@ -75,11 +72,8 @@ for image, direction in zip(x[..., 0], y, strict=True):
 """,
         rest=_SHUFFLED,
     ),
-    "table": Kind(
-        summary="predicts a column of a table from the others",
-        endings=(".csv", ".npz"),
-        form_of_data="x, numbers of shape (n, columns), and y, a class from 0 or a number each",
-        constants="NUM_INPUTS = 4\n",
+    "table": _Template(
+        constants=lines_of_table(4),
         layers="""
 keras.Input((NUM_INPUTS,)),
 keras.layers.Dense(64, activation="relu"),
@@ -94,12 +88,9 @@ y = x[:, :1] * x[:, 1:2] + np.sin(x[:, 2:3]) - 0.5 * x[:, 3:]
 """,
         rest="x = (x - x.mean(0)) / (x.std(0) + 1e-6)\n" + _SHUFFLED.lstrip(),
     ),
-    "text": Kind(
-        summary="predicts the next character of a text",
-        endings=(".txt",),
-        form_of_data="text in UTF-8",
+    "text": _Template(
         imports="from pydoc_data.topics import topics\n",
-        constants="LENGTH = 64  # Characters that the model reads at a time.\n",
+        constants=lines_of_text(),
         layers="""
 keras.Input((LENGTH,), dtype="int32"),
 keras.layers.Embedding(256, 64),
@@ -118,11 +109,8 @@ x, y = windows[:, :-1], windows[:, 1:]
 """
         + _SHUFFLED.lstrip(),
     ),
-    "series": Kind(
-        summary="predicts the next value of a time series",
-        endings=(".csv", ".npz"),
-        form_of_data="x, values of shape (steps,) or (steps, series), the first to be predicted",
-        constants="LENGTH = 48  # Steps that the model looks back.\nNUM_SERIES = 1\n",
+    "series": _Template(
+        constants=lines_of_series(48, num_series=1),
         layers="""
 keras.Input((LENGTH, NUM_SERIES)),
 keras.layers.Conv1D(32, 5, padding="causal", activation="relu"),
@@ -157,7 +145,7 @@ metrics=["mae"],
 """
 
 _FILE = '''\
-"""{summary}.
+"""Predicts {predicts}.
 
 {commands}
 """
@@ -191,11 +179,11 @@ def task_file(kind: str, data: DataFile | None, commands: Sequence[str]) -> str:
     """Returns the text of a task file.
 
     Args:
-        kind: One of `KINDS`.
+        kind: The name of one of `KINDS`.
         data: The user's own data; None for a sample.
         commands: What its first lines tell to run.
     """
-    found = KINDS[kind]
+    found = _TEMPLATES[kind]
     imports = ["import keras\nimport numpy as np\n"]
     if data is None:
         if found.imports:
@@ -206,7 +194,7 @@ def task_file(kind: str, data: DataFile | None, commands: Sequence[str]) -> str:
         classes, constants, load = data.has_classes or kind == "text", data.constants, data.load
     num_outputs = "NUM_CLASSES" if classes else "1"
     return _FILE.format(
-        summary=found.summary[0].upper() + found.summary[1:],
+        predicts=KINDS[kind].predicts,
         commands="\n".join(f"    {command}" for command in commands),
         imports="\n".join(imports),
         epochs=found.epochs,
