@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import traceback
 
 import keras
 import numpy as np
@@ -146,3 +147,25 @@ def test_callbacks_are_looked_at():
         task(callbacks=lambda: [keras.callbacks.EarlyStopping]).callbacks()
     with pytest.raises(TaskError, match="Received: NoneType"):
         task(callbacks=lambda: None).callbacks()
+
+
+def test_x_and_y_alone_are_told_what_to_return():
+    """Story: two long problems, "train: each of train and validation must be", and no way out."""
+    x = np.zeros((4, 2))
+    with pytest.raises(TaskError) as caught:
+        task(load_data=lambda: (x, x[:, :1])).load_data()
+    text = str(caught.value)
+    assert "Received: a tuple of 2: (numpy.ndarray of shape (4, 2), " in text
+    assert text.endswith("Return `(x, y), None` if there is no validation data.")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("content", ["import absent_module", "def f(:\n    pass"])
+def test_a_file_that_cannot_be_imported_shows_its_own_frames(tmp_path, content):
+    """Story: importlib's frames and ours stood above the line of the user's."""
+    path = write(tmp_path, content)
+    with pytest.raises(TaskError, match="cannot be imported") as caught:
+        load_task(path)
+    frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
+    assert {frame.filename for frame in frames} <= {path}
+    assert bool(frames) == content.startswith("import")

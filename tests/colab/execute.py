@@ -7,7 +7,6 @@
 What differs from run to run, such as time stamps, is left out of what is stored.
 """
 
-import argparse
 import base64
 import io
 import itertools
@@ -19,6 +18,8 @@ import sys
 import nbclient
 import nbformat
 import PIL.Image
+
+from tests.named import parse_names
 
 TOP = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = TOP / "colab"
@@ -155,14 +156,9 @@ def problems(notebook: nbformat.NotebookNode) -> list[str]:
 def main() -> int:
     """Executes the notebooks that are named; returns how many have problems."""
     names = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
-    parser.add_argument("--check", action="store_true", help="stores nothing")
-    args = parser.parse_args()
-    if unknown := set(args.names) - set(names):
-        parser.error(f"a notebook is one of {', '.join(names)}. Received: {', '.join(unknown)}")
+    args = parse_names(__doc__, "notebook", names, "--check", "stores nothing")
     failed = 0
-    for name in args.names or names:
+    for name in args.names:
         path = FOLDER / f"{name}.ipynb"
         notebook = executed(path)
         found = problems(notebook)

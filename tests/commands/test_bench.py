@@ -15,6 +15,7 @@ BLOBS = str(TASKS / "blobs.py")
 def test_mistakes_are_told_before_tensorflow_is_loaded(capsys):
     cases = [
         ([], "needs the name of a collective: all_reduce, reduce_scatter, "),
+        ([], "; or `train TASK.py`, or `pipeline TASK.py`. Received: []"),
         (["all_reduse"], "Received: ['all_reduse']"),
         (["all_reduce", "a.py", "b.py"], "at most one task file"),
         (["broadcast", "a.py"], "Received: broadcast a.py. Drop the file"),
@@ -26,6 +27,8 @@ def test_mistakes_are_told_before_tensorflow_is_loaded(capsys):
         (["all_reduce", "--num_devices=2", "--nproc_per_node=2"], "not both"),
         (["broadcast", "--nproc_per_node=2", "--save_profile"], "all_reduce is required"),
         (["all_reduce", "--plot=a.pdf"], "must end in .png"),
+        (["all_reduce", "--report=a.txt"], "must end in .json"),
+        (["all_reduce", "--json=a.txt"], "must end in .json"),
         (["all_reduce", BLOBS, "--min_bytes=4K"], "those of the model's gradients"),
         (["all_reduce", "--dtype=int8"], "dtype"),
         (["all_reduce", "no.py"], "does not exist. Received: 'no.py'"),

@@ -16,6 +16,9 @@ from tests.commands.command_line import TASKS, tfparallel
         (["--link_gbits=0"], "--link_gbits must be positive"),
         (["--inject=kill"], "A fault must follow the grammar"),
         (["--plot=a.pdf"], "must end in .png"),
+        (["--report=a.txt"], "must end in .json"),
+        (["--json=a.txt"], "must end in .json"),
+        (["--nproc_per_node=gpu"], "must be numbers of workers"),
     ],
 )
 def test_flags_that_cannot_be(flags, message):

@@ -15,6 +15,9 @@ import pytest
 from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
 from tests.commands.command_line import ROOT
 from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.worker_error import WorkerError
+from tfparallel.cluster.worker_exit import Outcome, WorkerExit
+from tfparallel.commands.launching import _with_errors
 from tfparallel.commands.main import main
 
 DEADLINE_SECONDS = 60
@@ -138,6 +141,16 @@ def test_what_all_workers_fail_by_is_told_once(tmp_path):
     assert f" above; the whole traceback is in {tmp_path}\n" in done.stderr
     logs = [(tmp_path / f"worker_{index}.log").read_text() for index in range(2)]
     assert any("Traceback (most recent call last):" in log and "oneDNN" in log for log in logs)
+
+
+def test_a_worker_that_ended_by_the_error_was_not_stopped():
+    """Story: "workers 0, 1 ended by the error above", then "stopped worker 0"."""
+    error = WorkerError(["ValueError: no"], "ValueError a.py, line 1", "")
+    culprit = WorkerExit(1, 1, 2.0, stopped=False)
+    exits = (WorkerExit(0, 1, 2.1, stopped=True), culprit, WorkerExit(2, -15, 2.2, stopped=True))
+    outcome = _with_errors(Outcome(exits, culprit), {0: error, 1: error}, log_dir=None)
+    assert "workers 0, 1 ended by the error above" in outcome.culprit.explain()
+    assert [exit_.stopped for exit_ in outcome.exits] == [False, False, True]
 
 
 FAIL_ONCE = (
@@ -498,7 +511,10 @@ def test_a_worker_for_each_core():
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("gpu", "Received: --nproc_per_node=gpu, and this host has no GPU"), ("two", "not 'two'")],
+    [
+        ("gpu", "Received: --nproc_per_node=gpu, and this host has no GPU"),
+        ("two", "must be a number, gpu, cpu or auto. Received: --nproc_per_node=two."),
+    ],
 )
 def test_words_that_cannot_be(word, message):
     code, _, errors = launch([f"--nproc_per_node={word}"], "pass", CUDA_VISIBLE_DEVICES="-1")

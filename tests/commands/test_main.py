@@ -10,6 +10,7 @@ import pytest
 
 from tests.commands.command_line import ROOT, TASKS
 from tfparallel.commands.main import main
+from tfparallel.diagnostics.gpu import TRIALS
 
 BLOBS = str(TASKS / "blobs.py")
 
@@ -51,6 +52,53 @@ def test_help_is_by_topic(capsys, program):
     assert "Others:" not in rest, "a flag has no topic yet"
     assert all(len(line) <= 100 for line in rest[1:]), rest
     assert "<" not in "".join(rest) and "repeat this option" not in "".join(rest)
+
+
+def test_help_of_bench_names_what_it_measures(capsys):
+    """Story: `bench` and its help named collectives alone."""
+    assert main(["bench", "--help"]) == 0
+    head = " ".join(capsys.readouterr().out.partition("What is measured:")[0].split())
+    assert "`tfparallel bench train TASK.py`" in head
+    assert "`tfparallel bench pipeline TASK.py`" in head
+
+
+@pytest.mark.parametrize("program", ["bench all_reduce", "bench train", "bench pipeline"])
+def test_a_report_has_both_its_names_in_each_bench(capsys, program):
+    assert main([*program.split(), "--help"]) == 0
+    assert "--report=FILE.json, --json" in capsys.readouterr().out
+
+
+def test_help_offers_what_a_flag_takes(capsys):
+    """Story: `bench train --help` offered --nproc_per_node=gpu, which it refuses."""
+    for program, offered in (
+        ("launch", "=N|gpu|cpu|auto"), ("bench train", "=A,B"), ("bench all_reduce", "=N"),
+    ):  # fmt: skip
+        assert main([*program.split(), "--help"]) == 0
+        assert f"--nproc_per_node{offered}" in capsys.readouterr().out.split()
+
+
+def test_help_breaks_no_word_of_a_default(capsys):
+    assert main(["doctor", "--help"]) == 0
+    shown = capsys.readouterr().out.split()
+    assert [name for name in TRIALS if not {name, f"{name},", f"{name})"} & {*shown}] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "a.py", "--paralel=data"],
+         "--paralel is no flag of `train`. Did you mean --parallel?"),
+        (["bench", "train", "a.py", "--qqq"],
+         "--qqq is no flag of `bench train`. `tfparallel bench train --help` shows the flags."),
+        (["trace", "nowhere"], "The folder does not exist; that of a job's records is required"),
+        (["trace"], "One folder is required, such as that of `tfparallel launch --log_dir`."),
+        (["trace", "a", "b"], "Received: a b. Example:"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_in_a_sentence(capsys, arguments, message):
+    """Story: absl's words, "Did you mean: parallel ?", and one text for two mistakes."""
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_help_names_each_choice_once(capsys):

@@ -19,6 +19,7 @@ from tfparallel.commands.flags import (
     parse_checked,
     path_problems,
     plot_problems,
+    report_flag,
     run_command,
 )
 from tfparallel.task import TaskError, load_task
@@ -28,9 +29,11 @@ __all__ = ["main"]
 _COMMAND = Command(
     name="bench",
     summary="Measures every algorithm of a collective at every size, interleaved, and checks every "
-    "element. With a task file: at the sizes of the model's gradients, with advice.",
+    "element. With a task file: at the sizes of the model's gradients, with advice. `tfparallel "
+    "bench train TASK.py` measures how a training scales over workers, and `tfparallel bench "
+    "pipeline TASK.py` stages and micro-batches; they have flags of their own.",
     example="tfparallel bench all_reduce --num_devices=4 --min_bytes=4K --max_bytes=16M "
-    "--json=a.json --plot=a.png",
+    "--report=a.json --plot=a.png",
     arguments=f"{'|'.join(COLLECTIVES)} [TASK.py] [--flags]",
 )
 
@@ -59,7 +62,7 @@ def _flags() -> flags.FlagValues:
     define_number(
         "nproc_per_node", None, "Start this many processes, a rank each.", flag_values=values
     )
-    define_text("json", None, "Write the rows here (.json).", flag_values=values)
+    report_flag(values, "Write the rows here (.json).")
     define_text("csv", None, "Write the rows here (.csv).", flag_values=values)
     define_text("plot", None, "Draw time and bus bandwidth here (.png).", flag_values=values)
     flags.DEFINE_bool(
@@ -87,7 +90,7 @@ def _main(arguments: Sequence[str]) -> int:
     return benching.bench(collective, task[0] if task else None, values)
 
 
-def _problems(positional: list[str], values: flags.FlagValues) -> list[str]:
+def _problems(values: flags.FlagValues, positional: list[str]) -> list[str]:
     problems = _positional_problems(positional, values) + _flag_problems(values)
     return problems + _task_problems(positional[1:], values)
 
@@ -96,7 +99,8 @@ def _positional_problems(positional: Sequence[str], values: flags.FlagValues) ->
     problems = []
     if not positional or positional[0] not in COLLECTIVES:
         problems.append(
-            f"tfparallel bench needs the name of a collective: {', '.join(COLLECTIVES)}. "
+            f"tfparallel bench needs the name of a collective: {', '.join(COLLECTIVES)}; or "
+            "`train TASK.py`, or `pipeline TASK.py`. "
             f"Received: {list(positional)}. Example: {_COMMAND.example}"
         )
     if len(positional) == 2 and positional[0] in COLLECTIVES[1:]:
@@ -154,8 +158,8 @@ def _flag_problems(values: flags.FlagValues) -> list[str]:
             f"--num_devices={values.num_devices}, --nproc_per_node={values.nproc_per_node}. "
             "Drop one of the two."
         )
-    for name in ("json", "csv"):
-        problems += path_problems(name, getattr(values, name), f".{name}")
+    problems += path_problems("report", values.report, ".json")
+    problems += path_problems("csv", values.csv, ".csv")
     problems += plot_problems(values.plot)
     return problems
 

@@ -39,16 +39,16 @@ def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> Non
     for transport, model in found.items():
         print(f"# Cost model, {transport:<8} : {models.describe(model)}")
     bandwidth = None
-    if values.plot is not None or values.json is not None:
+    if values.plot is not None or values.report is not None:
         bandwidth = memory_bandwidth()
-    if values.json is not None:
+    if values.report is not None:
         content = {
             "configuration": resolved(values),
             "environment": _environment(world, bandwidth),
             "models": {name: models.as_json(model) for name, model in found.items()},
             "rows": [row.as_json() for row in rows],
         }
-        with _written(values.json) as file:
+        with _written(values.report) as file:
             json.dump(content, file, indent=2)
             file.write("\n")
     if values.csv is not None:

@@ -12,7 +12,14 @@ from typing import Any
 
 from absl import flags
 
-from tfparallel.commands.flags import Command, StartError, UsageError, path_problems
+from tfparallel.commands.flags import (
+    Command,
+    StartError,
+    UsageError,
+    path_problems,
+    plot_problems,
+    report_flag,
+)
 from tfparallel.commands.on_task import run_beside_task
 from tfparallel.layout.layout import RECOMPUTES
 
@@ -55,14 +62,14 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_integer("global_batch_size", 64, "Examples in a step.", flag_values=values)
     flags.DEFINE_integer("steps", 20, "Timed steps of each.", flag_values=values)
-    flags.DEFINE_string("report", None, "Write all figures here (.json).", flag_values=values)
+    report_flag(values, "Write all figures here (.json).")
     flags.DEFINE_string("plot", None, "Draw the steps here (.png).", flag_values=values)
     return values
 
 
 def _problems(values) -> list[str]:
     problems = path_problems("report", values.report, ".json")
-    problems += path_problems("plot", values.plot, ".png")
+    problems += plot_problems(values.plot)
     for name in ("num_devices", "num_micro_batches"):
         given = getattr(values, name)
         if not given or any(not text.isdigit() or int(text) < 1 for text in given):

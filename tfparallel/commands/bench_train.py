@@ -13,7 +13,13 @@ from typing import Any
 from absl import flags
 
 from tfparallel.cluster.environment import available_cores
-from tfparallel.commands.flags import Command, StartError, path_problems, plot_problems
+from tfparallel.commands.flags import (
+    Command,
+    StartError,
+    path_problems,
+    plot_problems,
+    report_flag,
+)
 from tfparallel.commands.on_task import run_beside_task
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.flight.diagnosis import verdict
@@ -87,7 +93,7 @@ def _flags() -> flags.FlagValues:
         "What the link between the workers' hosts carries, in Gbit/s, for the verdict.",
         flag_values=values,
     )
-    flags.DEFINE_string("json", None, "Write all figures here (.json).", flag_values=values)
+    report_flag(values, "Write all figures here (.json).")
     flags.DEFINE_string(
         "plot", None, "Draw the split of a step, and the scaling (.png).", flag_values=values
     )
@@ -114,7 +120,7 @@ def _problems(values) -> list[str]:
             parse_fault(values.inject)
         except ValueError as error:
             problems.append(str(error))
-    problems += path_problems("json", values.json, ".json")
+    problems += path_problems("report", values.report, ".json")
     return problems + plot_problems(values.plot)
 
 
@@ -141,17 +147,17 @@ def _bench(path: str, values) -> int:
         )
     for number, text in verdicts.items():
         print(f"{number} worker{'s' * (number > 1)}: {text}")
-    if values.json is not None:
+    if values.report is not None:
         found: dict[str, Any] = {"task": path, "verdicts": verdicts}
         for name, runs in (("strong", strong), ("weak", weak)):
             found[name] = [dataclasses.asdict(run) for run in runs.values()]
-        with open(values.json, "w", encoding="utf-8") as file:
+        with open(values.report, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=2)
     if values.plot is not None:
         plot = importlib.import_module("tfparallel.bench.scaling_plot")
         title = f"{os.path.basename(path)}: {verdicts[numbers[-1]].partition(':')[0]}"
         plot.draw(values.plot, list(strong.values()), list(weak.values()), title)
-    for name in ("json", "plot"):
+    for name in ("report", "plot"):
         if getattr(values, name) is not None:
             print(f"wrote {getattr(values, name)}")
     return 0

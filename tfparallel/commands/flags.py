@@ -26,6 +26,8 @@ __all__ = [
     "parse_flags_alone",
     "parse_positional",
     "path_problems",
+    "plot_problems",
+    "report_flag",
     "resolved",
     "run_command",
 ]
@@ -85,6 +87,8 @@ def parse_positional(
         return None
     try:
         return values([command.name, *(_spelled(values, text) for text in arguments)])[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise UsageError(_unknown(command, str(error), error.flagname)) from error
     except flags.IllegalFlagValueError as error:
         raise UsageError(_in_words(str(error))) from error
     except flags.Error as error:
@@ -103,11 +107,23 @@ def _in_words(told):
         "('Non-boolean": "true or false",
     }
     required = next((kind for begin, kind in kinds.items() if problem.startswith(begin)), None)
+    if (whole := re.fullmatch(r"(.*) is required", problem)) is not None:
+        required = whole[1]
     if (choices := re.fullmatch(r"value should be one of <(.*)>", problem)) is not None:
         required = f"one of {choices[1].replace('|', ', ')}"
     if required is None:
         return told
     return f"--{name} must be {required}. Received: --{name}={value}."
+
+
+def _unknown(command, told, name):
+    """What absl says of a flag that there is not, as a sentence."""
+    alike = re.search(r"Did you mean: (.*?) ?\?", told)
+    if alike is None:
+        fix = f"`tfparallel {command.name} --help` shows the flags."
+    else:
+        fix = "Did you mean " + " or ".join(f"--{each}" for each in alike[1].split(" or ")) + "?"
+    return f"--{name} is no flag of `{command.name}`. {fix}"
 
 
 def _spelled(values, argument):
@@ -159,7 +175,7 @@ def parse_flags_alone(
         UsageError: If there is anything else, or something is wrong with a flag.
     """
 
-    def problems(positional, values):
+    def problems(values, positional):
         found = problems_of(values)
         if positional:
             program = f"tfparallel {command.name} {command.arguments}".removesuffix(" [--flags]")
@@ -173,7 +189,7 @@ def parse_flags_alone(
 def parse_checked(
     command: Command,
     values: flags.FlagValues,
-    problems_of: Callable[[list[str], flags.FlagValues], list[str]],
+    problems_of: Callable[[flags.FlagValues, list[str]], list[str]],
     arguments: Sequence[str],
 ) -> list[str] | None:
     """Parses the arguments of one program, and tells all that is wrong with them at once.
@@ -181,7 +197,7 @@ def parse_checked(
     Args:
         command: The program's name and texts.
         values: Its flags; filled here.
-        problems_of: Returns what is wrong with what is no flag, and with the flags.
+        problems_of: Returns what is wrong with the flags, and with what is no flag.
         arguments: What stands after the sub-command.
 
     Returns:
@@ -193,7 +209,7 @@ def parse_checked(
     positional = parse_positional(command, values, arguments)
     if positional is None:
         return None
-    if problems := problems_of(positional, values):
+    if problems := problems_of(values, positional):
         raise UsageError("\n".join(problems))
     return positional
 
@@ -218,6 +234,12 @@ def path_problems(name: str, path: str | None, suffix: str) -> list[str]:
     return problems
 
 
+def report_flag(values: flags.FlagValues, text: str) -> None:
+    """Adds --report, and --json as another name of it, which some programs had alone."""
+    flags.DEFINE_string("report", None, text, flag_values=values)
+    flags.DEFINE_alias("json", "report", values)
+
+
 def plot_problems(path: str | None) -> list[str]:
     """Returns why the picture that --plot asks for could not be drawn or written at the end."""
     problems = path_problems("plot", path, ".png")
@@ -231,7 +253,7 @@ def plot_problems(path: str | None) -> list[str]:
 
 def resolved(values: flags.FlagValues) -> dict[str, Any]:
     """Returns every flag with its value, those left at None aside."""
-    every = {name: values[name].value for name in sorted(values) if name != "?"}
+    every = {name: values[name].value for name in sorted(values) if name not in ("?", "json")}
     return {name: value for name, value in every.items() if value is not None}
 
 

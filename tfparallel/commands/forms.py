@@ -22,6 +22,7 @@ from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.shorten import first_to_last
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.placement.processes import connect_to_cluster
@@ -146,7 +147,7 @@ class Form:
         return model
 
     def __str__(self):
-        names = ", ".join(self.devices)
+        names = first_to_last(self.devices)
         if self.name == "none":
             return f"one device ({names})"
         number = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"

@@ -32,7 +32,7 @@ _TOPICS = {
     "link_gbits",
     "What is examined": "quick suggest upstream min_free_mib peer_timeout probe_timeout",
     "GPU trials": "gpu trials total_timeout",
-    "Files to write": "save checkpoint_dir checkpoint_every_steps tensorboard report json csv plot "
+    "Files to write": "save checkpoint_dir checkpoint_every_steps tensorboard report csv plot "
     "draw trace output save_profile",
     "Job files": "emit job_name gpus_per_node sbatch_args image volume",
     "Tests of failures": "inject",
@@ -53,14 +53,12 @@ _PLACEHOLDERS = {
     "image": "IMAGE",
     "inject": "FAULT",
     "job_name": "NAME",
-    "json": "FILE.json",
     "local_addr": "ADDRESS",
     "log_dir": "DIR",
     "max_bytes": "SIZE",
     "mesh": "data=2,pipeline=2",
     "min_bytes": "SIZE",
     "nnodes": "N|MIN:MAX",
-    "nproc_per_node": "N|gpu|cpu|auto",
     "output": "FILE.json",
     "plot": "FILE.png",
     "rdzv_endpoint": "HOST:PORT",
@@ -200,6 +198,8 @@ def _placeholder(flag) -> str:
         return "|".join(choices)
     if choices:
         return "NAME"
+    if hasattr(flag.parser, "placeholder"):
+        return flag.parser.placeholder
     if flag.name in _PLACEHOLDERS:
         return _PLACEHOLDERS[flag.name]
     if flag.name.endswith(("_timeout", "_seconds")):
@@ -213,4 +213,5 @@ def _placeholder(flag) -> str:
 def _as_typed(value) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    # With spaces, where a line may end.
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -97,7 +97,7 @@ def _path(positional) -> str:
     return positional[0] if positional else "task.py"
 
 
-def _problems(positional, values) -> list[str]:
+def _problems(values, positional) -> list[str]:
     problems = _path_problems(positional, _path(positional), values.force)
     if values.target is not None and not (values.data or "").endswith(".csv"):
         problems.append(

@@ -45,6 +45,7 @@ class _NumWorkers(flags.ArgumentParser):
     """Reads --nproc_per_node, as torchrun does."""
 
     syntactic_help = "a number, gpu, cpu or auto"
+    placeholder = "N|gpu|cpu|auto"  # In `--help`.
 
     def parse(self, argument):
         """Returns the number of workers."""
@@ -54,7 +55,7 @@ class _NumWorkers(flags.ArgumentParser):
         numbers = {"gpu": num_gpus, "cpu": len(available_cores())}
         numbers["auto"] = num_gpus or numbers["cpu"]
         if argument not in numbers:
-            raise ValueError(f"{self.syntactic_help} is required, not {argument!r}")
+            raise ValueError(f"{self.syntactic_help} is required")
         number = _Number(numbers[argument])
         number.text = argument
         return number

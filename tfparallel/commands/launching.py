@@ -253,7 +253,7 @@ class _Patience:
 def _report_change(outcome: Outcome, news) -> int | None:
     """Says why a round has ended; returns the exit code if it was the last."""
     if news.departure is not None:
-        _report(f"{news.departure.describe()}; the job goes on with those left", outcome)
+        _report(f"{news.departure.describe()}; the job goes on with the remaining hosts", outcome)
         return None
     if outcome.culprit is None:
         _report("a host joins; the workers were told to save their state", outcome)
@@ -320,7 +320,9 @@ def _run(
             on_output=screening.write,
             grace_seconds=values.grace_seconds,
             news=None if meeting is None else meeting.news,
-            on_lost=lambda exit_: say(f"{exit_.describe()}; the job goes on with those left"),
+            on_lost=lambda exit_: say(
+                f"{exit_.describe()}; the job goes on with the remaining workers"
+            ),
             standbys=standbys,
         )
         screen.finish()
@@ -347,7 +349,12 @@ def _with_errors(
     else:
         text += f"; the whole traceback is in {log_dir}"
     culprit = dataclasses.replace(culprit, tail=(), told=text)
-    return dataclasses.replace(outcome, culprit=culprit)
+    # Those that ended by the same error were not stopped, though the first had ended before them.
+    exits = tuple(
+        dataclasses.replace(exit_, stopped=False) if exit_.worker in alike else exit_
+        for exit_ in outcome.exits
+    )
+    return dataclasses.replace(outcome, culprit=culprit, exits=exits)
 
 
 def _keeping(

@@ -9,7 +9,7 @@ from absl import flags
 from tfparallel.commands.flags import (
     Command,
     UsageError,
-    parse_positional,
+    parse_checked,
     path_problems,
     run_command,
 )
@@ -31,6 +31,22 @@ def main(arguments: Sequence[str]) -> int:
     return run_command("trace", lambda: _main(arguments), ())
 
 
+def _problems(values: flags.FlagValues, positional: list[str]) -> list[str]:
+    problems = path_problems("output", values.output, ".json")
+    if len(positional) != 1:
+        problems.append(
+            "One folder is required, such as that of `tfparallel launch --log_dir`. Received: "
+            f"{' '.join(positional) or 'none'}. Example: {_COMMAND.example}"
+        )
+    elif not os.path.isdir(positional[0]):
+        what = "is a file" if os.path.exists(positional[0]) else "does not exist"
+        problems.append(
+            f"The folder {what}; that of a job's records is required, such as `tfparallel launch "
+            f"--log_dir` names. Received: {positional[0]}. Check the path."
+        )
+    return problems
+
+
 def _main(arguments: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string(
@@ -39,17 +55,9 @@ def _main(arguments: Sequence[str]) -> int:
         "Where to write the timeline, which chrome://tracing and ui.perfetto.dev show (.json).",
         flag_values=values,
     )
-    positional = parse_positional(_COMMAND, values, arguments)
+    positional = parse_checked(_COMMAND, values, _problems, arguments)
     if positional is None:
         return 0
-    if len(positional) != 1 or not os.path.isdir(positional[0]):
-        raise UsageError(
-            "One folder is required, such as that of `tfparallel launch --log_dir`. Received: "
-            f"{' '.join(positional) or 'none'}. Example: {_COMMAND.example}"
-        )
-    problems = path_problems("output", values.output, ".json")
-    if problems:
-        raise UsageError("\n".join(problems))
     try:
         records = read_job(positional[0])
     except (ValueError, OSError) as error:
