@@ -1,6 +1,6 @@
 import pytest
 
-from tfparallel.size_text import size_text
+from tfparallel.size_text import number_of_bytes, parse_bytes, size_text
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,27 @@ from tfparallel.size_text import size_text
 )
 def test_a_number_of_bytes_for_people(size_bytes, text):
     assert size_text(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("16GiB", 2**34), ("500MB", 5 * 10**8), ("1.5 kib", 1536), ("7", 7)]
+)
+def test_parse_bytes(text, number):
+    assert parse_bytes(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "16XB", "-1GiB", "0", "GiB"])
+def test_parse_bytes_refuses(text):
+    with pytest.raises(ValueError, match="such as 16GiB, 500MB or 1048576 is required"):
+        parse_bytes(text)
+
+
+def test_an_argument_is_a_number_or_a_text():
+    assert number_of_bytes("device_memory", None) is None
+    assert number_of_bytes("device_memory", 2**30) == number_of_bytes("device_memory", "1GiB")
+
+
+@pytest.mark.parametrize("value", ["much", 0, -1, True, [1]])
+def test_an_argument_that_is_neither(value):
+    with pytest.raises(ValueError, match=r"or a text such as '16GiB'. Received: device_memory="):
+        number_of_bytes("device_memory", value)

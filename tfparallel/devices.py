@@ -69,10 +69,18 @@ def list_devices(device_type: str | None = None) -> list[str]:
         `tfparallel.connect_to_cluster` those of all its processes, such as
         `["/job:worker/task:0/device:CPU:0", ...]`.
 
+    Raises:
+        ValueError: For another type.
+
     Example:
         >>> tfparallel.devices.list_devices("CPU")
         ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
     """
+    if device_type is not None and str(device_type).upper() not in ("CPU", "GPU"):
+        raise ValueError(
+            "Unknown device type; it must be CPU or GPU, or None for both. Received: "
+            f"device_type={device_type!r}. tfparallel runs on no others."
+        )
     if _connected:
         kind = f"/device:{device_type.upper()}:" if device_type is not None else ""
         return [name for name in _connected if kind in name]

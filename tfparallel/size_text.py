@@ -1,6 +1,52 @@
-"""A number of bytes as people read it."""
+"""Numbers of bytes as people write and read them."""
 
-__all__ = ["size_text"]
+import numbers
+import re
+
+__all__ = ["number_of_bytes", "parse_bytes", "size_text"]
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a number of bytes: `"16GiB"`, `"500MB"`, `"1048576"`.
+
+    Raises:
+        ValueError: If it is none, or not above zero.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?) ?([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise ValueError(
+            f"A number of bytes such as 16GiB, 500MB or 1048576 is required. Received: {text!r}."
+        )
+    return int(float(match[1]) * unit)
+
+
+def number_of_bytes(name: str, value: int | str | None) -> int | None:
+    """Returns what an argument says, a number or a text such as `"16GiB"`; None for None.
+
+    Args:
+        name: The argument's name, for the message.
+        value: What was given.
+
+    Raises:
+        ValueError: If it is no number of bytes, or not above zero.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError:
+            pass
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool) and value >= 1:
+        return int(value)
+    raise ValueError(
+        f"`{name}` must be a number of bytes of at least 1, or a text such as '16GiB'. Received: "
+        f"{name}={value!r}. Pass {name}=16 * 2**30, or {name}='16GiB'."
+    )
 
 
 def size_text(size_bytes: float) -> str:

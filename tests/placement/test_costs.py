@@ -10,7 +10,6 @@ from keras import layers
 import tfparallel
 from tests.commands.command_line import ROOT
 from tests.commands.command_line import tfparallel as run
-from tfparallel.commands.flags import parse_bytes
 from tfparallel.placement import timing
 from tfparallel.placement.costs import layer_costs
 from tfparallel.placement.storageless import StoragelessModel
@@ -79,19 +78,6 @@ def test_a_limit_that_nothing_meets_says_by_how_much():
         tfparallel.model_parallel(perceptron, devices=["CPU:0", "CPU:1"], device_memory=100)
     with pytest.raises(ValueError, match="`balance` must be one of memory, time, both"):
         tfparallel.model_parallel(perceptron, devices=["CPU:0", "CPU:1"], balance="weight")
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("16GiB", 2**34), ("500MB", 5 * 10**8), ("1.5 kib", 1536), ("7", 7)]
-)
-def test_parse_bytes(text, number):
-    assert parse_bytes(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "16XB", "-1GiB", "0", "GiB"])
-def test_parse_bytes_refuses(text):
-    with pytest.raises(ValueError, match="such as 16GiB, 500MB or 1048576 is required"):
-        parse_bytes(text)
 
 
 @pytest.mark.slow

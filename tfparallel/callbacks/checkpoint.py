@@ -89,6 +89,11 @@ class Checkpoint(keras.callbacks.Callback):
         configuration: dict[str, Any] | None = None,
     ):
         super().__init__()
+        if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+            raise ValueError(
+                "A checkpoint needs the folder to write to. Received: "
+                f"directory={directory!r}. Write Checkpoint('checkpoints')."
+            )
         if (every_steps is not None and every_steps < 1) or keep < 1:
             raise ValueError(
                 "A checkpoint is written after one or more steps, and one or more are kept. "

@@ -44,6 +44,11 @@ class NaNGuard(keras.callbacks.Callback):
 
     def __init__(self, stop: bool = False):
         super().__init__()
+        if not isinstance(stop, bool):
+            raise ValueError(
+                "`stop` must be True, for an error, or False, for a warning. Received: "
+                f"stop={stop!r}. Write NaNGuard(stop=True)."
+            )
         self.stop = stop
         self.epoch: int | None = None
         self.step: int | None = None

@@ -36,6 +36,7 @@ class Preemption(keras.callbacks.Callback):
         signals: SIGTERM and SIGUSR1, or others.
 
     Raises:
+        ValueError: If the checkpoint is none.
         Preempted: From `fit`, a `SystemExit`, when the state is written.
 
     Example:
@@ -48,6 +49,12 @@ class Preemption(keras.callbacks.Callback):
 
     def __init__(self, checkpoint: Checkpoint, signals: Sequence[int] = SIGNALS):
         super().__init__()
+        if not isinstance(checkpoint, Checkpoint):
+            raise ValueError(
+                "Preemption needs the callback that writes, a `tfparallel.callbacks.Checkpoint`. "
+                f"Received: {checkpoint!r}. Write `checkpoint = Checkpoint('checkpoints')`, pass "
+                "it here, and give both to `fit`."
+            )
         self._checkpoint = checkpoint
         self._watch = SignalWatch(signals, self._told)
         self._agreement: StopAgreement | None = None

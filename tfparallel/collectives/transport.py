@@ -31,6 +31,19 @@ _TENSORFLOWS = "tensorflow"
 NAMES = ("auto", _TENSORFLOWS, "ring", "ring_tuned", "nccl", *communicator.ALGORITHMS)
 
 
+def check_name(name: str | None, source: str = "all_reduce") -> None:
+    """Raises unless a transport has that name, whether it can run here or not.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name is not None and name not in NAMES:
+        raise ValueError(
+            f"`all_reduce` between workers must be one of {', '.join(NAMES)}. "
+            f"Received: {source}={name!r}. Leave it out for the default."
+        )
+
+
 def chosen(name: str | None) -> str | None:
     """Returns the transport that a user's `all_reduce` means, or what the environment says.
 
@@ -40,11 +53,7 @@ def chosen(name: str | None) -> str | None:
     source = "all_reduce"
     if name in (None, "auto") and os.environ.get(ALL_REDUCE):
         name, source = os.environ[ALL_REDUCE], ALL_REDUCE
-    if name is not None and name not in NAMES:
-        raise ValueError(
-            f"`all_reduce` between workers must be one of {', '.join(NAMES)}. "
-            f"Received: {source}={name!r}."
-        )
+    check_name(name, source)
     if name == "nccl" and not has_nvidia_gpu():
         raise ValueError(
             "NCCL joins GPUs, of which each worker needs one. Received: "

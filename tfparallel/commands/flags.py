@@ -21,7 +21,6 @@ __all__ = [
     "StartError",
     "UsageError",
     "parse",
-    "parse_bytes",
     "parse_checked",
     "parse_flags_alone",
     "parse_positional",
@@ -31,10 +30,6 @@ __all__ = [
     "resolved",
     "run_command",
 ]
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
 
 class UsageError(Exception):
     """A mistake on the command line; its text is shown and the exit code is 2."""
@@ -49,21 +44,6 @@ class LostError(Exception):
 
     Its code is 75: the same command may go on.
     """
-
-
-def parse_bytes(text: str) -> int:
-    """Reads a number of bytes: `"16GiB"`, `"500MB"`, `"1048576"`.
-
-    Raises:
-        ValueError: If it is none, or not above zero.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d*)?) ?([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
-        raise ValueError(
-            f"A number of bytes such as 16GiB, 500MB or 1048576 is required. Received: {text!r}."
-        )
-    return int(float(match[1]) * unit)
 
 
 def parse_positional(

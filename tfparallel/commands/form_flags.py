@@ -3,11 +3,11 @@
 from absl import flags
 
 from tfparallel.collectives.compression_name import FORMS, CompressionName
-from tfparallel.commands.flags import parse_bytes
 from tfparallel.commands.help import define_choice
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import synchronization
+from tfparallel.size_text import parse_bytes
 
 __all__ = [
     "balance_flags",

@@ -7,6 +7,7 @@ data set was iterated: it is a function of the epoch, which a callback sets.
 
 import functools
 import hashlib
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from tfparallel.data.sources import Source, as_source, cast
 
 __all__ = ["EpochBatches", "evaluation_batches", "first_batches"]
 
+_EXAMPLES = {"global_batch_size": 64, "seed": 0, "steps_per_epoch": 100}
 _NUM_COMPARED = 64  # Rows of the first batch that workers hold against each other.
 
 Data = Any
@@ -49,7 +51,8 @@ class EpochBatches(keras.callbacks.Callback):
         starts_anywhere: Whether an epoch can start in its middle without reading what comes before.
 
     Raises:
-        ValueError: If a data set is infinite and `steps_per_epoch` is None.
+        ValueError: If the data is none of these, a number is out of range, or a data set is
+            infinite and `steps_per_epoch` is None.
 
     `shuffle=False` keeps Keras from warning that it does not shuffle a data set.
     Do not pass `steps_per_epoch` to `fit` as well.
@@ -68,6 +71,10 @@ class EpochBatches(keras.callbacks.Callback):
         steps_per_epoch: int | None = None,
     ):
         super().__init__()
+        _check_count("global_batch_size", global_batch_size, 1)
+        _check_count("seed", seed, 0)
+        if steps_per_epoch is not None:
+            _check_count("steps_per_epoch", steps_per_epoch, 1)
         self._epoch = 0
         self._start, self._is_counted = (0, 0), True
         self._global_batch_size, self._goes_on = global_batch_size, True
@@ -186,6 +193,15 @@ class EpochBatches(keras.callbacks.Callback):
             Texts by name: `source`, `order` and `resumes`.
         """
         return dict(self._order)
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < least:
+        raise ValueError(
+            f"`{name}` must be a whole number of at least {least}. Received: {name}={value!r}. "
+            f"Pass, for example, {name}={_EXAMPLES[name]}."
+        )
 
 
 def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:

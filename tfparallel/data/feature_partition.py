@@ -4,12 +4,14 @@ What reads a part holds only the weights of its features. A dense layer is then 
 layers: x·W = x_1·W_1 + … + x_K·W_K, with x_k the features and W_k the rows of part k.
 """
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
+from tfparallel.data.received import short
 
 __all__ = ["by_feature"]
 
@@ -38,12 +40,22 @@ def by_feature(
         >>> left.shape, right.shape
         ((10, 3), (10, 4))
     """
+    if not isinstance(num_parts, numbers.Integral):
+        raise ValueError(
+            "`num_parts` must be the number of parts, a whole number. Received: "
+            f"num_parts={short(num_parts)}. Pass, for example, num_parts=2."
+        )
     if isinstance(data, tf.data.Dataset):
         spec = data.element_spec
         if not isinstance(spec, tuple):
             return data.map(lambda x: _parts(x, num_parts, axis, weights))
         _check_spec(spec[0])
         return data.map(lambda x, *rest: (_parts(x, num_parts, axis, weights), *rest))
+    if not hasattr(data, "shape"):
+        raise ValueError(
+            "`by_feature` splits an array or tensor of examples, or a tf.data.Dataset. Received: "
+            f"{short(data)}. Make it an array: `np.asarray(data)`."
+        )
     return _parts(data, num_parts, axis, weights)
 
 

@@ -9,13 +9,14 @@ import collections
 import os
 import threading
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfparallel.data.order import window_order
+from tfparallel.data.received import short
 from tfparallel.data.sources import Source, cast
 
 __all__ = ["NPZShards", "TFRecords"]
@@ -25,6 +26,12 @@ class _Files(Source):
     """Examples in several files: what records and arrays have in common."""
 
     def __init__(self, paths: Sequence[str | os.PathLike], window: int | None):
+        if isinstance(paths, str | os.PathLike) or not isinstance(paths, Iterable):
+            one = f"[{os.fspath(paths)!r}]" if isinstance(paths, str | os.PathLike) else "[path]"
+            raise ValueError(
+                f"{type(self).__name__} needs a list of paths. Received: {short(paths)}. Pass {one}"
+                ", or `sorted(glob.glob('train-*'))`."
+            )
         self.paths = [os.fspath(path) for path in paths]
         missing = [path for path in self.paths if not tf.io.gfile.exists(path)]
         if not self.paths or missing:
@@ -109,6 +116,11 @@ class TFRecords(_Files):
         *,
         window: int | None = None,
     ):
+        if not callable(parse):
+            raise ValueError(
+                "`parse` must be a function that makes an example (x, y) of a serialized record. "
+                f"Received: parse={short(parse)}. Write one with `tf.io.parse_single_example`."
+            )
         super().__init__(paths, window)
         self._parse = lambda record: tf.nest.map_structure(cast, tuple(parse(record)))
         offsets = [_offsets(path) for path in self.paths]

@@ -70,11 +70,25 @@ def rows_by_replica(strategy: Any, num_rows: int) -> dict[str, int]:
     Returns:
         The number of rows by the replica's worker and device, in the order of the rows.
 
+    Raises:
+        ValueError: If the strategy is none of these, or there is no such number of rows.
+
     Example:
         >>> model = tfparallel.data_parallel(build_model, devices=["CPU:0", "CPU:1"])
         >>> tfparallel.data.rows_by_replica(model.distribute_strategy, 51)
         {'CPU:0': 25, 'CPU:1': 26}
     """
+    if not hasattr(strategy, "replica_weights"):
+        raise ValueError(
+            "`rows_by_replica` takes a tfparallel.MirroredStrategy or MultiWorkerMirroredStrategy. "
+            f"Received: strategy={strategy!r}. Pass `model.distribute_strategy` of a model that "
+            "`data_parallel` returned; on one device all rows are that device's."
+        )
+    if not isinstance(num_rows, numbers.Integral) or num_rows < 0:
+        raise ValueError(
+            "`num_rows` must be the number of rows of a batch. Received: "
+            f"num_rows={num_rows!r}. Pass, for example, num_rows=64."
+        )
     ranges = row_ranges(num_rows, strategy.num_replicas, strategy.replica_weights)
     devices = [":".join(name.split(":")[-2:]) for name in strategy.devices]
     names = itertools.product(range(strategy.num_replicas // len(devices)), devices)

@@ -11,6 +11,7 @@ in each epoch, and a run that starts again in the middle of an epoch reads nothi
 """
 
 import abc
+import os
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.data.order import epoch_order
+from tfparallel.data.received import short
 
 __all__ = ["Arrays", "Batches", "Source", "as_source", "cast"]
 
@@ -58,15 +60,37 @@ class Arrays(Source):
 
     Args:
         data: `(x, y[, sample_weight])`, each an array or a nested structure of them.
+
+    Raises:
+        ValueError: If it is something else, or there is not one example in each array.
     """
 
     def __init__(self, data: tuple[Any, ...]):
+        if not isinstance(data, tuple | list) or not 1 <= len(data) <= 3:
+            hint = (
+                f"Files are read by tfparallel.data.NPZShards([{data!r}]) or TFRecords."
+                if isinstance(data, str | os.PathLike)
+                else "Put arrays into a tuple: (x, y)."
+            )
+            raise ValueError(
+                "Data must be (x, y), (x, y, sample_weight), tfparallel.data.TFRecords or "
+                "NPZShards, a PyDataset, or a tf.data.Dataset of single examples. Received: "
+                f"{short(data)}. {hint}"
+            )
         # On the host: a batch is gathered there, and only the batch goes to a device.
         with tf.device("CPU:0"):
             self.tensors = tf.nest.map_structure(
                 lambda array: cast(tf.convert_to_tensor(array)), tuple(data)
             )
-        self.num_indices = int(tf.nest.flatten(self.tensors)[0].shape[0])
+        shapes = [tuple(tensor.shape) for tensor in tf.nest.flatten(self.tensors)]
+        sizes = {shape[0] if shape else None for shape in shapes}
+        if len(sizes) != 1 or not all(sizes):
+            raise ValueError(
+                "All arrays of the data must have the same number of examples, their first axis, "
+                f"and at least one. Received: arrays of shapes {', '.join(map(str, shapes))}. Look "
+                "at how the data is loaded and filtered."
+            )
+        self.num_indices = int(sizes.pop())
 
     def read(self, indices):
         """Returns those rows."""

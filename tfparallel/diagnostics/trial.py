@@ -147,6 +147,11 @@ class Trial:
         if moved_by:
             model.set_weights(moved_weights(model, moved_by, self._seed))
         self._compile_model(model)
+        if not model.compiled:
+            raise ValueError(
+                "`compile_model` must compile the model that it is given. Received: a model that "
+                "is not compiled afterwards. Call `model.compile(optimizer=..., loss=...)` in it."
+            )
         # Again: building draws as often as there are weights, on every replica.
         keras.utils.set_random_seed(self._seed)
         sent = SentBytes()

@@ -18,6 +18,7 @@ from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pipeline_parallel import Choices, accumulating, in_micro_batches
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
+from tfparallel.placement.stages import read_limits
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 
 __all__ = ["hybrid_parallel"]
@@ -37,7 +38,7 @@ def hybrid_parallel(
     split: Mapping[str, str | None] | None = None,
     allow_empty_stages: bool = False,
     balance: str = "time",
-    device_memory: int | None = None,
+    device_memory: int | str | None = None,
     batch_size: int = 32,
     compression: str | None = None,
     sync: str = "every_step",
@@ -106,6 +107,8 @@ def hybrid_parallel(
     if devices is None:
         devices = _first_devices(mesh, number)
     names = usable_devices(devices, problems)
+    with problems.gathered():
+        device_memory = read_limits(device_memory, batch_size)
     with problems.gathered():
         if len(names) * number != mesh.size:
             of_each = f", {mesh.size // number} on each worker" if number > 1 else ""

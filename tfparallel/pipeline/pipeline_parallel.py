@@ -79,7 +79,7 @@ def pipeline_parallel(
     layers_per_stage: Sequence[int] | None = None,
     allow_empty_stages: bool = False,
     balance: str = "time",
-    device_memory: int | None = None,
+    device_memory: int | str | None = None,
     batch_size: int = 32,
     check_rows: bool = True,
     sync: str = "every_step",
@@ -116,7 +116,7 @@ def pipeline_parallel(
             then only hand on what they are given.
         balance: What the best cut spreads evenly: "memory", "time" or "both", as for
             `model_parallel`.
-        device_memory: How many bytes each stage may hold; no limit if None.
+        device_memory: How many bytes each stage may hold, such as `"16GiB"`; no limit if None.
         batch_size: The examples of a batch, for what the best cut costs.
         check_rows: Whether a model that does not treat each example by itself is refused, as for
             `data_parallel`.
@@ -141,6 +141,8 @@ def pipeline_parallel(
         >>> model.fit(x, y, batch_size=64)
     """
     problems = Problems()
+    with problems.gathered():
+        device_memory = stages.read_limits(device_memory, batch_size)
     names = usable_devices(devices or device_lib.choose_devices(), problems)
     chosen = Choices(
         num_micro_batches=num_micro_batches,

@@ -29,7 +29,7 @@ def model_parallel(
     layers_per_stage: Sequence[int] | None = None,
     device_map: Mapping[str, str] | None = None,
     balance: str = "memory",
-    device_memory: int | None = None,
+    device_memory: int | str | None = None,
     batch_size: int = 32,
 ) -> keras.Model:
     """Places the layers of a functional or Sequential model on several devices.
@@ -58,7 +58,7 @@ def model_parallel(
         balance: What the best cut spreads evenly. "memory": weights, gradients, two slots, and
             what is kept for the backward pass. "time": forward and backward seconds, measured
             layer by layer before the model is placed. "both": the larger of the two shares.
-        device_memory: How many bytes each device may hold; no limit if None.
+        device_memory: How many bytes each device may hold, such as `"16GiB"`; no limit if None.
         batch_size: The examples of a batch, for what the best cut costs.
 
     Returns:
@@ -76,6 +76,7 @@ def model_parallel(
         >>> model.compile("adam", "mse")
         >>> model.fit(x, y)
     """
+    device_memory = stages.read_limits(device_memory, batch_size)
     best = {"balance": balance, "device_memory": device_memory, "batch_size": batch_size}
     return place(
         model_or_function,

@@ -1,5 +1,6 @@
 """Which layer goes to which device."""
 
+import numbers
 from collections.abc import Mapping, Sequence
 
 import keras
@@ -10,6 +11,7 @@ from tfparallel.layout.balance import NoPartition, Weighed, partition
 from tfparallel.placement.costs import LayerCost, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.problems import PlacementError, Problems
+from tfparallel.size_text import number_of_bytes
 
 __all__ = [
     "BALANCES",
@@ -117,6 +119,21 @@ def by_balance(
             "batch, or an optimizer with fewer slots."
         ) from error
     return by_layers_per_stage(layers, devices, counts)
+
+
+def read_limits(device_memory: int | str | None, batch_size: int) -> int | None:
+    """Returns how many bytes a device may hold; the batch that costs are of is checked as well.
+
+    Raises:
+        ValueError: If one of the two cannot be.
+    """
+    is_count = isinstance(batch_size, numbers.Integral) and not isinstance(batch_size, bool)
+    if not is_count or batch_size < 1:
+        raise PlacementError(
+            "`batch_size` must be the number of examples in a batch, at least 1. Received: "
+            f"batch_size={batch_size!r}. Pass the one that you train with, such as 32."
+        )
+    return number_of_bytes("device_memory", device_memory)
 
 
 def check_cut(layers: Sequence[keras.Layer], devices: Sequence[str], balance: str) -> None:

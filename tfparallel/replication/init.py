@@ -1,11 +1,14 @@
 """`tfparallel.init()`: a worker joins its job before its program does anything else."""
 
+import numbers
 from collections.abc import Sequence
 
 from tfparallel import devices as device_lib
 from tfparallel.asynchronous.servers import join
 from tfparallel.cluster.roles import Roles
 from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives import transport
+from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 
 __all__ = ["init"]
@@ -47,6 +50,15 @@ def init(
         >>> dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)
         >>> model = tfparallel.data_parallel(build_model)
     """
+    for name, seconds in (("start_timeout", start_timeout), ("stall_timeout", stall_timeout)):
+        if not isinstance(seconds, numbers.Real) or not seconds > 0:
+            raise ValueError(
+                f"`{name}` must be a number of seconds above 0. Received: {name}={seconds!r}. "
+                "Leave it out for the default."
+            )
+    # Of no use in a single process, where a mistake is one all the same.
+    transport.check_name(all_reduce)
+    CompressionName.parse(compression)
     if devices is not None:
         device_lib.check_devices(devices)
     if (roles := Roles.from_env()) is not None:

@@ -21,6 +21,7 @@ from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import share
 from tfparallel.data.partition import rows_of_workers
+from tfparallel.data.received import short
 from tfparallel.seams.keras import class_weighting
 
 _KEY = "__rows_of_this_worker__"
@@ -48,6 +49,11 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
         >>> rows = tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(32)
         >>> model.fit(tfparallel.data.by_sample(rows), epochs=3)
     """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(
+            "`by_sample` takes a tf.data.Dataset of batches, this worker's own. Received: "
+            f"{short(dataset)}. Make one: `tf.data.Dataset.from_tensor_slices((x, y)).batch(32)`."
+        )
     num_batches = int(dataset.cardinality())
     if num_batches == tf.data.UNKNOWN_CARDINALITY:
         raise ValueError(
