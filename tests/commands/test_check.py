@@ -30,6 +30,18 @@ def test_an_exact_form_passes_in_float64(tmp_path):
     assert report["devices"] == ["CPU:0", "CPU:1", "CPU:2"]
 
 
+def test_one_device_divides_nothing(tmp_path):
+    path = tmp_path / "report.json"
+    code, shown, errors = tfparallel(
+        *("check", TASKS / "blobs.py", "--parallel=data", "--num_devices=1"),
+        *("--device_type=cpu", "--steps=2", f"--report={path}"),
+    )
+    assert code == 0, shown + errors
+    told = "nothing is divided: add --num_devices=2 --device_type=cpu."
+    assert told in shown and told in json.loads(path.read_text())["notes"][-1]
+    assert "retracing" not in errors
+
+
 def test_what_xla_compiles_is_exact():
     code, shown, errors = tfparallel(
         *("check", TASKS / "blobs.py", *FORM, "--steps=3", "--precision=float64"),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import logging
 
 import keras
 import numpy as np
@@ -403,10 +404,35 @@ def test_a_match_says_to_how_many_digits():
             dataclasses.replace(exact.steps[0], step=20, difference=2e-7, floor=9e-6),
         ),
     )
-    assert "OK: match: 6 digits (" in str(exact)
+    assert "OK: match: identical (" in str(exact) and exact.to_json()["digits"] == (6, 6)
+    assert "match: identical" in str(exact).splitlines()[3], "a variable"
     told = "OK: match: 13 digits after step 1, 6 after step 20, where rounding alone leaves 5 ("
     assert told in str(near) and near.to_json()["digits"] == (13, 6)
     assert dataclasses.replace(near, verdict="reproducible").digits is None
+    later = dataclasses.replace(near, steps=(exact.steps[0], near.steps[1]))
+    assert "OK: match: identical after step 1, 6 digits after step 20 (" in str(later)
+
+
+def test_it_holds_back_what_tensorflow_says_of_its_many_trainings():
+    """Story: "5 out of the last 9 calls … triggered tf.function retracing", twice in a check."""
+    told, logger = [], tf.get_logger()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    text = "5 out of the last 9 calls to f triggered tf.function retracing."
+
+    def make_model(build):
+        logger.warning(text)
+        logger.warning("another")
+        return build()
+
+    logger.addHandler(handler)
+    try:
+        check(build(), make_model, batches=some_batches(1))
+        assert set(told) == {"another"}
+        logger.warning(text)
+        assert told[-1] == text, "afterwards it is told again"
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_reports_are_frozen():

@@ -84,6 +84,11 @@ def check(path: str, values: flags.FlagValues) -> int:
             seed=values.seed,
             progress=activity.say,
         )
+    if len(form.devices) == 1 and form.num_workers == 1:
+        report = report.with_note(
+            "Only one device takes part, so nothing is divided: add --num_devices=2 "
+            "--device_type=cpu."
+        )
     ran = form.all_reduce_report(built[-1])
     joined = getattr(built[-1], "why_joined", None) or False
     form.say(str(report))

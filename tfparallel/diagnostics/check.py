@@ -31,6 +31,7 @@ from tfparallel.diagnostics.check_report import CheckReport, ValueReport, Variab
 from tfparallel.diagnostics.compare import TOLERANCES, digits_that_agree, is_float
 from tfparallel.diagnostics.floor import Comparison, Deviation, Key, deviation
 from tfparallel.diagnostics.layers import first_difference, random_layers
+from tfparallel.diagnostics.retracing import without_retracing_warnings
 from tfparallel.diagnostics.trial import Build, Outcome, Trial, coarsest_dtype, plain
 
 __all__ = ["CheckReport", "ValueReport", "VariableReport", "check_parity", "uneven_first"]
@@ -76,6 +77,15 @@ def check_parity(
     """
     if not batches:
         raise ValueError("At least one batch is required. Received: batches=[].")
+    with without_retracing_warnings():  # Each training traces a step of its own.
+        return _compared(
+            build_model, compile_model, batches, make_parallel_model, seed, progress
+        )
+
+
+def _compared(
+    build_model, compile_model, batches, make_parallel_model, seed, progress
+) -> CheckReport:
     trial = Trial(build_model, compile_model, batches, seed)
     runs = _Runs(trial, make_parallel_model, progress)
     drawing = random_layers(runs.single.model)

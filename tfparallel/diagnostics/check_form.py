@@ -128,6 +128,11 @@ def check(
         make_parallel_model=make_parallel_model,
         seed=seed,
     )
+    if not callable(parallel) and len(names) == 1:
+        report = report.with_note(
+            "Only one device takes part, so nothing is divided: pass devices=['CPU:0', 'CPU:1'], "
+            "behind `tfparallel.devices.split_cpu(2)`."
+        )
     if plot is not None:
         form = parallel if isinstance(parallel, str) else "the form"
         check_plot = importlib.import_module("tfparallel.diagnostics.check_plot")  # Matplotlib.

@@ -120,6 +120,10 @@ class CheckReport:
         first, last = self.steps[0], self.steps[-1]
         return tuple(digits_that_agree(step.difference, self.dtype) for step in (first, last))
 
+    def with_note(self, note: str) -> "CheckReport":
+        """Returns the report with one more note."""
+        return dataclasses.replace(self, notes=(*self.notes, note))
+
     def to_json(self) -> dict[str, Any]:
         """Returns the report in types that JSON knows."""
         return {**dataclasses.asdict(self), "digits": self.digits}
@@ -158,6 +162,11 @@ class CheckReport:
             return ""
         first, last = self.digits
         step = self.steps[-1]
+        before, after = (_agreement(s.difference, self.dtype) for s in (self.steps[0], step))
+        if "identical" in (before, after):
+            if before == after:
+                return ": identical"
+            return f": {before} after step {self.steps[0].step}, {after} after step {step.step}"
         text = f": {first} digits"
         if last != first:
             text += f" after step {self.steps[0].step}, {last} after step {step.step}"
@@ -234,7 +243,13 @@ def _sent(sent_bytes: dict[str, int]) -> str:
     return f"a step hands the other workers {sums}, {slices} and {rows}"
 
 
+def _agreement(relative: float, dtype: str) -> str:
+    return f"{digits_that_agree(relative, dtype)} digits" if relative else "identical"
+
+
 def _verdict(item: VariableReport | ValueReport) -> str:
+    if item.digits is not None and not item.distance:
+        return f"{item.verdict}: identical"
     if item.digits is not None:
         return f"{item.verdict}: {item.digits} digit{'s' * (item.digits != 1)}"
     since = f" from step {item.first_step}" if item.first_step is not None else ""
