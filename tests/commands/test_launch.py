@@ -430,9 +430,9 @@ def test_a_signal_while_nodes_are_missing(endpoint):
     "arguments, message",
     [
         (["--nproc_per_node=0", "--", "true"], "must be at least 1. Received: --nproc_per_node=0"),
-        (["--nproc_per_node=2"], "A command is required behind `--`. Received: none. Example: "),
+        (["--nproc_per_node=2"], "A command is required after `--`. Received: none. Example: "),
         (["--"], "A command is required"),
-        (["true"], "must stand behind `--`. Received: ['true'] before it"),
+        (["true"], "must follow `--`. Received: ['true'] before it"),
         (["--", "no-such-program"], "does not exist. Received: 'no-such-program'"),
         (["--", __file__], f"must be executable. Received: {__file__!r}. Use `-- python "),
         (["--nproc=2", "--", "true"], "nproc"),

@@ -106,7 +106,7 @@ def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
     report = json.loads((tmp_path / "r.json").read_text())
     by_check = {finding["check"]: finding for finding in report["findings"]}
     assert report["verdict"] == "ok"
-    assert by_check["sums: nccl"]["meaning"].startswith("skipped: NCCL joins GPUs")
+    assert by_check["sums: nccl"]["meaning"].startswith("skipped: nccl needs GPUs")
     assert "1 to 2^20" in by_check["sums: auto"]["meaning"]
     assert by_check["workers: two workers"]["meaning"].startswith("the weights of one device")
     assert "all have ended" in by_check["lost_workers: hang"]["meaning"]

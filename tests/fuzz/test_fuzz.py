@@ -135,7 +135,7 @@ def test_only_an_error_of_ours_that_says_what_it_received_is_a_refusal():
         assert judge(Faulty(raising(error)), one_device).verdict == CRASH
     lamb = dataclasses.replace(SMALLEST, optimizer="optimizers.Lamb(0.1)")
     seen = judge("tensor_parallel", OneDevice.train(lamb))
-    assert seen.verdict == REFUSED and "each element by itself" in seen.detail
+    assert seen.verdict == REFUSED and "each element independently" in seen.detail
 
 
 def test_what_one_device_does_not_train_is_discarded():

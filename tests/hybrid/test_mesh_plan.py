@@ -86,7 +86,7 @@ def test_batch_normalization_in_stages_is_a_choice():
 
 def test_an_optimizer_that_looks_at_whole_weights_has_no_parts():
     found = reasons(planned(compile_model=compiled(keras.optimizers.Lamb())))
-    assert found[Mesh(tensor=4)].startswith("The update of a weight in parts must treat each")
+    assert found[Mesh(tensor=4)].startswith("tensor_parallel supports optimizers that update each")
     assert found[Mesh(2, 2)] is None
 
 
@@ -94,7 +94,7 @@ def test_a_model_whose_layers_cannot_be_seen_is_refused():
     class Own(keras.Model):
         pass
 
-    with pytest.raises(PlacementError, match="A functional or Sequential model is required"):
+    with pytest.raises(PlacementError, match="needs a functional or Sequential model"):
         planned(Own)
 
 

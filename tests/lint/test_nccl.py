@@ -236,4 +236,4 @@ def test_who_shares_a_gpu_is_joined_by_the_ring():
     assert refusal_between([one, other, one]) == "workers 0 and 2 share a GPU"
     half = {"device": "GPU:0", "reason": "a half"}
     assert refusal_between([one, half]) == "worker 1: a half"
-    assert refusal(["CPU:0"]) == "NCCL joins GPUs, and CPU:0 is none"
+    assert refusal(["CPU:0"]) == "nccl needs GPUs; CPU:0 is not one"

@@ -11,18 +11,18 @@ PLACED = ("model_parallel", "tensor_parallel", "pipeline_parallel")
 REPLICATED = ("data_parallel", "MirroredStrategy", "workers")
 
 NOT_BUILT = dict.fromkeys(PLACED, "is not built, so its layers have no sizes")
-SUBCLASSED = dict.fromkeys(PLACED, "A functional or Sequential model is required")
-OWN_TRAIN_STEP = dict.fromkeys(PLACED, "A `train_step` of the user's own differentiates")
+SUBCLASSED = dict.fromkeys(PLACED, "Placing layers needs a functional or Sequential model")
+OWN_TRAIN_STEP = dict.fromkeys(PLACED, "A custom `train_step` uses a GradientTape")
 
 MOMENTS_OF_A_BATCH = {
     "pipeline_parallel": "Batch normalization takes the moments of the whole batch"
 }
 STATE_OF_A_CALL = {"pipeline_parallel": "A layer that changes its state in each call"}
-ONE_NUMBER_A_BATCH = {"pipeline_parallel": "Loss '\\w+' puts out one number for a batch"}
+ONE_NUMBER_A_BATCH = {"pipeline_parallel": "Loss '\\w+' returns one value for the whole batch"}
 COMPARES_EXAMPLES = {"pipeline_parallel": "The loss compares examples of different micro-batches"}
 NO_SUM_OF_PARTS = {"pipeline_parallel": "with a reduction of 'sum' or a mean, is required"}
 
-LOOKS_AT_WHOLE_WEIGHTS = {"tensor_parallel": "must treat each element by itself"}
+LOOKS_AT_WHOLE_WEIGHTS = {"tensor_parallel": "optimizers that update each element independently"}
 TWICE_DIFFERENTIATED = dict.fromkeys(REPLICATED, "Cannot differentiate twice through")
 STATE_OF_A_ROW = dict.fromkeys(
     (*REPLICATED, "pipeline_parallel"), "Stateful recurrent layers keep a state for each row"

@@ -383,7 +383,7 @@ def test_what_micro_batches_would_change_is_refused():
         model = pipelined(stack, DEVICES[:2])
         model.compile("sgd", "mse")
         model.fit(np.zeros((9, 4)), np.zeros((9, 3)), batch_size=3, verbose=0)
-    with pytest.raises(ValueError, match="puts out one number"):
+    with pytest.raises(ValueError, match="returns one value for the whole batch"):
         fit_stack(pipelined(stack, DEVICES[:2]), keras.losses.Dice())
 
     def stateful():

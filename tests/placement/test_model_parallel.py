@@ -279,7 +279,7 @@ def test_a_step_of_the_users_own_is_refused():
         inputs = keras.Input((2,))
         return OwnStep(inputs, layers.Dense(1)(layers.Dense(2)(inputs)))
 
-    with pytest.raises(ValueError, match="differentiates with a tape"):
+    with pytest.raises(ValueError, match="uses a GradientTape"):
         tfparallel.model_parallel(build, DEVICES[:2])
 
 

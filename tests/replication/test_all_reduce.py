@@ -146,7 +146,7 @@ def test_a_loop_refuses_what_cannot_run_in_it():
 
 
 def test_mistakes():
-    with pytest.raises(ValueError, match="Required is one of .*ring.*Received: gloo"):
+    with pytest.raises(ValueError, match="It must be one of .*ring.*Received: gloo"):
         tfparallel.MirroredStrategy(DEVICES, all_reduce="gloo")
     with pytest.raises(ValueError, match="Received: gloo"):
         tfparallel.data_parallel(build_model, devices=["CPU:0"], all_reduce="gloo")

@@ -82,7 +82,7 @@ class OneNumber(losses.Loss):
 def test_what_has_no_numerators_is_refused():
     y = tf.ones((2, 3))
     for loss, said in (
-        (OneNumber(), "puts out one number for a batch"),
+        (OneNumber(), "returns one value for the whole batch"),
         (losses.MeanSquaredError(reduction="none"), "with a reduction of 'sum' or a mean"),
     ):
         with pytest.raises(NotByPieces, match=said):

@@ -214,9 +214,12 @@ def unknown(
     names: Sequence[str], runnable_names: Sequence[str], refused: dict[str, str]
 ) -> str:
     """Returns the text of an error: these cannot run, those can, and why the others cannot."""
-    reasons = "".join(f" {name} cannot: {why}." for name, why in refused.items())
+    reasons = "".join(
+        f" {why}." if why.startswith(name) else f" {name} cannot: {why}."
+        for name, why in refused.items()
+    )
     return (
-        "No such all-reduce algorithm, or none that can run here. Required is one of "
+        "No such all-reduce algorithm, or none that can run here. It must be one of "
         f"{', '.join(runnable_names)}.{reasons} Received: {', '.join(names)}."
     )
 

@@ -44,7 +44,7 @@ def refusal_between(offers: Sequence[Mapping[str, str]]) -> str:
 def _reason(name: str) -> str:
     name = device_lib.canonical(name)
     if not name.rpartition("/device:")[2].startswith("GPU"):
-        return f"NCCL joins GPUs, and {name} is none"
+        return f"nccl needs GPUs; {name} is not one"
     if device_lib.whole_gpu(name) is None:
-        return f"NCCL needs a GPU for each rank, and {name} is a part of one"
+        return f"nccl needs a whole GPU for each rank; {name} is a part of one"
     return ""

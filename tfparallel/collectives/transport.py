@@ -56,7 +56,7 @@ def chosen(name: str | None) -> str | None:
     check_name(name, source)
     if name == "nccl" and not has_nvidia_gpu():
         raise ValueError(
-            "NCCL joins GPUs, of which each worker needs one. Received: "
+            "NCCL needs a GPU for each worker. Received: "
             f"{source}='nccl', and this host shows none. Take all_reduce='auto'."
         )
     return name
@@ -106,7 +106,7 @@ def joined(group: WorkerGroup, name: str | None) -> WorkerGroup:
             return group if reason else group.with_transport("nccl")
         if reason:
             raise ValueError(
-                "NCCL joins GPUs, of which each worker needs one, whole and its own. Received: "
+                "NCCL needs a whole GPU for each worker, its own. Received: "
                 f"all_reduce='nccl', and {reason}. Take all_reduce='auto'."
             )
     if not name.startswith("mpi"):

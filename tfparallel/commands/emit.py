@@ -90,7 +90,7 @@ def emitted(values: flags.FlagValues, command: Sequence[str]) -> str:
     except ValueError as error:
         problems.append(str(error))
     if not command:
-        problems.append("A command is required behind `--`. Received: none.")
+        problems.append("A command is required after `--`. Received: none.")
     problems += [
         f"--{name} cannot be in a file that all hosts read. Received: --{name} with --emit. Leave "
         "it out."

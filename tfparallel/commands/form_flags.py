@@ -119,7 +119,8 @@ def common_flags() -> flags.FlagValues:
         None,
         f"When the weights are updated, and workers agree: {synchronization.FORMS}. Default: "
         "every_step. local_sgd, post_local_sgd and async are for several workers, and not exact; "
-        "async needs `tfparallel launch --num_ps=1`. pipeline and hybrid take the first two alone.",
+        "async needs `tfparallel launch --num_ps=1`. pipeline and hybrid take only every_step and "
+        "accumulate:N.",
         flag_values=values,
     )
     flags.DEFINE_bool(

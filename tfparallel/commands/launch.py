@@ -164,7 +164,7 @@ def _parse(values: flags.FlagValues, arguments: Sequence[str]) -> list[str] | No
         return None
     if positional:
         raise UsageError(
-            "The workers' command must stand behind `--`. "
+            "The workers' command must follow `--`. "
             f"Received: {positional} before it. Example: {_COMMAND.example}"
         )
     return list(arguments[separator + 1 :])
@@ -306,7 +306,7 @@ def _node_problems(values, nodes):
 
 def _command_problems(command):
     if not command:
-        return [f"A command is required behind `--`. Received: none. Example: {_COMMAND.example}"]
+        return [f"A command is required after `--`. Received: none. Example: {_COMMAND.example}"]
     if shutil.which(command[0]) is not None:
         return []
     if os.path.isfile(command[0]):

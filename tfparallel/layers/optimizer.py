@@ -134,8 +134,8 @@ def split_updates(optimizer: keras.Optimizer) -> None:
     if not wrapped and not elementwise.is_elementwise(original_class(optimizer)):
         name = original_class(optimizer).__name__
         raise PlacementError(
-            "The update of a weight in parts must treat each element by itself, as that of "
-            f"{elementwise.NAMES} does. Received: {name}, which looks at whole weights, or is not "
+            "tensor_parallel supports optimizers that update each element independently "
+            f"({elementwise.NAMES}). Received: {name}, which looks at whole weights, or is not "
             "known. Take one of these, or `tfparallel.model_parallel`."
         )
     extend(optimizer, SplitOptimizer)

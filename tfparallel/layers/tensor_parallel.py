@@ -299,9 +299,9 @@ def _nothing(model, num_devices) -> str:
         for layer in layers_in_order(each)
     ]
     return (
-        f"Nothing in model '{model.name}' can be split over {num_devices} devices. Required is one "
-        f"layer at least: Dense or Conv2D with {num_devices} units or filters, attention with "
-        f"{num_devices} heads, or an Embedding of {num_devices} ids; of Keras's own classes, "
+        f"Nothing in model '{model.name}' can be split over {num_devices} devices. It needs at "
+        f"least one such layer: Dense or Conv2D with {num_devices} units or filters, attention "
+        f"with {num_devices} heads, or an Embedding of {num_devices} ids; of Keras's own classes, "
         f"called once, without activity regularizer. Received: {', '.join(layers)}. Take fewer "
         "devices, or `tfparallel.data_parallel`."
     )

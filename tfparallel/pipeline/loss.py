@@ -142,8 +142,8 @@ def check_equal(
 def _values(loss, y_true, y_pred, weight) -> ExampleLosses:
     if getattr(loss, "fn", None) is keras.losses.ctc:
         raise PlacementError(
-            "The CTC loss fails of a micro-batch without examples, which the last batch of an "
-            "epoch may have. A loss that can be computed for no rows is required. Received: "
+            "The CTC loss fails on an empty micro-batch. The last batch of an epoch may have one, "
+            "so a loss that can be computed for no rows is required. Received: "
             f"{loss!r}. {_WAY_OUT}"
         )
     try:

@@ -244,14 +244,14 @@ def check_model(model: keras.Model) -> keras.Model:
     kind = type(model).__name__
     if has_own_step(model):
         raise PlacementError(
-            "A `train_step` of the user's own differentiates with a tape, whose operations would "
-            "all be on one device. Keras's own `train_step` is required of placed layers. "
+            "A custom `train_step` uses a GradientTape, which would run the backward pass on one "
+            "device. Keras's own `train_step` is required for placed layers. "
             f"Received: {kind}. Express the loss by `compile(loss=...)`, `add_loss` or layers."
         )
     if not isinstance(model, keras.Sequential) and not hasattr(model, "operations"):
         raise PlacementError(
-            "A functional or Sequential model is required; which tensors pass between the layers "
-            f"of a subclassed one cannot be seen. Received: {kind}. Build it with "
+            "Placing layers needs a functional or Sequential model, because the connections "
+            f"between a subclassed model's layers are unknown. Received: {kind}. Build it with "
             "`keras.Model(inputs, outputs)`, or give a list of its stages, `[keras.Input(shape), "
             "first, second]`, layers or models that each have a `get_config`."
         )

@@ -79,7 +79,7 @@ def data_parallel(
             `docs/synchronization.md`. Within a process replicas always agree.
         shard_optimizer: Whether each of N replicas, of all workers, keeps and updates its share of
             what the optimizer holds: 1/N of the memory of it, and the same weights. For optimizers
-            that treat each element by itself, such as Adam. Files hold the whole.
+            that update each element independently, such as Adam. Files hold the whole.
         replica_weights: Shares of unequal devices, such as `[3, 1]`: of every four rows the first
             replica computes three. One whole number for each replica of all workers; the
             weights that come out are the same. Default: equal shares.

@@ -401,10 +401,9 @@ def check_shardable(optimizer: keras.Optimizer) -> None:
     cls = original_class(optimizer)
     if not elementwise.is_elementwise(cls):
         raise ValueError(
-            "Under shard_optimizer=True each replica updates its share of a weight, and the update "
-            f"must treat each element by itself, as that of {elementwise.NAMES} does. Received: "
-            f"{cls.__name__}, which looks at whole weights, or is not known. Take one of these, or "
-            "leave shard_optimizer out."
+            "shard_optimizer=True supports optimizers that update each element independently "
+            f"({elementwise.NAMES}). Received: {cls.__name__}, which looks at whole weights, or is "
+            "not known. Take one of these, or leave shard_optimizer out."
         )
     if optimizer.gradient_accumulation_steps:
         raise ValueError(

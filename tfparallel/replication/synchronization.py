@@ -61,7 +61,7 @@ class Synchronization(NamedTuple):
             if len(found) == 2 and found[0] >= 0 and found[1] >= 1:
                 return cls(found[1], found[0])
         else:
-            raise ValueError(f"`sync` must be {FORMS}. Received: {spec!r}; there is none such.")
+            raise ValueError(f"`sync` must be {FORMS}. Received: {spec!r}, which is unknown.")
         raise ValueError(
             f"`sync` must be {FORMS}. Received: {spec!r}; {wanted}, whole numbers of at least 1."
         )

@@ -137,9 +137,9 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> ExampleLosses:
     values = loss.call(y_true, y_pred)
     if values.shape.rank == 0:
         raise NotByPieces(
-            f"Loss '{loss.name}' puts out one number for a batch, which is no sum of those of its "
-            "parts. A value for each example is required. Received: shape (). A loss takes the "
-            "last axis away: an output of shape (batch,) needs one more, (batch, 1)."
+            f"Loss '{loss.name}' returns one value for the whole batch, so it cannot be computed "
+            "per micro-batch. A value for each example is required. Received: shape (). A loss "
+            "takes the last axis away: an output of shape (batch,) needs one more, (batch, 1)."
         )
     masks = [mask for mask in (*masks, getattr(values, "_keras_mask", None)) if mask is not None]
     mask = None if not masks else tf.cast(masks[0], tf.bool)
