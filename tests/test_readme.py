@@ -64,7 +64,7 @@ def test_the_flags_of_each_command_exist(line):
     program = (
         f"import sys; from tfparallel.commands import {name} as command\n"
         "values = command._flags(); values(['program', *sys.argv[1:]])\n"
-        f"print(command._problems(values, *{[[path]] if name == 'bench' else []!r}))"
+        f"print(command._problems(values, *{[files] if name in ('bench', 'init') else []!r}))"
     )
     finished = subprocess.run(
         [sys.executable, "-c", program, *flags],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.commands.command_line import ROOT, TASKS, tfparallel
+from tfparallel.commands.forms import Form
 
 BLOBS = TASKS / "blobs.py"
 
@@ -199,3 +200,9 @@ def test_one_gpu_is_split_for_a_form(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     code, shown, errors = tfparallel("train", BLOBS, "--split_gpu", "--parallel=pipeline")
     assert code == 0 and "GPU:0, GPU:1" in shown, errors
+
+
+def test_of_many_devices_the_first_and_the_last_are_named():
+    """Story: 64 names stood in the first line of a training."""
+    form = Form("data", [f"CPU:{index}" for index in range(64)])
+    assert str(form) == "data parallel on 64 devices (CPU:0 … CPU:63)"

@@ -49,7 +49,7 @@ def _flags() -> flags.FlagValues:
     decimal("local_latency_us", 3.0, "The same within a host.", flag_values=values)
     decimal("local_bandwidth", 200.0, "The same within a host.", flag_values=values)
     decimal("add_bandwidth", 500.0, "GB/s that a rank adds.", flag_values=values)
-    text("sweep", None, "Take the numbers that a `bench … --json` fitted.", flag_values=values)
+    text("sweep", None, "Take the numbers that a `bench … --report` fitted.", flag_values=values)
     text("min_bytes", "4K", "The smallest size; K, M and G are powers of 1024.", values)
     text("max_bytes", "256M", "The largest size.", flag_values=values)
     number("step_factor", 16, "Each size is this many times the last.", flag_values=values)
@@ -127,8 +127,8 @@ def _fitted(path) -> CostModel:
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            "The file must be what `tfparallel bench all_reduce --json=FILE.json` writes of at "
-            f"least two sizes, so that a model was fitted. Received: --sweep={path} ({error!r})."
+            "The file must be what `tfparallel bench all_reduce --report=FILE.json` writes of "
+            f"at least two sizes, so that a model was fitted. Received: --sweep={path} ({error!r})."
         ) from error
 
 
