@@ -24,9 +24,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.host_share import host_programs, meet_alone
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.problems import refusal, shown
+from tfparallel.cluster.screening import Screening
 from tfparallel.cluster.sendable import as_bytes
 from tfparallel.cluster.spec import Cluster
 from tfparallel.cluster.supervisor import run
@@ -253,10 +255,11 @@ def _run(command, num_workers, device_type, max_restarts, timeout_seconds):
             meet_alone(num_workers), command, _environment(device_type), restart_count=attempt
         )
         screen = Prefixer(_Text("stdout"), _Text("stderr"))
+        screening = Screening(screen.write, has_gpu=has_nvidia_gpu(), is_quiet=wants_quiet())
         try:
             outcome = run(
                 programs,
-                on_output=screen.write,
+                on_output=screening.write,
                 timeout_seconds=None if deadline is None else max(0, deadline - time.monotonic()),
             )
         finally:
