@@ -63,6 +63,23 @@ def normalized():
     return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
 
 
+def normalized_text(axis):
+    inputs = keras.Input((7,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True, name="embed")(inputs)
+    x = layers.BatchNormalization(axis=axis, name="normalize")(x)
+    x = layers.LSTM(4, return_sequences=True, name="recur")(x)
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
+
+
+def normalized_words():
+    return normalized_text(-1)
+
+
+def normalized_steps():
+    """Of some steps in time a micro-batch, or the batch, has no word at all."""
+    return normalized_text(1)
+
+
 class Spectrum(layers.Layer):
     """Complex numbers, of which gradients are, too."""
 
@@ -92,7 +109,7 @@ def spectral():
 
 def data(build):
     generator = np.random.default_rng(0)
-    if build is masked_text:
+    if build in (masked_text, normalized_words, normalized_steps):
         x = generator.integers(1, 9, size=(NUM_EXAMPLES, 7))
         x[np.arange(7) >= generator.integers(1, 8, size=(NUM_EXAMPLES, 1))] = 0
         y = generator.integers(0, NUM_CLASSES, size=x.shape)
@@ -168,12 +185,18 @@ def test_a_trained_model_comes_along_and_is_saved_as_plain_keras(tmp_path):
     np.testing.assert_allclose(loaded.predict(x, verbose=0), plain.predict(x, verbose=0))
 
 
-def test_deferred_batch_normalization_is_that_of_groups_on_one_device():
+@pytest.mark.parametrize("build", [normalized, normalized_words, normalized_steps])
+def test_deferred_batch_normalization_is_that_of_groups_on_one_device(build):
+    with pytest.raises(ValueError, match="normalize"):
+        pipelined(build)
+    model = pipelined(build, batch_normalization="deferred", schedule="1f1b")
+    expected = train(compile_model(grouped(lambda: seeded(build), 4)()), build)
+    assert_equal(train(compile_model(model), build), expected)
+
+
+def test_all_layers_that_normalize_by_the_batch_are_named():
     with pytest.raises(ValueError, match="normalize', 'normalize_again"):
         pipelined(normalized)
-    model = pipelined(normalized, batch_normalization="deferred", schedule="1f1b")
-    expected = train(compile_model(grouped(lambda: seeded(normalized), 4)()), normalized)
-    assert_equal(train(compile_model(model), normalized), expected)
 
 
 def ancestors(op):

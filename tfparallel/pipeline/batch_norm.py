@@ -21,7 +21,7 @@ from tfparallel.data.shard import Shard
 from tfparallel.extend import extend, original_class
 from tfparallel.pipeline.micro_batch import StepMemory, current_pass
 from tfparallel.pipeline.others import Others
-from tfparallel.replication.batch_norm import SynchronizedBatchNormalization
+from tfparallel.replication.batch_norm import SynchronizedBatchNormalization, in_rows
 
 __all__ = ["DeferredBatchNormalization", "batch_norms", "grouped", "ungrouped", "write_averages"]
 
@@ -38,19 +38,21 @@ class DeferredBatchNormalization(SynchronizedBatchNormalization):
 
     def _moments(self, inputs, mask):
         own = current_pass()
-        mean, variance = keras.layers.BatchNormalization._moments(self, inputs, mask)
+        moments = keras.layers.BatchNormalization._moments(self, inputs, mask)
         if own is None:
-            return mean, variance
+            return moments
         if mask is None:
-            count, _, deviations = self._own_moments(inputs)
+            count, mean, deviations = self._own_moments(inputs)
         else:
-            count, _, deviations = self._own_masked_moments(inputs, mask)
+            count, mean, deviations = self._own_masked_moments(inputs, mask)
+        # Keras adds its epsilon to the count of a masked input.
+        correction = tf.constant(0.0 if mask is None else keras.config.epsilon(), count.dtype)
         if own.shard.may_be_idle:
             has_rows = own.shard.num_rows > 0
             count = tf.where(has_rows, count, 0)
             deviations = tf.where(has_rows, deviations, 0)
-        own.moments[self, *own.key(self)] = (count, mean, deviations)
-        return mean, variance
+        own.moments[self, *own.key(self)] = (count, mean, deviations, correction)
+        return moments
 
 
 def write_averages(memory: StepMemory, others: Others) -> None:
@@ -63,10 +65,11 @@ def write_averages(memory: StepMemory, others: Others) -> None:
     for (layer, *_), found in memory.moments.items():
         with tf.device(layer.moving_mean.value.device):
             here = [tf.stack(each) for each in zip(*found, strict=True)]
-            counts, means, deviations = (
+            counts, means, deviations, corrections = (
                 tf.concat(tf.unstack(each, num=each.shape[0]), 0) for each in others.stacked(here)
             )
-            n, counts = tf.reduce_sum(counts), counts[:, None]
+            counts = in_rows(counts)
+            n = tf.reduce_sum(counts, 0) + corrections[0]
             mean = tf.reduce_sum(counts * means, 0) / n
             spread = tf.reduce_sum(counts * tf.math.squared_difference(means, mean), 0)
             variance = (tf.reduce_sum(deviations, 0) + spread) / n

@@ -3,6 +3,7 @@
 Both are traced with the first micro-batch, and called for all (`traced_once.py`).
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ class StageCall:
         # What `_run` returns: values by these keys, losses, and three moments for each of these.
         self._made: list[Key] = []
         self._num_losses = 0
-        self._moments: list[Any] = []
+        self._moments: dict[Any, int] = {}  # How many tensors each layer keeps.
 
     def __call__(self, taken: Values, shard: Shard) -> Made:
         """Makes the calls on the tensors of the stage's `inputs`."""
@@ -81,7 +82,9 @@ class StageCall:
         found = iter(self._call([*taken.values()], shard))
         values = {key: next(found) for key in self._made}
         losses = [next(found) for _ in range(self._num_losses)]
-        moments = {key: (next(found), next(found), next(found)) for key in self._moments}
+        moments = {
+            key: tuple(itertools.islice(found, number)) for key, number in self._moments.items()
+        }
         return Made(values, losses, moments)
 
     def _run(self, tensors: list[Any], shard: Shard) -> tuple[list[Any], list[int]]:
@@ -92,7 +95,8 @@ class StageCall:
             made = self._stage.run(taken)
         self._batch.note_logits(made)
         self._made = [key for key in made if key not in taken]
-        self._num_losses, self._moments = len(scope.losses), [*own.moments]
+        self._num_losses = len(scope.losses)
+        self._moments = {key: len(moments) for key, moments in own.moments.items()}
         found = [*(made[key] for key in self._made), *scope.losses]
         # What is made again of its logits wherever it is read has no gradient of its own.
         remade = {key for key, logits in self._batch.behind.items() if logits.operation is not None}

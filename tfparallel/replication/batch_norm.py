@@ -40,20 +40,27 @@ class SynchronizedBatchNormalization:
         return _global_moments(shard, *own, correction=keras.config.epsilon())
 
     def _own_moments(self, inputs):
-        """Returns n_k, m_k and M_k of this replica's rows."""
+        """Returns n_k, m_k and M_k of this replica's rows; n_k is the same for all channels."""
         count = tf.cast(tf.size(inputs) // inputs.shape[self.axis], inputs.dtype)
         mean, variance = tf.nn.moments(inputs, self._reduction_axes)
         return count, mean, variance * count
 
     def _own_masked_moments(self, inputs, mask):
+        """The same; n_k is of each channel, which is a step in time where `axis` says so."""
         kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
         axes = self._reduction_axes
-        count = tf.reduce_sum(tf.cast(mask, inputs.dtype))
+        count = tf.reduce_sum(tf.cast(kept, inputs.dtype), axes, keepdims=True)
         # `where`, not a product: a masked position may hold NaN.
         total = tf.reduce_sum(tf.where(kept, inputs, 0), axes, keepdims=True)
         mean = tf.math.divide_no_nan(total, count)
         squares = tf.where(kept, tf.math.squared_difference(inputs, mean), 0)
-        return count, tf.reshape(mean, [-1]), tf.reduce_sum(squares, axes)
+        per_channel = [tf.reshape(each, [-1]) for each in (count, mean)]
+        return *per_channel, tf.reduce_sum(squares, axes)
+
+
+def in_rows(counts):
+    """Counts of several parts, a row each: shape `(K, 1)` or, one for each channel, `(K, C)`."""
+    return counts if counts.shape.rank == 2 else counts[:, None]
 
 
 def _global_moments(shard, count, mean, deviations, correction):
@@ -66,7 +73,7 @@ def _global_moments(shard, count, mean, deviations, correction):
     def combine(mean, deviations):
         def on_all(strategy, count, mean, deviations):
             local = strategy.experimental_local_results
-            counts = tf.stack(local(count))[:, None]
+            counts = in_rows(tf.stack(local(count)))
             means, squares = tf.stack(local(mean)), local(deviations)
             if strategy.workers is not None:
                 num_workers = strategy.workers.num_workers
@@ -74,7 +81,7 @@ def _global_moments(shard, count, mean, deviations, correction):
                     [counts, means, tf.stack(squares)], [len(squares)] * num_workers
                 )
                 squares = tf.unstack(squares)
-            n = tf.reduce_sum(counts) + correction
+            n = tf.reduce_sum(counts, 0) + correction
             m = tf.reduce_sum(counts * means, 0) / n
             spread = counts * tf.math.squared_difference(means, m)
             v = (tf.add_n(squares) + tf.reduce_sum(spread, 0)) / n

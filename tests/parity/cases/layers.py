@@ -40,6 +40,9 @@ NORMALIZATIONS = {
     "BatchNormalization with momentum 0.7 and without scale": stack(
         (64,), dense, lambda: layers.BatchNormalization(momentum=0.7, scale=False)
     ),
+    "BatchNormalization of rows after a convolution": stack(
+        (8, 8, 1), lambda: layers.Conv2D(4, 3), lambda: layers.BatchNormalization(axis=1)
+    ),
     "BatchNormalization after a convolution": conv_norm_net,
     "BatchNormalization of a large mean": stack(
         # E[x^2] - E[x]^2 loses 8 digits here; centred moments lose none.
@@ -107,6 +110,14 @@ def masked_norm():
     return keras.Model(inputs, layers.Dense(10)(layers.GRU(6)(x)))
 
 
+def masked_norm_of_steps():
+    """Along the steps each has valid tokens of its own. Story: they were counted together."""
+    inputs = keras.Input((12,), dtype="int64")
+    x = layers.Embedding(20, 6, mask_zero=True)(inputs)
+    x = layers.BatchNormalization(axis=1)(x)
+    return keras.Model(inputs, layers.Dense(10)(layers.GRU(6)(x)))
+
+
 def text_digits():
     x, y = data.tokens()
     return {"x": x, "y": y}
@@ -123,6 +134,12 @@ CASES += [
     norm_case(
         "BatchNormalization of masked input",
         masked_norm,
+        text_digits,
+        refused=refusals.MOMENTS_OF_A_BATCH,
+    ),
+    norm_case(
+        "BatchNormalization of masked input along the steps",
+        masked_norm_of_steps,
         text_digits,
         refused=refusals.MOMENTS_OF_A_BATCH,
     ),
