@@ -105,10 +105,15 @@ def classes_of(model: keras.Model) -> dict[str, Any]:
         for value in vars(layer).values():
             if isinstance(value, types.FunctionType) and _is_the_users(value):
                 found[value.__name__] = value
-    for cls in map(original_class, model._flatten_layers()):
-        if _is_the_users(cls):
-            found[cls.__name__] = cls
+            elif isinstance(value, keras.Layer):  # Which Keras 3.10 does not always track.
+                found |= _of_the_user(value)
+        found |= _of_the_user(layer)
     return found
+
+
+def _of_the_user(layer: keras.Layer) -> dict[str, Any]:
+    cls = original_class(layer)
+    return {cls.__name__: cls} if _is_the_users(cls) else {}
 
 
 def _is_the_users(value: Any) -> bool:

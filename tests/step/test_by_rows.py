@@ -191,5 +191,5 @@ def test_a_loss_that_reduces_in_its_own_way():
 
     with pytest.raises(NotByPieces, match="with a reduction of 'sum' or a mean, is required"):
         values_of(Own(), *map(tf.constant, NUMBERS), None)
-    with pytest.raises(NotByPieces, match="one number for a batch"):
+    with pytest.raises(NotByPieces, match="returns one value for the whole batch"):
         values_of(losses.Dice(), *map(tf.constant, NUMBERS), None)

@@ -89,7 +89,7 @@ def _without_config(model, error) -> keras.Model:
             copy.build_from_config(config)
         return copy
     except (NotAlike, TypeError, ValueError) as another:
-        if isinstance(another, NotKept) and isinstance(error, NotImplementedError):
+        if isinstance(another, NotKept) and not _has_own_config(model):
             raise another from None  # Without a config, what it lacks is the way out.
         received = _short(error)
         if another is not error and not isinstance(another, NotKept):
@@ -99,6 +99,10 @@ def _without_config(model, error) -> keras.Model:
             "from its config. `get_config` and `from_config` are required to clone it. Received: "
             f"{received}. Pass the function that builds the model instead."
         ) from error
+
+
+def _has_own_config(model) -> bool:
+    return not original_class(model).get_config.__module__.startswith("keras.")
 
 
 def _short(error: Exception) -> str:
