@@ -54,7 +54,7 @@ def test_what_is_exported_predicts_as_the_model_does(form, tmp_path):
 
 
 def served(exported, x):
-    """What the program says of rows; `serve` takes a list of them where Keras 3.10 has loaded it."""
+    """What the program says of rows; of a model that was loaded, Keras 3.10's takes a list."""
     call = exported.signatures["serving_default"]
     (name,) = call.structured_input_signature[1]
     (outputs,) = call(**{name: tf.constant(x)}).values()
