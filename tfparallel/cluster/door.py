@@ -43,15 +43,15 @@ class Door:
         host: The address or name to listen on, of this host.
         port: The port.
         token: A secret that all who belong to the job know, or "".
-        may_be_gateways: Whether `host` may be of a gateway that leads here: then it listens on all
-            addresses of this host.
+        may_be_gateway: Whether `host` may be the address of a gateway in front of this host. Then
+            the door listens on all addresses of this host.
 
     Raises:
         OSError: If it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, token: str, *, may_be_gateways: bool = False):
-        own = (may_be_gateways and everywhere(host)) or host
+    def __init__(self, host: str, port: int, token: str, *, may_be_gateway: bool = False):
+        own = (may_be_gateway and everywhere(host)) or host
         family, _, _, _, address = socket.getaddrinfo(own, port, type=socket.SOCK_STREAM)[0]
         self.host = host
         self._token = _bytes(token)
@@ -118,14 +118,14 @@ class Door:
         self._selector.close()
 
 
-def open_door(host: str, port: int, token: str, *, may_be_gateways: bool = False) -> Door:
+def open_door(host: str, port: int, token: str, *, may_be_gateway: bool = False) -> Door:
     """Returns a door at an endpoint; arguments as for `Door`.
 
     Raises:
         RuntimeError: If it cannot be, with what to do.
     """
     try:
-        return Door(host, port, token, may_be_gateways=may_be_gateways)
+        return Door(host, port, token, may_be_gateway=may_be_gateway)
     except OSError as error:
         raise RuntimeError(
             "Node 0 cannot listen at the rendezvous endpoint, which must be an address of this "

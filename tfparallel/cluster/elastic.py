@@ -170,7 +170,7 @@ class ElasticMeetings:
             for name in names:
                 is_given = name == self._hello["local_address"]
                 try:
-                    self._door = open_door(name, port, self._token, may_be_gateways=is_given)
+                    self._door = open_door(name, port, self._token, may_be_gateway=is_given)
                     self._place = place
                     return True
                 except RuntimeError as error:

@@ -48,8 +48,8 @@ class GuardedWorker:
         returncode: How it ended, as `subprocess` has it; None before.
         ended_at: When, by the monotonic clock.
         gone: Whether the guardian has ended, too.
-        control: The socket to the guardian; what it says, `listen` takes in.
-        guardian: It.
+        control: The socket to the guardian; `listen` reads what it says.
+        guardian: The guardian's process.
 
     Args:
         program: As above.
@@ -108,7 +108,7 @@ class GuardedWorker:
         return bool(heard)
 
     def send(self, signum: int) -> None:
-        """Has the guardian hand a signal on."""
+        """Sends the worker a signal, through the guardian."""
         if self.returncode is None:
             with contextlib.suppress(OSError):
                 self.control.send(bytes([signum]))

@@ -14,7 +14,7 @@ from tfparallel.cluster.address import split_address
 
 __all__ = ["LISTEN_ADDR", "everywhere", "listen"]
 
-# Where a worker listens, whose own address is that of a gateway.
+# The address on which a worker listens if the others reach it through a gateway.
 LISTEN_ADDR = "TFPARALLEL_LISTEN_ADDR"
 
 # A process that is ending, or another's connection of a moment, may hold the port yet.
@@ -79,13 +79,13 @@ async def listen(
 
 
 def everywhere(address: str) -> str | None:
-    """The address by which to listen on all of this host's, if this one is none of them.
+    """Returns what to listen on where others reach this host by an address that it does not have.
 
     Args:
         address: A name or an address, perhaps that of a gateway in front of this host.
 
     Returns:
-        `"0.0.0.0"` or `"::"`; None for an address of this host.
+        `"0.0.0.0"` or `"::"`, which stand for all addresses; None if it is one of this host's.
     """
     try:
         family, _, _, _, location = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]

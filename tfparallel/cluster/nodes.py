@@ -112,7 +112,7 @@ def _host(endpoint, hello, deadline, timeout_seconds):
     is_given = hello["local_address"] is not None
     host = hello["local_address"] or host
     with contextlib.ExitStack() as stack:
-        door = open_door(host, port, hello["token"], may_be_gateways=is_given)
+        door = open_door(host, port, hello["token"], may_be_gateway=is_given)
         stack.enter_context(door)
         present = {0: (None, host, hello)}
         problems = []

@@ -21,7 +21,7 @@ _MARK = b"\x1etfparallel error "
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
 _MOST_LINES, _MOST_CHARACTERS = 8, 30_000
-_has_launcher = False  # Which reads what this process writes.
+_has_launcher = False  # Whether a launcher reads what this process writes.
 _KERAS = re.compile(
     r"Exception encountered when calling (?P<where>.*?)\.\n\n(?P<what>.*?)"
     r"(?:\n\nArguments received by .*)?",
@@ -97,10 +97,10 @@ def tell_launcher() -> None:
 
 
 def say_why(text: str) -> None:
-    """Writes to stderr what ends this process where that is no error of Python's.
+    """Writes to stderr why this process ends, where no exception says so.
 
     Args:
-        text: It. A launcher shows it once for all of its workers that say the same.
+        text: The reason. A launcher shows it once for all of its workers that give the same.
     """
     if _has_launcher:
         sys.stderr.flush()
