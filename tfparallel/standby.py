@@ -3,7 +3,6 @@
 `launch --standby` starts it; see `tfparallel.cluster.standby`.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -21,17 +20,22 @@ _LOOK_SECONDS = 0.01
 def wait() -> None:
     """Returns when this process is a worker, in its environment.
 
-    If its launcher ends, the guardian between them ends it.
+    The launcher ends one that it does not take; the guardian between them ends one whose launcher
+    has ended.
     """
     path = os.environ.pop(STANDBY)
     startup.prepare()
     importlib.import_module("tfparallel.replication.data_parallel")
-    with contextlib.suppress(OSError), open(f"{path}.ready", "w"):
-        pass
+    with open(f"{path}.begun", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{path}.begun", f"{path}.ready")
     while not os.path.exists(path):
         time.sleep(_LOOK_SECONDS)
     with open(path) as file:
-        environment = json.load(file)
-    os.remove(path)
-    environment.pop(WORKER_ERROR, None)  # This process has taken it already.
-    os.environ.update(environment)
+        changed = json.load(file)
+    changed.pop(WORKER_ERROR, None)  # This process has taken it already.
+    for name, value in changed.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

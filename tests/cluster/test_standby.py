@@ -1,6 +1,7 @@
 """Processes that wait to become a worker: they go on as one, or end with their launcher."""
 
 import os
+import shlex
 import sys
 import time
 
@@ -10,27 +11,29 @@ import pytest
 from tests.cluster.processes import wait_for
 from tests.commands.command_line import tfparallel
 from tfparallel.cluster.guarded import Program
-from tfparallel.cluster.standby import Standbys
+from tfparallel.cluster.standby import Standbys, imports_tfparallel
 from tfparallel.cluster.supervisor import run
 
 PROGRAM = """
 import os, sys
+os.environ["OWN"] = "kept"
 import tfparallel
-print(os.environ["RANK"], os.getpid(), "tensorflow" in sys.modules, "{word}")
+words = [os.environ.get(name, "-") for name in ("RANK", "GONE", "OWN")]
+print(*words, os.getpid(), "tensorflow" in sys.modules, "{word}")
 """
 
 
-def program(rank, word="word"):
-    environment = {**os.environ, "RANK": str(rank)}
+def program(rank, word="word", **environment):
+    environment = {**os.environ, "RANK": str(rank), "OWN": "launcher's", **environment}
     return Program(0, [sys.executable, "-c", PROGRAM.format(word=word)], environment)
 
 
 def started(standbys):
     """The process that waits, once it is there."""
     wait_for(lambda: standbys._waiting, "a process that waits")
-    ((_, worker),) = standbys._waiting.values()
-    wait_for(lambda: worker.listen() and worker.pid is not None, "its start")
-    return worker
+    ((waiting),) = standbys._waiting.values()
+    wait_for(lambda: waiting.worker.listen() and waiting.worker.pid is not None, "its start")
+    return waiting.worker
 
 
 def ran(program, standbys):
@@ -39,8 +42,8 @@ def ran(program, standbys):
         [program], on_output=lambda worker, stream, text: shown.append(text), standbys=standbys
     )
     assert outcome.culprit is None, b"".join(shown)
-    rank, pid, has_tensorflow, word = b"".join(shown).split()
-    return int(rank), int(pid), has_tensorflow == b"True", word.decode()
+    *words, pid, has_tensorflow, word = b"".join(shown).decode().split()
+    return words, int(pid), has_tensorflow == "True", word
 
 
 @pytest.fixture(name="standbys")
@@ -50,24 +53,16 @@ def at_once():
 
 
 @pytest.mark.slow
-def test_the_next_worker_is_the_process_that_waits(standbys):
-    rank, first, had_tensorflow, _ = ran(program(1), standbys)
-    assert (rank, had_tensorflow) == (1, False)
-    waits = started(standbys)
-    assert ran(program(2), standbys) == (2, waits.pid, True, "word")
-    assert waits.pid != first
-
-
-def test_one_that_has_ended_or_runs_something_else_is_not_taken(standbys):
-    ran(program(1), standbys)
-    killed = started(standbys)
-    psutil.Process(killed.pid).kill()
-    wait_for(lambda: not killed.listen() or killed.returncode is not None, "its end")
-    assert ran(program(2), standbys)[2] is False
-    other = started(standbys)
-    rank, pid, has_tensorflow, word = ran(program(3, "another"), standbys)
-    assert (rank, has_tensorflow, word) == (3, False, "another") and pid != other.pid
-    assert not psutil.pid_exists(other.pid)
+def test_the_next_worker_is_the_process_that_waits():
+    told = []
+    with Standbys(delay_seconds=0, tell=told.append) as standbys:
+        words, first, had_tensorflow, _ = ran(program(1, GONE="there"), standbys)
+        assert (words, had_tensorflow) == (["1", "there", "kept"], False) and not told
+        standbys.prepare_now([program(1, GONE="there")])
+        waits = started(standbys)
+        # A variable that is gone is taken away; one that the program has set itself stays.
+        assert ran(program(2), standbys) == (["2", "-", "kept"], waits.pid, True, "word")
+        assert waits.pid != first and told == ["1 of 1 workers here had a process ready"]
 
 
 @pytest.mark.slow
@@ -78,16 +73,88 @@ def test_a_host_that_joins_has_loaded_before(standbys):
     assert ran(program(2), standbys)[1:3] == (waits.pid, True)
 
 
+def test_one_that_loads_has_ended_or_runs_something_else_is_not_taken(standbys):
+    ran(program(1), standbys)
+    loads = started(standbys)
+    assert ran(program(2), standbys)[2] is False and not psutil.pid_exists(loads.pid)
+    psutil.Process(started(standbys).pid).kill()
+    assert ran(program(3), standbys)[2] is False
+    other = started(standbys)
+    assert ran(program(4, "another"), standbys)[2:] == (False, "another")
+    assert not psutil.pid_exists(other.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        # It never comes to wait; and what waits is a process below it.
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        ["sh", "-c", f"{shlex.quote(sys.executable)} -c 'import tfparallel'; true"],
+    ],
+    ids=["another program", "a wrapper"],
+)
+def test_what_is_not_ready_in_time_is_ended_and_never_taken(command):
+    with Standbys(delay_seconds=0, loading_seconds=8) as standbys:
+        waits = Program(0, command, dict(os.environ))
+        standbys.prepare_now([waits])
+        assert not standbys._waiting and standbys.take(0, waits) is None
+    assert not psutil.Process().children(recursive=True)
+
+
 def test_none_outlives_its_launcher():
     with Standbys(delay_seconds=0) as standbys:
         ran(program(1), standbys)
         pid = started(standbys).pid
     assert not psutil.pid_exists(pid)
     standbys.prepare([program(1)])  # Too late, as from a timer that had fired already.
+    standbys.prepare_now([program(1)])
     time.sleep(0.2)
     assert not standbys._waiting
 
 
-def test_a_job_that_cannot_start_again_needs_none():
-    code, _, errors = tfparallel("launch", "--standby", "--", sys.executable, "-c", "0")
-    assert code == 2 and "--standby is for a job that may start again" in errors
+def test_the_last_attempt_needs_none(standbys):
+    standbys.stop_preparing()
+    ran(program(1), standbys)
+    time.sleep(0.2)
+    assert not standbys._waiting
+
+
+def test_a_command_that_may_wait(tmp_path):
+    for name, source in {
+        "with": "import os\nimport tfparallel\n",
+        "from": "from tfparallel.data import by_sample\n",
+        "without": "import tensorflow\n",
+        "late": "def main():\n    import tfparallel\n",
+        "broken": "import tfparallel (\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    python = "/usr/bin/python3.12"
+    for command in (
+        ["/a/bin/tfparallel", "train", "task.py"],
+        [python, "-m", "tfparallel", "train", "task.py"],
+        [python, tmp_path / "with.py", "--flag"],
+        [python, "-P", tmp_path / "from.py"],
+    ):
+        assert imports_tfparallel([str(each) for each in command]), command
+    for command in (
+        [python, tmp_path / "without.py"],
+        [python, tmp_path / "late.py"],
+        [python, tmp_path / "broken.py"],
+        [python, "nowhere.py"],
+        [python, "-c", "import tfparallel"],
+        ["bash", "-c", "tfparallel train task.py"],
+    ):
+        assert not imports_tfparallel([str(each) for each in command]), command
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "--standby is for a job that may start again"),
+        (["--max_restarts=1"], "--standby needs a command that imports tfparallel itself"),
+    ],
+)
+def test_what_needs_no_standby_or_cannot_have_one(flags, said):
+    code, _, errors = tfparallel("launch", "--standby", *flags, "--", sys.executable, "-c", "0")
+    assert code == 2 and said in errors

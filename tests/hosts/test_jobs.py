@@ -176,6 +176,8 @@ def test_a_host_behind_a_gateway_that_translates(translated, is_elastic, start, 
         launch = [*launch, "--transport=tensorflow", "--local_addr={address}"]
         job = start(network, launch, [f"--save={tmp_path}/a.keras"])
         assert job.wait() == [0, 0], job.said(0) + job.said(1)
+        for host in range(2):
+            assert ("taken for a gateway's" in job.said(host)) == (host in translated)
     are_equal(tmp_path / "a.keras", alone(4))
 
 

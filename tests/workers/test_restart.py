@@ -26,6 +26,8 @@ def callbacks():
     return [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.8))]
 """
 
+READY = "tfparallel launch: 2 of 2 workers here had a process ready"
+
 pytestmark = pytest.mark.slow
 
 
@@ -57,12 +59,13 @@ def metrics(shown):
     return re.findall(r"^\[0\] 3/3 - \S+ - \S+ - (accuracy.*)$", shown, re.MULTILINE)
 
 
-def killed_and_resumed(tmp_path, undisturbed, worker, step, *flags, **options):
+def killed_and_resumed(tmp_path, undisturbed, worker, step, *flags, told="", **options):
     shutil.rmtree(tmp_path / "ckpt", ignore_errors=True)
     code, shown = job(
         f"--checkpoint_dir={tmp_path}/ckpt", f"--inject=kill:worker={worker},step={step}",
         f"--save={tmp_path}/k.keras", *flags, max_restarts=2, **options,
     )  # fmt: skip
+    assert told in shown, shown
     told = f"worker {worker}, step {step}, flags {flags}:\n{shown}"
     assert code == 0, told
     assert f"[{worker}] inject: worker {worker} kills itself after {step} steps" in shown, told
@@ -90,7 +93,7 @@ def test_processes_that_wait_take_over(tmp_path, undisturbed):
     slow = tmp_path / "slow.py"
     slow.write_text(f"import sys\nsys.path.append({str(TASKS)!r})\n{TASK.read_text()}{SLOWLY}")
     flags = [tmp_path, undisturbed, 1, 20, "--checkpoint_every_steps=1"]
-    assert killed_and_resumed(*flags, task=slow, launch=["--standby"]) >= 19
+    assert killed_and_resumed(*flags, task=slow, launch=["--standby"], told=READY) >= 19
 
 
 def test_a_killed_worker_costs_the_steps_since_the_epoch_began(tmp_path, undisturbed):

@@ -168,7 +168,8 @@ class ElasticMeetings:
             if self._hello["node_rank"] == 0 and self._hello["local_address"]:
                 names.append(self._hello["local_address"])
             for name in names:
-                is_given = name == self._hello["local_address"]
+                may_be_node_0 = self._hello["node_rank"] in (None, 0)
+                is_given = may_be_node_0 and name == self._hello["local_address"]
                 try:
                     self._door = open_door(name, port, self._token, may_be_gateway=is_given)
                     self._place = place

@@ -31,9 +31,9 @@ def visible_gpus(
         num_local_workers: How many workers the host has.
 
     Returns:
-        CUDA_VISIBLE_DEVICES and its value. Where all workers of the host see one GPU, which they
-        may have to share, TF_FORCE_GPU_ALLOW_GROWTH instead, so that none takes all of its memory,
-        unless it is set. Nothing if all is well as it is.
+        CUDA_VISIBLE_DEVICES and its value. Where this worker sees one GPU, its own or one that it
+        shares, which cannot be told apart: TF_FORCE_GPU_ALLOW_GROWTH, unless it is set, so that no
+        worker takes all of the memory. Nothing if all is well as it is.
 
     Raises:
         ValueError: If the GPUs cannot be shared out equally.

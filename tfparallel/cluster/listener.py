@@ -51,7 +51,7 @@ async def listen(
     """
     address = workers[worker_index]
     host, port = split_address(address)
-    listen_host = listen_host or os.environ.get(LISTEN_ADDR)
+    listen_host = listen_host or os.environ.get(LISTEN_ADDR) or None
     try:
         if listen_host is not None:
             address = f"[{listen_host}]:{port}" if ":" in listen_host else f"{listen_host}:{port}"

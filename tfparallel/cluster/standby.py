@@ -5,10 +5,14 @@ Python and TensorFlow take some three seconds of a core to load: most of what a 
 holds there, and goes on as the worker of the next attempt.
 
     launcher ── starts it, TFPARALLEL_STANDBY=FILE ──> import tfparallel
-                                                           ... writes FILE.ready, waits for FILE
-    launcher ── writes FILE: the worker's environment ────────────────────────────────> goes on
+                                        writes its number into FILE.ready, and waits for FILE
+    launcher ── writes FILE: what changes in its environment ────────────────────> goes on
+
+Only a process that is ready, and is the worker's own process and not one below it, becomes a
+worker. One that is not ready in time runs something else, and is ended.
 """
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -17,11 +21,11 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tfparallel.cluster.guarded import GuardedWorker, Program
 
-__all__ = ["STANDBY", "Standbys"]
+__all__ = ["STANDBY", "Standbys", "imports_tfparallel"]
 
 # Names the file that a waiting process reads.
 STANDBY = "TFPARALLEL_STANDBY"
@@ -29,6 +33,35 @@ STANDBY = "TFPARALLEL_STANDBY"
 _DELAY_SECONDS = 10.0
 _LOADING_SECONDS = 60.0
 _LOOK_SECONDS = 0.02
+_END_SECONDS = 10.0
+
+
+def imports_tfparallel(command: Sequence[str]) -> bool:
+    """Whether a command imports tfparallel itself: `tfparallel …`, or Python with such a script.
+
+    Args:
+        command: The program and its arguments.
+    """
+    name, *arguments = command
+    if os.path.basename(name) == "tfparallel":
+        return True
+    if not os.path.basename(name).startswith("python"):
+        return False
+    if arguments[:2] == ["-m", "tfparallel"]:
+        return True
+    script = next((each for each in arguments if each.endswith(".py")), None)
+    try:
+        with open(script or "", "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    modules = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.append(node.module)
+    return any(module.partition(".")[0] == "tfparallel" for module in modules)
 
 
 class Standbys:
@@ -36,14 +69,23 @@ class Standbys:
 
     Args:
         delay_seconds: How long after a job's start they are started.
+        loading_seconds: How long one may take to be ready.
+        tell: Called with a sentence when some of them became workers.
     """
 
-    def __init__(self, delay_seconds: float = _DELAY_SECONDS):
-        self._delay_seconds = delay_seconds
+    def __init__(
+        self,
+        delay_seconds: float = _DELAY_SECONDS,
+        loading_seconds: float = _LOADING_SECONDS,
+        tell: Callable[[str], None] = lambda text: None,
+    ):
+        self._delay_seconds, self._loading_seconds = delay_seconds, loading_seconds
+        self._tell = tell
         self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[str, GuardedWorker]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._timer: threading.Timer | None = None
-        self._is_closed = False
+        self._prepares = True
+        self._num_taken = 0
         self._folder = tempfile.mkdtemp(prefix="tfparallel_standby_")
         self._count = 0
 
@@ -54,95 +96,156 @@ class Standbys:
         self.close()
 
     def prepare(self, programs: Sequence[Program]) -> None:
-        """Starts, after a while, a process for each program that has none.
+        """Starts, after `delay_seconds`, a process for each program that has none.
 
         Args:
             programs: What the workers of this host run now.
         """
         with self._lock:
+            taken, self._num_taken = self._num_taken, 0
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = threading.Timer(self._delay_seconds, self._start, [list(programs)])
-            self._timer.daemon = True
-            self._timer.start()
+            if self._prepares:
+                self._timer = threading.Timer(self._delay_seconds, self._start, [list(programs)])
+                self._timer.daemon = True
+                self._timer.start()
+        if taken:
+            self._tell(f"{taken} of {len(programs)} workers here had a process ready")
 
     def prepare_now(self, programs: Sequence[Program]) -> None:
-        """Starts such processes at once, and waits until they have loaded, for a minute at most.
+        """Starts such processes at once, and waits until they are ready, or not in time.
 
         So a host that joins a running job loads before it stops the others for it.
 
         Args:
             programs: What the workers of this host will run, in any environment.
         """
-        self._start(programs)
+        self._start(list(programs))
+
+    def stop_preparing(self) -> None:
+        """Starts no others: the job does not start again."""
         with self._lock:
-            waiting = list(self._waiting.values())
-        deadline = time.monotonic() + _LOADING_SECONDS
-        while time.monotonic() < deadline:
-            left = [w for path, w in waiting if not os.path.exists(f"{path}.ready")]
-            if not any(worker.listen() and worker.returncode is None for worker in left):
-                return
-            time.sleep(_LOOK_SECONDS)
+            self._prepares = False
 
     def take(self, position: int, program: Program) -> GuardedWorker | None:
-        """Returns the process that waits for this place, told to go on as the program.
+        """Returns the process that is ready for this place, told to go on as the program.
 
         Args:
             position: The worker's place on this host.
             program: What it is to run.
 
         Returns:
-            It; None if none waits, or if it has ended, or runs something else.
+            It; None if there is none, or if it has ended, runs something else, or is not ready.
         """
         with self._lock:
-            path, worker = self._waiting.pop(position, (None, None))
-        if worker is None:
+            waiting = self._waiting.pop(position, None)
+        if waiting is None:
             return None
-        while worker.listen() and worker.pid is None:
-            pass
-        runs_this = (worker.program.command, worker.program.cores) == (
-            program.command,
-            program.cores,
-        )
-        if worker.gone or worker.returncode is not None or not runs_this:
-            _end([worker])
+        if not waiting.is_ready() or not waiting.runs(program):
+            _end([waiting])
             return None
-        worker.program = program
-        with open(f"{path}.part", "w") as file:
-            json.dump(dict(program.environment), file)
-        os.rename(f"{path}.part", path)
-        return worker
+        self._num_taken += 1
+        return waiting.become(program)
 
     def close(self) -> None:
         """Ends all that still wait."""
         with self._lock:
-            self._is_closed = True
+            self._prepares = False
             if self._timer is not None:
                 self._timer.cancel()
-            waiting = [worker for _, worker in self._waiting.values()]
+            waiting = list(self._waiting.values())
             self._waiting.clear()
         _end(waiting)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, programs):
+        started = {}
         for position, program in enumerate(programs):
             with self._lock:
-                if self._is_closed or position in self._waiting:
+                if position in self._waiting:
+                    started[position] = self._waiting[position]
                     continue
+                if not self._prepares:
+                    break
                 self._count += 1
                 path = os.path.join(self._folder, str(self._count))
                 environment = {**program.environment, STANDBY: path}
                 waits = dataclasses.replace(program, environment=environment)
                 with contextlib.suppress(OSError):  # Then the next attempt starts afresh.
-                    self._waiting[position] = (path, GuardedWorker(waits))
+                    started[position] = _Waiting(path, GuardedWorker(waits))
+                    self._waiting[position] = started[position]
+        deadline = time.monotonic() + self._loading_seconds
+        while (left := self._loading(started)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        with self._lock:
+            late = [
+                self._waiting.pop(position)
+                for position, each in left.items()
+                if self._waiting.get(position) is each
+            ]
+        _end(late)
+
+    def _loading(self, started):
+        """Those that wait for a place still, and are not ready."""
+        with self._lock:
+            return {
+                position: each
+                for position, each in started.items()
+                if self._waiting.get(position) is each and not each.is_ready()
+            }
 
 
-def _end(workers):
-    for worker in workers:
-        worker.order_death()
-    for worker in workers:
+@dataclasses.dataclass
+class _Waiting:
+    """A process that loads, or waits.
+
+    Attributes:
+        path: The file that it waits for.
+        worker: It.
+    """
+
+    path: str
+    worker: GuardedWorker
+
+    def is_ready(self) -> bool:
+        """Whether the worker's own process waits for the file."""
+        try:
+            with open(f"{self.path}.ready") as file:
+                number = file.read()
+        except OSError:
+            return False
+        if not self.worker.gone:
+            self.worker.listen()
+        return self.worker.returncode is None and number == str(self.worker.pid)
+
+    def runs(self, program: Program) -> bool:
+        """Whether it was started as this program would be, but for the environment."""
+        own = self.worker.program
+        return (own.command, own.cores) == (program.command, program.cores)
+
+    def become(self, program: Program) -> GuardedWorker:
+        """Has it go on as this program."""
+        # What the program itself has set before it came to wait is its own, and stays.
+        before, after = dict(self.worker.program.environment), dict(program.environment)
+        before.pop(STANDBY)
+        changed = {name: value for name, value in after.items() if before.get(name) != value}
+        changed |= dict.fromkeys(before.keys() - after.keys())
+        self.worker.program = program
+        with open(f"{self.path}.part", "w") as file:
+            json.dump(changed, file)
+        os.rename(f"{self.path}.part", self.path)
+        return self.worker
+
+
+def _end(waiting):
+    for each in waiting:
+        each.worker.order_death()
+    for each in waiting:
+        worker = each.worker
         with contextlib.suppress(Exception):
-            worker.guardian.wait(10)
+            worker.guardian.wait(_END_SECONDS)
+            while not worker.gone and worker.listen():  # How it ended, then the guardian's end.
+                time.sleep(_LOOK_SECONDS)
         worker.close()
         for stream in (worker.guardian.stdout, worker.guardian.stderr):
             stream.close()

@@ -12,6 +12,7 @@ from tfparallel import cuda_driver
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
+from tfparallel.cluster.standby import imports_tfparallel
 from tfparallel.cluster.supervisor import GRACE_SECONDS, StopRequest
 from tfparallel.commands.emit import emit_flags, emit_problems, emitted
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
@@ -120,8 +121,9 @@ def _flags() -> flags.FlagValues:
         "standby",
         False,
         "Keep a process with TensorFlow loaded beside each worker, which takes its place in a "
-        "restart: in 2 s instead of 5, for 0.3 GB of memory each. The command must import "
-        "tfparallel before it does anything else, as `tfparallel train` does.",
+        "restart: in 2 s instead of 5, for 0.3 GB of memory each. A script of your own "
+        "must import tfparallel before it does anything else, and must not set variables for "
+        "TensorFlow after that.",
         flag_values=values,
     )
     flags.DEFINE_float(
@@ -191,6 +193,12 @@ def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
         problems.append(
             "--standby is for a job that may start again. Received: --standby, with neither "
             "--max_restarts nor --nnodes=MIN:MAX. Add --max_restarts=3, or drop --standby."
+        )
+    if values.standby and command and not imports_tfparallel(command):
+        problems.append(
+            "--standby needs a command that imports tfparallel itself: `tfparallel train …`, or "
+            "`python SCRIPT` with `import tfparallel` at the top level of the script. Received: "
+            f"{' '.join(command)}. Drop --standby, or write such a command."
         )
     try:
         nodes = nodes_of(values)

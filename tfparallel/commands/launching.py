@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import flags
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
+from tfparallel.cluster.address import split_address
 from tfparallel.cluster.elastic import ElasticMeetings, JobEndedError
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.cluster.host_share import host_programs, meet_alone, programs_with_servers
+from tfparallel.cluster.listener import LISTEN_ADDR
 from tfparallel.cluster.nodes import NodeMeeting, meet
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.ports import free_ports
@@ -94,7 +96,8 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
         environment[FOLDER] = os.path.abspath(values.log_dir or own_folder)
     code = 1
     try:
-        with Standbys() if values.standby else contextlib.nullcontext() as standbys:
+        ready = Standbys(tell=say) if values.standby else contextlib.nullcontext()
+        with ready as standbys:
             start = _run_elastic if nodes.is_elastic else _run_with_restarts
             code = start(values, command, nodes, environment, standbys)
         return code
@@ -110,6 +113,8 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
 
 def _run_with_restarts(values, command, nodes, environment, standbys):
     for attempt in range(values.max_restarts + 1):
+        if standbys is not None and attempt == values.max_restarts:
+            standbys.stop_preparing()
         outcome = _run_once(values, command, nodes, attempt, environment, standbys)
         if outcome.departure is not None:
             # The others cannot meet without it.
@@ -294,9 +299,14 @@ def _programs(
     environment: Mapping[str, str],
     attempt: int,
 ) -> list[Program]:
-    return host_programs(
+    programs = host_programs(
         meeting, command, environment, restart_count=attempt, bind_cores=values.bind_cores
     )
+    listens_on = programs[0].environment.get(LISTEN_ADDR)
+    if LISTEN_ADDR not in environment and listens_on is not None:
+        host, _ = split_address(meeting.addresses[meeting.node][0])
+        say(f"{host} is no address of this host; taken for a gateway's: listening on {listens_on}")
+    return programs
 
 
 def _run(

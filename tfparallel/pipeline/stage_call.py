@@ -71,7 +71,7 @@ class StageCall:
             self._run, batch.shards, values, each=each, compiles=compiles
         )
         self._given: list[Key] = []
-        # What `_run` returns: values by these keys, losses, and three moments for each of these.
+        # What `_run` returns: values by these keys, losses, and the moments of batch norms.
         self._made: list[Key] = []
         self._num_losses = 0
         self._moments: dict[Any, int] = {}  # How many tensors each layer keeps.
