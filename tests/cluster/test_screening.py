@@ -139,6 +139,24 @@ def test_an_error_of_a_graph_is_without_its_frames(tmp_path):
     ]
 
 
+def test_an_error_in_a_traced_function_is_told_with_the_users_own_line():
+    """Story: AutoGraph's "in user code:" was shown, and not what was wrong."""
+    text = (
+        'in user code:\n\n    File "/home/me/train.py", line 9, in step  *\n'
+        "        gradients = tfparallel.reduce_gradients(gradients, weight=3)\n"
+        f'    File "{ROOT}/tfparallel/replication/custom_loop.py", line 80, in reduce_gradients\n'
+        "        keras_trainer.refuse()\n\n"
+        "    ValueError: One thing is required.\n    Received:\n      another\n"
+    )
+    assert WorkerError.of(ValueError(text)).lines == [
+        "ValueError: One thing is required.",
+        "Received:",
+        "  another",
+        "  /home/me/train.py, line 9, in step: "
+        "gradients = tfparallel.reduce_gradients(gradients, weight=3)",
+    ]
+
+
 def test_a_command_tells_its_launcher_what_it_refuses():
     """Story: two workers on one GPU said so twice, and the launcher a third time."""
     command = [sys.executable, "-m", "tfparallel", "train", "there_is_none.py"]

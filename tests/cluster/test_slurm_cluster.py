@@ -1,10 +1,13 @@
 """What `launch --emit=slurm` prints, submitted to a real Slurm of two nodes."""
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -20,7 +23,8 @@ pytestmark = [
         slurm_cluster.why_not() is not None, reason=slurm_cluster.why_not() or "there is one"
     ),
 ]
-TRAIN = ["train", str(TASKS / "dropout.py"), "--epochs=8", "--seed=7", "--global_batch_size=32"]
+BLOBS, DROPOUT = str(TASKS / "blobs.py"), str(TASKS / "dropout.py")
+TRAIN = ["--epochs=8", "--seed=7", "--global_batch_size=32", "--parallel=data"]
 
 
 @pytest.fixture(name="slurm", scope="module")
@@ -32,54 +36,103 @@ def run_cluster():
         }
 
 
-def until(condition, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.3)
+@pytest.fixture(name="submit")
+def submitted(slurm, tmp_path):
+    """Submits a job that trains slowly, or it would have ended before what is to befall it."""
+    jobs = []
+
+    def submit(task, nnodes):
+        flags = [f"--checkpoint_dir={tmp_path}/c", f"--save={tmp_path}/s.keras"]
+        emit = ["launch", "--emit=slurm", f"--nnodes={nnodes}"]
+        emit += [f"--sbatch_args=--output={tmp_path}/log"]
+        command = ["tfparallel", "train", task, *TRAIN, *flags, "--inject=slow:worker=0,ms=200"]
+        script = subprocess.run(
+            [sys.executable, "-m", "tfparallel", *emit, "--", *command],
+            cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+        ).stdout  # fmt: skip
+        (tmp_path / "job.sh").write_text(script)
+        jobs.append(Job(slurm, tmp_path / "log", str(tmp_path / "job.sh")))
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        job.call("scancel", job.number)
 
 
-def test_a_job_that_slurm_signals_goes_back_into_the_queue_and_goes_on(slurm, tmp_path):
-    flags = ["--parallel=data", f"--checkpoint_dir={tmp_path}/ckpt", f"--save={tmp_path}/s.keras"]
-    emit = ["launch", "--emit=slurm", "--nnodes=2", f"--sbatch_args=--output={tmp_path}/log"]
-    # Slow, or it would have ended before the signal.
-    command = ["tfparallel", *TRAIN, *flags, "--inject=slow:worker=0,ms=200"]
-    script = subprocess.run(
-        [sys.executable, "-m", "tfparallel", *emit, "--", *command],
-        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
-    ).stdout  # fmt: skip
-    (tmp_path / "job.sh").write_text(script)
+class Job:
+    """A job of Slurm's, from `sbatch` on."""
 
-    def log():
-        path = tmp_path / "log"
-        return path.read_text() if path.exists() else ""
+    def __init__(self, environment, log, script):
+        self._environment, self._log = environment, log
+        self.number = re.search(r"job (\d+)", self.call("sbatch", script))[1]
 
-    def called(*arguments):
+    def call(self, *command):
+        """What one of Slurm's commands prints."""
         return subprocess.run(
-            arguments, cwd=ROOT, env=slurm, capture_output=True, text=True, check=True, timeout=60
-        ).stdout
+            command, cwd=ROOT, env=self._environment, capture_output=True, text=True, check=True,
+            timeout=60,
+        ).stdout  # fmt: skip
 
-    job = re.search(r"job (\d+)", called("sbatch", str(tmp_path / "job.sh")))[1]
-    try:
-        until(lambda: "Epoch 2/8" in log(), 120, log)
-        called("scancel", "--signal=USR1", job)  # As before the time limit, to the launchers.
-        # Slurm lets it rest for two minutes.
-        until(lambda: (tmp_path / "s.keras").exists(), 400, log)
-        until(lambda: not called("squeue", "--noheader"), 60, log)
-    finally:
-        called("scancel", job)
-    shown = log()
-    done = re.search(r"stopped by SIGUSR1: (\d+) steps are in the checkpoint", shown)[1]
-    assert "the workers have saved their state" in shown, shown
-    assert f"({done} steps are done)" in shown, shown
+    def log(self):
+        return self._log.read_text() if self._log.exists() else ""
+
+    def wait_until(self, condition, seconds):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.3)
+
+    def processes(self, node):
+        """All below Slurm's daemon on a node that belong to this job."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if {f"SLURM_JOB_ID={self.number}".encode(), f"SLURMD_NODENAME={node}".encode()} <= {
+                    *variables
+                }:
+                    found.append(int(folder.name))
+        return found
+
+
+def saved_weights(path):
+    return keras.models.load_model(path).get_weights()
+
+
+def undisturbed_weights(task, folder):
     tool = [sys.executable, "-m", "tfparallel"]
-    undisturbed = [*tool, *TRAIN, "--parallel=data", f"--save={tmp_path}/n.keras"]
+    train = [*tool, "train", task, *TRAIN, f"--save={folder}/n.keras"]
     subprocess.run(
-        [*tool, "launch", "--nproc_per_node=2", "--", *undisturbed],
+        [*tool, "launch", "--nproc_per_node=2", "--", *train],
         cwd=ROOT, check=True, timeout=120, capture_output=True,
     )  # fmt: skip
-    expected, found = (
-        keras.models.load_model(tmp_path / name).get_weights() for name in ("n.keras", "s.keras")
-    )
+    return saved_weights(folder / "n.keras")
+
+
+def test_a_job_that_slurm_signals_goes_back_into_the_queue_and_goes_on(submit, tmp_path):
+    job = submit(DROPOUT, nnodes="2")
+    job.wait_until(lambda: "Epoch 2/8" in job.log(), 120)
+    job.call("scancel", "--signal=USR1", job.number)  # As before the time limit, to the launchers.
+    # Slurm lets it rest for two minutes.
+    job.wait_until((tmp_path / "s.keras").exists, 400)
+    job.wait_until(lambda: not job.call("squeue", "--noheader"), 60)
+    done = re.search(r"stopped by SIGUSR1: (\d+) steps are in the checkpoint", job.log())[1]
+    assert "the workers have saved their state" in job.log(), job.log()
+    assert f"({done} steps are done)" in job.log(), job.log()
+    expected, found = undisturbed_weights(DROPOUT, tmp_path), saved_weights(tmp_path / "s.keras")
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-5)
+
+
+def test_a_job_of_one_node_or_two_goes_on_when_slurm_loses_one(submit, tmp_path):
+    job = submit(BLOBS, nnodes="1:2")
+    job.wait_until(lambda: "Epoch 2/8" in job.log(), 120)
+    for process in job.processes("node2"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    job.wait_until((tmp_path / "s.keras").exists, 200)
+    job.wait_until(lambda: not job.call("squeue", "--noheader"), 60)
+    assert "round 1: node 0 of 1 host" in job.log(), job.log()
+    expected, found = undisturbed_weights(BLOBS, tmp_path), saved_weights(tmp_path / "s.keras")
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-5)

@@ -30,7 +30,9 @@ def test_marks_are_passed_in_order_and_kept(current):
         with tf.control_dependencies(marks.mark("input", [x])):
             x = tf.identity(x)
         y = marks.around("sum float32[1]", x, lambda: x + tf.cast(sleep(0.05), x.dtype))
-        marks.mark("backward", [y])
+        # What follows the sum at once may be marked before it.
+        with tf.control_dependencies([y]):
+            marks.mark("backward", [sleep(0.05)])
         return y
 
     for number in range(2):

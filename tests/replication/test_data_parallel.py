@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -476,6 +477,38 @@ def test_a_second_derivative():
         model.fit(data()[0], np.ones((10, 1)), verbose=0)
 
 
+@pytest.mark.parametrize("synchronize", [True, False])
+def test_a_part_of_a_model_predicts_on_its_own_after_training(synchronize):
+    class Autoencoder(keras.Model):
+        def __init__(self):
+            super().__init__()
+            layers = [keras.layers.Dense(3), keras.layers.BatchNormalization()]
+            self.inner = keras.Sequential([keras.Input((3,)), *layers])
+
+        def train_step(self, x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((x - self.inner(x, training=True)) ** 2)
+            gradients = tape.gradient(loss, self.inner.trainable_variables)
+            self.optimizer.apply(gradients, self.inner.trainable_variables)
+            return {"loss": loss}
+
+    x = data()[0]
+    weights = []
+    for asks in (False, True):
+        keras.utils.set_random_seed(3)
+        model = tfparallel.data_parallel(
+            Autoencoder, devices=TWO, synchronize_batch_norm=synchronize
+        )
+        compiled(model, loss=None)
+        for _ in range(2):
+            model.fit(x, batch_size=5, shuffle=False, verbose=0)
+            if asks:
+                outputs = model.inner.predict(x, batch_size=4, verbose=0)
+                np.testing.assert_allclose(outputs, model.inner(x), rtol=1e-5, atol=1e-6)
+        weights.append(model.get_weights())
+    assert_weights(model, weights[0], rtol=0, atol=0)
+
+
 # --- Faults of Keras that the model answers ---------------------------------------------------
 
 
@@ -547,9 +580,16 @@ def test_keras_counts_the_end_of_a_generator_as_a_step(devices):
     assert int(model.optimizer.iterations.numpy()) == (7 if devices is None else 6)
 
 
+def has_avx512():
+    processor = pathlib.Path("/proc/cpuinfo")
+    return processor.exists() and "avx512f" in processor.read_text()
+
+
 def test_a_convolution_of_no_images_has_the_wrong_shape_on_the_cpu():
     """Why a replica without examples computes a dummy row; it fails once TensorFlow mends it."""
     empty = tf.nn.conv2d(tf.zeros((0, 8, 8, 1)), tf.zeros((3, 3, 1, 6)), 1, "VALID")
+    if empty.shape == (0, 6, 6, 6) and not has_avx512():
+        pytest.skip("only a convolution of processors with AVX-512 has this fault")
     assert empty.shape != (0, 6, 6, 6)
 
 

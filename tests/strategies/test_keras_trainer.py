@@ -179,3 +179,39 @@ def test_compile_under_the_scope_is_recognized(strategy, monkeypatch):
         keras.layers.Dense(2).build((None, 3))
         keras.metrics.Mean()
     assert compiled and set(map(id, compiled)) == {id(model)}
+
+
+LOSSES = {
+    "object": lambda y, outputs: keras.losses.MeanSquaredError()(y, outputs),
+    "function": lambda y, outputs: tf.reduce_mean(keras.losses.mean_squared_error(y, outputs)),
+    "object without a mean": lambda y, outputs: tf.reduce_mean(
+        keras.losses.MeanSquaredError(reduction="none")(y, outputs)
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_keras_has_divided_is_refused(strategy, loss):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+    def step(weight, x, y):
+        with tf.GradientTape() as tape:
+            value = LOSSES[loss](y, model(x))
+        gradients = tape.gradient(value, model.trainable_variables)
+        return tfparallel.reduce_gradients(gradients, weight)
+
+    weight = tf.constant(5.0)
+    if loss != "object":
+        with tf.GradientTape() as tape:
+            value = LOSSES[loss](Y, model(X))
+        expected = tape.gradient(value, model.trainable_variables)
+        for _ in range(2):  # A replica's context is of one run.
+            reduced = strategy.run(step, (weight, X, Y))
+            for found, wanted in zip(reduced, expected, strict=True):
+                found = strategy.experimental_local_results(found)[0]
+                np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        return
+    with pytest.raises(ValueError, match="divided that mean by the 2 replicas"):
+        strategy.run(step, (weight, X, Y))
+    strategy.run(step, (None, X, Y))  # A sum of shares: as under TensorFlow's strategy.

@@ -30,7 +30,7 @@ from tfparallel.cluster.address import join_address
 from tfparallel.cluster.problems import refusal, shown
 from tfparallel.cluster.variables import Variables
 
-__all__ = ["Claim", "of_kubernetes", "of_mpi", "of_slurm", "of_torchrun"]
+__all__ = ["Claim", "of_kubernetes", "of_mpi", "of_slurm", "of_torchrun", "without_step"]
 
 _WORKERS = "TFPARALLEL_WORKERS"
 _PORT = "TFPARALLEL_PORT"
@@ -219,6 +219,19 @@ def of_slurm(environ: Mapping[str, str]) -> Claim | None:
         "Slurm", size, index, variables.received, addresses, local_rank, num_local,
         one_a_host=set(counts) == {1},
     )
+
+
+def without_step(environ: Mapping[str, str]) -> dict[str, str]:
+    """Leaves out how many processes Slurm's step or MPI has started.
+
+    For the workers of a job whose number of hosts changes: the step started its launchers, once,
+    and goes on counting those that are gone.
+
+    Args:
+        environ: Environment variables.
+    """
+    counts = {*_STEP_VARIABLES, *(names[0] for names in _MPI_VARIABLES)}
+    return {name: value for name, value in environ.items() if name not in counts}
 
 
 def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> Claim | None:

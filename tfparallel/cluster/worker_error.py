@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 
@@ -26,6 +27,13 @@ _KERAS = re.compile(
     r"Exception encountered when calling (?P<where>.*?)\.\n\n(?P<what>.*?)"
     r"(?:\n\nArguments received by .*)?",
     re.DOTALL,
+)
+# AutoGraph gives an error in a `tf.function` its frames in words: the traceback has those of the
+# code that it has made.
+_USER_CODE = "in user code:\n"
+_FRAME = re.compile(
+    r'^    File "(?P<path>.+)", line (?P<line>\d+), in (?P<name>\S+).*\n(?: {8}(?P<code>.*)\n)?',
+    re.MULTILINE,
 )
 
 
@@ -111,7 +119,14 @@ def say_why(text: str) -> None:
 
 def _own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame of the user's code: neither this package's nor an installed one's."""
-    found = traceback.extract_tb(error.__traceback__)
+    text = str(error)
+    if text.startswith(_USER_CODE):
+        found = [
+            traceback.FrameSummary(each["path"], int(each["line"]), each["name"], line=each["code"])
+            for each in _FRAME.finditer(text)
+        ]
+    else:
+        found = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in found if _is_own(frame.filename)]
     return own[-1] if own else None
 
@@ -126,7 +141,11 @@ def _is_own(path: str) -> bool:
 
 
 def _short(error: BaseException) -> str:
-    text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()
+    text = str(error)
+    if text.startswith(_USER_CODE):
+        text = textwrap.dedent(_FRAME.sub("", text.removeprefix(_USER_CODE))).strip()
+        text = text.removeprefix(f"{type(error).__name__}: ")
+    text = re.sub(r"\x1b\[\d*m", "", text).strip()
     found = _KERAS.fullmatch(text)
     if found is not None:
         return f"{found['what'].strip()} (in {found['where']})"

@@ -20,8 +20,10 @@ from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.in_replica import all_gather, all_reduce
 from tfparallel.extend import extend
 from tfparallel.replication import optimizer as optimizers
+from tfparallel.strategies import keras_trainer
 
 
+@tf.autograph.experimental.do_not_convert
 def reduce_gradients(
     gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
     weight: tf.Tensor | float | None = None,
@@ -48,6 +50,8 @@ def reduce_gradients(
 
     Raises:
         RuntimeError: Outside a replica, where there is nothing to reduce.
+        ValueError: With a weight, if a Keras loss object has divided a loss by the number of
+            replicas, as it does under any `tf.distribute` strategy.
 
     Example:
         >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])
@@ -73,6 +77,8 @@ def reduce_gradients(
             "`strategy.run` runs. Received: a call outside any replica. Move it into the step, "
             "after `tape.gradient`."
         )
+    if weight is not None:
+        keras_trainer.refuse_divided_loss()
     gradients = list(gradients)
     weigh = _weigher(weight)
     results: list = [None] * len(gradients)

@@ -371,6 +371,7 @@ def extend_parts(model: keras.Model) -> None:
                 layer,
                 ReplicatedLayer,
                 _strategy=strategy,
+                _synchronize_batch_norm=model._synchronize_batch_norm,
                 _check_rows=model._check_rows,
                 _owner_compiles=model.compiled and model._compiles,
             )

@@ -25,11 +25,16 @@ class _ExtendsModels:
         """
         if self.num_replicas > 1:
             checks.check_variables(model, self)
-        if getattr(model, "_strategy", None) is not self:
-            models.extend_model(model, self)
-        else:
+        if isinstance(model, models.DataParallelModel) and model._strategy is self:
             checks.check_compile(model, self)
             models.extend_parts(model)
+        else:  # Or it may be a part of a data parallel model, on its own for the first time.
+            models.extend_model(
+                model,
+                self,
+                synchronize_batch_norm=getattr(model, "_synchronize_batch_norm", True),
+                check_rows=getattr(model, "_check_rows", None),
+            )
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """Distributes a data set; the batches of a sample partition are marked as such."""

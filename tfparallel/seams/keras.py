@@ -31,6 +31,8 @@ __all__ = [
     "DTYPE_POLICY",
     "GLOBAL_SEED_GENERATOR",
     "LAYER_MODULE",
+    "LOSS_MODULE",
+    "LOSS_SCALER",
     "NAME_NUMBERS",
     "OPTIMIZER_MODULE",
     "SHAPES_GRAPH",
@@ -66,6 +68,8 @@ TRAINER_MODULE = "keras.src.backend.tensorflow.trainer"
 COMPILE_MODULE = "keras.src.trainers.trainer"
 BATCH_NORMALIZATION_MODULE = "keras.src.layers.normalization.batch_normalization"
 OPTIMIZER_MODULE = "keras.src.backend.tensorflow.optimizer"
+LOSS_MODULE = "keras.src.losses.loss"
+LOSS_SCALER = "scale_loss_for_distribution"
 
 # What Keras keeps for each thread, by name.
 GLOBAL_SEED_GENERATOR = "global_seed_generator"

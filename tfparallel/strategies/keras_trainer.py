@@ -9,6 +9,7 @@ places of the trainer (`seams.keras.TRAINER_MODULE`, `COMPILE_MODULE`);
 """
 
 import sys
+import weakref
 
 import keras
 import tensorflow as tf
@@ -16,6 +17,8 @@ import tensorflow as tf
 from tfparallel.seams.keras import (
     BATCH_NORMALIZATION_MODULE,
     COMPILE_MODULE,
+    LOSS_MODULE,
+    LOSS_SCALER,
     OPTIMIZER_MODULE,
     TRAINER_MODULE,
 )
@@ -25,6 +28,9 @@ _PASSED = ("keras", "tensorflow", "tfparallel", "contextlib", "functools", "optr
 
 # What an optimizer does to a gradient before the update, and must do after the reduction.
 _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
+
+# The replicas, of one `strategy.run` each, in which Keras has divided a loss by their number.
+_replicas_with_divided_losses = weakref.WeakSet()
 
 
 def calling_model() -> keras.Model | None:
@@ -76,6 +82,37 @@ def refuse_own_moments() -> None:
         "`synchronized=True`, and divide each replica's loss by the examples of the global batch "
         "before the tape (`tf.nn.compute_average_loss`), then `reduce_gradients(gradients)` "
         "without a weight; or train with `model.fit`."
+    )
+
+
+def note_divided_loss() -> None:
+    """Keeps in mind, for `refuse_divided_loss`, if a loss object of Keras's asks for its divisor.
+
+    To be called by the property that it reads.
+    """
+    frame = sys._getframe(2)
+    name = frame.f_globals.get("__name__"), frame.f_code.co_name
+    if name == (LOSS_MODULE, LOSS_SCALER) and not tf.distribute.in_cross_replica_context():
+        _replicas_with_divided_losses.add(tf.distribute.get_replica_context())
+
+
+def refuse_divided_loss() -> None:
+    """Raises if a loss object of Keras's has divided its mean in this replica.
+
+    Raises:
+        ValueError: Since the mean over the replicas would divide by their number again.
+    """
+    replica = tf.distribute.get_replica_context()
+    if replica not in _replicas_with_divided_losses:
+        return
+    number = replica.num_replicas_in_sync
+    raise ValueError(
+        "`reduce_gradients` with a weight takes gradients of the mean loss of this replica's own "
+        "examples. Received: a loss from a Keras loss object, such as "
+        f"`keras.losses.MeanSquaredError()`, which has divided that mean by the {number} replicas: "
+        f"the update would be 1/{number} of one device's. Take the function "
+        "(`tf.reduce_mean(keras.losses.mean_squared_error(y, outputs))`), or the object with "
+        '`reduction="none"` and a mean of your own.'
     )
 
 

@@ -171,7 +171,10 @@ class ProgramStrategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas; 1 inside a program, which is one device's."""
-        return 1 if self.program_is_running else super().num_replicas_in_sync
+        if self.program_is_running:
+            return 1
+        keras_trainer.note_divided_loss()
+        return super().num_replicas_in_sync
 
     @property
     def program_is_running(self) -> bool:
