@@ -144,6 +144,8 @@ def test_an_error_in_a_traced_function_is_told_with_the_users_own_line():
     text = (
         'in user code:\n\n    File "/home/me/train.py", line 9, in step  *\n'
         "        gradients = tfparallel.reduce_gradients(gradients, weight=3)\n"
+        '    File "/tmp/__autograph_generated_file5.py", line 33, in if_body\n'
+        "        gradients = ag__.converted_call(reduce_gradients)\n"
         f'    File "{ROOT}/tfparallel/replication/custom_loop.py", line 80, in reduce_gradients\n'
         "        keras_trainer.refuse()\n\n"
         "    ValueError: One thing is required.\n    Received:\n      another\n"

@@ -137,6 +137,7 @@ def _is_own(path: str) -> bool:
         path.startswith((_PACKAGE + os.sep, _LIBRARY + os.sep, "<frozen"))
         or "site-packages" in parts
         or "dist-packages" in parts
+        or parts[-1].startswith("__autograph_generated_file")
     )
 
 
