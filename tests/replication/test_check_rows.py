@@ -1,5 +1,8 @@
 """A model that mixes examples is refused before it trains to other weights."""
 
+import contextlib
+import logging
+
 import keras
 import numpy as np
 import pytest
@@ -239,6 +242,24 @@ def test_micro_batches_are_looked_at(schedule):
             continue
         with pytest.raises(ValueError, match="class Centred"):
             model.fit(X, Y, batch_size=5, verbose=0)
+
+
+class Positive(layers.Layer):
+    """A layer that takes what no made-up row has."""
+
+    def call(self, inputs):
+        with tf.control_dependencies([tf.debugging.assert_greater(inputs, 1e9, "too small")]):
+            return tf.identity(inputs)
+
+
+def test_what_could_not_be_tried_is_told_with_the_reason(caplog):
+    caplog.set_level(logging.WARNING, logger="absl")
+    model = tfparallel.data_parallel(net(Positive), devices=TWO)
+    model.compile("sgd", "mse")
+    with contextlib.suppress(tf.errors.InvalidArgumentError):
+        model.fit(X, Y, verbose=0)
+    (told,) = [line for line in caplog.messages if "made-up rows" in line]
+    assert "InvalidArgumentError: assertion failed: [too small]" in told, told
 
 
 def test_keras_own_layers_are_known(monkeypatch):

@@ -147,7 +147,7 @@ class Probe:
         logging.warning(
             "Model '%s' could not be computed on made-up rows, to see whether it treats each "
             "example by itself: %s",
-            *(layer.name, str(problem).partition("\n")[0]),
+            *(layer.name, _first_line(problem)),
         )
         return None
 
@@ -166,6 +166,15 @@ class Probe:
             if self.of(below, below.__call__, args, dict(kwargs)) is not None:
                 return self.culprit(part, kwargs)
         return layer
+
+
+def _first_line(problem: row_probe.NotTried) -> str:
+    """What is wrong, without the frames that TensorFlow puts before it in an error of a graph."""
+    first, *others = str(problem).splitlines()
+    kind, is_of_graph, _ = first.partition("Graph execution error:")
+    frames = (" ", "Detected at node")
+    said = [line for line in others if line.strip() and not line.startswith(frames)]
+    return f"{kind}{said[0]}" if is_of_graph and said else first
 
 
 def _words_of(layer) -> list[str]:
