@@ -7,12 +7,15 @@ carries the marker `nightly` itself.
 import re
 
 VARIANTS = [
+    r"asynchronous/test_asynchronous_model.py::test_a_(program_ends_though|server_that_is_killed)_.*",
+    r"asynchronous/test_asynchronous_model.py::test_a_task_is_trained_by_two_workers_and_.*",
     r"benchmarks/test_sync_bench.py::test_the_program_trains_by_each_policy",
     r"callbacks/test_checkpoint.py::test_all_of_the_state_is_kept\[(loss_scale|executions|opaque)\]",
     r"callbacks/test_checkpoint.py::test_an_interrupted_run_ends_as_if_.*\[in_scope-at2\]",
-    r"colab/.*::test_it_runs\[(all_reduce|hybrid|model_parallel|synchronization)\]",
+    r"colab/.*::test_it_runs\[(all_reduce|hybrid|model_parallel|pipeline|synchronization)\]",
     r"commands/test_check.py::test_half_precision_may_be_wrong_by_what_it_is_wrong_by_on_one_device",
     r"commands/test_check.py::test_what_xla_compiles_is_exact",
+    r"commands/test_train.py::test_callbacks_and_tensorboard_on_two_workers",
     r"diagnostics/test_gpu.py::test_a_network_trains_in_parts_.*\[(CNN|LSTM|ragged|transformer).*\]",
     r"diagnostics/test_gpu.py::test_each_form_is_compiled_.*\[compiled\]",
     r"diagnostics/test_inject.py::test_a_fault_strikes_in_the_first_attempt_alone\[exit.*\]",
@@ -25,6 +28,7 @@ VARIANTS = [
     r"layers/test_tensor_parallel.py::test_what_weight_decay_leaves_out_is_left_out\[False\]",
     r"layers/test_variable.py::test_a_checkpoint_holds_.*\[(split|to three devices)\]",
     r"layers/test_variable.py::test_a_loop_of_the_users_own\[(?!AdamW.*True-False|SGD.*False-True).*\]",
+    r"models/test_applications.py::test_a_form_trains_.*\[(?!language_model).*\]",
     r"models/test_models.py::test_a_task_learns\[resnet.*\]",
     r"pipeline/test_commands.py::test_bench_measures_stages_in_processes",
     r"pipeline/test_memory.py::.*",
@@ -46,7 +50,13 @@ VARIANTS = [
     r"step/test_where_rows_meet.py::test_one_row_for_all_is_refused_.*\[weights-.*\]",
     r"step/test_where_rows_meet.py::test_what_does_not_fit_is_refused_in_fit\[.*GPU:.*-gpipe\]",
     r"step/test_xla.py::test_a_compiled_dropout_draws_.*\[(model|tensor)\]",
+    r"test_startup.py::test_the_users_log_level_is_kept",
+    r"workers/test_commands.py::test_a_proxy_of_the_environment_captures_nothing",
     r"workers/test_hybrid.py::.*\[1\]",
+    r"workers/test_init.py::test_a_program_that_makes_its_data_first\[wrapped\]",
+    r"workers/test_restart.py::test_a_(damaged_checkpoint|killed_worker)_costs_.*",
+    r"workers/test_restart.py::test_all_workers_refuse_what_the_chief_cannot_use",
+    r"workers/test_traffic.py::test_predictions_larger_than_all_weights_stay_where_they_are",
     r"workers/test_traffic.py::test_predictions_cross_only_where_they_must\[mpi\]",
     r"workers/test_tutorials.py::test_a_custom_training_loop.*",
 ]

@@ -20,7 +20,7 @@ from .program import CASES
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 TFPARALLEL = [sys.executable, "-m", "tfparallel"]
 TRAIN = [*TFPARALLEL, "train", str(TASKS / "blobs.py"), "--sync=async"]
-DEADLINE_SECONDS = 200
+DEADLINE_SECONDS = 400
 
 
 def launch(num_workers, *command, num_servers=1):

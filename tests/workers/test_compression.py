@@ -22,7 +22,7 @@ BYTES = {
 @pytest.fixture(name="job", scope="module")
 def run_job(transport, tmp_path_factory):
     arguments = [transport, str(tmp_path_factory.mktemp("checkpoints"))]
-    return run_workers(PROGRAM, 2, 2, arguments, timeout_seconds=240)
+    return run_workers(PROGRAM, 2, 2, arguments, timeout_seconds=600)
 
 
 OTHER = pytest.param("ring_tuned", marks=pytest.mark.nightly)

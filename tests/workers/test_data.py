@@ -21,7 +21,7 @@ def folder_to_save_in(tmp_path_factory):
 @pytest.fixture(name="job", scope="module")
 def run_job(saved_in):
     arguments = [str(saved_in)]
-    return run_workers(PROGRAM, 2, num_devices=2, arguments=arguments, timeout_seconds=200)
+    return run_workers(PROGRAM, 2, num_devices=2, arguments=arguments, timeout_seconds=600)
 
 
 @pytest.mark.parametrize("loss", ["by_sample", "joined"])

@@ -22,7 +22,7 @@ def run_job(request, tmp_path_factory):
         2,
         num_devices=num_devices,
         arguments=[str(tmp_path_factory.mktemp("saved")), names],
-        timeout_seconds=300,
+        timeout_seconds=600,
         environment={"NUM_REPLICAS": str(num_replicas)},
     )
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 def run_job(request, tmp_path_factory):
     """The folder that the workers were given, and what each of them returned."""
     folder = tmp_path_factory.mktemp("job")
-    results = run_workers(PROGRAM, *request.param, arguments=[str(folder)], timeout_seconds=500)
+    results = run_workers(PROGRAM, *request.param, arguments=[str(folder)], timeout_seconds=600)
     return folder, results
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(name="job", scope="module")
 def run_job():
-    return run_workers(PROGRAM, NUM_WORKERS, NUM_DEVICES, timeout_seconds=300)
+    return run_workers(PROGRAM, NUM_WORKERS, NUM_DEVICES, timeout_seconds=600)
 
 
 @pytest.fixture(name="one_device", scope="module")

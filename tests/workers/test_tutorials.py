@@ -49,7 +49,7 @@ def test_training_with_keras(tmp_path, num_workers, num_devices):
     (tmp_path / "job").mkdir()
     arguments = [str(tmp_path / "job"), num_workers]
     results = run_workers(
-        program("keras_fit.py", OURS), num_workers, num_devices, arguments, timeout_seconds=240
+        program("keras_fit.py", OURS), num_workers, num_devices, arguments, timeout_seconds=600
     )
     assert_equal(results, on_one_device("keras_fit.py", str(tmp_path), num_workers))
     assert [result["task"] for result in results] == [["worker", w] for w in range(num_workers)]
@@ -73,7 +73,7 @@ def test_a_custom_training_loop(tmp_path, num_devices, from_function):
         text,
         num_devices=num_devices,
         arguments=[str(tmp_path), from_function],
-        timeout_seconds=240,
+        timeout_seconds=600,
     )
     assert_equal(results, on_one_device("custom_loop.py", str(tmp_path), from_function))
     for result in results:

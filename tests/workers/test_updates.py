@@ -10,7 +10,7 @@ PROGRAM = ROOT / "tests/workers/updates.py"
 @pytest.fixture(name="job", scope="module")
 def run_job(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return run_workers(PROGRAM, 2, 2, [folder], timeout_seconds=300)
+    return run_workers(PROGRAM, 2, 2, [folder], timeout_seconds=600)
 
 
 @pytest.mark.slow
