@@ -396,7 +396,7 @@ whole = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300, deadline=None)
 @given(whole, whole, changes)
 def test_every_environment_is_read_or_refused(first, second, changed):
     try:
