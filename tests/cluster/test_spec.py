@@ -324,7 +324,6 @@ texts = st.one_of(
 cut = st.tuples(texts, st.integers(0, 400)).map(lambda pair: pair[0][: pair[1]])
 
 
-# A second for one of them: a hang, or what grows with the square, shows here.
 @settings(max_examples=300, deadline=None)
 @given(texts | cut)
 def test_every_text_is_read_or_refused(text):
