@@ -13,8 +13,10 @@ random step one fault strikes, from outside:
     lost host    of three launchers (`--nnodes=2:3`) one gets SIGKILL and does not come back
     partition    two hosts (network namespaces; `--nnodes=1:2`) whose link is cut
 
-The weights are compared with those of a run that nobody disturbed. The last two go on with fewer
-workers. `full disk` and `partition` need root, and are left out elsewhere.
+The weights are compared with those of a run that nobody disturbed: to the last bit, and after the
+last two, which go on with fewer workers, to 1e-9 in float64. (In float32 other shares of a batch
+round otherwise: to 1e-5 or 1e-4, as the processor has it.) `full disk` and `partition` need root,
+and are left out elsewhere.
 """
 
 import contextlib
@@ -33,13 +35,15 @@ import keras
 import numpy as np
 import psutil
 import two_hosts
-from restarts import DEADLINE_SECONDS, EVERY, NUM_STEPS, STEPS_PER_EPOCH, TOLERANCE, newest
+from restarts import DEADLINE_SECONDS, EVERY, NUM_STEPS, STEPS_PER_EPOCH, newest
 
 sys.path.insert(0, str(contest.TOP))
 from tfparallel.cluster.ports import free_ports  # noqa: E402
 
 KINDS = ("kill", "stop", "damage", "preemption", "full disk", "lost host", "partition")
 ROOT_KINDS = ("full disk", "partition")
+WITH_FEWER = ("lost host", "partition")  # Compared in float64.
+TOLERANCE = 1e-9
 TRY_AGAIN = 75
 _PORT = 29_777
 
@@ -52,14 +56,17 @@ def main(arguments):
     kinds = [kind for kind in kinds if os.geteuid() == 0 or kind not in ROOT_KINDS]
     rows = []
     with tempfile.TemporaryDirectory() as top:
-        expected, _ = Run(pathlib.Path(top) / "whole").to_the_end()
+        expected = {
+            dtype: Run(pathlib.Path(top) / dtype, dtype).to_the_end()
+            for dtype in sorted({dtype_of(kind) for kind in kinds})
+        }
         for index in range(options.num_faults):
             kind = kinds[index % len(kinds)]
             victim, step = draw.randrange(2), draw.randrange(5, NUM_STEPS - 40)
-            run = Run(pathlib.Path(top) / f"run_{index}", slow=True)
+            run = Run(pathlib.Path(top) / f"run_{index}", dtype_of(kind), slow=True)
             try:
                 found, seconds = getattr(run, kind.replace(" ", "_"))(victim, step)
-                pairs = zip(expected, found, strict=True)
+                pairs = zip(expected[dtype_of(kind)], found, strict=True)
                 largest = max(float(np.abs(a - b).max()) for a, b in pairs)
             except RuntimeError as error:
                 print(error, file=sys.stderr)
@@ -71,7 +78,16 @@ def main(arguments):
     names = ("kind", "worker", "step", "difference", "seconds", "left")
     found = [dict(zip(names, row, strict=True)) for row in rows]
     contest.publish("faults", page(rows, described, options), found, options)
-    return 0 if all(row[3] <= TOLERANCE and not row[5] for row in rows) else 1
+    return 0 if all(is_right(row) and not row[5] for row in rows) else 1
+
+
+def dtype_of(kind):
+    return "float64" if kind in WITH_FEWER else "float32"
+
+
+def is_right(row):
+    kind, _, _, difference, *_ = row
+    return difference <= TOLERANCE if kind in WITH_FEWER else difference == 0
 
 
 def parse(arguments):
@@ -87,12 +103,13 @@ class Run:
 
     Args:
         folder: Where it keeps its checkpoints and its output; it is made.
+        dtype: Of its weights.
         slow: Whether a step waits a little, so that a moment can be met.
     """
 
-    def __init__(self, folder, slow=False):
+    def __init__(self, folder, dtype, slow=False):
         folder.mkdir()
-        self._folder, self._slow = folder, slow
+        self._folder, self._dtype, self._slow = folder, dtype, slow
         self.checkpoints = folder / "checkpoints"
         self.seen = []  # All processes of it that were ever seen.
 
@@ -103,7 +120,7 @@ class Run:
             *("--num_devices=1", "--device_type=cpu", "--seed=7", "--stall_timeout=10"),
             *(f"--steps_per_epoch={STEPS_PER_EPOCH}", f"--epochs={NUM_STEPS // STEPS_PER_EPOCH}"),
             *(f"--checkpoint_every_steps={EVERY}", f"--checkpoint_dir={self.checkpoints}"),
-            f"--save={self._folder / 'model.keras'}",
+            *(f"--dtype={self._dtype}", f"--save={self._folder / 'model.keras'}"),
         ]
         if self._slow:
             train.append("--inject=slow:worker=0,ms=20")
@@ -159,7 +176,7 @@ class Run:
 
     def to_the_end(self):
         with self._running(["--nproc_per_node=2"]) as jobs:
-            return self._ended_well(jobs), 0.0
+            return self._ended_well(jobs)
 
     def _strike(self, step, what):
         with self._running(["--nproc_per_node=2", "--max_restarts=2"]) as jobs:
@@ -257,30 +274,27 @@ def worker_of(job, rank):
 
 
 def page(rows, described, options):
-    right = [row for row in rows if row[3] <= TOLERANCE]
+    right = [row for row in rows if is_right(row)]
     lines = [
         "## Faults: 40 at random moments",
         "",
         f"`models/digits_cnn.py` for {NUM_STEPS} steps, a checkpoint each {EVERY}, on 2 workers (3 "
-        "for a lost host). What the faults are, `benchmarks/faults.py` says.",
+        "for a lost host). What the faults are, `benchmarks/faults.py` says. Right is the last bit "
+        f"of each weight, and {TOLERANCE:.0e} in float64 where fewer workers go on.",
         "",
         "| promise | measured | promised |",
         "| --- | --- | --- |",
-        f"| runs that end at the weights of an undisturbed one (to {TOLERANCE:.0e}) "
-        f"| {len(right)} of {len(rows)} | all |",
-        f"| of these to the last bit | {sum(row[3] == 0 for row in right)} "
-        "| those with as many workers |",
+        f"| runs that end at the weights of an undisturbed one | {len(right)} of {len(rows)} | all |",
         f"| processes left | {sum(row[5] for row in rows)} | 0 |",
         "",
-        "| fault | runs | right | to the last bit | seconds to a new step, median and most |",
+        "| fault | runs | right | largest difference | seconds to a new step, median and most |",
         "| --- | --- | --- | --- | --- |",
     ]
     for kind in dict.fromkeys(row[0] for row in rows):
         own = [row for row in rows if row[0] == kind]
         seconds = [row[4] for row in own]
         lines.append(
-            f"| {kind} | {len(own)} | {sum(row[3] <= TOLERANCE for row in own)} "
-            f"| {sum(row[3] == 0 for row in own)} "
+            f"| {kind} | {len(own)} | {sum(map(is_right, own))} | {max(row[3] for row in own):.1e} "
             f"| {np.median(seconds):.1f}, {np.max(seconds):.1f} |"
         )
     return lines + contest.footer("faults", described, options, "num_faults", "seed")
