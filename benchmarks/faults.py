@@ -284,7 +284,8 @@ def page(rows, described, options):
         "",
         "| promise | measured | promised |",
         "| --- | --- | --- |",
-        f"| runs that end at the weights of an undisturbed one | {len(right)} of {len(rows)} | all |",
+        "| runs that end at the weights of an undisturbed one "
+        f"| {len(right)} of {len(rows)} | all |",
         f"| processes left | {sum(row[5] for row in rows)} | 0 |",
         "",
         "| fault | runs | right | largest difference | seconds to a new step, median and most |",
