@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Python compiles what it imports; pip would compile all of TensorFlow, for most of a minute.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
 TORCH_VENV := .venv-torch
@@ -28,11 +30,11 @@ $(DEMO_READY): setup.cfg pyproject.toml
 	  echo "Received: PYTHON=$(PYTHON), which is $$($(PYTHON) --version 2>&1)." >&2; \
 	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[models]'
+	$(BIN)/python $(INSTALL) --editable '.[models]'
 	@touch $(DEMO_READY)
 
 $(READY): $(DEMO_READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,models]'
+	$(BIN)/python $(INSTALL) --editable '.[test,models]'
 	@touch $(READY)
 
 demo: $(DEMO_READY)
@@ -95,7 +97,7 @@ notebooks: $(READY)
 # The extra `docs` alone: the package is read, not installed.
 $(DOCS_VENV)/.ready: setup.cfg
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
+	$(DOCS_VENV)/bin/python $(INSTALL) $$($(PYTHON) -c \
 	  'import configparser as c; f = c.ConfigParser(); f.read("setup.cfg"); print(f["options.extras_require"]["docs"])')
 	@touch $@
 
@@ -103,7 +105,7 @@ $(DOCS_VENV)/.ready: setup.cfg
 # TORCH=its/bin/python, none by TORCH=
 $(TORCH_VENV)/.ready:
 	$(PYTHON) -m venv $(TORCH_VENV)
-	$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch numpy
+	$(TORCH_VENV)/bin/python $(INSTALL) torch numpy
 	@touch $@
 
 bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.ready)

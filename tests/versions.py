@@ -73,7 +73,8 @@ def environment(name: str) -> pathlib.Path:
     pair = PAIRS[name]
     subprocess.run([interpreter(pair.python), "-m", "venv", "--clear", folder], check=True)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, "--editable", ".[test,models]", *pair.packages], check=True, cwd=TOP)
+    install += ["--no-compile", "--editable", ".[test,models]", *pair.packages]
+    subprocess.run(install, check=True, cwd=TOP)
     stamp.touch()
     return python
 
