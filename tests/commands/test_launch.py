@@ -101,7 +101,7 @@ FAIL = (
 def test_the_culprit_is_named_and_its_exit_code_kept():
     code, shown, errors = launch(["--nproc_per_node=3"], FAIL)
     assert code == 3 and shown == "[1] cause\n"
-    assert "tfparallel launch: worker 1 exited with code 3 after 0." in errors
+    assert "tfparallel launch: worker 1 exited with code 3 after " in errors
     assert errors.endswith(
         " s; its last lines:\n    cause\ntfparallel launch: stopped workers 0, 2\n"
     )
@@ -365,7 +365,7 @@ def test_a_failure_on_one_node_ends_all(endpoint, culprit):
     assert codes == [137, 137, 137]
     for rank in range(3):
         where = "" if rank == culprit else f" of node {culprit}"
-        assert f"launch: worker {culprit}{where} was killed by SIGKILL after 0." in said[rank]
+        assert f"launch: worker {culprit}{where} was killed by SIGKILL after " in said[rank]
         assert (f"stopped worker {rank}\n" in said[rank]) == (rank != culprit)
 
 
