@@ -18,6 +18,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 
 import contest
 import environment
@@ -46,16 +47,17 @@ def main(arguments):
             folder.mkdir()
         command = [sys.executable, str(WORKER), str(alone), "0"]
         subprocess.run(command, check=True, timeout=DEADLINE_SECONDS, capture_output=True)
-        said = disturbed(elastic, options.standby)
+        said, killed = disturbed(elastic, options.standby)
         expected, found = weights(alone), weights(elastic)
         largest = max(np.abs(a - b).max() for a, b in zip(expected, found, strict=True))
         losses = [steps(folder)[:, 1] for folder in (alone, elastic)]
+        gaps = pauses(elastic)
         result = {
             "weights": float(largest),
             "losses": float(np.abs(losses[0] - losses[1]).max()),
             "order": [order(folder) for folder in (alone, elastic)],
-            "lost": longest_pause(elastic, KILLED_AT, JOINED_AT) - slow,
-            "grown": longest_pause(elastic, JOINED_AT, float("inf")) - slow,
+            "lost": max(b - a for _, a, b in gaps if a < killed + 1 and b > killed) - slow,
+            "grown": max(b - a for step, a, b in gaps if step >= JOINED_AT) - slow,
         }
     print(said, file=sys.stderr)
     is_right = largest <= TOLERANCE and len(set(result["order"])) == 1
@@ -65,7 +67,7 @@ def main(arguments):
 
 
 def disturbed(folder, standby):
-    """Trains on 3 hosts, on 2, on 4; returns what was said."""
+    """Trains on 3 hosts, on 2, on 4; returns what was said, and when a host was lost."""
     (port,) = free_ports(1)
     launch = [sys.executable, "-m", "tfparallel", "launch", "--nnodes=2:4", "--grace_seconds=20"]
     launch += [f"--rdzv_endpoint=127.0.0.1:{port}", *["--standby"] * standby]
@@ -90,6 +92,7 @@ def disturbed(folder, standby):
         first = "round 0: node 0 of 3 hosts"
         chief = jobs[[first in output.read_text() for output in outputs].index(True)]
         chief.kill()
+        killed = time.time()
         left = next(job for job in jobs if job is not chief)
         wait_for(lambda: newest(checkpoints) >= JOINED_AT, left, "the step of the newcomers")
         for _ in range(2):
@@ -97,19 +100,19 @@ def disturbed(folder, standby):
         for job in jobs:
             if job is not chief and job.wait(DEADLINE_SECONDS):
                 raise RuntimeError(f"A launcher failed:\n{said()[-3000:]}")
-        return said()
+        return said(), killed
 
 
-def longest_pause(folder, begin, end):
-    """The longest time between two new steps, of those from `begin` up to `end`."""
+def pauses(folder):
+    """Of each new step its number, when the one before it had ended, and when it ended."""
     lines = (json.loads(line) for line in (folder / "steps").read_text().splitlines())
-    newest, ended, pauses = -1, None, [0.0]
+    found, newest, ended = [], -1, None
     for step, when, *_ in lines:
         if step > newest:
-            if ended is not None and begin <= step < end:
-                pauses.append(when - ended)
+            if ended is not None:
+                found.append((step, ended, when))
             newest, ended = step, when
-    return max(pauses)
+    return found
 
 
 def steps(folder):
