@@ -95,18 +95,19 @@ class Job:
         return found
 
 
-def saved_weights(path):
-    return keras.models.load_model(path).get_weights()
-
-
-def undisturbed_weights(task, folder):
+def assert_ends_as_undisturbed(task, folder):
+    """The weights are those of a run of two workers that nobody disturbs."""
     tool = [sys.executable, "-m", "tfparallel"]
     train = [*tool, "train", task, *TRAIN, f"--save={folder}/n.keras"]
     subprocess.run(
         [*tool, "launch", "--nproc_per_node=2", "--", *train],
         cwd=ROOT, check=True, timeout=120, capture_output=True,
     )  # fmt: skip
-    return saved_weights(folder / "n.keras")
+    expected, found = (
+        keras.models.load_model(folder / name).get_weights() for name in ("n.keras", "s.keras")
+    )
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-5)
 
 
 def test_a_job_that_slurm_signals_goes_back_into_the_queue_and_goes_on(submit, tmp_path):
@@ -119,9 +120,7 @@ def test_a_job_that_slurm_signals_goes_back_into_the_queue_and_goes_on(submit, t
     done = re.search(r"stopped by SIGUSR1: (\d+) steps are in the checkpoint", job.log())[1]
     assert "the workers have saved their state" in job.log(), job.log()
     assert f"({done} steps are done)" in job.log(), job.log()
-    expected, found = undisturbed_weights(DROPOUT, tmp_path), saved_weights(tmp_path / "s.keras")
-    for one, other in zip(expected, found, strict=True):
-        np.testing.assert_allclose(other, one, rtol=0, atol=1e-5)
+    assert_ends_as_undisturbed(DROPOUT, tmp_path)
 
 
 def test_a_job_of_one_node_or_two_goes_on_when_slurm_loses_one(submit, tmp_path):
@@ -133,6 +132,4 @@ def test_a_job_of_one_node_or_two_goes_on_when_slurm_loses_one(submit, tmp_path)
     job.wait_until((tmp_path / "s.keras").exists, 200)
     job.wait_until(lambda: not job.call("squeue", "--noheader"), 60)
     assert "round 1: node 0 of 1 host" in job.log(), job.log()
-    expected, found = undisturbed_weights(BLOBS, tmp_path), saved_weights(tmp_path / "s.keras")
-    for one, other in zip(expected, found, strict=True):
-        np.testing.assert_allclose(other, one, rtol=0, atol=1e-5)
+    assert_ends_as_undisturbed(BLOBS, tmp_path)

@@ -190,6 +190,20 @@ LOSSES = {
 }
 
 
+def test_a_loss_of_a_single_replica_is_divided_by_nobody():
+    strategy = tfparallel.MirroredStrategy(DEVICES[:1])
+    weight = tf.constant(2.0)
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0])
+
+    def step():
+        with tf.GradientTape() as tape:
+            value = keras.losses.MeanSquaredError()(tf.zeros([2]), variable)
+        return tfparallel.reduce_gradients(tape.gradient(value, [variable]), weight)
+
+    np.testing.assert_allclose(strategy.run(step)[0], [1.0, 2.0])
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_that_keras_has_divided_is_refused(strategy, loss):
     with strategy.scope():

@@ -14,7 +14,7 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 
-__all__ = ["WORKER_ERROR", "WorkerError", "say_why", "tell_launcher"]
+__all__ = ["WORKER_ERROR", "WorkerError", "say_why", "tell_launcher", "without_frames"]
 
 # Set by the launcher, for its workers.
 WORKER_ERROR = "TFPARALLEL_WORKER_ERROR"
@@ -117,6 +117,16 @@ def say_why(text: str) -> None:
         print(text, file=sys.stderr)
 
 
+def without_frames(text: str) -> list[str]:
+    """The lines of an error of a graph, but for the frames through which its operation was made.
+
+    Args:
+        text: What the error says.
+    """
+    frames = ('  File "', "    ", "Detected at node")
+    return [line for line in text.splitlines() if line.strip() and not line.startswith(frames)]
+
+
 def _own_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame of the user's code: neither this package's nor an installed one's."""
     text = str(error)
@@ -150,11 +160,6 @@ def _short(error: BaseException) -> str:
     found = _KERAS.fullmatch(text)
     if found is not None:
         return f"{found['what'].strip()} (in {found['where']})"
-    # Of an error of a graph, the frames through which its operation was made.
-    lines = [
-        line
-        for line in text.splitlines()
-        if line.strip() and not line.startswith(('  File "', "    ", "Detected at node"))
-    ]
+    lines = without_frames(text)
     more = [f"… and {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
     return "\n".join([*lines[:_MOST_LINES], *more])

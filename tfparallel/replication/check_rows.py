@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tfparallel.cluster.worker_error import without_frames
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.replication import row_probe
 from tfparallel.replication.state import global_seed_generator
@@ -169,12 +170,10 @@ class Probe:
 
 
 def _first_line(problem: row_probe.NotTried) -> str:
-    """What is wrong, without the frames that TensorFlow puts before it in an error of a graph."""
-    first, *others = str(problem).splitlines()
+    """What is wrong, which in an error of a graph stands below TensorFlow's heading and frames."""
+    first, *others = [*without_frames(str(problem)), ""]
     kind, is_of_graph, _ = first.partition("Graph execution error:")
-    frames = (" ", "Detected at node")
-    said = [line for line in others if line.strip() and not line.startswith(frames)]
-    return f"{kind}{said[0]}" if is_of_graph and said else first
+    return f"{kind}{others[0]}" if is_of_graph else first
 
 
 def _words_of(layer) -> list[str]:

@@ -173,8 +173,10 @@ class ProgramStrategy:
         """The number of replicas; 1 inside a program, which is one device's."""
         if self.program_is_running:
             return 1
-        keras_trainer.note_divided_loss()
-        return super().num_replicas_in_sync
+        number = super().num_replicas_in_sync
+        if number > 1:
+            keras_trainer.note_divided_loss()
+        return number
 
     @property
     def program_is_running(self) -> bool:
