@@ -505,6 +505,7 @@ def test_a_part_of_a_model_predicts_on_its_own_after_training(synchronize):
             if asks:
                 outputs = model.inner.predict(x, batch_size=4, verbose=0)
                 np.testing.assert_allclose(outputs, model.inner(x), rtol=1e-5, atol=1e-6)
+                assert model.inner.layers[-1].synchronize is synchronize
         weights.append(model.get_weights())
     assert_weights(model, weights[0], rtol=0, atol=0)
 
