@@ -33,6 +33,7 @@ SLOW = {False: 0.05, True: 0.35}  # Seconds that each step waits: there is a mid
 KILLED_AT, JOINED_AT = 60, 120
 TOLERANCE, TARGET_SECONDS = 1e-9, 10.0
 DEADLINE_SECONDS = 300.0
+ENDING_SECONDS = 1.0  # In which the step that is running at the kill may still end.
 
 
 def main(arguments):
@@ -56,7 +57,8 @@ def main(arguments):
             "weights": float(largest),
             "losses": float(np.abs(losses[0] - losses[1]).max()),
             "order": [order(folder) for folder in (alone, elastic)],
-            "lost": max(b - a for _, a, b in gaps if a < killed + 1 and b > killed) - slow,
+            "lost": max(b - a for _, a, b in gaps if a < killed + ENDING_SECONDS and b > killed)
+            - slow,
             "grown": max(b - a for step, a, b in gaps if step >= JOINED_AT) - slow,
         }
     print(said, file=sys.stderr)
@@ -104,7 +106,7 @@ def disturbed(folder, standby):
 
 
 def pauses(folder):
-    """Of each new step its number, when the one before it had ended, and when it ended."""
+    """For each new step: its number, when the step before it ended, and when it ended."""
     lines = (json.loads(line) for line in (folder / "steps").read_text().splitlines())
     found, newest, ended = [], -1, None
     for step, when, *_ in lines:

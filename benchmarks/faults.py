@@ -14,9 +14,9 @@ random step one fault strikes, from outside:
     partition    two hosts (network namespaces; `--nnodes=1:2`) whose link is cut
 
 The weights are compared with those of a run that nobody disturbed: to the last bit, and after the
-last two, which go on with fewer workers, to 1e-9 in float64. (In float32 other shares of a batch
-round otherwise: to 1e-5 or 1e-4, as the processor has it.) `full disk` and `partition` need root,
-and are left out elsewhere.
+last two, which go on with fewer workers, to 1e-9 in float64. (In float32 a batch divided
+differently rounds differently, by 1e-5 or 1e-4, depending on the processor.) `full disk` and
+`partition` need root, and are left out elsewhere.
 """
 
 import contextlib
@@ -279,8 +279,8 @@ def page(rows, described, options):
         "## Faults: 40 at random moments",
         "",
         f"`models/digits_cnn.py` for {NUM_STEPS} steps, a checkpoint each {EVERY}, on 2 workers (3 "
-        "for a lost host). What the faults are, `benchmarks/faults.py` says. Right is the last bit "
-        f"of each weight, and {TOLERANCE:.0e} in float64 where fewer workers go on.",
+        "for a lost host). What the faults are, `benchmarks/faults.py` says. Right means equal "
+        f"to the last bit, or to {TOLERANCE:.0e} in float64 where fewer workers go on.",
         "",
         "| promise | measured | promised |",
         "| --- | --- | --- |",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfparallel import Cluster
-from tfparallel.cluster.claims import without_step
+from tfparallel.cluster.claims import without_counts
 
 DEADLINE_SECONDS = 60
 
@@ -365,11 +365,13 @@ def test_launchers_inside_launchers():
     assert Cluster.from_env({**pod(2), **torchrun(1, 6, 1, 2), **named}).worker_index == 1
 
 
-@pytest.mark.parametrize("outer", [srun(0, "a,b", "1(x2)", (0, 0), size=2), open_mpi(0, 2, 0, 1)])
-def test_a_job_that_has_lost_a_host_does_not_count_as_its_step(outer):
+@pytest.mark.parametrize(
+    "outer", [srun(0, "a,b", "1(x2)", (0, 0), size=2), open_mpi(0, 2, 0, 1), pod(0, num_workers=2)]
+)
+def test_a_job_that_has_lost_a_host_does_not_count_as_what_started_it(outer):
     left = {**tf_config(1, 0), **torchrun(0, 1, 0, 1)}
     assert "contradict" in refusal({**outer, **left})
-    assert Cluster.from_env({**without_step(outer), **left}).num_workers == 1
+    assert Cluster.from_env({**without_counts(outer), **left}).num_workers == 1
 
 
 def test_evaluators_may_be_counted_by_the_launcher():

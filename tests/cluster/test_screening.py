@@ -159,6 +159,34 @@ def test_an_error_in_a_traced_function_is_told_with_the_users_own_line():
     ]
 
 
+TRACED = """
+import tensorflow as tf
+
+@tf.function
+def step(x):
+    if x.shape[0] != 3:
+        raise ValueError('No.\\n    File "other.py", line 3, in f\\nThree rows are required.')
+    return x
+
+step(tf.ones([4]))
+"""
+
+
+def test_what_a_traced_function_raises_is_told_whole(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRACED)
+    start = "from tfparallel.cluster.worker_error import tell_launcher; tell_launcher(); "
+    start += f"import runpy; runpy.run_path({str(path)!r})"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), WORKER_ERROR: "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", start], env=environment, stderr=subprocess.PIPE, timeout=120
+    )
+    (told,) = [line for line in done.stderr.splitlines() if WorkerError.from_line(line)]
+    *said, place = WorkerError.from_line(told).lines
+    assert said[0] == "ValueError: No." and said[-1] == "Three rows are required."
+    assert place.startswith(f"  {path}, line 7, in step: raise ValueError(")
+
+
 def test_a_command_tells_its_launcher_what_it_refuses():
     """Story: two workers on one GPU said so twice, and the launcher a third time."""
     command = [sys.executable, "-m", "tfparallel", "train", "there_is_none.py"]

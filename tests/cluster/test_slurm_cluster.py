@@ -38,7 +38,7 @@ def run_cluster():
 
 @pytest.fixture(name="submit")
 def submitted(slurm, tmp_path):
-    """Submits a job that trains slowly, or it would have ended before what is to befall it."""
+    """Submits a job that trains slowly, or it would have ended before the fault."""
     jobs = []
 
     def submit(task, nnodes):

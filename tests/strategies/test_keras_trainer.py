@@ -181,15 +181,6 @@ def test_compile_under_the_scope_is_recognized(strategy, monkeypatch):
     assert compiled and set(map(id, compiled)) == {id(model)}
 
 
-LOSSES = {
-    "object": lambda y, outputs: keras.losses.MeanSquaredError()(y, outputs),
-    "function": lambda y, outputs: tf.reduce_mean(keras.losses.mean_squared_error(y, outputs)),
-    "object without a mean": lambda y, outputs: tf.reduce_mean(
-        keras.losses.MeanSquaredError(reduction="none")(y, outputs)
-    ),
-}
-
-
 def test_a_loss_of_a_single_replica_is_divided_by_nobody():
     strategy = tfparallel.MirroredStrategy(DEVICES[:1])
     weight = tf.constant(2.0)
@@ -204,28 +195,50 @@ def test_a_loss_of_a_single_replica_is_divided_by_nobody():
     np.testing.assert_allclose(strategy.run(step)[0], [1.0, 2.0])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_that_keras_has_divided_is_refused(strategy, loss):
+LOSSES = {
+    "function": lambda y, outputs: tf.reduce_mean(keras.losses.mean_squared_error(y, outputs)),
+    "without a mean": lambda y, outputs: tf.reduce_mean(
+        keras.losses.MeanSquaredError(reduction="none")(y, outputs)
+    ),
+}
+
+
+def divided(y, outputs):
+    return keras.losses.MeanSquaredError()(y, outputs)
+
+
+@pytest.fixture(name="reduced", params=["eager", "traced"])
+def make_step(strategy, request):
+    """Computes the gradients of a loss on each replica, and reduces them with a weight or none."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
 
-    def step(weight, x, y):
+    def gradients(loss):
         with tf.GradientTape() as tape:
-            value = LOSSES[loss](y, model(x))
-        gradients = tape.gradient(value, model.trainable_variables)
-        return tfparallel.reduce_gradients(gradients, weight)
+            value = loss(Y, model(X))
+        return tape.gradient(value, model.trainable_variables)
 
-    weight = tf.constant(5.0)
-    if loss != "object":
-        with tf.GradientTape() as tape:
-            value = LOSSES[loss](Y, model(X))
-        expected = tape.gradient(value, model.trainable_variables)
-        for _ in range(2):  # A replica's context is of one run.
-            reduced = strategy.run(step, (weight, X, Y))
-            for found, wanted in zip(reduced, expected, strict=True):
-                found = strategy.experimental_local_results(found)[0]
-                np.testing.assert_allclose(found, wanted, rtol=1e-6)
-        return
-    with pytest.raises(ValueError, match="divided that mean by the 2 replicas"):
-        strategy.run(step, (weight, X, Y))
-    strategy.run(step, (None, X, Y))  # A sum of shares: as under TensorFlow's strategy.
+    def reduced(loss, weight):
+        def run():
+            step = lambda: tfparallel.reduce_gradients(gradients(loss), weight)  # noqa: E731
+            return strategy.run(step)
+
+        return (tf.function(run) if request.param == "traced" else run)()
+
+    reduced.gradients = gradients
+    return reduced
+
+
+def test_a_loss_that_keras_has_divided_is_refused(reduced):
+    with pytest.raises(ValueError, match="divided its mean by the 2 replicas"):
+        reduced(divided, 5.0)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_another_loss_is_not_refused_though_a_run_before_divided_one(strategy, reduced, loss):
+    shares = reduced(divided, None)  # A sum of shares: as under TensorFlow's strategy.
+    means = reduced(LOSSES[loss], 5.0)
+    for *found, wanted in zip(shares, means, reduced.gradients(LOSSES[loss]), strict=True):
+        for each in found:
+            each = strategy.experimental_local_results(each)[0]
+            np.testing.assert_allclose(each, wanted, rtol=1e-6)

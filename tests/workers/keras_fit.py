@@ -200,6 +200,31 @@ def compiled_outside_the_scope(scope):
     model.fit(*examples(), verbose=0)
 
 
+class Autoencoder(keras.Model):
+    """A model whose step calls a model inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x - self.inner(x, training=True)) ** 2)
+        weights = self.inner.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def part_compiled_outside_the_scope(scope):
+    x = np.ones((4, 3))
+    with scope():
+        model = Autoencoder()
+        model.compile("sgd")
+    model.fit(x, batch_size=4, verbose=0)
+    model.inner.compile("sgd", "mse")
+    model.inner.fit(x, x, batch_size=4, verbose=0)
+
+
 def main(folder):
     keras.config.set_floatx("float64")
     import tfparallel
@@ -217,6 +242,7 @@ def main(folder):
     )
     results["bfloat16"] = attempt(lambda: pure_bfloat16(strategy.scope))
     results["outside"] = attempt(lambda: compiled_outside_the_scope(strategy.scope))
+    results["part outside"] = attempt(lambda: part_compiled_outside_the_scope(strategy.scope))
     # The same folder for all workers, as on a shared file system.
     results["shared"] = attempt(
         lambda: train_with_callbacks(strategy.scope, pathlib.Path(folder) / "shared")

@@ -30,7 +30,7 @@ from tfparallel.cluster.address import join_address
 from tfparallel.cluster.problems import refusal, shown
 from tfparallel.cluster.variables import Variables
 
-__all__ = ["Claim", "of_kubernetes", "of_mpi", "of_slurm", "of_torchrun", "without_step"]
+__all__ = ["Claim", "of_kubernetes", "of_mpi", "of_slurm", "of_torchrun", "without_counts"]
 
 _WORKERS = "TFPARALLEL_WORKERS"
 _PORT = "TFPARALLEL_PORT"
@@ -221,16 +221,16 @@ def of_slurm(environ: Mapping[str, str]) -> Claim | None:
     )
 
 
-def without_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """Leaves out how many processes Slurm's step or MPI has started.
+def without_counts(environ: Mapping[str, str]) -> dict[str, str]:
+    """Leaves out how many processes Slurm, MPI or Kubernetes has started.
 
-    For the workers of a job whose number of hosts changes: the step started its launchers, once,
-    and goes on counting those that are gone.
+    For the workers of a job whose number of hosts changes: what started its launchers goes on
+    counting those that are gone.
 
     Args:
         environ: Environment variables.
     """
-    counts = {*_STEP_VARIABLES, *(names[0] for names in _MPI_VARIABLES)}
+    counts = {*_STEP_VARIABLES, *(names[0] for names in _MPI_VARIABLES), _NUM_WORKERS}
     return {name: value for name, value in environ.items() if name not in counts}
 
 

@@ -28,11 +28,11 @@ _KERAS = re.compile(
     r"(?:\n\nArguments received by .*)?",
     re.DOTALL,
 )
-# AutoGraph gives an error in a `tf.function` its frames in words: the traceback has those of the
-# code that it has made.
-_USER_CODE = "in user code:\n"
+# AutoGraph gives an error in a `tf.function` its frames in words, above the message: the traceback
+# has those of the code that it has made.
+_USER_CODE = "in user code:\n\n"
 _FRAME = re.compile(
-    r'^    File "(?P<path>.+)", line (?P<line>\d+), in (?P<name>\S+).*\n(?: {8}(?P<code>.*)\n)?',
+    r'^    File "(?P<path>.+)", line (?P<line>\d+), in (?P<name>\S+).*(?:\n {8}(?P<code>.*))?',
     re.MULTILINE,
 )
 
@@ -74,11 +74,12 @@ class WorkerError:
     def of(cls, error: BaseException) -> "WorkerError":
         """Describes an error that nobody caught."""
         whole = "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
-        frame = _own_frame(error)
-        lines = [f"{type(error).__name__}: {_short(error)}"]
+        frames, said = _parts(error)
+        frame = next(filter(_is_own, reversed(frames)), None)
+        lines = [_short(said)]
         if frame is not None:
             place = f"{frame.filename}, line {frame.lineno}"
-            in_function = "" if frame.name == "<module>" else f", in {frame.name}"
+            in_function = "" if frame.name in ("<module>", "None") else f", in {frame.name}"
             lines.append(f"  {place}{in_function}: {frame.line}")
         else:
             place = ""
@@ -127,39 +128,36 @@ def without_frames(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip() and not line.startswith(frames)]
 
 
-def _own_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code: neither this package's nor an installed one's."""
+def _parts(error: BaseException) -> tuple[Sequence[traceback.FrameSummary], str]:
+    """The frames of an error, the innermost last, and what it says, its class before it."""
+    found = traceback.extract_tb(error.__traceback__)
     text = str(error)
-    if text.startswith(_USER_CODE):
-        found = [
-            traceback.FrameSummary(each["path"], int(each["line"]), each["name"], line=each["code"])
-            for each in _FRAME.finditer(text)
-        ]
-    else:
-        found = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in found if _is_own(frame.filename)]
-    return own[-1] if own else None
+    if not text.startswith(_USER_CODE):
+        return found, f"{type(error).__name__}: {text}"
+    frames, _, said = text.removeprefix(_USER_CODE).partition("\n\n")
+    named = [
+        traceback.FrameSummary(each["path"], int(each["line"]), each["name"], line=each["code"])
+        for each in _FRAME.finditer(frames)
+    ]
+    return [*found, *named], textwrap.dedent(said)
 
 
-def _is_own(path: str) -> bool:
-    parts = path.replace(os.sep, "/").split("/")
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of the user's code: neither this package's nor an installed one's."""
+    parts = frame.filename.replace(os.sep, "/").split("/")
     return not (
-        path.startswith((_PACKAGE + os.sep, _LIBRARY + os.sep, "<frozen"))
+        frame.filename.startswith((_PACKAGE + os.sep, _LIBRARY + os.sep, "<frozen"))
         or "site-packages" in parts
         or "dist-packages" in parts
         or parts[-1].startswith("__autograph_generated_file")
     )
 
 
-def _short(error: BaseException) -> str:
-    text = str(error)
-    if text.startswith(_USER_CODE):
-        text = textwrap.dedent(_FRAME.sub("", text.removeprefix(_USER_CODE))).strip()
-        text = text.removeprefix(f"{type(error).__name__}: ")
-    text = re.sub(r"\x1b\[\d*m", "", text).strip()
+def _short(said: str) -> str:
+    kind, colon, text = re.sub(r"\x1b\[\d*m", "", said).strip().partition(": ")
     found = _KERAS.fullmatch(text)
     if found is not None:
-        return f"{found['what'].strip()} (in {found['where']})"
-    lines = without_frames(text)
+        return f"{kind}: {found['what'].strip()} (in {found['where']})"
+    lines = without_frames(f"{kind}{colon}{text}")
     more = [f"… and {len(lines) - _MOST_LINES} lines more"] if len(lines) > _MOST_LINES else []
     return "\n".join([*lines[:_MOST_LINES], *more])

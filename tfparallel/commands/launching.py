@@ -14,7 +14,7 @@ from absl import flags
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.address import split_address
-from tfparallel.cluster.claims import without_step
+from tfparallel.cluster.claims import without_counts
 from tfparallel.cluster.elastic import ElasticMeetings, JobEndedError
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.cluster.host_share import host_programs, meet_alone, programs_with_servers
@@ -147,7 +147,7 @@ def _run_once(values, command, nodes, attempt, environment, standbys):
 
 
 def _run_elastic(values, command, nodes, environment, standbys):
-    environment = without_step(environment)
+    environment = without_counts(environment)
     meetings = ElasticMeetings(
         values.rdzv_endpoint.split(","),
         min_nodes=nodes.minimum,

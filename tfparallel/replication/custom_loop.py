@@ -23,7 +23,7 @@ from tfparallel.replication import optimizer as optimizers
 from tfparallel.strategies import keras_trainer
 
 
-@tf.autograph.experimental.do_not_convert
+@tf.autograph.experimental.do_not_convert  # Which looks at its callers' frames, and has no branch.
 def reduce_gradients(
     gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
     weight: tf.Tensor | float | None = None,
@@ -50,8 +50,9 @@ def reduce_gradients(
 
     Raises:
         RuntimeError: Outside a replica, where there is nothing to reduce.
-        ValueError: With a weight, if a Keras loss object has divided a loss by the number of
-            replicas, as it does under any `tf.distribute` strategy.
+        ValueError: With a weight, if a Keras loss object has divided its mean by the number of
+            replicas before, as it does under any `tf.distribute` strategy of several. One in a
+            `tf.function` of its own that was traced earlier, and is called eagerly, is not seen.
 
     Example:
         >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])

@@ -17,6 +17,10 @@ class _ExtendsModels:
         if model.optimizer is not None:
             checks.check_updated(model.trainable_variables, self, model)
 
+    def has_extended(self, model) -> bool:
+        """Whether the model is data parallel under this strategy: itself, not as another's part."""
+        return isinstance(model, models.DataParallelModel) and model._strategy is self
+
     def extend_model(self, model) -> None:
         """Makes a model that Keras trains under this strategy data parallel.
 
@@ -25,10 +29,10 @@ class _ExtendsModels:
         """
         if self.num_replicas > 1:
             checks.check_variables(model, self)
-        if isinstance(model, models.DataParallelModel) and model._strategy is self:
+        if self.has_extended(model):
             checks.check_compile(model, self)
             models.extend_parts(model)
-        else:  # Or it may be a part of a data parallel model, on its own for the first time.
+        else:  # New here, or a part of a data parallel model, used on its own for the first time.
             models.extend_model(
                 model,
                 self,
@@ -138,7 +142,7 @@ class MultiWorkerMirroredStrategy(_ExtendsModels, multi_worker.MultiWorkerMirror
         Raises:
             ValueError: If it was compiled outside the scope, so that `fit` knows of no chief.
         """
-        is_late = getattr(model, "_strategy", None) is not self and model.compiled
+        is_late = model.compiled and not self.has_extended(model)
         if self.workers is not None and is_late and keras_trainer.compiling_model() is not model:
             raise ValueError(
                 f"Model '{model.name}' was compiled outside the scope of the strategy that trains "

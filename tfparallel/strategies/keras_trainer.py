@@ -86,9 +86,9 @@ def refuse_own_moments() -> None:
 
 
 def note_divided_loss() -> None:
-    """Keeps in mind, for `refuse_divided_loss`, if a loss object of Keras's asks for its divisor.
+    """Records that a Keras loss object reads the number of replicas in this replica, if one does.
 
-    To be called by the property that it reads.
+    To be called by `num_replicas_in_sync`: it looks at the caller of its caller.
     """
     frame = sys._getframe(2)
     name = frame.f_globals.get("__name__"), frame.f_code.co_name
@@ -108,11 +108,12 @@ def refuse_divided_loss() -> None:
     number = replica.num_replicas_in_sync
     raise ValueError(
         "`reduce_gradients` with a weight takes gradients of the mean loss of this replica's own "
-        "examples. Received: a loss from a Keras loss object, such as "
-        f"`keras.losses.MeanSquaredError()`, which has divided that mean by the {number} replicas: "
-        f"the update would be 1/{number} of one device's. Take the function "
-        "(`tf.reduce_mean(keras.losses.mean_squared_error(y, outputs))`), or the object with "
-        '`reduction="none"` and a mean of your own.'
+        "examples. Received: a step in which a Keras loss object, such as "
+        "`keras.losses.MeanSquaredError()`, or `compute_loss` has divided its mean by the "
+        f"{number} replicas: the update by such a loss would be 1/{number} of one device's. Take "
+        "the function (`tf.reduce_mean(keras.losses.mean_squared_error(y, outputs))`), or the "
+        'object with `reduction="none"` and a mean of your own. An object that only logs may be '
+        "called after `reduce_gradients`."
     )
 
 

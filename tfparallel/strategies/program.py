@@ -49,7 +49,7 @@ class ProgramExtended:
         strategy, model = self._container_strategy(), keras_trainer.compiling_model()
         if model is not None and model._distribute_strategy is not strategy:
             strategy.check_foreign_model(model)
-        elif model is not None and getattr(model, "_strategy", None) is not strategy:
+        elif model is not None and not strategy.has_extended(model):
             strategy.extend_model(model)
         like = kwargs.pop("colocate_with", None)
         if like is not None and not hasattr(like, "_devices"):
@@ -228,6 +228,10 @@ class ProgramStrategy:
             dataset_fn,
             len(self.devices),
         )
+
+    def has_extended(self, model) -> bool:
+        """Whether `extend_model` has made this model, as a whole, its own."""
+        return False
 
     def extend_model(self, model) -> None:
         """Called with each Keras model that is compiled or trained under this strategy."""
