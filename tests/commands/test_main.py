@@ -91,7 +91,7 @@ def test_help_breaks_no_word_of_a_default(capsys):
         (["bench", "train", "a.py", "--qqq"],
          "--qqq is no flag of `bench train`. `tfparallel bench train --help` shows the flags."),
         (["launch", "--inject=a", "--", "b"],
-         "`tfparallel launch --help` shows the flags. Put the program's own flags after it: "
+         "`tfparallel launch --help` shows the flags. A program's own flags come after the program: "
          "`-- PROGRAM --inject`."),
         (["trace", "nowhere"], "The folder does not exist; that of a job's records is required"),
         (["trace"], "One folder is required, such as that of `tfparallel launch --log_dir`."),

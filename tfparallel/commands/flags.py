@@ -102,7 +102,7 @@ def _unknown(command, told, name):
     if alike is None:
         fix = f"`tfparallel {command.name} --help` shows the flags."
         if "PROGRAM" in command.arguments:
-            fix += f" Put the program's own flags after it: `-- PROGRAM --{name}`."
+            fix += f" A program's own flags come after the program: `-- PROGRAM --{name}`."
     else:
         fix = "Did you mean " + " or ".join(f"--{each}" for each in alike[1].split(" or ")) + "?"
     return f"--{name} is no flag of `{command.name}`. {fix}"
