@@ -91,8 +91,8 @@ def test_help_breaks_no_word_of_a_default(capsys):
         (["bench", "train", "a.py", "--qqq"],
          "--qqq is no flag of `bench train`. `tfparallel bench train --help` shows the flags."),
         (["launch", "--inject=a", "--", "b"],
-         "`tfparallel launch --help` shows the flags. A program's own flags come after the program: "
-         "`-- PROGRAM --inject`."),
+         "--inject is no flag of `launch`. `tfparallel launch --help` shows the flags. A program's "
+         "own flags come after the program: `-- PROGRAM --inject`."),
         (["trace", "nowhere"], "The folder does not exist; that of a job's records is required"),
         (["trace"], "One folder is required, such as that of `tfparallel launch --log_dir`."),
         (["trace", "a", "b"], "Received: a b. Example:"),
