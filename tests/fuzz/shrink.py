@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from hypothesis import HealthCheck, Phase, given, reject, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase, choices_to_bytes
 
@@ -55,25 +55,30 @@ def shrink(
     # Under the first key hypothesis keeps what is small already.
     database.save(key + b".secondary", choices_to_bytes(choices))
 
-    @settings(
-        database=database,
-        deadline=None,
-        phases=[Phase.reuse, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-        report_multiple_bugs=False,
-        derandomize=False,
-    )
-    @given(st.composite(lambda draw: body(draw))())
-    def search(_):
-        pass
+    def search(number: int) -> None:
+        @settings(
+            database=database,
+            deadline=None,
+            phases=[Phase.reuse, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+            print_blob=False,
+            report_multiple_bugs=False,
+            derandomize=False,
+        )
+        @seed(number)  # Below the settings: it takes the database away.
+        @given(st.composite(lambda draw: body(draw))())
+        def smaller(_):
+            pass
 
-    search._hypothesis_internal_database_key = key
-    sizes = []
-    # It tries at random, and may stop too early; what it has found is where it begins again.
-    while len(sizes) < 2 or sizes[-1] < sizes[-2]:
+        smaller._hypothesis_internal_database_key = key
         with contextlib.suppress(Shown):
-            search()
+            smaller()
+
+    sizes = []
+    # It tries at random, and may stop too early; what it has found is where it begins again, with
+    # other numbers, until three times in a row find nothing smaller.
+    while len(sizes) < 4 or sizes[-1] < sizes[-4]:
+        search(len(sizes))
         alike = [p for p, seen in tried.items() if seen and seen.family == outcome.family]
         if not alike:
             raise RuntimeError("The finding does not show a second time.")

@@ -161,7 +161,7 @@ def test_a_finding_shrinks_to_the_layer_that_shows_it(monkeypatch):
     smallest, outcome = shrink.shrink(choices, wrong)
     assert smallest.blocks == (Block("RunningSum()"),)
     assert smallest.optimizer == SMALLEST.optimizer and smallest.heads[0].loss == "'mse'"
-    assert outcome == wrong and len(trained) < 1000  # 50 to 300: hypothesis tries at random.
+    assert outcome == wrong and len(trained) < 1000  # 50 to 300, by the version of hypothesis.
     assert "class RunningSum" in report(smallest, outcome)
 
 
