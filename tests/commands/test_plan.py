@@ -32,6 +32,29 @@ def test_plan_ranks_every_mesh(tmp_path):
     assert steps == sorted(steps) and min(steps) > 0
 
 
+@pytest.mark.slow
+def test_the_first_meshes_are_tried(tmp_path):
+    report = tmp_path / "plan.json"
+    code, shown, said = run("plan", MLP, "--num_devices=2", "--num_trials=2", f"--report={report}")
+    assert code == 0, said
+    assert re.search(r"^mesh +tried +step ", shown, re.MULTILINE)
+    assert "predicted from that, 2 meshes were run" in shown
+    first, second, *others = json.loads(report.read_text())["meshes"]
+    assert 0 < first["measured_seconds"] <= second["measured_seconds"]
+    assert not any("measured_seconds" in each for each in others)
+
+
+@pytest.mark.nightly
+def test_a_mesh_that_cannot_be_trained_is_listed_and_the_next_is_tried():
+    task = TASKS / "comparing_loss.py"
+    code, shown, said = run("plan", task, "--num_devices=2", "--num_trials=4")
+    assert code == 0, said
+    assert "predicted from that, 2 meshes were run" in shown
+    lines = [line for line in shown.splitlines() if line.endswith(" the batch is divided")]
+    assert sorted(line.split()[0].rstrip(",") for line in lines) == ["data=2", "pipeline=2"]
+    assert shown.startswith(("first: one device, ", "first: tensor=2, "))
+
+
 @pytest.mark.nightly
 def test_what_exceeds_the_memory_is_listed_with_its_excess():
     code, shown, _ = run("plan", MLP, "--num_devices=2", "--device_memory=70KiB")
@@ -81,8 +104,11 @@ def test_auto_on_one_device_measures_nothing():
         (["train", BLOBS, "--parallel=auto", "--all_reduce=ring"], "with --parallel=auto"),
         (["plan", BLOBS, "--parallel=model", "--schedule=gpipe"], "with --parallel=model"),
         (["plan", BLOBS, "--parallel=hybrid"], "auto, model, pipeline"),
+        (["plan", BLOBS, "--parallel=model", "--num_trials=2"], "with --parallel=model. Drop"),
+        (["train", BLOBS, "--num_trials=2"], "with --parallel=data. Drop --num_trials"),
+        (["plan", BLOBS, "--num_trials=-1"], "0 for none. Received: --num_trials=-1"),
     ],
-    ids=["mesh", "workers", "all_reduce", "schedule", "form"],
+    ids=["mesh", "workers", "all_reduce", "schedule", "form", "trials", "of data", "negative"],
 )
 def test_mistakes_are_answered_before_tensorflow_loads(arguments, said):
     code, _, shown = run(*arguments)

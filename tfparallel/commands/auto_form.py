@@ -45,7 +45,7 @@ def start_chosen_form(
     if len(devices) == 1 and values.device_memory is None:
         first, why, plan = Candidate(Mesh()), "there is one device", None
     else:
-        plan = _planned(path, values, len(devices))
+        plan = _planned(path, values, devices)
         first, why = plan.first, plan.why
         if first is None:
             raise UsageError(nothing_fits(plan))
@@ -78,11 +78,11 @@ def _devices(values) -> list[str]:
         raise UsageError(str(error)) from error
 
 
-def _planned(path, values, num_devices) -> MeshPlan:
+def _planned(path, values, devices) -> MeshPlan:
     use_precision(values.precision)
     keras.utils.set_random_seed(values.seed)
     try:
-        return plan_task(load_task(path), num_devices, values)
+        return plan_task(load_task(path), len(devices), values, devices)
     finally:
         # The model that is trained has the names that it would have had without a plan.
         keras.backend.clear_session()

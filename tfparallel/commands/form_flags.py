@@ -17,6 +17,8 @@ __all__ = [
     "device_memory",
     "device_memory_problems",
     "numbers_flags",
+    "trials_flag",
+    "trials_problems",
 ]
 
 PRECISIONS = ("float32", "float64", "mixed_float16", "mixed_bfloat16")
@@ -135,6 +137,7 @@ def common_flags() -> flags.FlagValues:
         "For --all_reduce=auto: measure at the first step if no profile was saved.",
         flag_values=values,
     )
+    trials_flag(values)
     balance_flags(values)
     define_choice(
         values,
@@ -195,6 +198,32 @@ def balance_flags(values: flags.FlagValues) -> None:
         "device may. No limit if absent.",
         flag_values=values,
     )
+
+
+def trials_flag(values: flags.FlagValues) -> None:
+    """Adds the flag that says how many meshes of a plan are tried."""
+    flags.DEFINE_integer(
+        "num_trials",
+        0,
+        "For auto: train the first N meshes of the plan for a moment, on the task's own data, and "
+        "take the fastest of these.",
+        flag_values=values,
+    )
+
+
+def trials_problems(values: flags.FlagValues) -> list[str]:
+    """Returns what is wrong with --num_trials."""
+    if values.num_trials < 0:
+        return [
+            "A number of meshes is required; 0 for none. "
+            f"Received: --num_trials={values.num_trials}."
+        ]
+    if values.num_trials and values.parallel != "auto":
+        return [
+            "--num_trials is of the meshes that --parallel=auto ranks. Received: --num_trials="
+            f"{values.num_trials} with --parallel={values.parallel}. Drop --num_trials."
+        ]
+    return []
 
 
 def device_memory(values: flags.FlagValues) -> int | None:
@@ -379,6 +408,7 @@ def common_problems(values: flags.FlagValues) -> list[str]:
     problems += _update_problems(values)
     problems += device_memory_problems(values)
     problems += _mesh_problems(values)
+    problems += trials_problems(values)
     problems += pipeline_problems(values)
     has_stages = values.parallel in ("model", "pipeline", "hybrid", "auto")
     if not has_stages and (values.device_memory or values.balance != "memory"):

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.commands.flags import Command, path_problems
-from tfparallel.commands.form_flags import balance_flags, device_memory_problems
+from tfparallel.commands.form_flags import (
+    balance_flags,
+    device_memory_problems,
+    trials_flag,
+    trials_problems,
+)
 from tfparallel.commands.help import define_choice
 from tfparallel.commands.on_task import run_on_task
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
@@ -16,8 +21,8 @@ __all__ = ["main"]
 _COMMAND = Command(
     name="plan",
     summary="Ranks every mesh of so many devices by its predicted step, with the memory of a "
-    "device, and names the command for the first. Nothing is trained, and the model is never held "
-    "whole.",
+    "device, and names the command for the first. Without --num_trials nothing is trained, and the "
+    "model is never held whole.",
     example="tfparallel plan models/resnet.py --num_devices=4 --device_memory=16GiB",
 )
 
@@ -42,6 +47,7 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_integer("num_devices", 1, "How many devices there are.", flag_values=values)
     flags.DEFINE_integer("global_batch_size", 64, "Examples in a step.", flag_values=values)
+    trials_flag(values)
     balance_flags(values)
     pipeline_flags(values)
     flags.DEFINE_string(
@@ -59,7 +65,7 @@ def _flags() -> flags.FlagValues:
 
 def _problems(values: flags.FlagValues) -> list[str]:
     problems = path_problems("report", values.report, ".json") + device_memory_problems(values)
-    problems += pipeline_problems(values)
+    problems += pipeline_problems(values) + trials_problems(values)
     problems += path_problems("trace", values.trace, ".json")
     if values.draw is not None:
         is_text = values.draw.endswith(".txt")

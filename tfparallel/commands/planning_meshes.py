@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -9,6 +10,7 @@ from tfparallel import devices as device_lib
 from tfparallel.activity import Activity
 from tfparallel.commands.flags import UsageError
 from tfparallel.commands.form_flags import device_memory
+from tfparallel.commands.mesh_trials import after_trials
 from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.hybrid.mesh_plan import MeshPlan, plan_meshes
@@ -22,12 +24,9 @@ __all__ = ["answer", "nothing_fits", "plan_task"]
 
 def answer(path: str, values: flags.FlagValues) -> int:
     """Prints every mesh of the task file at `path`, the best first; returns 1 if nothing fits."""
-    if values.num_devices > 1:
-        # A trial takes two devices. Before the task file is imported, which may start TensorFlow;
-        # where there are no two, the plan does without.
-        with contextlib.suppress(ValueError, RuntimeError):
-            device_lib.choose_devices(num_devices=2)
-    found = plan_task(load_task(path), values.num_devices, values)
+    # Before the task file is imported, which may start TensorFlow.
+    devices = _devices(values)
+    found = plan_task(load_task(path), values.num_devices, values, devices)
     print("\n".join(_lines(path, values, found)))
     if values.report is not None:
         content = {"command": "plan", "task": path, **found.as_json(), "versions": versions()}
@@ -36,8 +35,29 @@ def answer(path: str, values: flags.FlagValues) -> int:
     return 0 if found.first is not None else 1
 
 
-def plan_task(task: Task, num_devices: int, values: flags.FlagValues) -> MeshPlan:
+def _devices(values) -> list[str]:
+    """Those that meshes are tried on; what is measured without trials takes two, if there are."""
+    if values.num_trials:
+        try:
+            return device_lib.choose_devices(num_devices=values.num_devices)
+        except ValueError as error:
+            raise UsageError(f"--num_trials needs the devices themselves. {error}") from error
+    if values.num_devices > 1:
+        with contextlib.suppress(ValueError, RuntimeError):
+            return device_lib.choose_devices(num_devices=2)
+    return []
+
+
+def plan_task(
+    task: Task, num_devices: int, values: flags.FlagValues, devices: Sequence[str]
+) -> MeshPlan:
     """Ranks the meshes of so many devices for a task, and shows on stderr what is measured.
+
+    Args:
+        task: The task.
+        num_devices: How many devices there are.
+        values: The flags.
+        devices: Those devices; needed for `--num_trials` alone.
 
     Raises:
         UsageError: If the model's layers cannot be seen.
@@ -54,7 +74,7 @@ def plan_task(task: Task, num_devices: int, values: flags.FlagValues) -> MeshPla
     )
     try:
         with Activity("building the model") as activity:
-            return plan_meshes(
+            found = plan_meshes(
                 task.build_model,
                 task.compile_model,
                 num_devices,
@@ -62,6 +82,9 @@ def plan_task(task: Task, num_devices: int, values: flags.FlagValues) -> MeshPla
                 batch_normalization=values.batch_normalization,
                 progress=lambda text: activity.say(f"measuring {text}"),
             )
+            if not values.num_trials:
+                return found
+            return after_trials(found, task, devices, values, activity)
     except PlacementError as error:
         raise UsageError(f"{error}\nOr name the form: --parallel=data takes any model.") from error
 
@@ -91,7 +114,7 @@ def _head(path, values, found) -> list[str]:
     if first is None:
         return [nothing_fits(found)]
     return [
-        f"first: {first.mesh}, {seconds_text(first.prediction.step_seconds)} a step; the command:",
+        f"first: {first.mesh}, {seconds_text(first.step_seconds)} a step; the command:",
         f"  {_command(path, values, first)}",
         f"why: {found.why}",
     ]
@@ -117,27 +140,33 @@ def _command(path: str, values: flags.FlagValues, candidate: Candidate) -> str:
 
 
 def _table(found: MeshPlan) -> list[str]:
-    rows = [("mesh", "step", "passes", "sums", "updates", "memory a device", "")]
+    tried = {candidate.mesh: candidate.measured_seconds for candidate in found.ranked}
+    head = ("tried",) if found.num_trials else ()
+    rows = [("mesh", *head, "step", "passes", "sums", "updates", "memory a device", "")]
     for candidate in found.ranked:
         name = str(candidate.mesh)
+        measured = tried[candidate.mesh]
+        own_trial = ["–" if measured is None else seconds_text(measured)] * len(head)
         if candidate.prediction is None:
-            rows.append((name, *5 * ["–"], candidate.why_not))
+            rows.append((name, *own_trial, *5 * ["–"], candidate.why_not))
             continue
         if candidate.mesh.pipeline > 1:
             name += f", {candidate.num_micro_batches} micro-batches"
         own = candidate.prediction
         seconds = (own.step_seconds, own.passes_seconds, own.sums_seconds, own.update_seconds)
         held = size_text(candidate.held_bytes)
-        rows.append((name, *map(seconds_text, seconds), held, candidate.why_not or ""))
+        steps = (*own_trial, *map(seconds_text, seconds))
+        rows.append((name, *steps, held, candidate.why_not or ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _rests_on(found: MeshPlan) -> list[str]:
     rows = " and ".join(map(str, found.measured_rows))
+    number = found.num_trials
     lines = [
         f"measured in {found.seconds:.0f} s, layer by layer, at {rows} rows; the steps are "
-        "predicted from that, no mesh was run"
+        f"predicted from that, {'no mesh was' if not number else f'{number} meshes were'} run"
     ]
     if not found.has_loss:
         lines.append("without the loss: made-up targets do not suit it")

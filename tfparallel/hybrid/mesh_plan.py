@@ -74,6 +74,11 @@ class MeshPlan:
         return self.ranked[0] if self.ranked[0].why_not is None else None
 
     @property
+    def num_trials(self) -> int:
+        """How many meshes were tried."""
+        return sum(candidate.measured_seconds is not None for candidate in self.ranked)
+
+    @property
     def why(self) -> str:
         """Why the first is first, in a line."""
         return why_first(self.ranked)

@@ -25,6 +25,7 @@ __all__ = [
     "rank",
     "seconds_text",
     "why_first",
+    "with_trials",
 ]
 
 BALANCES = ("time", "both", "memory")
@@ -66,6 +67,7 @@ class Candidate:
         prediction: Its step and its memory; None where the model cannot use it.
         why_not: Why it cannot be taken; None where it can.
         balance: By what it is cut; None without a pipeline.
+        measured_seconds: What a step took when the mesh was tried; None if it was not.
     """
 
     mesh: Mesh
@@ -74,11 +76,19 @@ class Candidate:
     prediction: Prediction | None = None
     why_not: str | None = None
     balance: str | None = None
+    measured_seconds: float | None = None
 
     @property
     def form(self) -> str:
         """The form that trains on the mesh, as `--parallel` names it."""
         return form_of(self.mesh)
+
+    @property
+    def step_seconds(self) -> float:
+        """A step, as measured if the mesh was tried, else as predicted."""
+        if self.measured_seconds is not None:
+            return self.measured_seconds
+        return self.prediction.step_seconds
 
     @property
     def held_bytes(self) -> int | None:
@@ -97,7 +107,7 @@ class Candidate:
                 "held_bytes": list(self.prediction.held_bytes),
                 "bubble": self.prediction.bubble,
             }
-        given = {"balance": self.balance, "why_not": self.why_not}
+        given = {name: getattr(self, name) for name in ("balance", "measured_seconds", "why_not")}
         return values | {name: value for name, value in given.items() if value is not None}
 
 
@@ -163,6 +173,31 @@ def rank(
     return sorted(found, key=place)
 
 
+def with_trials(
+    ranked: Sequence[Candidate], trials: Mapping[Mesh, float | str]
+) -> list[Candidate]:
+    """Returns candidates by what trials of some have shown: those come first, the fastest ahead.
+
+    Args:
+        ranked: What `rank` returned.
+        trials: The seconds of a step of each mesh that was tried, or why it could not be trained.
+    """
+
+    def tried(candidate: Candidate) -> Candidate:
+        found = trials.get(candidate.mesh)
+        name = "why_not" if isinstance(found, str) else "measured_seconds"
+        return candidate if found is None else dataclasses.replace(candidate, **{name: found})
+
+    def place(candidate: Candidate) -> tuple:
+        if candidate.why_not is not None:
+            return (2, 0.0)
+        if candidate.measured_seconds is None:
+            return (1, 0.0)  # As they were.
+        return (0, candidate.measured_seconds)
+
+    return sorted(map(tried, ranked), key=place)
+
+
 def why_first(ranked: Sequence[Candidate]) -> str:
     """Says in a line why the first of several is first.
 
@@ -176,13 +211,18 @@ def why_first(ranked: Sequence[Candidate]) -> str:
     if not others:
         return f"{first.mesh} is the only one that fits"
     second = others[0]
+    if first.measured_seconds is not None:
+        if second.measured_seconds is None:
+            return f"{first.mesh} is the only one that was tried"
+        share = f"{first.measured_seconds / second.measured_seconds:.0%}"
+        return f"{first.mesh} took {share} of the step of the next that was tried, {second.mesh}"
     own, other = first.prediction.step_seconds, second.prediction.step_seconds
     close = [str(c.mesh) for c in others if c.prediction.step_seconds <= own * (1 + _WITHIN)]
     if close:
         are = "is" if len(close) == 1 else "are"
         return (
             f"{first.mesh} is the fastest as predicted, but within {_WITHIN:.0%} of it {are} "
-            f"{'; '.join(close)}: measure them"
+            f"{'; '.join(close)}: measure them by --num_trials={1 + len(close)}"
         )
     parts = {
         name: seconds - first.prediction.parts[name]
