@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/meshes.py
 
-Each task is planned in a process of its own, with trials of the first meshes, and each mesh whose
-step the plan predicts is then trained, in turns, in another one. On logical devices of a CPU. What the plan calls too large is
-trained too, as the machine has the memory, and does not count as a choice.
+Each task is planned in a process of its own, with trials of the first meshes. Each mesh whose step
+the plan predicts is then trained, in turns, in another one. On logical devices of a CPU. What the
+plan calls too large is trained too, as the machine has the memory, and does not count as a choice.
 """
 
 import json
@@ -96,12 +96,13 @@ def table(name, found):
         )
     fitting = [row for row in found["rows"] if "why_not" not in row]
     best = min(row["round_seconds"] for row in fitting)
-    first = min(fitting, key=lambda row: row["step_seconds"])
+    predicted = min(fitting, key=lambda row: row["step_seconds"])["round_seconds"] / best
+    tried = fitting[0]["round_seconds"] / best
     return [
         *lines,
         "",
-        f"The first as predicted takes {first['round_seconds'] / best:.2f} times the step of the "
-        f"fastest that fits, the first after trials {fitting[0]['round_seconds'] / best:.2f} times.",
+        f"The first as predicted takes {predicted:.2f} times the step of the fastest that fits, "
+        f"the first after trials {tried:.2f} times.",
     ]
 
 
