@@ -107,6 +107,7 @@ def test_a_number_of_devices_must_be_positive(function, number):
     )
 
 
+@pytest.mark.slow
 def test_too_late_says_what_to_move():
     finished = run_python(
         "import tfparallel, tensorflow as tf\n"
@@ -126,6 +127,7 @@ def test_too_late_says_what_to_move():
     assert "In a notebook restart the kernel" in message
 
 
+@pytest.mark.slow
 def test_listing_does_not_start_the_runtime():
     finished = run_python(
         "import tfparallel\n"

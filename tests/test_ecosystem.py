@@ -59,6 +59,7 @@ def assert_equal(weights, expected):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_snapshot_trains_as_what_it_was_made_of(examples, tmp_path):
     expected = trained(examples.batch(BATCH_SIZE))
     snapshot = examples.snapshot(str(tmp_path / "snapshot")).batch(BATCH_SIZE)
@@ -66,6 +67,7 @@ def test_a_snapshot_trains_as_what_it_was_made_of(examples, tmp_path):
     assert_equal(trained(snapshot, parallel), expected)  # and read in all others.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_size", [True, False], ids=["of known size", "of unknown size"])
 def test_what_the_service_sends_trains_as_what_it_was_made_of(examples, service, has_size):
     """Plain Keras counts a step more an epoch for the end of data of unknown size; we do not."""

@@ -103,6 +103,7 @@ def test_the_users_log_level_is_kept():
     assert (finished.stdout, finished.stderr) == ("1\n", "")
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_no_information_of_tensorflows():
     # TensorFlow takes a notebook and Python's prompt, where sys.ps1 exists, for people who want it.
     program = (

@@ -256,6 +256,7 @@ def test_a_run_goes_on_under_every_other_mesh(tmp_path, in_float64):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_from_a_damaged_one_the_run_falls_back(tmp_path):
     with pytest.raises(Interruption):
         fitted(one_device, tmp_path, (1, 3))
@@ -315,6 +316,7 @@ def test_a_write_that_fails_beside_ends_the_training(tmp_path, step):
         model.fit(X, Y, batch_size=8, verbose=0, callbacks=callbacks)
 
 
+@pytest.mark.slow
 def test_what_is_written_when(tmp_path):
     options = {"checkpoint": {"every_steps": 5, "keep": 99}}
     fitted(one_device, tmp_path / "steps", **options)
@@ -325,6 +327,7 @@ def test_what_is_written_when(tmp_path):
     assert found == [14, 21]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_is_left_alone(tmp_path, capsys):
     whole = fitted(one_device, tmp_path)
     capsys.readouterr()
@@ -365,6 +368,7 @@ def test_other_configurations_and_other_data_are_refused(tmp_path):
         model.fit(X, Y, batch_size=10, callbacks=[checkpoint], verbose=0)
 
 
+@pytest.mark.slow
 def test_plain_arrays_of_fit(tmp_path):
     """No EpochBatches: what Keras makes of arrays is read and passed over."""
 

@@ -34,6 +34,7 @@ def trained(directory, callbacks=(), **options):
     return model, checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_it_ends_with_code_75_and_goes_on_from_there(tmp_path, capsys, number):
     before = signal.getsignal(number)

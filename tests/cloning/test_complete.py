@@ -200,6 +200,7 @@ def test_a_clone_is_tried_on_pictures_that_a_filter_fits_into():
     assert first.shape == (2, 32, 32, 3)
 
 
+@pytest.mark.slow
 def test_a_depthwise_convolution_puts_out_what_nobody_computed():
     """A canary: what is smaller than the filter has no output, and a batch of it proves nothing."""
     program = (

@@ -42,6 +42,7 @@ def receive(sent, count=1, **options):
     return event_loop.run(all_of_them())
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(st.text(), JSON), min_size=1, max_size=4))
 def test_what_is_sent_arrives(said):
     line = b"".join(messages.encode(message) for message in said)

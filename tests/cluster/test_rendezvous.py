@@ -251,6 +251,7 @@ def named_as_missing(text):
     return {int(index) for index in re.findall(r"worker (\d+) \(\S+\) did not come", text)}
 
 
+@pytest.mark.slow
 def test_whoever_is_missing_is_named():
     """Every set of missing workers out of 4, all jobs at the same time."""
     limit = 8.0  # Many threads on few cores.
@@ -613,6 +614,7 @@ def test_strangers_do_not_disturb(target):
         assert silent.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_a_silent_stranger_has_its_time(monkeypatch):
     monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.5)
     workers = free_addresses(2)

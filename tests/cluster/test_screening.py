@@ -172,6 +172,7 @@ step(tf.ones([4]))
 """
 
 
+@pytest.mark.slow
 def test_what_a_traced_function_raises_is_told_whole(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(TRACED)

@@ -140,6 +140,7 @@ def test_a_restart_that_succeeds(capsys):
     assert error.endswith("; restarting all workers (1 of 2)\n")
 
 
+@pytest.mark.slow
 def test_the_time_is_over():
     def wait():
         print("waiting")
@@ -154,6 +155,7 @@ def test_the_time_is_over():
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path):
     process = script(
         "import tfparallel\n"

@@ -61,6 +61,7 @@ def test_what_it_writes_trains(data_files, capsys, kind, data, more):
     assert str(data_files) not in path.read_text().partition('"""\n\n')[2], "it can be moved along"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["data", "tensor"])
 def test_what_it_writes_passes_check(tmp_path, form):
     path = tmp_path / "mine.py"

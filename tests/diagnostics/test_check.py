@@ -85,6 +85,7 @@ def wrong_in(name):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hidden", "last"])
 def test_a_layer_that_computes_something_else_is_named(name):
     report = check(build(), wrong_in(name))
@@ -107,6 +108,7 @@ def check_chaotic(make_parallel_model):
     return check(build_chaotic, make_parallel_model, batches, compile_chaotic)
 
 
+@pytest.mark.slow
 def test_a_network_that_amplifies_rounding_is_no_false_alarm():
     """Its weights end far from those of one device, and so they do after a move by one unit."""
     report = check_chaotic(data_parallel_on(2))
@@ -121,6 +123,7 @@ def test_a_network_that_amplifies_rounding_is_no_false_alarm():
     assert "this model multiplies rounding by" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_in_a_network_that_amplifies_rounding(fault):
     report = check_chaotic(FAULTS[fault](["CPU:0", "CPU:1"]))
@@ -128,6 +131,7 @@ def test_a_fault_is_found_in_a_network_that_amplifies_rounding(fault):
     assert {item.first_step for item in report.variables if item.verdict == "differs"} >= {1}
 
 
+@pytest.mark.slow
 def test_a_fault_that_strikes_late_is_found_where_the_floor_is_low():
     """The first batch is like any other, then; the seventh step is wrong."""
 
@@ -149,6 +153,7 @@ def test_a_fault_that_strikes_late_is_found_where_the_floor_is_low():
     assert {item.first_step for item in report.variables if item.verdict == "differs"} == {8}
 
 
+@pytest.mark.slow
 def test_an_accumulation_that_ends_in_the_middle_of_a_cycle_is_compared_as_the_sum_of_its_copies():
     def compile_accumulating(model):
         optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
@@ -182,6 +187,7 @@ def build_nested():
     return keras.Model(x, keras.layers.Dense(2, name="last")(inner(x)))
 
 
+@pytest.mark.slow
 def test_a_layer_of_a_model_within_a_model_is_named():
     def make(build_model):
         model = build_model()
@@ -207,6 +213,7 @@ def test_the_layers_of_a_model_within_a_model_agree_in_a_form_that_is_exact():
     assert first_difference(build_model, data_parallel_on(2), some_batches()[0], 1e-4) is None
 
 
+@pytest.mark.slow
 def test_another_learning_rate_is_found_though_all_outputs_agree():
     """Nothing but the update differs: the outputs on the first batch cannot tell."""
     rates = iter([0.01, 0.02])
@@ -221,6 +228,7 @@ def test_another_learning_rate_is_found_though_all_outputs_agree():
     assert "adam/learning_rate" in differing and any("kernel" in path for path in differing)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_found_in_the_optimizer():
     """A form that drops the last batch leaves another count of iterations."""
 
@@ -258,6 +266,7 @@ def reseeded(build_model):
     return model
 
 
+@pytest.mark.slow
 def test_other_draws_are_reproducible_and_the_layers_named():
     middle = functools.partial(keras.layers.Dropout, 0.5, name="drop")
     report = check(build(middle), reseeded)
@@ -266,6 +275,7 @@ def test_other_draws_are_reproducible_and_the_layers_named():
     assert {item.verdict for item in report.variables} == {"match", "reproducible"}
 
 
+@pytest.mark.slow
 def test_draws_that_no_seed_repeats_differ():
     calls = iter(range(100))
 
@@ -282,11 +292,13 @@ def test_draws_that_no_seed_repeats_differ():
     assert any("one seed give different weights" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_draws_that_cannot_be_turned_off_prove_nothing():
     report = check(build(Sampled), reseeded)
     assert report.verdict == "differs" and report.random_layers == ("sampled",)
 
 
+@pytest.mark.slow
 def test_wrong_sums_are_not_excused_by_dropout():
     middle = functools.partial(keras.layers.Dropout, 0.5)
     report = check(build(middle), wrong_in("hidden"))
@@ -310,6 +322,7 @@ def shift_bias(build_model, by=1e-4):
     return model
 
 
+@pytest.mark.slow
 def test_a_variable_without_gradient_is_undetermined():
     report = check(build(keras.layers.BatchNormalization, activation=None), shift_bias)
     verdicts = {item.path.partition("/")[2]: item.verdict for item in report.variables}
@@ -350,11 +363,13 @@ def test_a_variable_without_gradient_in_a_step_of_the_users_own():
     assert verdicts["hidden/kernel"] == "match"
 
 
+@pytest.mark.slow
 def test_the_same_shift_of_a_variable_with_a_gradient_differs():
     report = check(build(), shift_bias)
     assert report.verdict == "differs"
 
 
+@pytest.mark.slow
 def test_nan_fails_and_names_the_step():
     batches = some_batches()
     batches[2][0][0, 0] = np.nan
@@ -364,6 +379,7 @@ def test_nan_fails_and_names_the_step():
     assert any("not finite from step 3 on" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_the_search_is_no_part_of_the_verdict():
     """A model that cannot be probed still gets its verdict, and says why no layer is named."""
 
@@ -394,6 +410,7 @@ def test_no_batches():
         check(build(), make_same, batches=[])
 
 
+@pytest.mark.slow
 def test_a_match_says_to_how_many_digits():
     exact = check(build(), make_same, batches=some_batches(2))
     near = dataclasses.replace(
@@ -413,6 +430,7 @@ def test_a_match_says_to_how_many_digits():
     assert "OK: match: identical after step 1, 6 digits after step 20 (" in str(later)
 
 
+@pytest.mark.slow
 def test_it_holds_back_what_tensorflow_says_of_its_many_trainings():
     """Story: "5 out of the last 9 calls … triggered tf.function retracing", twice in a check."""
     told, logger = [], tf.get_logger()
@@ -435,6 +453,7 @@ def test_it_holds_back_what_tensorflow_says_of_its_many_trainings():
         logger.removeHandler(handler)
 
 
+@pytest.mark.slow
 def test_reports_are_frozen():
     report = check(build(), make_same, batches=some_batches(1))
     with pytest.raises(dataclasses.FrozenInstanceError):

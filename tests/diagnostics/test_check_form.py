@@ -32,6 +32,7 @@ def some_data(num_examples):
     return generator.normal(size=(num_examples, 4)), generator.normal(size=(num_examples, 2))
 
 
+@pytest.mark.slow
 def test_one_device_divides_nothing():
     """Story: one replica was compared with itself, and the check said OK."""
     data = some_data(16)
@@ -42,6 +43,7 @@ def test_one_device_divides_nothing():
     assert "Only one device" not in str(two)
 
 
+@pytest.mark.slow
 def test_check_from_python(tmp_path):
     path = tmp_path / "curves.png"
     report = tfparallel.check(
@@ -67,6 +69,7 @@ class Scale(keras.layers.Layer):
         return x * self.scale
 
 
+@pytest.mark.slow
 def test_a_weight_of_float32_in_a_model_of_float64_may_round_as_float32_does(in_float64):
     """A ViT with LoRA in float64: its adapters were said to differ by 1e-7 under every split."""
 
@@ -89,6 +92,7 @@ def wrong(build_model):
     return model
 
 
+@pytest.mark.slow
 def test_check_from_python_takes_a_form_of_the_users_own():
     report = tfparallel.check(
         build, compile_model, some_data(8), parallel=wrong, global_batch_size=4, steps=1

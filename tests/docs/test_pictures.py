@@ -30,6 +30,7 @@ def words(path):
     return re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_every_picture_has_its_program(drawn):
     assert {path.name for path in drawn.iterdir()} == {p.name for p in PICTURES.glob("*.svg")}
 

@@ -96,6 +96,7 @@ def test_there_are_none_where_nobody_records(monkeypatch):
     assert not [op for op in operations if op.type == "Timestamp"]
 
 
+@pytest.mark.slow
 def test_deterministic_operations_have_no_clock(tmp_path):
     """Story: `check` of a job on GPUs, which asks for them, stopped in its first step."""
     program = f"""

@@ -106,6 +106,7 @@ def test_rounding_is_exact_and_a_rate_that_is_a_millionth_larger_is_not():
     assert seen.verdict == SILENT and seen.is_finding and 1e-9 < seen.relative < 1e-5
 
 
+@pytest.mark.slow
 def test_a_maximum_of_equal_windows_is_rounding():
     """Which of two equal tokens has the gradient: Adam squares them one by one."""
     convolution = Block("layers.Conv1D(3, 2, padding='causal', dilation_rate=2)")
@@ -143,6 +144,7 @@ def test_what_one_device_does_not_train_is_discarded():
         OneDevice.train(dataclasses.replace(SMALLEST, optimizer="'no such optimizer'"))
 
 
+@pytest.mark.slow
 def test_a_finding_shrinks_to_the_layer_that_shows_it(monkeypatch):
     """Without training: whatever has a RunningSum is wrong."""
     trained = []

@@ -133,6 +133,7 @@ def test_it_is_plain_keras_by_itself(tmp_path):
                 np.testing.assert_array_equal(value, other)
 
 
+@pytest.mark.slow
 def test_other_forms_take_it_as_plain_keras():
     def build():
         return keras.Sequential(

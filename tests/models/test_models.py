@@ -29,6 +29,7 @@ def test_every_file_in_models_is_known_here():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_builds_compiles_and_trains_a_step(name):
     task = load(name)

@@ -109,6 +109,7 @@ def on_replicas(case, number, steps=STEPS, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "number"), [*((case, 3) for case in CASES), ("mask", 1), ("loss scaling", 1)]
 )
@@ -184,6 +185,7 @@ def test_dropout_draws_the_masks_of_each_batch(in_float64):
     assert apart(*models) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(in_float64, tmp_path):
     class Interrupts(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -230,6 +232,7 @@ def grown(number, rows, epochs=3, callbacks=()):
     return model
 
 
+@pytest.mark.slow
 def test_auto_grows_where_a_larger_batch_pays(in_float64, capsys):
     model = grown(2, noisy)
     assert model.num_accumulated_steps == 8  # Doubled at the end of three epochs.
@@ -240,6 +243,7 @@ def test_auto_grows_where_a_larger_batch_pays(in_float64, capsys):
     assert grown(2, clear).num_accumulated_steps == 1
 
 
+@pytest.mark.slow
 def test_auto_goes_on_where_it_was(in_float64, tmp_path):
     grown(2, noisy, 2, [tfparallel.callbacks.Checkpoint(tmp_path)])
     model = grown(3, noisy, 3, [tfparallel.callbacks.Checkpoint(tmp_path)])

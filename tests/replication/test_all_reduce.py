@@ -43,6 +43,7 @@ def trained(make_model, **options):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"global_clipnorm": 0.1}, {"gradient_accumulation_steps": 2}], ids=str
 )
@@ -99,6 +100,7 @@ def test_each_device_adds_its_blocks_and_updates_with_its_own_sum(options):
         assert joined and {o.device[-5:] for o in joined} == {op.device[-5:]}
 
 
+@pytest.mark.slow
 def test_auto_measures_once_and_says_why():
     model = trained(lambda: tfparallel.data_parallel(build_model, devices=DEVICES,
                                                      all_reduce="auto"))  # fmt: skip

@@ -151,6 +151,7 @@ class InGroups(layers.Layer):
         return ops.reshape(groups - ops.mean(groups, axis=0), (-1, x.shape[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Clipped, OfEachRow])
 def test_batches_of_a_known_size_train_as_on_one_device(make, in_float64):
     weights = []

@@ -163,6 +163,7 @@ def assert_equal(variables, expected):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clipnorm", "adam"])
 def test_an_optimizer_may_be_prepared_outside_the_scope(strategy, name):
     expected, _ = train_on_one_device(OPTIMIZERS[name]())
@@ -170,6 +171,7 @@ def test_an_optimizer_may_be_prepared_outside_the_scope(strategy, name):
     assert_equal(model.variables, expected.variables)
 
 
+@pytest.mark.slow
 def test_the_shards_sizes_matter():
     """A plain mean of the replicas' gradients differs: the test above could fail."""
     strategy = tfparallel.MirroredStrategy(THREE)

@@ -564,6 +564,7 @@ def test_keras_loses_the_pending_gradient_when_a_generator_ends():
     assert apart > 1e-3
 
 
+@pytest.mark.slow
 def test_the_pending_gradient_outlives_the_end_of_a_generator():
     expected = trained_on(accumulating(), known_length())
     model = tfparallel.data_parallel(accumulating, devices=THREE)

@@ -51,6 +51,7 @@ def examples(count, features=8):
     return x, np.arange(count) % 3
 
 
+@pytest.mark.slow
 def test_steps_and_epochs_after_the_first_trace_nothing(model, traces):
     x, y = examples(52)
     arguments = {"batch_size": 16, "verbose": 0, "validation_data": (x[:20], y[:20])}

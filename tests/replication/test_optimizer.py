@@ -49,6 +49,7 @@ def count_sums(nodes):
     return found
 
 
+@pytest.mark.slow
 def test_without_accumulation_each_step_sums():
     in_step, _ = sums_of_gradients(None)
     assert in_step > 0

@@ -78,6 +78,7 @@ WHY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHOICES)
 def test_it_trains_as_one_device_and_joins_where_it_must(in_float64, name):
     seen, weights = [], np.linspace(0.5, 2, 19 * 4).reshape(19, 4)

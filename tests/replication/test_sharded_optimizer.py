@@ -87,6 +87,7 @@ def test_it_trains_as_one_device_does(in_float64, name):
         assert all((copy == copies[0]).all() for copy in copies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
@@ -98,6 +99,7 @@ def test_options_of_keras(in_float64, options):
     assert apart(model, one) < 1e-9
 
 
+@pytest.mark.slow
 def test_embeddings_and_constraints(in_float64):
     one = trained(seeded(build_embedding), optimizers.Adam(0.05), build_embedding)
     model = trained(on_replicas(3, build_embedding), optimizers.Adam(0.05), build_embedding)
@@ -199,6 +201,7 @@ def test_a_replica_holds_its_share_of_the_slots():
         assert 0.25 <= held / whole < 0.35  # The kernel of the first layer has five rows.
 
 
+@pytest.mark.slow
 def test_a_file_holds_whole_slots_and_is_read_anywhere(in_float64, tmp_path):
     whole = trained(seeded(build), optimizers.Adam(0.05), epochs=2)
     first = trained(on_replicas(2), optimizers.Adam(0.05), epochs=1)

@@ -58,6 +58,7 @@ def numbers_of(logs):
     return [(batch, {name: float(value) for name, value in each.items()}) for batch, each in logs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_callbacks_see_what_keras_shows_them(form):
     expected, safe, asking = Sees(False), Sees(True), Sees(False)

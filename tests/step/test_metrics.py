@@ -109,6 +109,7 @@ def joined_in(model, form) -> collections.Counter:
     return collections.Counter(shape[-1] for shape in shapes if shape.rank == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_no_other_output_meets(form):
     model = compiled(FORMS[form]())

@@ -108,6 +108,7 @@ def test_a_model_that_nobody_compiled_predicts_beside_a_gpu(form, beside_a_gpu):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_model_with_a_step_of_its_own_holds_one_that_is_compiled(jit_compile):
     class Student(keras.Model):
@@ -196,6 +197,7 @@ def test_a_layer_that_xla_cannot_compile_is_said():
 # What is compiled, and what is not.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_compiled_dropout_draws_what_it_draws_on_one_device(form):
     """XLA draws others than TensorFlow's kernels: they show what is compiled."""

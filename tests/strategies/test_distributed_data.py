@@ -42,6 +42,7 @@ def assert_same(model, expected):
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_fit_evaluate_and_predict_take_what_the_strategy_has_distributed():
     strategy, plain = tfparallel.MirroredStrategy(TWO), compiled_model()
     model = under(strategy)
@@ -60,6 +61,7 @@ def test_fit_evaluate_and_predict_take_what_the_strategy_has_distributed():
     )
 
 
+@pytest.mark.slow
 def test_arrays_and_then_a_distributed_data_set_as_keras_own_test_has_it():
     strategy, plain = tfparallel.MirroredStrategy(TWO), compiled_model()
     model = under(strategy)

@@ -113,6 +113,7 @@ def test_it_prints_as_it_was_asked_for(spec):
     assert compression_of(None) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
