@@ -41,7 +41,9 @@ def main(path, plan_path, output, num_rounds):
 
     task = load_task(path)
     data, _ = task.load_data()
-    (batch,) = first_batches(data, global_batch_size=plan["batch_size"], seed=0, num_batches=1)
+    batch, _ = first_batches(  # The last one is short.
+        data, global_batch_size=plan["batch_size"], seed=0, num_batches=2
+    )
     dataset = tf.data.Dataset.from_tensors(batch).repeat(STEPS_OF_A_ROUND)
     models, found = [], []
     for candidate in plan["meshes"]:

@@ -38,7 +38,8 @@ def test_the_first_meshes_are_tried(tmp_path):
     code, shown, said = run("plan", MLP, "--num_devices=2", "--num_trials=2", f"--report={report}")
     assert code == 0, said
     assert re.search(r"^mesh +tried +step ", shown, re.MULTILINE)
-    assert "predicted from that, 2 meshes were run" in shown
+    assert re.search(r" ms a step, measured; the command:$", shown.splitlines()[0])
+    assert re.search(r"^measured in .*; 2 meshes tried in \d+ s$", shown, re.MULTILINE)
     first, second, *others = json.loads(report.read_text())["meshes"]
     assert 0 < first["measured_seconds"] <= second["measured_seconds"]
     assert not any("measured_seconds" in each for each in others)
@@ -49,7 +50,7 @@ def test_a_mesh_that_cannot_be_trained_is_listed_and_the_next_is_tried():
     task = TASKS / "comparing_loss.py"
     code, shown, said = run("plan", task, "--num_devices=2", "--num_trials=4")
     assert code == 0, said
-    assert "predicted from that, 2 meshes were run" in shown
+    assert "; 2 meshes tried in " in shown
     lines = [line for line in shown.splitlines() if line.endswith(" the batch is divided")]
     assert sorted(line.split()[0].rstrip(",") for line in lines) == ["data=2", "pipeline=2"]
     assert shown.startswith(("first: one device, ", "first: tensor=2, "))
@@ -87,6 +88,21 @@ def test_auto_trains_to_the_weights_of_one_device(tmp_path):
     assert told["layout"]["mesh"] == first["mesh"]
 
 
+@pytest.mark.nightly
+def test_auto_trains_what_was_the_fastest_when_tried(tmp_path):
+    report = tmp_path / "auto.json"
+    flags = ["--parallel=auto", "--num_devices=2", "--num_trials=3", f"--report={report}"]
+    code, shown, said = run("train", BLOBS, "--epochs=1", *flags)
+    assert code == 0, said
+    told = json.loads(report.read_text())
+    tried = [each for each in told["plan"]["meshes"] if "measured_seconds" in each]
+    assert len(tried) == 3 and told["plan"]["measured"]["trial_seconds"] > 0
+    fastest = min(tried, key=lambda each: each["measured_seconds"])
+    assert fastest == tried[0] and told["configuration"]["parallel"] == fastest["form"]
+    assert told["configuration"]["num_trials"] == 0
+    assert re.search(r"^--parallel=auto takes .* (tried|alike)", shown, re.MULTILINE)
+
+
 @pytest.mark.slow
 def test_auto_on_one_device_measures_nothing():
     code, shown, said = run("train", BLOBS, "--parallel=auto", "--device_type=cpu")
@@ -104,9 +120,9 @@ def test_auto_on_one_device_measures_nothing():
         (["train", BLOBS, "--parallel=auto", "--all_reduce=ring"], "with --parallel=auto"),
         (["plan", BLOBS, "--parallel=model", "--schedule=gpipe"], "with --parallel=model"),
         (["plan", BLOBS, "--parallel=hybrid"], "auto, model, pipeline"),
-        (["plan", BLOBS, "--parallel=model", "--num_trials=2"], "with --parallel=model. Drop"),
-        (["train", BLOBS, "--num_trials=2"], "with --parallel=data. Drop --num_trials"),
-        (["plan", BLOBS, "--num_trials=-1"], "0 for none. Received: --num_trials=-1"),
+        (["plan", BLOBS, "--parallel=model", "--num_trials=2"], "=model. Take --parallel=auto, or"),
+        (["train", BLOBS, "--num_trials=2"], "=data. Take --parallel=auto, or"),
+        (["plan", BLOBS, "--num_trials=-1"], "must be 0 or more. Received: --num_trials=-1"),
     ],
     ids=["mesh", "workers", "all_reduce", "schedule", "form", "trials", "of data", "negative"],
 )

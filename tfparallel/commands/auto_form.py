@@ -91,7 +91,7 @@ def _planned(path, values, devices) -> MeshPlan:
 def _name_form(values: flags.FlagValues, first: Candidate, devices: list[str]) -> None:
     """Has the flags say what was chosen, as if it had been asked for."""
     mesh = first.mesh
-    values.parallel = first.form
+    values.parallel, values.num_trials = first.form, 0
     if values.devices is not None:
         values.devices = devices[: mesh.size]
     else:

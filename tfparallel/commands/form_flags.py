@@ -5,20 +5,16 @@ from absl import flags
 from tfparallel.collectives.compression_name import FORMS, CompressionName
 from tfparallel.commands.help import define_choice
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
+from tfparallel.commands.plan_flags import plan_flags, plan_problems
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import synchronization
 from tfparallel.size_text import parse_bytes
 
 __all__ = [
-    "balance_flags",
     "bucket_bytes",
     "common_flags",
     "common_problems",
-    "device_memory",
-    "device_memory_problems",
     "numbers_flags",
-    "trials_flag",
-    "trials_problems",
 ]
 
 PRECISIONS = ("float32", "float64", "mixed_float16", "mixed_bfloat16")
@@ -137,8 +133,7 @@ def common_flags() -> flags.FlagValues:
         "For --all_reduce=auto: measure at the first step if no profile was saved.",
         flag_values=values,
     )
-    trials_flag(values)
-    balance_flags(values)
+    plan_flags(values)
     define_choice(
         values,
         "convolutions",
@@ -177,72 +172,9 @@ def numbers_flags(values: flags.FlagValues) -> None:
     )
 
 
-def balance_flags(values: flags.FlagValues) -> None:
-    """Adds the flags that choose where a model is cut."""
-    define_choice(
-        values,
-        "balance",
-        "memory",
-        {
-            "memory": "bytes that a stage holds",
-            "time": "seconds of a stage, measured first",
-            "both": "the larger of the two shares",
-        },
-        "For model, pipeline and hybrid: what the cut between the devices spreads evenly. Without "
-        "the flag pipeline and hybrid are cut by time.",
-    )
-    flags.DEFINE_string(
-        "device_memory",
-        None,
-        "For model, pipeline and hybrid: what a stage may hold, such as 16GiB; for auto: what any "
-        "device may. No limit if absent.",
-        flag_values=values,
-    )
-
-
-def trials_flag(values: flags.FlagValues) -> None:
-    """Adds the flag that says how many meshes of a plan are tried."""
-    flags.DEFINE_integer(
-        "num_trials",
-        0,
-        "For auto: train the first N meshes of the plan for a moment, on the task's own data, and "
-        "take the fastest of these.",
-        flag_values=values,
-    )
-
-
-def trials_problems(values: flags.FlagValues) -> list[str]:
-    """Returns what is wrong with --num_trials."""
-    if values.num_trials < 0:
-        return [
-            "A number of meshes is required; 0 for none. "
-            f"Received: --num_trials={values.num_trials}."
-        ]
-    if values.num_trials and values.parallel != "auto":
-        return [
-            "--num_trials is of the meshes that --parallel=auto ranks. Received: --num_trials="
-            f"{values.num_trials} with --parallel={values.parallel}. Drop --num_trials."
-        ]
-    return []
-
-
-def device_memory(values: flags.FlagValues) -> int | None:
-    """Returns what --device_memory says, in bytes."""
-    return None if values.device_memory is None else parse_bytes(values.device_memory)
-
-
 def bucket_bytes(values: flags.FlagValues) -> int | None:
     """Returns what --bucket_bytes says, in bytes."""
     return None if values.bucket_bytes is None else parse_bytes(values.bucket_bytes)
-
-
-def device_memory_problems(values: flags.FlagValues) -> list[str]:
-    """Returns what is wrong with --device_memory."""
-    try:
-        device_memory(values)
-    except ValueError as error:
-        return [f"--device_memory: {error}"]
-    return []
 
 
 def _mesh_problems(values: flags.FlagValues) -> list[str]:
@@ -406,9 +338,13 @@ def common_problems(values: flags.FlagValues) -> list[str]:
     except ValueError as error:
         problems.append(f"--compression: {error}")
     problems += _update_problems(values)
-    problems += device_memory_problems(values)
+    problems += plan_problems(values)
+    if values.split_gpu and values.parallel == "auto":
+        problems.append(
+            "--parallel=auto plans for devices that are there. Received: --split_gpu with "
+            "--parallel=auto. Name the form: --parallel=data, or drop --split_gpu."
+        )
     problems += _mesh_problems(values)
-    problems += trials_problems(values)
     problems += pipeline_problems(values)
     has_stages = values.parallel in ("model", "pipeline", "hybrid", "auto")
     if not has_stages and (values.device_memory or values.balance != "memory"):

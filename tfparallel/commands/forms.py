@@ -17,8 +17,9 @@ from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.choice import all_reduce_report
 from tfparallel.commands.flags import StartError, UsageError
-from tfparallel.commands.form_flags import bucket_bytes, device_memory
+from tfparallel.commands.form_flags import bucket_bytes
 from tfparallel.commands.pipeline_flags import pipeline_choices
+from tfparallel.commands.plan_flags import device_memory
 from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.layout.mesh import Mesh

@@ -1,10 +1,12 @@
-"""`--num_trials`: the first meshes of a plan, each trained for a moment on the task's own data."""
+"""`--num_trials`: the first meshes of a plan, each trained for a moment on a batch of the task."""
 
 import dataclasses
 import gc
 import math
 import statistics
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -16,26 +18,48 @@ from tfparallel.commands.flags import UsageError
 from tfparallel.commands.forms import Form
 from tfparallel.commands.numbers_of_task import compiling
 from tfparallel.commands.pipeline_flags import pipeline_choices
-from tfparallel.data.batches import first_batches
+from tfparallel.data.batches import batches_dataset, first_batches
 from tfparallel.hybrid.mesh_plan import MeshPlan
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.ranking import Candidate, with_trials
 from tfparallel.notice import unnoticed
 from tfparallel.task import Task, TaskError
 
-__all__ = ["after_trials"]
+__all__ = ["after_trials", "batch_of"]
 
-_SECONDS, _LEAST_STEPS, _MOST_STEPS = 1.0, 5, 50  # Of a trial, behind the steps that warm it up.
+_SECONDS, _LEAST_CALLS, _MOST_CALLS = 1.0, 5, 50  # Of a trial, once it is warm.
+
+# What a form, TensorFlow or XLA may raise for one mesh, and not for the next.
+_REFUSALS = (
+    UsageError, ValueError, TypeError, RuntimeError, NotImplementedError, tf.errors.OpError,
+)  # fmt: skip
+
+
+def batch_of(task: Task, global_batch_size: int) -> tuple[Any, ...]:
+    """Returns the first batch of a task's data, as NumPy arrays.
+
+    Raises:
+        TaskError: If the data is none of what `train` takes.
+    """
+    data, _ = task.load_data()
+    try:
+        batch, _ = first_batches(  # The last one is short.
+            data, global_batch_size=global_batch_size, seed=0, num_batches=2
+        )
+    except ValueError as error:
+        raise TaskError(str(error)) from error
+    return batch
 
 
 def after_trials(
     found: MeshPlan,
     task: Task,
+    batch: tuple[Any, ...],
     devices: Sequence[str],
     values: flags.FlagValues,
     activity: Activity,
 ) -> MeshPlan:
-    """Returns a plan whose first meshes have been tried, the fastest of these ahead.
+    """Returns a plan whose first meshes have been tried, the fastest first.
 
     One is held at a time: each fits the devices, but several may not. A mesh that cannot be trained
     is listed with the reason, and the next one is tried.
@@ -43,54 +67,69 @@ def after_trials(
     Args:
         found: The plan.
         task: The task.
-        devices: Those that it was made for.
+        batch: What every step is given.
+        devices: Those that the plan was made for.
         values: The flags.
         activity: Shows what is tried.
 
     Raises:
-        TaskError: If the task's data is none of what `train` takes.
+        TaskError: If no mesh can be trained.
     """
-    data, _ = task.load_data()
-    try:
-        (batch,) = first_batches(
-            data, global_batch_size=values.global_batch_size, seed=0, num_batches=1
-        )
-    except ValueError as error:
-        raise TaskError(str(error)) from error
+    started = time.perf_counter()
     trials: dict[Mesh, float | str] = {}
+    error: Exception | None = None
     fitting = (candidate for candidate in found.ranked if candidate.why_not is None)
     while sum(isinstance(trial, float) for trial in trials.values()) < values.num_trials:
         candidate = next(fitting, None)
         if candidate is None:
             break
         activity.say(f"trying {candidate.mesh}")
-        trials[candidate.mesh] = _trial(candidate, task, batch, devices, values)
-    return dataclasses.replace(found, ranked=with_trials(found.ranked, trials))
+        try:
+            trials[candidate.mesh] = _trial(candidate, task, batch, devices, values)
+        except _REFUSALS as refusal:
+            if isinstance(refusal, TaskError):
+                raise
+            trials[candidate.mesh], error = _reason(refusal), refusal
+    if trials and all(isinstance(trial, str) for trial in trials.values()):
+        reasons = "; ".join(f"{mesh}: {reason}" for mesh, reason in trials.items())
+        raise TaskError(f"No mesh could be trained. Received: {reasons}.") from error
+    return dataclasses.replace(
+        found,
+        ranked=with_trials(found.ranked, trials),
+        trial_seconds=time.perf_counter() - started,
+    )
 
 
-def _trial(candidate, task, batch, devices, values) -> float | str:
-    """A step's seconds, or why there is none."""
-    form = _form(candidate, devices, values)
+def _reason(error: Exception) -> str:
+    """The first sentence of an error."""
+    if isinstance(error, tf.errors.ResourceExhaustedError):
+        return "out of memory when it was tried"
+    return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+
+
+def _trial(candidate, task, batch, devices, values) -> float:
+    """Trains the task on a mesh for a moment; returns the seconds of a step."""
+    model = None
+    policy, is_shown = keras.config.dtype_policy(), keras.config.is_interactive_logging_enabled()
     try:
         with unnoticed():
-            model = form.build(task.build_model)
+            model = _form(candidate, devices, values).build(task.build_model)
         jit_compile = values.jit_compile if "jit_compile" in values else None
         compiling(task.compile_model, jit_compile)(model)
-        return _step_seconds(model, tf.data.Dataset.from_tensors(batch))
-    except tf.errors.ResourceExhaustedError:
-        return "out of memory when it was tried"
-    except (UsageError, ValueError) as error:
-        return str(error).partition(". ")[0].partition("\n")[0]
+        return _step_seconds(model, batch)
     finally:
-        model = None
-        keras.backend.clear_session()
+        del model
+        keras.backend.clear_session()  # Which forgets the two below.
+        keras.config.set_dtype_policy(policy)
+        if not is_shown:
+            keras.config.disable_interactive_logging()
         gc.collect()
 
 
 def _form(candidate: Candidate, devices: Sequence[str], values: flags.FlagValues) -> Form:
     """The form that `--parallel=auto` starts for the mesh."""
     mesh, cut = candidate.mesh, {}
-    if candidate.form in ("pipeline", "hybrid"):
+    if mesh.pipeline > 1:
         cut = {
             **pipeline_choices(values),
             "num_micro_batches": candidate.num_micro_batches,
@@ -98,18 +137,21 @@ def _form(candidate: Candidate, devices: Sequence[str], values: flags.FlagValues
         }
     if candidate.form == "hybrid":
         cut |= {"mesh": mesh, "allow_independent_workers": True}
+        cut |= {"batch_normalization": values.batch_normalization}
     return Form(candidate.form, list(devices[: mesh.size]), cut=cut)
 
 
-def _step_seconds(model: keras.Model, batches: tf.data.Dataset) -> float:
+def _step_seconds(model: keras.Model, batch: tuple[Any, ...]) -> float:
     """The lower quartile of some steps of `fit`, behind those that trace it and warm it up."""
+    steps_of_a_call = model.steps_per_execution
+    batches = batches_dataset([batch]).cache()
 
-    def seconds(num_steps: int) -> list[float]:
+    def seconds(num_calls: int) -> list[float]:
         steps = StepTime()
-        dataset = batches.repeat(num_steps + 1)
+        dataset = batches.repeat(steps_of_a_call * (1 + num_calls))
         model.fit(dataset, shuffle=False, verbose=0, callbacks=[steps])
-        return steps.seconds[1:]
+        return [each / steps_of_a_call for each in steps.seconds[1:]]
 
-    once = min(seconds(2))
-    number = math.ceil(_SECONDS / max(once, 1e-6))
-    return statistics.quantiles(seconds(min(max(number, _LEAST_STEPS), _MOST_STEPS)))[0]
+    once = steps_of_a_call * min(seconds(2))
+    num_calls = math.ceil(_SECONDS / max(once, 1e-6))
+    return statistics.quantiles(seconds(min(max(num_calls, _LEAST_CALLS), _MOST_CALLS)))[0]

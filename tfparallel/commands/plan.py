@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.commands.flags import Command, path_problems
-from tfparallel.commands.form_flags import (
-    balance_flags,
-    device_memory_problems,
-    trials_flag,
-    trials_problems,
-)
 from tfparallel.commands.help import define_choice
 from tfparallel.commands.on_task import run_on_task
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
+from tfparallel.commands.plan_flags import plan_flags, plan_problems
 
 __all__ = ["main"]
 
@@ -47,8 +42,7 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_integer("num_devices", 1, "How many devices there are.", flag_values=values)
     flags.DEFINE_integer("global_batch_size", 64, "Examples in a step.", flag_values=values)
-    trials_flag(values)
-    balance_flags(values)
+    plan_flags(values)
     pipeline_flags(values)
     flags.DEFINE_string(
         "draw", None, "For pipeline: draw the schedule here (.png or .txt).", flag_values=values
@@ -64,8 +58,8 @@ def _flags() -> flags.FlagValues:
 
 
 def _problems(values: flags.FlagValues) -> list[str]:
-    problems = path_problems("report", values.report, ".json") + device_memory_problems(values)
-    problems += pipeline_problems(values) + trials_problems(values)
+    problems = path_problems("report", values.report, ".json") + plan_problems(values)
+    problems += pipeline_problems(values)
     problems += path_problems("trace", values.trace, ".json")
     if values.draw is not None:
         is_text = values.draw.endswith(".txt")

@@ -4,7 +4,7 @@ from absl import flags
 
 from tfparallel.activity import Activity
 from tfparallel.commands.flags import UsageError
-from tfparallel.commands.form_flags import device_memory
+from tfparallel.commands.plan_flags import device_memory
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.placement.placement_plan import Plan, plan
 from tfparallel.placement.stages import PlacementError

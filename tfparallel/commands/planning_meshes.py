@@ -9,9 +9,9 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.activity import Activity
 from tfparallel.commands.flags import UsageError
-from tfparallel.commands.form_flags import device_memory
-from tfparallel.commands.mesh_trials import after_trials
+from tfparallel.commands.mesh_trials import after_trials, batch_of
 from tfparallel.commands.pipeline_flags import pipeline_choices
+from tfparallel.commands.plan_flags import device_memory
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.hybrid.mesh_plan import MeshPlan, plan_meshes
 from tfparallel.layout.ranking import BALANCES, Candidate, Choices, seconds_text
@@ -36,11 +36,11 @@ def answer(path: str, values: flags.FlagValues) -> int:
 
 
 def _devices(values) -> list[str]:
-    """Those that meshes are tried on; what is measured without trials takes two, if there are."""
+    """Those for trials; without trials two, if there are two, for what a step takes anyway."""
     if values.num_trials:
         try:
             return device_lib.choose_devices(num_devices=values.num_devices)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise UsageError(f"--num_trials needs the devices themselves. {error}") from error
     if values.num_devices > 1:
         with contextlib.suppress(ValueError, RuntimeError):
@@ -61,6 +61,7 @@ def plan_task(
 
     Raises:
         UsageError: If the model's layers cannot be seen.
+        TaskError: If no mesh can be trained.
     """
     asked = pipeline_choices(values)
     choices = Choices(
@@ -74,6 +75,10 @@ def plan_task(
     )
     try:
         with Activity("building the model") as activity:
+            batch = None
+            if values.num_trials:  # A mistake in it is told before anything is measured.
+                activity.say("loading the data")
+                batch = batch_of(task, values.global_batch_size)
             found = plan_meshes(
                 task.build_model,
                 task.compile_model,
@@ -82,9 +87,9 @@ def plan_task(
                 batch_normalization=values.batch_normalization,
                 progress=lambda text: activity.say(f"measuring {text}"),
             )
-            if not values.num_trials:
+            if batch is None:
                 return found
-            return after_trials(found, task, devices, values, activity)
+            return after_trials(found, task, batch, devices, values, activity)
     except PlacementError as error:
         raise UsageError(f"{error}\nOr name the form: --parallel=data takes any model.") from error
 
@@ -113,8 +118,9 @@ def _head(path, values, found) -> list[str]:
     first = found.first
     if first is None:
         return [nothing_fits(found)]
+    measured = "" if first.measured_seconds is None else ", measured"
     return [
-        f"first: {first.mesh}, {seconds_text(first.step_seconds)} a step; the command:",
+        f"first: {first.mesh}, {seconds_text(first.step_seconds)} a step{measured}; the command:",
         f"  {_command(path, values, first)}",
         f"why: {found.why}",
     ]
@@ -163,11 +169,16 @@ def _table(found: MeshPlan) -> list[str]:
 
 def _rests_on(found: MeshPlan) -> list[str]:
     rows = " and ".join(map(str, found.measured_rows))
-    number = found.num_trials
     lines = [
         f"measured in {found.seconds:.0f} s, layer by layer, at {rows} rows; the steps are "
-        f"predicted from that, {'no mesh was' if not number else f'{number} meshes were'} run"
+        "predicted from that, no mesh was run"
     ]
+    if found.num_trials:
+        meshes = f"{found.num_trials} mesh{'es' * (found.num_trials > 1)}"
+        lines = [
+            f"measured in {found.seconds:.0f} s, layer by layer, at {rows} rows, from which steps "
+            f"are predicted; {meshes} tried in {found.trial_seconds:.0f} s"
+        ]
     if not found.has_loss:
         lines.append("without the loss: made-up targets do not suit it")
     if found.num_cores is not None and found.num_devices > 1:

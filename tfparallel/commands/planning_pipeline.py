@@ -6,8 +6,8 @@ from absl import flags
 
 from tfparallel.activity import Activity
 from tfparallel.commands.flags import UsageError
-from tfparallel.commands.form_flags import device_memory
 from tfparallel.commands.pipeline_flags import pipeline_choices
+from tfparallel.commands.plan_flags import device_memory
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.layout.drawing import as_text, write_picture, write_trace
 from tfparallel.layout.schedule import ScheduleError, make_schedule

@@ -56,7 +56,8 @@ class MeshPlan:
         num_cores: That logical CPU devices share; None where there are GPUs.
         measured_rows: The numbers of rows that layers were measured at.
         has_loss: Whether the loss was measured.
-        seconds: How long all of it took.
+        seconds: How long the measuring took.
+        trial_seconds: How long the trials of meshes took.
     """
 
     ranked: Sequence[Candidate]
@@ -67,6 +68,7 @@ class MeshPlan:
     measured_rows: Sequence[int]
     has_loss: bool
     seconds: float
+    trial_seconds: float = 0.0
 
     @property
     def first(self) -> Candidate | None:
@@ -96,6 +98,7 @@ class MeshPlan:
                 "num_cores": self.num_cores,
                 "loss": self.has_loss,
                 "seconds": self.seconds,
+                "trial_seconds": self.trial_seconds,
             },
         }
 

@@ -1,4 +1,4 @@
-"""Which mesh is the fastest of those that fit: all of them, by their predicted steps.
+"""Which mesh is the fastest of those that fit: all of them, by predicted steps or by trials.
 
 Candidates are the meshes that take all devices, and one device alone: where devices share cores,
 nothing else may be as fast. What the model cannot use, or what exceeds a device's memory, is listed
@@ -176,7 +176,7 @@ def rank(
 def with_trials(
     ranked: Sequence[Candidate], trials: Mapping[Mesh, float | str]
 ) -> list[Candidate]:
-    """Returns candidates by what trials of some have shown: those come first, the fastest ahead.
+    """Returns candidates in the order of their trials; what was not tried stands behind.
 
     Args:
         ranked: What `rank` returned.
@@ -185,14 +185,17 @@ def with_trials(
 
     def tried(candidate: Candidate) -> Candidate:
         found = trials.get(candidate.mesh)
-        name = "why_not" if isinstance(found, str) else "measured_seconds"
-        return candidate if found is None else dataclasses.replace(candidate, **{name: found})
+        if isinstance(found, str):
+            return dataclasses.replace(candidate, prediction=None, why_not=found)
+        return dataclasses.replace(candidate, measured_seconds=found)
 
     def place(candidate: Candidate) -> tuple:
+        if candidate.prediction is None:
+            return (3, 0.0)
         if candidate.why_not is not None:
-            return (2, 0.0)
+            return (2, 0.0)  # As they were, as the next ones.
         if candidate.measured_seconds is None:
-            return (1, 0.0)  # As they were.
+            return (1, 0.0)
         return (0, candidate.measured_seconds)
 
     return sorted(map(tried, ranked), key=place)
@@ -202,27 +205,29 @@ def why_first(ranked: Sequence[Candidate]) -> str:
     """Says in a line why the first of several is first.
 
     Args:
-        ranked: What `rank` returned.
+        ranked: What `rank` or `with_trials` returned.
     """
     fitting = [candidate for candidate in ranked if candidate.why_not is None]
     if not fitting:
         return "no mesh fits"
     first, *others = fitting
     if not others:
-        return f"{first.mesh} is the only one that fits"
+        return f"{first.mesh} is the only one that can be taken"
     second = others[0]
     if first.measured_seconds is not None:
         if second.measured_seconds is None:
             return f"{first.mesh} is the only one that was tried"
-        share = f"{first.measured_seconds / second.measured_seconds:.0%}"
-        return f"{first.mesh} took {share} of the step of the next that was tried, {second.mesh}"
+        share = first.measured_seconds / second.measured_seconds
+        if share > 1 - _WITHIN:
+            return f"{first.mesh} and {second.mesh} were the fastest of those tried, and are alike"
+        return f"{first.mesh} took {share:.0%} of the step of the next one tried, {second.mesh}"
     own, other = first.prediction.step_seconds, second.prediction.step_seconds
     close = [str(c.mesh) for c in others if c.prediction.step_seconds <= own * (1 + _WITHIN)]
     if close:
         are = "is" if len(close) == 1 else "are"
         return (
             f"{first.mesh} is the fastest as predicted, but within {_WITHIN:.0%} of it {are} "
-            f"{'; '.join(close)}: measure them by --num_trials={1 + len(close)}"
+            f"{'; '.join(close)}: compare them by --num_trials={1 + len(close)}"
         )
     parts = {
         name: seconds - first.prediction.parts[name]
