@@ -87,12 +87,12 @@ def table(name, found):
         told = ", ".join(sizes) or "one device"
         told += " (too large)" if "why_not" in row else ""
         step, own = 1e3 * row["step_seconds"], 1e3 * row["round_seconds"]
-        held, counted = row["predicted_bytes"] / 2**20, row["held"] / 2**20
+        held, counted = row["predicted_bytes"] / 2**20, (row["held"] or 0) / 2**20
         of_counted = f"{held / counted - 1:+.0%}" if counted > LEAST_MIB else "–"
         tried = f"{1e3 * row['measured_seconds']:.1f}" if "measured_seconds" in row else "–"
         lines.append(
             f"| {told} | {step:.1f} | {tried} | {own:.1f} | {step / own - 1:+.0%} | {held:.1f} | "
-            f"{counted:.1f} | {of_counted} |"
+            f"{f'{counted:.1f}' if counted else '–'} | {of_counted} |"
         )
     fitting = [row for row in found["rows"] if "why_not" not in row]
     best = min(row["round_seconds"] for row in fitting)

@@ -45,7 +45,7 @@ def main(path, plan_path, output, num_rounds):
         data, global_batch_size=plan["batch_size"], seed=0, num_batches=2
     )
     dataset = tf.data.Dataset.from_tensors(batch).repeat(STEPS_OF_A_ROUND)
-    models, found = [], []
+    models, found, counts_memory = [], [], counts()
     for candidate in plan["meshes"]:
         if "step_seconds" not in candidate:
             continue
@@ -55,11 +55,12 @@ def main(path, plan_path, output, num_rounds):
         task.compile_model(model)
         model.fit(dataset, verbose=0)
         kept = counted("current") - before
-        tf.config.experimental.reset_memory_stats("CPU:0")
+        if counts_memory:
+            tf.config.experimental.reset_memory_stats("CPU:0")
         before = counted("current")
         model.fit(dataset, verbose=0)
         models.append(model)
-        held = kept + counted("peak") - before
+        held = kept + counted("peak") - before if counts_memory else None
         found.append({**candidate, "held": held, "rounds": []})
     for index in range(num_rounds):
         pairs = list(zip(models, found, strict=True))
@@ -91,7 +92,14 @@ def build(task, candidate, devices):
 def counted(which):
     import tensorflow as tf
 
+    if not counts():
+        return 0
     return tf.config.experimental.get_memory_info("CPU:0")[which]
+
+
+def counts():
+    """Whether TensorFlow counts this CPU's memory; it does where oneDNN is."""
+    return tfparallel.devices.peak_tensor_bytes() is not None
 
 
 if __name__ == "__main__":
