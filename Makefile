@@ -114,6 +114,7 @@ bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.
 	$(BIN)/python benchmarks/scaling.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/first_epoch.py
 	$(BIN)/python benchmarks/model_parallel.py
+	$(BIN)/python benchmarks/meshes.py
 	$(BIN)/python benchmarks/pipeline.py $(WITH_TORCH)
 	$(BIN)/python benchmarks/restarts.py
 	$(BIN)/python benchmarks/restarts.py --standby --num_kills=5
