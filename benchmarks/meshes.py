@@ -55,7 +55,7 @@ def measure(path, *flags, options):
     with tempfile.TemporaryDirectory() as name:
         plan, run = pathlib.Path(name, "plan.json"), pathlib.Path(name, "run.json")
         command = [sys.executable, RUN, "plan", path, *flags]
-        command += [f"--{name}={getattr(options, name)}" for name in ("num_devices", "num_trials")]
+        command += [f"--num_devices={options.num_devices}", f"--num_trials={options.num_trials}"]
         call([*command, f"--report={plan}"], options.busy)
         call([sys.executable, RUN, path, plan, run, options.num_rounds], options.busy)
         rows = json.loads(run.read_text())

@@ -36,7 +36,7 @@ def answer(path: str, values: flags.FlagValues) -> int:
 
 
 def _devices(values) -> list[str]:
-    """Those for trials; without trials two, if there are two, for what a step takes anyway."""
+    """The devices for trials. Without trials two, if there are two, to time a tiny model on."""
     if values.num_trials:
         try:
             return device_lib.choose_devices(num_devices=values.num_devices)
@@ -146,12 +146,11 @@ def _command(path: str, values: flags.FlagValues, candidate: Candidate) -> str:
 
 
 def _table(found: MeshPlan) -> list[str]:
-    tried = {candidate.mesh: candidate.measured_seconds for candidate in found.ranked}
     head = ("tried",) if found.num_trials else ()
     rows = [("mesh", *head, "step", "passes", "sums", "updates", "memory a device", "")]
     for candidate in found.ranked:
         name = str(candidate.mesh)
-        measured = tried[candidate.mesh]
+        measured = candidate.measured_seconds
         own_trial = ["–" if measured is None else seconds_text(measured)] * len(head)
         if candidate.prediction is None:
             rows.append((name, *own_trial, *5 * ["–"], candidate.why_not))
@@ -160,9 +159,8 @@ def _table(found: MeshPlan) -> list[str]:
             name += f", {candidate.num_micro_batches} micro-batches"
         own = candidate.prediction
         seconds = (own.step_seconds, own.passes_seconds, own.sums_seconds, own.update_seconds)
-        held = size_text(candidate.held_bytes)
-        steps = (*own_trial, *map(seconds_text, seconds))
-        rows.append((name, *steps, held, candidate.why_not or ""))
+        texts = (*own_trial, *map(seconds_text, seconds), size_text(candidate.held_bytes))
+        rows.append((name, *texts, candidate.why_not or ""))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 

@@ -193,7 +193,7 @@ def with_trials(
         if candidate.prediction is None:
             return (3, 0.0)
         if candidate.why_not is not None:
-            return (2, 0.0)  # As they were, as the next ones.
+            return (2, 0.0)  # Those of one number stay in the order that they had.
         if candidate.measured_seconds is None:
             return (1, 0.0)
         return (0, candidate.measured_seconds)
