@@ -12,6 +12,8 @@ READY := $(VENV)/.ready
 TORCH_VENV := .venv-torch
 TORCH ?= $(TORCH_VENV)/bin/python
 WITH_TORCH := $(if $(TORCH),--torch=$(TORCH))
+# Empty where none of the benchmarks that are asked for has PyTorch beside it.
+BESIDE_TORCH := $(if $(BENCHMARKS),$(filter all_reduce scaling pipeline slow_link,$(BENCHMARKS)),all)
 DOCS_VENV := .venv-docs
 # Two devices on any machine; with two GPUs: make demo DEMO_DEVICES=--device_type=gpu
 # With one: make demo DEMO_DEVICES=--split_gpu
@@ -108,23 +110,6 @@ $(TORCH_VENV)/.ready:
 	$(TORCH_VENV)/bin/python $(INSTALL) torch numpy
 	@touch $@
 
-bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(TORCH_VENV)/.ready)
-	$(BIN)/python benchmarks/data_parallel.py
-	$(BIN)/python benchmarks/all_reduce.py $(WITH_TORCH)
-	$(BIN)/python benchmarks/scaling.py $(WITH_TORCH)
-	$(BIN)/python benchmarks/first_epoch.py
-	$(BIN)/python benchmarks/model_parallel.py
-	$(BIN)/python benchmarks/meshes.py
-	$(BIN)/python benchmarks/pipeline.py $(WITH_TORCH)
-	$(BIN)/python benchmarks/restarts.py
-	$(BIN)/python benchmarks/restarts.py --standby --num_kills=5
-	$(BIN)/python benchmarks/elastic.py
-	$(BIN)/python benchmarks/elastic.py --standby
-	$(BIN)/python benchmarks/faults.py  # Two of the kinds need root.
-	$(BIN)/python benchmarks/diagnosis.py
-	$(BIN)/python benchmarks/asynchronous.py
-	$(BIN)/python benchmarks/sync.py
-	$(BIN)/python benchmarks/compressed_sums.py
-	$(BIN)/python benchmarks/slow_link.py $(WITH_TORCH)  # As root; measures nothing otherwise.
-	$(BIN)/python benchmarks/choice.py  # Eight processes on all cores.
-	$(BIN)/python benchmarks/summary.py
+# Some hours; some of them: make bench BENCHMARKS="faults sync". As root, or a few measure nothing.
+bench: $(READY) $(if $(filter $(TORCH_VENV)/bin/python,$(TORCH)),$(if $(BESIDE_TORCH),$(TORCH_VENV)/.ready))
+	$(BIN)/python benchmarks/all.py $(if $(BESIDE_TORCH),$(WITH_TORCH)) $(BENCHMARKS)

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/summary.py
 
 It measures nothing itself: it reads the figures that the other programs left in RESULTS.md, and
-counts the lines of the package. `make bench` runs it last.
+counts the lines of the package. `benchmarks/all.py` runs it last.
 """
 
 import datetime
