@@ -5,7 +5,7 @@ import pytest
 from keras import layers
 
 from tfparallel.hybrid import mesh_plan
-from tfparallel.layout.calibration import Trials
+from tfparallel.layout.calibration import TinySteps
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.ranking import Choices
 from tfparallel.placement.problems import PlacementError
@@ -24,7 +24,7 @@ def made_up_seconds(monkeypatch):
 
     monkeypatch.setattr(mesh_plan, "measured_seconds", seconds)
     monkeypatch.setattr(mesh_plan, "measured_side_by_side", lambda *given: 2.0)
-    monkeypatch.setattr(mesh_plan, "measured_trials", lambda *given: Trials(0.0))
+    monkeypatch.setattr(mesh_plan, "measured_tiny_steps", lambda *given: TinySteps(0.0))
     monkeypatch.setattr(mesh_plan, "measured_update", lambda optimizer: {64: 0.0, 2**22: 0.0})
     monkeypatch.setattr(mesh_plan, "measured_loss", lambda model, rows: 0.0)
     monkeypatch.setattr(mesh_plan, "measured_sum", lambda: 0.0)

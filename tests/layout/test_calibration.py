@@ -2,13 +2,13 @@
 
 import pytest
 
-from tfparallel.layout.calibration import Trials, calibrated
+from tfparallel.layout.calibration import TinySteps, calibrated
 from tfparallel.layout.costs import Line, Machine
 
 
 def test_what_was_measured_is_predicted_again():
     # Four weights are updated: a second each.
-    overhead, machine = calibrated(Trials(10.0, 13.0, 24.0), Line(1.0, 0.0), Machine())
+    overhead, machine = calibrated(TinySteps(10.0, 13.0, 24.0), Line(1.0, 0.0), Machine())
     assert overhead == 6.0
     assert machine.replica_seconds == pytest.approx(1.5)
     # Two stages update two weights each at the same time: 24 - 6 - 2 are calls. Of forward and
@@ -17,11 +17,11 @@ def test_what_was_measured_is_predicted_again():
 
 
 def test_on_busy_cores_all_calls_stand_behind_each_other():
-    overhead, machine = calibrated(Trials(10.0, None, 26.0), Line(), Machine(side_by_side=1.0))
+    overhead, machine = calibrated(TinySteps(10.0, None, 26.0), Line(), Machine(side_by_side=1.0))
     assert overhead == 10.0 and machine.replica_seconds == 0.0
     assert machine.call_seconds == pytest.approx(16.0 / (2 * 2 * 4))
 
 
 def test_less_than_nothing_is_nothing():
-    overhead, machine = calibrated(Trials(1.0, 0.5, 0.5), Line(1.0, 0.0), Machine())
+    overhead, machine = calibrated(TinySteps(1.0, 0.5, 0.5), Line(1.0, 0.0), Machine())
     assert (overhead, machine.replica_seconds, machine.call_seconds) == (0.0, 0.0, 0.0)

@@ -5,16 +5,16 @@ import functools
 import keras
 
 from tfparallel import devices as device_lib
-from tfparallel.layout.calibration import NUM_MICRO_BATCHES, NUM_ROWS, Trials
+from tfparallel.layout.calibration import NUM_MICRO_BATCHES, NUM_ROWS, TinySteps
 from tfparallel.notice import unnoticed
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.timing import measured_overhead
 from tfparallel.replication.data_parallel import data_parallel
 
-__all__ = ["measured_trials"]
+__all__ = ["measured_tiny_steps"]
 
 
-def measured_trials(optimizer: keras.Optimizer, num_devices: int) -> Trials:
+def measured_tiny_steps(optimizer: keras.Optimizer, num_devices: int) -> TinySteps:
     """Measures the steps of the tiny model; those on two devices where there are two.
 
     Args:
@@ -23,13 +23,13 @@ def measured_trials(optimizer: keras.Optimizer, num_devices: int) -> Trials:
     """
     measured = functools.partial(measured_overhead, optimizer, NUM_ROWS)
     if num_devices == 1:
-        return Trials(measured())
+        return TinySteps(measured())
     try:
         devices = device_lib.choose_devices(num_devices=2)
     except (ValueError, RuntimeError):  # One GPU; or TensorFlow has started on one CPU.
-        return Trials(measured())
+        return TinySteps(measured())
     with unnoticed():
-        return Trials(
+        return TinySteps(
             measured(),
             measured(lambda build: data_parallel(build, devices=devices)),
             measured(

@@ -16,7 +16,7 @@ import keras
 from tfparallel.cluster.environment import available_cores
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.devices import list_devices
-from tfparallel.hybrid.form_overhead import measured_trials
+from tfparallel.hybrid.form_overhead import measured_tiny_steps
 from tfparallel.hybrid.part_timing import measured_whole_shares
 from tfparallel.layers.optimizer import split_updates
 from tfparallel.layers.tensor_parallel import parts_planned
@@ -135,13 +135,13 @@ def plan_meshes(
     sizes = _sizes(num_devices, choices)
     cores = None if list_devices("GPU") else len(available_cores())
     progress("steps of a tiny model")
-    trials = measured_trials(model.optimizer, num_devices)
+    tiny_steps = measured_tiny_steps(model.optimizer, num_devices)
     costs, has_loss = _model_costs(model, sizes, progress)
     machine = Machine(sum_seconds=_sum_seconds(progress))
     if num_devices > 1:
         costs = _with_parts(model, costs, num_devices, choices.batch_size, progress)
         machine = _sharing(model, costs, machine, num_devices, cores, sizes[0], progress)
-    overhead, machine = calibrated(trials, costs.update, machine)
+    overhead, machine = calibrated(tiny_steps, costs.update, machine)
     costs = dataclasses.replace(costs, overhead_seconds=overhead)
     ranked = rank(
         costs,

@@ -12,7 +12,7 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.prediction import Pieces, Prediction, predict
 from tfparallel.layout.schedule import make_schedule
 
-__all__ = ["NUM_MICRO_BATCHES", "NUM_ROWS", "NUM_WEIGHTS", "Trials", "calibrated"]
+__all__ = ["NUM_MICRO_BATCHES", "NUM_ROWS", "NUM_WEIGHTS", "TinySteps", "calibrated"]
 
 NUM_ROWS, NUM_MICRO_BATCHES = 8, 4  # Of the tiny model's batch, and in its stages.
 NUM_WEIGHTS = 2  # Of each of its two layers.
@@ -20,7 +20,7 @@ _CALL = 1e-3  # Seconds, to see how a step grows with those of a call.
 
 
 @dataclasses.dataclass(frozen=True)
-class Trials:
+class TinySteps:
     """Measured steps of the tiny model, in seconds.
 
     Attributes:
@@ -34,23 +34,23 @@ class Trials:
     stages: float | None = None
 
 
-def calibrated(trials: Trials, update: Line, machine: Machine) -> tuple[float, Machine]:
+def calibrated(steps: TinySteps, update: Line, machine: Machine) -> tuple[float, Machine]:
     """Returns what any step takes, and the machine with what replicas and calls take.
 
     Args:
-        trials: What was measured.
+        steps: What was measured.
         update: As `ModelCosts` has it.
         machine: What the devices share.
     """
     layers = [LayerCosts(name, Line(), num_trained=NUM_WEIGHTS) for name in ("first", "second")]
     costs = ModelCosts(layers, update=update)
-    overhead = max(trials.alone - _tiny(costs, Mesh(), machine).step_seconds, 0.0)
+    overhead = max(steps.alone - _tiny(costs, Mesh(), machine).step_seconds, 0.0)
     costs = dataclasses.replace(costs, overhead_seconds=overhead)
-    if trials.replicas is not None:
-        more = trials.replicas - _tiny(costs, Mesh(data=2), machine).step_seconds
+    if steps.replicas is not None:
+        more = steps.replicas - _tiny(costs, Mesh(data=2), machine).step_seconds
         machine = dataclasses.replace(machine, replica_seconds=max(more, 0.0) / 2)
-    if trials.stages is not None:
-        more = trials.stages - _tiny(costs, Mesh(pipeline=2), machine).step_seconds
+    if steps.stages is not None:
+        more = steps.stages - _tiny(costs, Mesh(pipeline=2), machine).step_seconds
         with_calls = dataclasses.replace(machine, call_seconds=_CALL)
         grown = _tiny(costs, Mesh(pipeline=2), with_calls).passes_seconds / _CALL
         machine = dataclasses.replace(machine, call_seconds=max(more, 0.0) / grown)
