@@ -27,6 +27,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfparallel
 from tests.parity.case import (
     SEED,
     Builder,
@@ -54,6 +55,7 @@ FORMS = (
     "pipeline_parallel",
     "hybrid_parallel",
 )
+PACKAGE = os.path.dirname(tfparallel.__file__) + os.sep
 FOUR = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 SLACK, SMALLEST, NUM_MOVED = 100.0, 1e-9, 5
 # Keras's LoRA has weights of float32 whatever the policy is; the tolerance is that of parity.
@@ -277,7 +279,7 @@ def of_error(form: str, error: Exception) -> Outcome:
     """A refusal, if the error is ours and says what it received."""
     text = first_sentence(str(error))[:400]
     places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    ours = any(f"{os.sep}tfparallel{os.sep}" in place for place in places[-3:])
+    ours = any(place.startswith(PACKAGE) for place in places[-3:])
     plain = isinstance(error, (ValueError, RuntimeError)) and not isinstance(
         error, tf.errors.OpError
     )
