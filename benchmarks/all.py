@@ -8,8 +8,8 @@ not hold up the others. Ends with code 1 if any failed.
 """
 
 import argparse
+import contextlib
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -45,7 +45,6 @@ SECONDS_TO_END = 60
 
 def main(arguments):
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = [name for name in BENCHMARKS if name in (options.names or BENCHMARKS)]
     minutes, failed = {}, []
     for index, name in enumerate(names, 1):
@@ -61,6 +60,7 @@ def main(arguments):
     print()
     for name, taken in minutes.items():
         print(f"{name:<17}{taken:6.1f} min  {'failed' if name in failed else 'ok'}")
+    sys.stdout.flush()  # Before what stderr says.
     if failed:
         raise RuntimeError(f"failed: {', '.join(failed)}")
 
@@ -89,6 +89,10 @@ def call(command):
     process = subprocess.Popen([sys.executable, FOLDER / program, *flags])
     try:
         return process.wait()
+    except KeyboardInterrupt:  # It received the Ctrl-C as well, and ends what it started.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_END)
+        raise
     finally:
         if process.poll() is None:
             process.terminate()

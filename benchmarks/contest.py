@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pathlib
+import signal
 import sys
 
 import blocks
@@ -176,7 +177,11 @@ def footer(program, described, options, *names):
 
 
 def run(main):
-    """Runs a benchmark's `main`; what it could not do is a line, not a trace."""
+    """Runs a benchmark's `main`; what it could not do is a line, not a trace.
+
+    SIGTERM ends it as Ctrl-C does: with all that it has started.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         sys.exit(main(sys.argv[1:]))
     except RuntimeError as error:

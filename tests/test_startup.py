@@ -1,5 +1,6 @@
 """The start: nothing loaded too early, nothing printed, one warning for another version."""
 
+import gc
 import os
 import pathlib
 import subprocess
@@ -235,3 +236,15 @@ def test_another_keras_backend_is_refused():
     assert message.startswith("RuntimeError: tfparallel trains Keras models on TensorFlow")
     assert "Received: backend 'jax' (from environment variable KERAS_BACKEND)" in message
     assert "KERAS_BACKEND=tensorflow" in message
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_garbage_collector_is_as_it_was_even_behind_an_import_that_fails(was_enabled):
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with pytest.raises(ImportError), startup._without_collections():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()

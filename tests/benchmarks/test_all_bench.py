@@ -1,5 +1,6 @@
 """`make bench`: one program after another, real processes, without what they measure."""
 
+import contextlib
 import importlib
 import os
 import pathlib
@@ -22,26 +23,57 @@ benchmarks.contest.run(benchmarks.main)
 """
 
 
+# A benchmark that has started a process, which it ends when it ends itself.
+WITH_A_CHILD = """\
+import os, pathlib, subprocess, sys, time
+sys.path.insert(0, {folder!r})
+import contest
+
+def main(arguments):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        pathlib.Path("{pids}.new").write_text(f"{{os.getpid()}} {{child.pid}}")
+        os.rename("{pids}.new", "{pids}")
+        time.sleep(600)
+    finally:
+        time.sleep(1)  # As long as some take.
+        child.kill()
+        child.wait()
+
+contest.run(main)
+"""
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts the runner on small programs of the test's own."""
+    started = []
 
     def start(*names, **programs):
         for name, text in {"summary": "print('summed up')", **programs}.items():
             (tmp_path / f"{name}.py").write_text(text)
         driver = DRIVER.format(folder=str(BENCHMARKS), programs=str(tmp_path))
-        return subprocess.Popen(
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        process = subprocess.Popen(
             [sys.executable, "-c", driver, *names],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment, start_new_session=True,
         )  # fmt: skip
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
 
-def test_every_program_exists_and_is_named_in_the_makefile(monkeypatch):
+def test_every_program_exists_and_the_makefile_names_those_beside_torch(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("all")
     assert all((BENCHMARKS / program).is_file() for program, *_ in module.BENCHMARKS.values())
+    assert (BENCHMARKS / module.SUMMARY[0]).is_file()
     makefile = (BENCHMARKS.parent / "Makefile").read_text(encoding="utf-8")
     assert " ".join(n for n in module.BENCHMARKS if n in module.BESIDE_TORCH) in makefile
 
@@ -61,15 +93,21 @@ def test_only_those_that_are_named_run(start):
     assert "three" in text and "one" not in text and "two" not in text
 
 
-def test_a_program_does_not_outlive_the_runner(start, tmp_path):
-    write = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
-    process = start(first=write.replace("'pid'", repr(str(tmp_path / "pid"))))
+@pytest.mark.parametrize(
+    ("number", "send", "code"),
+    [(signal.SIGTERM, os.kill, 143), (signal.SIGINT, os.killpg, 130)],
+    ids=["SIGTERM to the runner", "Ctrl-C to all"],
+)
+def test_nothing_outlives_the_runner(start, tmp_path, number, send, code):
+    pids = tmp_path / "pids"
+    process = start(first=WITH_A_CHILD.format(folder=str(BENCHMARKS), pids=pids))
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+    while not pids.exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    send(process.pid, number)
     process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 128 + signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert process.returncode == code
+    for pid in map(int, pids.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
