@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -117,3 +121,55 @@ def test_the_callers_event_loop_is_left_alone():
     finally:
         asyncio.set_event_loop(None)
         own.close()
+
+
+INTERRUPTED = """
+import asyncio, random, signal
+from tfparallel.cluster import event_loop
+
+async def two_busy_tasks():
+    # By the clock it comes between any two instructions, as from a keyboard.
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.001))
+    other = asyncio.create_task(busy())
+    try:
+        await busy()
+    finally:
+        other.cancel()
+        await asyncio.wait([other])
+
+async def busy():
+    while True:
+        await asyncio.sleep(0)
+
+signal.signal(signal.SIGALRM, lambda *call: signal.getsignal(signal.SIGINT)(*call))
+for _ in range(1000):
+    try:
+        event_loop.run(two_busy_tasks())
+    except KeyboardInterrupt:
+        continue
+    raise SystemExit("the interrupt is lost")
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+
+
+def test_an_interrupt_ends_the_loop_wherever_it_comes():
+    """Python's own handler, in the middle of the loop, can lose what was to wake a task."""
+    subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, timeout=60)
+
+
+def test_the_callers_own_handler_of_interrupts_is_left_alone():
+    def own(number, frame):
+        heard.append(number)
+
+    async def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.01)
+        return "goes on"
+
+    heard = []
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        assert event_loop.run(interrupted()) == "goes on"
+        assert signal.getsignal(signal.SIGINT) is own and heard == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
