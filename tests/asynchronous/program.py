@@ -170,20 +170,22 @@ class Named(keras.Model):
     staleness = 3
 
 
-def main(folder):
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
+def one_case(name):
+    model_of, optimizer, options = CASES[name]
+    model, one = made(model_of), alone(model_of)
+    history = trained(model, model_of, optimizer, **options)
+    expected = trained(one, model_of, optimizer, **options)
+    assert set(history) == set(expected), (set(history), set(expected))
+    return {
+        "weights": apart(model, one),
+        "logs": max(float(np.abs(np.subtract(history[k], expected[k])).max()) for k in history),
+        "largest staleness": model.staleness["largest"],
+    }
+
+
+def a_run(folder):
+    """Interrupted, resumed, saved in the middle and at the end; and that of a built model."""
     found = {}
-    for name, (model_of, optimizer, options) in CASES.items():
-        model, one = made(model_of), alone(model_of)
-        history = trained(model, model_of, optimizer, **options)
-        expected = trained(one, model_of, optimizer, **options)
-        assert set(history) == set(expected), (set(history), set(expected))
-        found[name] = {
-            "weights": apart(model, one),
-            "logs": max(float(np.abs(np.subtract(history[k], expected[k])).max()) for k in history),
-            "largest staleness": model.staleness["largest"],
-        }
     model, one = made(dense), alone(dense)
 
     class Interrupts(keras.callbacks.Callback):
@@ -217,8 +219,13 @@ def main(folder):
     built = tfparallel.data_parallel(alone(dense), sync="async")
     trained(built, dense, adam())
     found["built"] = apart(built, one)
+    return found | {"layout": str(built.layout), "bytes": built.bytes_of_a_step}
+
+
+def refusals():
     x, y = data(dense)
-    compiled = alone(dense)
+    model, compiled = made(dense), alone(dense)
+    model.compile("sgd", "mse")
     compiled.compile("sgd", "mse")
 
     def own_step():
@@ -226,24 +233,34 @@ def main(folder):
         model.compile("sgd", "mse")
         model.fit(x, y, verbose=0)
 
-    found["refused"] = {
-        "train_on_batch": refused(lambda: built.train_on_batch(x, y)),
+    return {
+        "train_on_batch": refused(lambda: model.train_on_batch(x, y)),
         "own step": refused(own_step),
-        "XLA": refused(lambda: built.compile("sgd", "mse", jit_compile=True)),
+        "XLA": refused(lambda: model.compile("sgd", "mse", jit_compile=True)),
         "compiled": refused(lambda: tfparallel.data_parallel(compiled, sync="async")),
         "beside": refused(
             lambda: tfparallel.data_parallel(dense, sync="async", compression="bf16")
         ),
         "names": refused(lambda: made(Named)),
         "scaled": refused(
-            lambda: built.compile(keras.optimizers.LossScaleOptimizer(adam()()), "mse")
+            lambda: model.compile(keras.optimizers.LossScaleOptimizer(adam()()), "mse")
         ),
     }
-    found["layout"] = str(built.layout)
-    found["bytes"] = built.bytes_of_a_step
+
+
+def main(folder, *parts):
+    """Writes what is asked for: the names of cases, "a run", "refused"."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    found = {}
+    for part in parts:
+        if part == "a run":
+            found |= a_run(folder)
+        else:
+            found[part] = refusals() if part == "refused" else one_case(part)
     with open(f"{folder}/found.json", "w") as file:
         json.dump(found, file)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

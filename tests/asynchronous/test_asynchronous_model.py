@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.commands.command_line import ROOT, TASKS
+from tests.parts import each_a_part, parts_asked_for
 from tfparallel.asynchronous.in_flight import InFlight, least_staleness, steps_ahead
 
 from .program import CASES
@@ -20,7 +21,7 @@ from .program import CASES
 PROGRAM = pathlib.Path(__file__).with_name("program.py")
 TFPARALLEL = [sys.executable, "-m", "tfparallel"]
 TRAIN = [*TFPARALLEL, "train", str(TASKS / "blobs.py"), "--sync=async"]
-DEADLINE_SECONDS = 400
+DEADLINE_SECONDS = 600
 
 
 def launch(num_workers, *command, num_servers=1):
@@ -36,16 +37,17 @@ def run(*command):
 
 
 @pytest.fixture(name="found", scope="module")
-def run_program(tmp_path_factory):
+def run_program(request, tmp_path_factory):
     """One worker, so that nothing is stale."""
     folder = tmp_path_factory.mktemp("asynchronous")
-    code, shown, said = run(*launch(1, sys.executable, PROGRAM, folder))
+    parts = parts_asked_for(request)
+    code, shown, said = run(*launch(1, sys.executable, PROGRAM, folder, *parts))
     assert code == 0, shown + said
     return json.loads((folder / "found.json").read_text())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", each_a_part(CASES))
 def test_one_worker_is_one_device(found, case):
     """Weights, losses and metrics: those that add up, and one of which the chief sees the rows."""
     assert found[case]["weights"] < 1e-12 and found[case]["logs"] < 1e-12
@@ -53,6 +55,7 @@ def test_one_worker_is_one_device(found, case):
 
 
 @pytest.mark.slow
+@pytest.mark.part("a run")
 def test_a_run_is_resumed_saved_and_made_of_a_built_model(found):
     assert max(found[name] for name in ("resumed", "built", "in the middle")) < 1e-12
     assert found["saved"] == {"class": "keras.src.models.sequential", "apart": 0}
@@ -61,6 +64,7 @@ def test_a_run_is_resumed_saved_and_made_of_a_built_model(found):
 
 
 @pytest.mark.slow
+@pytest.mark.part("refused")
 @pytest.mark.parametrize(
     ("case", "message"),
     [

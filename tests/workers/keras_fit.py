@@ -225,28 +225,33 @@ def part_compiled_outside_the_scope(scope):
     model.inner.fit(x, x, batch_size=4, verbose=0)
 
 
-def main(folder):
+# What is written to, by what writes to it in the folder of a worker, or of all of them as on a
+# shared file system.
+WITH_FILES = {
+    "with callbacks": lambda scope, own, shared: train_with_callbacks(scope, own / "straight"),
+    "resumed": lambda scope, own, shared: interrupted_and_resumed(scope, own / "interrupted"),
+    "shared": lambda scope, own, shared: train_with_callbacks(scope, shared),
+}
+OTHERS = {
+    "bfloat16": pure_bfloat16,
+    "outside": compiled_outside_the_scope,
+    "part outside": part_compiled_outside_the_scope,
+}
+
+
+def main(folder, parts):
     keras.config.set_floatx("float64")
     import tfparallel
 
-    strategy = tfparallel.MultiWorkerMirroredStrategy()
-    own = pathlib.Path(folder) / f"worker_{tfparallel.worker_index()}"
+    scope = tfparallel.MultiWorkerMirroredStrategy().scope
+    folder = pathlib.Path(folder)
+    own, shared = folder / f"worker_{tfparallel.worker_index()}", folder / "shared"
     results = {}
-    for name, function in WITHOUT_FILES.items():
-        results[name] = attempt(lambda function=function: function(strategy.scope))
-    results["with callbacks"] = attempt(
-        lambda: train_with_callbacks(strategy.scope, own / "straight")
-    )
-    results["resumed"] = attempt(
-        lambda: interrupted_and_resumed(strategy.scope, own / "interrupted")
-    )
-    results["bfloat16"] = attempt(lambda: pure_bfloat16(strategy.scope))
-    results["outside"] = attempt(lambda: compiled_outside_the_scope(strategy.scope))
-    results["part outside"] = attempt(lambda: part_compiled_outside_the_scope(strategy.scope))
-    # The same folder for all workers, as on a shared file system.
-    results["shared"] = attempt(
-        lambda: train_with_callbacks(strategy.scope, pathlib.Path(folder) / "shared")
-    )
+    for part in parts:
+        if part in WITH_FILES:
+            results[part] = attempt(lambda part=part: WITH_FILES[part](scope, own, shared))
+        else:
+            results[part] = attempt(lambda part=part: (WITHOUT_FILES | OTHERS)[part](scope))
     return results
 
 

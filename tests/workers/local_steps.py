@@ -1,5 +1,7 @@
 """What each worker of `test_local_steps.py` runs."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -148,73 +150,101 @@ def masks():
     return losses
 
 
-def main(folder):
-    keras.config.set_floatx("float64")
-    workers = tfparallel.MultiWorkerMirroredStrategy().workers
-    found = {}
-    exact, exact_history = trained("every_step", last=5, validates=True)
+def between_workers(workers, values):
+    """How far the values of a worker are from those of worker 0, at most."""
+    flat = np.concatenate([np.ravel(v) for v in values]).astype("float64")[None]
+    of_all = workers.all_gather([tf.constant(flat)], [1] * workers.num_workers)[0].numpy()
+    return float(np.abs(of_all - of_all[0]).max())
+
+
+@functools.cache
+def exact():
+    return trained("every_step", last=5, validates=True)
+
+
+def every_step(workers, folder):
+    """Averaged after each step."""
     model, history = trained("local_sgd:1", last=5, validates=True)
-    found["every step"] = apart(exact.get_weights(), model.get_weights())
-    of_validation = {k: v for k, v in exact_history.items() if k.startswith("val")}
-    found["validation"] = largest(history, of_validation)
-    for every, last in ((2, 5), (3, 1), (100, ROWS)):
-        model, history = trained(f"local_sgd:{every}", last=last)
-        flat = np.concatenate([w.ravel() for w in model.get_weights()])[None]
-        of_all = workers.all_gather([tf.constant(flat)], [1] * workers.num_workers)[0].numpy()
-        found[f"{every}, {last}"] = {
-            "by hand": apart(model.get_weights(), by_hand(every, 5, last)),
-            "between workers": float(np.abs(of_all - of_all[0]).max()),
-            "history": history,
-            "examples": 4 * ROWS + last,
-        }
-    model, _ = trained("post_local_sgd:10,4", last=5)
-    found["until it begins"] = apart(exact.get_weights(), model.get_weights())
-    exact, _ = trained("every_step", last=5, epochs=3)
+    validation = {k: v for k, v in exact()[1].items() if k.startswith("val")}
+    return {
+        "weights": apart(exact()[0].get_weights(), model.get_weights()),
+        "validation": largest(history, validation),
+    }
+
+
+def averaged(workers, every, last):
+    model, history = trained(f"local_sgd:{every}", last=last)
+    return {
+        "by hand": apart(model.get_weights(), by_hand(every, 5, last)),
+        "between workers": between_workers(workers, model.get_weights()),
+        "history": history,
+        "examples": 4 * ROWS + last,
+    }
+
+
+def post_local_sgd(workers, folder):
+    until_it_begins, _ = trained("post_local_sgd:10,4", last=5)
+    longer, _ = trained("every_step", last=5, epochs=3)
     model, history = trained("post_local_sgd:7,2", last=5, epochs=3)
-    found["post_local_sgd"] = {
-        "from exact": apart(exact.get_weights(), model.get_weights()),
+    return {
+        "until it begins": apart(exact()[0].get_weights(), until_it_begins.get_weights()),
+        "from exact": apart(longer.get_weights(), model.get_weights()),
         "history": history,
         "examples": 4 * ROWS + 5,
     }
-    found["bytes"] = {}
+
+
+def sent_bytes(workers, folder):
+    found = {}
     for name, sync in (("every step", "every_step"), ("local", "local_sgd:4")):
         before = workers.traffic.read()["sums"]
         model, _ = trained(sync, num_batches=40, epochs=1)
-        found["bytes"][name] = workers.traffic.read()["sums"] - before
+        found[name] = workers.traffic.read()["sums"] - before
     before = workers.traffic.read()["sums"]
     model.evaluate(*data(1), verbose=0)  # Nothing was trained since the end of the epoch.
-    found["bytes"]["evaluate"] = workers.traffic.read()["sums"] - before
-    found["bytes"]["of weights"] = sum(w.nbytes for w in model.get_weights())
+    found["evaluate"] = workers.traffic.read()["sums"] - before
+    found["of weights"] = sum(w.nbytes for w in model.get_weights())
+    return found
+
+
+def in_the_middle(workers, folder):
     reads = Evaluates()
     _, history = trained("local_sgd:2", callbacks=[reads])
-    found["in the middle"] = {"evaluated": reads.seen, "history": history}
+    return {"evaluated": reads.seen, "history": history}
 
-    def with_adam(sync, epochs, *callbacks):
+
+def resumed(workers, folder, every):
+    def with_adam(epochs, *callbacks):
         optimizer = keras.optimizers.Adam(0.05)
-        model, _ = trained(sync, epochs=epochs, optimizer=optimizer, callbacks=callbacks)
-        return model
+        sync = f"local_sgd:{every}"
+        return trained(sync, epochs=epochs, optimizer=optimizer, callbacks=callbacks)[0]
 
-    found["resumed"], found["state"] = {}, {}
-    for every in (3, 5):  # The epoch's last step, the fifth, is none that averages, or one.
-        sync, checkpoints = f"local_sgd:{every}", f"{folder}/{every}"
-        whole = with_adam(sync, 2)
-        with_adam(sync, 1, tfparallel.callbacks.Checkpoint(checkpoints))
-        model = with_adam(sync, 2, tfparallel.callbacks.Checkpoint(checkpoints))
-        found["resumed"][str(every)] = apart(whole.get_weights(), model.get_weights())
-        state = [np.ravel(v.numpy()) for v in whole.optimizer.variables]
-        flat = np.concatenate(state).astype("float64")[None]
-        of_all = workers.all_gather([tf.constant(flat)], [1] * workers.num_workers)[0].numpy()
-        found["state"][str(every)] = float(np.abs(of_all - of_all[0]).max())
-    plain = trained("local_sgd:2")[0].get_weights()
+    checkpoints = f"{folder}/{every}"
+    whole = with_adam(2)
+    with_adam(1, tfparallel.callbacks.Checkpoint(checkpoints))
+    model = with_adam(2, tfparallel.callbacks.Checkpoint(checkpoints))
+    return {
+        "weights": apart(whole.get_weights(), model.get_weights()),
+        "state": between_workers(workers, [v.numpy() for v in whole.optimizer.variables]),
+    }
+
+
+def options_of_keras(workers, folder):
+    plain, found = trained("local_sgd:2")[0].get_weights(), {}
     for option, value in (("jit_compile", True), ("steps_per_execution", 2)):
         model, _ = trained("local_sgd:2", **{option: value})
         found[option] = apart(model.get_weights(), plain)
-    found["masks"] = masks()
+    return found
+
+
+def refusals(workers, folder):
     sgd = keras.optimizers.SGD
     scaled = keras.optimizers.LossScaleOptimizer(sgd(0.1))
-    found["scales"] = refused(lambda: trained("local_sgd:2", optimizer=scaled))
     accumulating = sgd(0.1, gradient_accumulation_steps=2)
-    found["accumulates"] = refused(lambda: trained("local_sgd:2", optimizer=accumulating))
+    found = {
+        "scales": refused(lambda: trained("local_sgd:2", optimizer=scaled)),
+        "accumulates": refused(lambda: trained("local_sgd:2", optimizer=accumulating)),
+    }
 
     def of_the_batch(y, outputs):
         return keras.ops.mean((outputs - keras.ops.mean(outputs, 0)) ** 2, -1)
@@ -224,3 +254,26 @@ def main(folder):
         model.compile("sgd", loss)
         found[name] = refused(lambda model=model: model.fit(*data(2), verbose=0))
     return found
+
+
+PARTS = {
+    "every step": every_step,
+    "2, 5": lambda workers, folder: averaged(workers, 2, 5),
+    "3, 1": lambda workers, folder: averaged(workers, 3, 1),
+    "100, 8": lambda workers, folder: averaged(workers, 100, ROWS),
+    "post_local_sgd": post_local_sgd,
+    "bytes": sent_bytes,
+    "in the middle": in_the_middle,
+    # The epoch's last step, the fifth, is none that averages, or one.
+    "every 3": lambda workers, folder: resumed(workers, folder, 3),
+    "every 5": lambda workers, folder: resumed(workers, folder, 5),
+    "options": options_of_keras,
+    "masks": lambda workers, folder: masks(),
+    "refused": refusals,
+}
+
+
+def main(folder, parts):
+    keras.config.set_floatx("float64")
+    workers = tfparallel.MultiWorkerMirroredStrategy().workers
+    return {part: PARTS[part](workers, folder) for part in parts}

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import pytest
 
+from tests.parts import each_a_part, parts_asked_for
+
 from . import keras_fit
 from .jobs import run_workers
 
@@ -28,7 +30,8 @@ pytestmark = pytest.mark.slow
 def run_job(request, tmp_path_factory):
     """The folder that the workers were given, and what each of them returned."""
     folder = tmp_path_factory.mktemp("job")
-    results = run_workers(PROGRAM, *request.param, arguments=[str(folder)], timeout_seconds=600)
+    arguments = [str(folder), parts_asked_for(request)]
+    results = run_workers(PROGRAM, *request.param, arguments=arguments, timeout_seconds=600)
     return folder, results
 
 
@@ -64,18 +67,20 @@ def assert_equal(outcome, expected):
         np.testing.assert_allclose(variable, wanted, **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", keras_fit.WITHOUT_FILES)
+@pytest.mark.parametrize("name", each_a_part(keras_fit.WITHOUT_FILES))
 def test_every_worker_gets_what_one_device_gets(job, one_device, name):
     for results in job[1]:
         assert_equal(results[name], one_device(name))
 
 
+@pytest.mark.part("with callbacks", "shared")
 def test_with_callbacks_too(job, one_device):
     for results in job[1]:
         assert_equal(results["with callbacks"], one_device("with callbacks"))
         assert_equal(results["shared"], one_device("with callbacks"))
 
 
+@pytest.mark.part("resumed")
 def test_a_stopped_job_goes_on_when_the_chief_alone_has_the_backup(job, one_device):
     """As plain Keras goes on, which draws the dropout's masks from the beginning again."""
     expected = one_device("resumed")
@@ -84,6 +89,7 @@ def test_a_stopped_job_goes_on_when_the_chief_alone_has_the_backup(job, one_devi
         assert_equal(results["resumed"], expected)
 
 
+@pytest.mark.part("bfloat16")
 def test_a_pure_bfloat16_policy(job):
     """Story: TensorFlow's broadcast of first values has no bfloat16."""
     expected = keras_fit.pure_bfloat16(contextlib.nullcontext)
@@ -106,6 +112,7 @@ def files_in(folder):
     )
 
 
+@pytest.mark.part("with callbacks", "shared")
 def test_the_chief_alone_writes(job):
     folder, _ = job
     assert sorted(path.name for path in folder.iterdir()) == ["shared", "worker_0"]
@@ -122,6 +129,7 @@ def test_the_chief_alone_writes(job):
         assert len(events) == 1
 
 
+@pytest.mark.part("shared")
 def test_what_the_chief_saved_is_plain_keras(job):
     folder, (chief, *_) = job
     model = keras.models.load_model(folder / "shared" / "04.keras")
@@ -132,6 +140,7 @@ def test_what_the_chief_saved_is_plain_keras(job):
             np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-12)
 
 
+@pytest.mark.part("outside", "part outside")
 def test_a_model_compiled_outside_the_scope_is_refused(job):
     for results in job[1]:
         for case in ("outside", "part outside"):

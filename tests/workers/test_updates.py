@@ -2,18 +2,23 @@
 
 import pytest
 
+from tests.parts import parts_asked_for
+
 from .jobs import ROOT, run_workers
 
 PROGRAM = ROOT / "tests/workers/updates.py"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(name="job", scope="module")
-def run_job(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return run_workers(PROGRAM, 2, 2, [folder], timeout_seconds=600)
+def run_job(request, tmp_path_factory):
+    """What each worker found, by the part of the program."""
+    arguments = [str(tmp_path_factory.mktemp("checkpoints")), parts_asked_for(request)]
+    return run_workers(PROGRAM, 2, 2, arguments, timeout_seconds=600)
 
 
-@pytest.mark.slow
+@pytest.mark.part("larger batch")
 @pytest.mark.parametrize("model", ["dense", "masked"])
 def test_it_is_one_step_on_a_larger_batch(job, model):
     """With a last batch of one row, of which a worker has none."""
@@ -23,41 +28,41 @@ def test_it_is_one_step_on_a_larger_batch(job, model):
         assert found.get("history", 0) < 1e-5  # Metrics are float32.
 
 
-@pytest.mark.slow
+@pytest.mark.part("options")
 @pytest.mark.parametrize("option", ["jit_compile", "evaluates"])
 def test_options_of_keras(job, option):
     """A callback may evaluate in the middle of an epoch, too."""
-    assert all(seen[option] < 1e-12 for seen in job)
+    assert all(seen["options"][option] < 1e-12 for seen in job)
 
 
-@pytest.mark.slow
+@pytest.mark.part("dropout")
 def test_dropout_draws_the_masks_of_each_batch(job):
     assert all(seen["dropout"] < 1e-9 for seen in job)
 
 
-@pytest.mark.slow
+@pytest.mark.part("loss scaling")
 def test_loss_scaling_sees_whole_gradients(job):
     assert all(seen["loss scaling"] < 1e-9 for seen in job)
 
 
-@pytest.mark.slow
+@pytest.mark.part("sums")
 def test_little_is_sent(job):
     assert job[0]["sums"]["accumulate:4"] < 0.3 * job[0]["sums"]["every_step"]
 
 
-@pytest.mark.slow
+@pytest.mark.part("resumed")
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(job):
     for seen in job:
         assert seen["resumed"]["step"] == 3  # A sum of gradients is in no file.
         assert seen["resumed"]["weights"] < 1e-12 and seen["resumed"]["history"] < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.part("compressed")
 def test_what_is_sent_may_be_compressed(job):
     assert all(0 < seen["compressed"] < 0.1 for seen in job)
 
 
-@pytest.mark.slow
+@pytest.mark.part("refused")
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -67,23 +72,35 @@ def test_what_is_sent_may_be_compressed(job):
     ],
 )
 def test_what_follows_from_the_rows_of_all_workers_is_refused(job, case, message):
-    assert message in job[0][case] and "Take sync='every_step'" in job[0][case]
+    said = job[0]["refused"][case]
+    assert message in said and "Take sync='every_step'" in said
 
 
-@pytest.mark.slow
+@pytest.mark.part("refused")
+def test_workers_that_shuffle_otherwise_are_told(job):
+    assert all("different batches" in seen["refused"]["others' batches"] for seen in job)
+
+
+@pytest.mark.part("shares")
 def test_each_replica_may_keep_its_share_of_the_optimizer(job):
     for seen in job:
-        found = seen["sharded"]
-        for case in ("weights", "accumulated", "resumed", "backed up", "restored", "called twice"):
-            assert found[case] < 1e-9
-        for case in ("clipnorm", "clipvalue", "global_clipnorm"):
-            assert found[case] < 1e-12, case
+        found = seen["shares"]
+        assert found["weights"] < 1e-9
         # Half a sum for gradients, half of one for weights, and what fills up such small shares.
         assert found["sent"]["shares"] < 1.5 * found["sent"]["whole"]
         # Two slots an element, on four replicas; the first kernel has five rows.
         assert 2 * found["elements"] / 4 <= found["held"] < 0.75 * found["elements"]
 
 
-@pytest.mark.slow
-def test_workers_that_shuffle_otherwise_are_told(job):
-    assert all("different batches" in seen["others' batches"] for seen in job)
+@pytest.mark.part("clipped shares")
+@pytest.mark.parametrize("clipping", ["clipnorm", "clipvalue", "global_clipnorm"])
+def test_gradients_are_clipped_in_shares_too(job, clipping):
+    assert all(seen["clipped shares"][clipping] < 1e-12 for seen in job)
+
+
+@pytest.mark.part("shares that go on")
+@pytest.mark.parametrize(
+    "case", ["accumulated", "resumed", "backed up", "restored", "called twice"]
+)
+def test_shares_go_on_as_the_whole_does(job, case):
+    assert all(seen["shares that go on"][case] < 1e-9 for seen in job)

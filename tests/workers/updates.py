@@ -1,6 +1,7 @@
 """What each worker of `test_updates.py` runs."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -114,10 +115,8 @@ class Evaluates(keras.callbacks.Callback):
             self.model.evaluate(x, y, batch_size=ROWS, verbose=0)
 
 
-def main(folder):
-    keras.config.set_floatx("float64")
-    workers = tfparallel.MultiWorkerMirroredStrategy().workers
-    found = {"larger batch": {}}
+def larger_batch(workers, folder):
+    found = {}
     for name, function in (("dense", build), ("masked", build_masked)):
         one, model = alone(function), parallel(function)
         # The last step has one row, so that a worker has none; it is an update of its own, too.
@@ -131,16 +130,30 @@ def main(folder):
         flat = np.concatenate([w.ravel() for w in model.get_weights()])[None]
         of_all = workers.all_gather([tf.constant(flat)], [1] * workers.num_workers)[0].numpy()
         seen["between workers"] = float(np.abs(of_all - of_all[0]).max())
-        found["larger batch"][name] = seen
-    whole = parallel(build)
-    trained(whole, ROWS)
+        found[name] = seen
+    return found
+
+
+@functools.cache
+def undisturbed():
+    """A model that was trained, and its history."""
+    model = parallel(build)
+    return model, trained(model, ROWS)
+
+
+def options_of_keras(workers, folder):
+    found = {}
     for name, options in (
         ("jit_compile", {"jit_compile": True, "steps_per_execution": 2}),
         ("evaluates", {"callbacks": [Evaluates()]}),
     ):
         model = parallel(build)
         trained(model, ROWS, **options)
-        found[name] = apart(model, whole)
+        found[name] = apart(model, undisturbed()[0])
+    return found
+
+
+def dropout(workers, folder):
     one_device = tfparallel.data_parallel(
         lambda: alone(lambda: build(0.5)),
         tfparallel.MirroredStrategy(["CPU:0"]),
@@ -150,13 +163,20 @@ def main(folder):
     trained(one_device, ROWS)
     model = parallel(lambda: build(0.5))
     trained(model, ROWS)
-    found["dropout"] = apart(model, one_device)
-    found["sums"] = {}
+    return apart(model, one_device)
+
+
+def sums(workers, folder):
+    found = {}
     for sync in ("every_step", "accumulate:4"):
         before = workers.traffic.read()
         trained(parallel(build, sync), ROWS, number=40 * ROWS, epochs=1)
         after = workers.traffic.read()
-        found["sums"][sync] = after["sums"] - before["sums"]
+        found[sync] = after["sums"] - before["sums"]
+    return found
+
+
+def resumed(workers, folder):
     checkpoint = tfparallel.callbacks.Checkpoint(folder, every_steps=2)
 
     class Interrupts(keras.callbacks.Callback):
@@ -164,35 +184,44 @@ def main(folder):
             if batch == 5:
                 raise KeyboardInterrupt
 
-    expected = trained(whole := parallel(build), ROWS)
+    whole, expected = undisturbed()
     try:
         trained(parallel(build), ROWS, callbacks=[checkpoint, Interrupts()])
     except KeyboardInterrupt:
         pass
     checkpoint = tfparallel.callbacks.Checkpoint(folder, every_steps=2)
     history = trained(model := parallel(build), ROWS, callbacks=[checkpoint])
-    found["resumed"] = {
+    return {
         "step": checkpoint.resumed["step"],
         "weights": apart(model, whole),
         "history": largest(history, expected),
     }
+
+
+def loss_scaling(workers, folder):
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     one, model = alone(build), parallel(build)
     trained(one, ROWS * STEPS, optimizer=scaled)
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     trained(model, ROWS, optimizer=scaled)
-    found["loss scaling"] = apart(model, one)
-    found["sharded"] = sharded(workers, folder)
+    return apart(model, one)
+
+
+def compressed(workers, folder):
+    whole, _ = undisturbed()
     workers.compression = compression_of("bf16")  # A process has one strategy.
-    trained(compressed := parallel(build), ROWS)
+    trained(model := parallel(build), ROWS)
     workers.compression = None
-    found["compressed"] = apart(compressed, whole)
-    found["others' batches"] = refused_data(workers)
-    nan = keras.callbacks.TerminateOnNaN()
-    found["stops"] = refused(lambda: build(), callbacks=[nan])
-    found["normalized"] = refused(build_normalized)
-    found["state"] = refused(build_with_state)
-    return found
+    return apart(model, whole)
+
+
+def refusals(workers, folder):
+    return {
+        "others' batches": refused_data(workers),
+        "stops": refused(lambda: build(), callbacks=[keras.callbacks.TerminateOnNaN()]),
+        "normalized": refused(build_normalized),
+        "state": refused(build_with_state),
+    }
 
 
 CLIPPED = {
@@ -230,25 +259,35 @@ def build_twice():
     return Twice(inputs, layers.Dense(2)(layers.Dense(16, "tanh")(inputs)))
 
 
-def sharded(workers, folder):
+def shares(workers, folder):
     """Each of four replicas keeps its share of the optimizer."""
     one = alone(build)
     trained(one, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
     sent = {}
-    for name, shares in (("whole", False), ("shares", True)):
-        model = parallel(build, "every_step", shard_optimizer=shares)
+    for name, in_shares in (("whole", False), ("shares", True)):
+        model = parallel(build, "every_step", shard_optimizer=in_shares)
         before = workers.traffic.read()["sums"]
         trained(model, ROWS, optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.1))
         sent[name] = workers.traffic.read()["sums"] - before
     slots = [v for v in model.optimizer.variables if hasattr(v, "_sharded")]
     held = sum(copies(slot)[0].shape.num_elements() for slot in slots)
-    found = {"weights": apart(model, one), "held": held, "sent": sent}
-    found["elements"] = sum(int(np.prod(w.shape)) for w in model.trainable_variables)
+    elements = sum(int(np.prod(w.shape)) for w in model.trainable_variables)
+    return {"weights": apart(model, one), "held": held, "sent": sent, "elements": elements}
+
+
+def clipped_shares(workers, folder):
+    found = {}
     for name, options in CLIPPED.items():
         trained(one := alone(build_read), ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
         other = parallel(build_read, "every_step", shard_optimizer=True)
         trained(other, ROWS, optimizer=keras.optimizers.SGD(0.1, **options))
         found[name] = apart(other, one)
+    return found
+
+
+def shares_that_go_on(workers, folder):
+    """Beside accumulated gradients, from checkpoints and backups, under a loss of two calls."""
+    found = {}
     accumulating = parallel(build, shard_optimizer=True)
     trained(accumulating, ROWS)
     whole = alone(build)
@@ -278,3 +317,24 @@ def sharded(workers, folder):
     trained(twice := parallel(build_twice, "every_step", shard_optimizer=True), ROWS)
     found["called twice"] = apart(twice, one)
     return found
+
+
+PARTS = {
+    "larger batch": larger_batch,
+    "options": options_of_keras,
+    "dropout": dropout,
+    "sums": sums,
+    "resumed": resumed,
+    "loss scaling": loss_scaling,
+    "shares": shares,
+    "clipped shares": clipped_shares,
+    "shares that go on": shares_that_go_on,
+    "compressed": compressed,
+    "refused": refusals,
+}
+
+
+def main(folder, parts):
+    keras.config.set_floatx("float64")
+    workers = tfparallel.MultiWorkerMirroredStrategy().workers
+    return {part: PARTS[part](workers, folder) for part in parts}
