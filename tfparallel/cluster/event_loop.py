@@ -43,26 +43,34 @@ def _run_here(coroutine):
     loop = asyncio.new_event_loop()
     try:
         task = loop.create_task(coroutine)
-        with _ctrl_c_cancels(task) as is_interrupted:
-            try:
-                result = loop.run_until_complete(task)
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    # It may have hit any task, whose end asyncio would report once more.
-                    loop.set_exception_handler(lambda loop, context: None)
-                # An exception that comes out of the loop itself leaves the task in the middle.
-                task.cancel()
-                loop.run_until_complete(asyncio.wait([task]))
-                # Looked at, so that asyncio does not report it as forgotten.
-                task.cancelled() or task.exception()
-                if is_interrupted():
-                    raise KeyboardInterrupt from None
-                raise
+        try:
+            with _ctrl_c_cancels(task) as is_interrupted:
+                result = _run_to_its_end(loop, task)
+        except asyncio.CancelledError:
             if is_interrupted():
-                raise KeyboardInterrupt
-            return result
+                raise KeyboardInterrupt from None
+            raise
+        if is_interrupted():  # When the task had its result already.
+            raise KeyboardInterrupt
+        return result
     finally:
         loop.close()
+
+
+def _run_to_its_end(loop, task):
+    try:
+        return loop.run_until_complete(task)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            # A second Ctrl-C, or the caller's own handler: it may have hit any task, whose end
+            # asyncio would report once more.
+            loop.set_exception_handler(lambda loop, context: None)
+        # An exception that comes out of the loop itself leaves the task in the middle.
+        task.cancel()
+        loop.run_until_complete(asyncio.wait([task]))
+        # Looked at, so that asyncio does not report it as forgotten.
+        task.cancelled() or task.exception()
+        raise
 
 
 @contextlib.contextmanager
