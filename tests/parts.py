@@ -1,4 +1,4 @@
-"""Jobs that do what is asked for: few tests of a module, when chosen, have few parts to wait for.
+"""Jobs that run only the parts that the chosen tests need.
 
     @pytest.fixture(scope="module")
     def job(request):

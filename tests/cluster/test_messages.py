@@ -157,6 +157,42 @@ def test_an_interrupt_ends_the_loop_wherever_it_comes():
     subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("error", [None, ValueError("of its own")])
+def test_an_interrupt_as_the_task_ends(error):
+    """It is not forgotten; an error of the task is what its caller must see."""
+
+    async def last_words():
+        os.kill(os.getpid(), signal.SIGINT)
+        if error:
+            raise error
+
+    with pytest.raises(type(error) if error else KeyboardInterrupt):
+        event_loop.run(last_words())
+
+
+IN_A_NOTEBOOK = """
+import asyncio, signal
+from tfparallel.cluster import event_loop
+
+async def cell():
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    event_loop.run(asyncio.sleep(600))
+
+try:
+    asyncio.new_event_loop().run_until_complete(cell())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_under_a_running_event_loop():
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_NOTEBOOK], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
 def test_the_callers_own_handler_of_interrupts_is_left_alone():
     def own(number, frame):
         heard.append(number)

@@ -225,8 +225,8 @@ def part_compiled_outside_the_scope(scope):
     model.inner.fit(x, x, batch_size=4, verbose=0)
 
 
-# What is written to, by what writes to it in the folder of a worker, or of all of them as on a
-# shared file system.
+# Those that write files: each worker in a folder of its own, or all in one, as on a shared file
+# system.
 WITH_FILES = {
     "with callbacks": lambda scope, own, shared: train_with_callbacks(scope, own / "straight"),
     "resumed": lambda scope, own, shared: interrupted_and_resumed(scope, own / "interrupted"),

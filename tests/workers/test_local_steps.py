@@ -31,6 +31,7 @@ def test_averaged_after_each_step_of_plain_sgd_it_is_every_step(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", each_a_part(AVERAGED))
 def test_weights_are_the_average_by_rows(job, case):
+    """Of short batches too, of which a worker may have none."""
     for seen in job:
         assert seen[case]["by hand"] < 1e-12 and seen[case]["between workers"] == 0
 
@@ -82,6 +83,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(job, every):
 @pytest.mark.slow
 @pytest.mark.parametrize("every", each_a_part(["every 3", "every 5"]))
 def test_an_epoch_ends_with_one_state_of_the_optimizer(job, every):
+    """Also where its last step has averaged the weights, and no rows came after it."""
     assert [seen[every]["state"] for seen in job] == [0, 0]
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
+from tests.workers.local_steps import between_workers
 from tfparallel.collectives.compression import compression_of
 from tfparallel.strategies.variables import copies
 
@@ -127,9 +128,7 @@ def larger_batch(workers, folder):
         seen = {"weights": apart(model, one)}
         if function is build:
             seen["history"] = largest(history, expected)
-        flat = np.concatenate([w.ravel() for w in model.get_weights()])[None]
-        of_all = workers.all_gather([tf.constant(flat)], [1] * workers.num_workers)[0].numpy()
-        seen["between workers"] = float(np.abs(of_all - of_all[0]).max())
+        seen["between workers"] = between_workers(workers, model.get_weights())
         found[name] = seen
     return found
 

@@ -26,9 +26,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """
     if not _has_running_loop():
         return _run_here(coroutine)
-    # A thread has one running loop at most.
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as other_thread:
-        return other_thread.submit(_run_here, coroutine).result()
+    return _run_in_another_thread(coroutine)  # A thread has one running loop at most.
 
 
 def _has_running_loop():
@@ -37,6 +35,24 @@ def _has_running_loop():
     except RuntimeError:
         return False
     return True
+
+
+def _run_in_another_thread(coroutine):
+    begun = concurrent.futures.Future()
+
+    async def announced():
+        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await coroutine
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as other_thread:
+        result = other_thread.submit(_run_here, announced())
+        try:
+            return result.result()
+        except KeyboardInterrupt:  # It comes to the main thread; the other one must be told.
+            loop, task = begun.result()
+            with contextlib.suppress(RuntimeError):  # The loop has been closed meanwhile.
+                loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 def _run_here(coroutine):
