@@ -5,7 +5,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles what it imports; pip would compile all of TensorFlow, for most of a minute.
+# Python compiles what it imports, once; pip would compile all of TensorFlow, for most of a minute.
+# Where the environment forbids Python to keep that, each import of TensorFlow takes 5 s, not 2.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
@@ -19,7 +21,7 @@ DOCS_VENV := .venv-docs
 # With one: make demo DEMO_DEVICES=--split_gpu
 DEMO_DEVICES ?= --device_type=cpu
 
-.PHONY: setup demo test test-fast test-versions nightly test-gpu parity networks fuzz lint docs pictures \
+.PHONY: setup demo test test-fast test-all test-versions test-gpu parity networks fuzz lint docs pictures \
   notebooks bench
 
 setup: $(READY)
@@ -43,21 +45,22 @@ demo: $(DEMO_READY)
 	$(BIN)/tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 $(DEMO_DEVICES) --epochs=6 --seed=7
 	$(BIN)/tfparallel check models/digits_cnn.py --parallel=data --num_devices=2 $(DEMO_DEVICES) --steps=10
 
-# Two processes: what takes long is tracing, which is one thread's work.
+# Two processes: what takes long is tracing, which is one thread's work. Of each suite of slow tests
+# (tests/suites.py) a sample that changes with the commit; SAMPLE=WORD takes another one.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not nightly"
+	$(BIN)/python -m pytest -n 2 --sample$(if $(SAMPLE),=$(SAMPLE))
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not slow and not nightly"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# Every test, but for what `make parity` and `make networks` add: about two hours.
+test-all: $(READY)
+	$(BIN)/python -m pytest -n 2
 
 # The fast tests on the oldest, Colab's and the newest TensorFlow, Keras and Python, each pair in
 # an environment of its own; some, with PAIRS="oldest colab".
 test-versions:
 	$(PYTHON) -m tests.versions $(PAIRS)
-
-# What `make test` leaves out, but for `make parity` and `make networks`: some twenty minutes.
-nightly: $(READY)
-	$(BIN)/python -m pytest -n 2 -m nightly
 
 parity: $(READY)
 	$(BIN)/python -m tests.parity.table --write

@@ -13,18 +13,27 @@ from xdist.scheduler import LoadScopeScheduling
 JOBS = ("placement/test_processes.py", "asynchronous/test_asynchronous_model.py")
 
 
+def shared_work(nodeid: str) -> str:
+    """Returns what a test shares with others, as a text that is the same for all of them.
+
+    Args:
+        nodeid: The test's id, as pytest has it.
+    """
+    path, _, test = nodeid.partition("::")
+    # The parameters' ids: "Dice-data_parallel-3" of a case, "2 x 2-name" of a job.
+    parameters = re.search(r"\[(.*)\]$", test)
+    if path.endswith("parity/test_parity.py") and parameters:
+        return f"{path}::{parameters[1].rsplit('-', 2)[0]}"
+    if "/workers/" in path or path.endswith("parity/test_workers.py"):
+        job = re.match(r"\d( x \d)?(?=-|$)", parameters[1]) if parameters else None
+        return f"{path}::{job[0]}" if job else path
+    if path.endswith(JOBS):
+        return path
+    return nodeid
+
+
 class BySharedWork(LoadScopeScheduling):
     """Keeps the tests of one job of workers together, and the pairs of one parity case."""
 
     def _split_scope(self, nodeid):
-        path, _, test = nodeid.partition("::")
-        # The parameters' ids: "Dice-data_parallel-3" of a case, "2 x 2-name" of a job.
-        parameters = re.search(r"\[(.*)\]$", test)
-        if path.endswith("parity/test_parity.py") and parameters:
-            return f"{path}::{parameters[1].rsplit('-', 2)[0]}"
-        if "/workers/" in path or path.endswith("parity/test_workers.py"):
-            job = re.match(r"\d( x \d)?(?=-|$)", parameters[1]) if parameters else None
-            return f"{path}::{job[0]}" if job else path
-        if path.endswith(JOBS):
-            return path
-        return nodeid
+        return shared_work(nodeid)

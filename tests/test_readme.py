@@ -4,10 +4,10 @@ import os
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
+
+from tests.forked import run_python
 
 TOP = pathlib.Path(__file__).parents[1]
 README = (TOP / "README.md").read_text(encoding="utf-8")
@@ -22,12 +22,10 @@ def blocks(language):
 @pytest.mark.slow
 def test_the_example_runs_and_saves_plain_keras(tmp_path):
     (example,) = blocks("python")
-    finished = subprocess.run(
-        [sys.executable, "-c", f"{example}\nprint('trained on', len(model.strategy.devices))"],
+    finished = run_python(
+        ["-c", f"{example}\nprint('trained on', len(model.strategy.devices))"],
         cwd=tmp_path,
         env=environment(),
-        capture_output=True,
-        text=True,
         timeout=DEADLINE_SECONDS,
     )
     assert finished.returncode == 0, finished.stderr
@@ -66,9 +64,8 @@ def test_the_flags_of_each_command_exist(line):
         "values = command._flags(); values(['program', *sys.argv[1:]])\n"
         f"print(command._problems(values, *{[files] if name in ('bench', 'init') else []!r}))"
     )
-    finished = subprocess.run(
-        [sys.executable, "-c", program, *flags],
-        cwd=TOP, env=environment(), capture_output=True, text=True, timeout=DEADLINE_SECONDS,
+    finished = run_python(
+        ["-c", program, *flags], cwd=TOP, env=environment(), timeout=DEADLINE_SECONDS
     )
     assert finished.stdout == "[]\n", finished.stderr
 

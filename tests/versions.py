@@ -82,7 +82,7 @@ def environment(name: str) -> pathlib.Path:
 def main() -> int:
     """Runs the tests on each pair that is named; returns how many failed."""
     args = parse_names(__doc__, "pair", PAIRS, "--smoke", "a minute's worth of tests")
-    tests = [*(SMOKE if args.smoke else []), "-m", "not slow and not nightly"]
+    tests = [*(SMOKE if args.smoke else []), "-m", "not slow"]
     failed = []
     for name in args.names:
         python = environment(name)

@@ -11,6 +11,8 @@ import time
 import psutil
 import pytest
 
+from tests.forked import run_python
+
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 PROGRAM = BENCHMARKS / "data_parallel.py"
 CONTENDERS = ["plain_1", "stock_1", "ours_1", "stock_2", "ours_2", "plain_xla_1", "ours_xla_2"]
@@ -30,12 +32,7 @@ def module(monkeypatch):
 
 
 def run(*flags):
-    return subprocess.run(
-        [sys.executable, str(PROGRAM), *flags],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
+    return run_python([PROGRAM, *flags], timeout=DEADLINE_SECONDS)
 
 
 def reply(step_seconds, rss_mib=100.0, num_traces=3):
@@ -108,7 +105,7 @@ def test_bad_flags_are_refused_before_anything_is_measured(flags, message):
     assert message in done.stderr
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_program_measures_every_contender(module, tmp_path):
     json_path, page_path = tmp_path / "figures.json", tmp_path / "RESULTS.md"
     done = run(

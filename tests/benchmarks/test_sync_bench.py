@@ -3,10 +3,10 @@
 import importlib
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.forked import run_python
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 DEADLINE_SECONDS = 300
@@ -104,12 +104,7 @@ def test_without_every_step_nothing_is_judged(module):
 
 
 def run(*flags):
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "sync.py"), *flags],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
+    return run_python([BENCHMARKS / "sync.py", *flags], timeout=DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize(

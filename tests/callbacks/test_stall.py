@@ -1,10 +1,9 @@
 """A worker that makes no progress ends itself, and says where it hangs."""
 
-import subprocess
-import sys
 
 import pytest
 
+from tests.forked import run_python
 from tfparallel.cluster.preemption import TRY_AGAIN
 
 pytestmark = pytest.mark.slow
@@ -21,13 +20,7 @@ print("ended well", flush=True)
 
 
 def run(body):
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(body=body)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return run_python(["-c", PROGRAM.format(body=body)], timeout=100)
 
 
 @pytest.mark.parametrize(

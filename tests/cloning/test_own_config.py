@@ -142,7 +142,7 @@ def assert_same(model, expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["built", pytest.param("function", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["built", pytest.param("function", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("form", "make"),
     [
@@ -153,9 +153,9 @@ def assert_same(model, expected):
         # Who copies a graph does not call the class.
         ("data", around_the_graph),
         ("pipeline by time", around_the_graph),
-        pytest.param("pipeline by time", around_the_model, marks=pytest.mark.nightly),
-        pytest.param("model", around_the_graph, marks=pytest.mark.nightly),
-        pytest.param("tensor", around_the_graph, marks=pytest.mark.nightly),
+        pytest.param("pipeline by time", around_the_model, marks=pytest.mark.slow),
+        pytest.param("model", around_the_graph, marks=pytest.mark.slow),
+        pytest.param("tensor", around_the_graph, marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_to_the_weights_of_one_device(form, make, kind):

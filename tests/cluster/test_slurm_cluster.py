@@ -18,7 +18,6 @@ from tests.commands.command_line import ROOT, TASKS
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.nightly,
     pytest.mark.skipif(
         slurm_cluster.why_not() is not None, reason=slurm_cluster.why_not() or "there is one"
     ),

@@ -62,7 +62,7 @@ def test_a_bad_tf_config_is_one_finding():
     assert code == 1 and "broken  cluster: " in shown and "TF_CONFIG" in shown
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_known_faults_are_tried_in_this_installation():
     code, shown, errors = run_doctor("--upstream")
     assert code == 0, shown + errors

@@ -74,7 +74,7 @@ def test_what_it_writes_passes_check(tmp_path, form):
     assert report.passed
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_commands_run(tmp_path, kind):
     path = tmp_path / "mine.py"

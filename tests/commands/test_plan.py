@@ -45,7 +45,7 @@ def test_the_first_meshes_are_tried(tmp_path):
     assert not any("measured_seconds" in each for each in others)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_mesh_that_cannot_be_trained_is_listed_and_the_next_is_tried():
     task = TASKS / "comparing_loss.py"
     code, shown, said = run("plan", task, "--num_devices=2", "--num_trials=4")
@@ -56,7 +56,7 @@ def test_a_mesh_that_cannot_be_trained_is_listed_and_the_next_is_tried():
     assert shown.startswith(("first: one device, ", "first: tensor=2, "))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_what_exceeds_the_memory_is_listed_with_its_excess():
     code, shown, _ = run("plan", MLP, "--num_devices=2", "--device_memory=70KiB")
     assert code == 0
@@ -88,7 +88,7 @@ def test_auto_trains_to_the_weights_of_one_device(tmp_path):
     assert told["layout"]["mesh"] == first["mesh"]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_auto_trains_what_was_the_fastest_when_tried(tmp_path):
     report = tmp_path / "auto.json"
     flags = ["--parallel=auto", "--num_devices=2", "--num_trials=3", f"--report={report}"]

@@ -95,7 +95,7 @@ def test_each_form_is_compiled_and_computes_in_half_precision(trial, monkeypatch
         assert said["jit_compile=True, data_parallel"].startswith("as on one device")
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trials = "hardware,sums,workers,lost_workers,profile"

@@ -17,7 +17,7 @@ WHOLE = os.environ.get("TFPARALLEL_NETWORKS") == "all"
 ALL = [(name, dtype) for name in networks.NETWORKS for dtype in ("float32", "float64")]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), ALL if WHOLE else [("MobileNet", "float64")])
 def test_a_network_passes_and_its_faults_do_not(name, dtype):
     if name.startswith("Hub") and importlib.util.find_spec("keras_hub") is None:

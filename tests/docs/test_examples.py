@@ -11,8 +11,6 @@ import linecache
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import types
 
 import keras
@@ -21,6 +19,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
+from tests.forked import run_python
 
 # What needs a process of its own.
 APART = {
@@ -103,10 +102,7 @@ def test_the_example_runs_as_a_script(name, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(PRELUDE + doctest.script_from_examples(inspect.getdoc(NAMES[name])))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        timeout=240,
-    )  # fmt: skip
+    done = run_python([script], cwd=tmp_path, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,16 +2,15 @@
 
 import ast
 import importlib
-import os
 import pathlib
 import re
 import shlex
-import subprocess
 import sys
 import unicodedata
 
 import pytest
 
+from tests.forked import run_python
 from tfparallel.commands.emit import emitted
 from tfparallel.commands.main import _COMMANDS, _PROGRAMS
 
@@ -124,16 +123,13 @@ def test_what_varies_is_left_out_of_a_line():
     assert not re.fullmatch(pattern("  stage 0  CPU:0  first"), "  stage 0  CPU:1  first")
 
 
-@pytest.mark.nightly  # The forms are trained elsewhere; this is that the page can be copied.
+@pytest.mark.slow  # The forms are trained elsewhere; this is that the page can be copied.
 @pytest.mark.parametrize("script, on_workers, shown", SCRIPTS)
 def test_a_script_can_be_copied(script, on_workers, shown, tmp_path):
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    launcher = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2", "--"]
-    done = subprocess.run(
-        [*launcher * on_workers, sys.executable, "train.py"],
-        cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
-        capture_output=True, text=True, timeout=DEADLINE_SECONDS,
-    )  # fmt: skip
+    launcher = ["-m", "tfparallel", "launch", "--nproc_per_node=2", "--", sys.executable]
+    command = [*launcher * on_workers, "train.py"]
+    done = run_python(command, cwd=tmp_path, timeout=DEADLINE_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert any(tmp_path.glob("*.keras")) or "OK: " in done.stdout
     printed = (done.stdout + done.stderr).splitlines()

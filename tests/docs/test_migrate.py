@@ -2,15 +2,14 @@
 
 import ast
 import importlib.util
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
 
 import tfparallel
+from tests.forked import run_python
 from tfparallel.commands import launch, train
 from tfparallel.commands.main import _COMMANDS
 
@@ -38,20 +37,13 @@ SOURCES = ["horovod", "ddp", "tf.distribute"]
 def run_script(text, folder, *launcher):
     """Runs a script in an empty folder; returns the lines that tell the loss."""
     (folder / "train.py").write_text(text)
-    done = subprocess.run(
-        [*launcher, sys.executable, "train.py"],
-        cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
+    done = run_python([*launcher, "train.py"], cwd=folder, timeout=DEADLINE_SECONDS)
     assert done.returncode == 0, done.stderr
     return re.findall(r"^(?:\[(\d)\] )?loss (\S+)$", done.stdout, re.MULTILINE)
 
 
 def on_two_workers(text, folder):
-    launcher = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2", "--"]
+    launcher = ["-m", "tfparallel", "launch", "--nproc_per_node=2", "--", sys.executable]
     return dict(run_script(text, folder, *launcher))
 
 

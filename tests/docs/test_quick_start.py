@@ -1,12 +1,12 @@
 """The quick start's files run as they stand, and agree in one process and in two workers."""
 
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
+
+from tests.forked import run_python
 
 PAGE = pathlib.Path(__file__).parents[2].joinpath("docs", "quick_start.md").read_text("utf-8")
 TRAIN, CHECK = re.findall(r"^```python\n(import .*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -14,10 +14,7 @@ LAUNCH = ["-m", "tfparallel", "launch", "--nproc_per_node=2", "--", sys.executab
 
 
 def run(folder, *command):
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=240,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
-    )  # fmt: skip
+    done = run_python(command, cwd=folder, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

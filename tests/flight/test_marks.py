@@ -1,12 +1,11 @@
 """Marks in a graph: they are passed in time, and hold nothing up."""
 
-import subprocess
-import sys
 import time
 
 import pytest
 import tensorflow as tf
 
+from tests.forked import run_python
 from tfparallel.flight import marks
 from tfparallel.flight.record import FlightRecord, read_record
 
@@ -118,9 +117,7 @@ try:
 except tf.errors.FailedPreconditionError:
     print("refused")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python(["-c", program], timeout=120)
     assert done.stdout == "refused\n", done.stderr
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import subprocess
-import sys
 
 import pytest
+
+from tests.forked import run_python
 
 # By their whole names: the processes of a job look for the same ones.
 from tests.fuzz import catalogue, known, shrink, workers
@@ -198,14 +197,7 @@ def test_a_report_runs_by_itself_and_shows_the_difference(tmp_path):
     file = tmp_path / "finding.py"
     program = dataclasses.replace(SMALLEST, start="compiled")
     file.write_text(report(program, Outcome("data_parallel", SILENT)))
-    result = subprocess.run(
-        [sys.executable, str(file)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    result = run_python([file], timeout=120)
     assert result.returncode == 0, result.stderr[-2000:]
     differences = [float(line.split()[-1]) for line in result.stdout.splitlines()[2:]]
     assert len(differences) == 2 and max(differences) < 1e-12

@@ -9,20 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfparallel.cluster.environment import Place, worker_environment
-from tfparallel.cluster.ports import free_ports
-from tfparallel.cluster.supervisor import Program as Process
-from tfparallel.cluster.supervisor import run
+from tests.workers.jobs import run_job
 
 from .judge import CRASH, OneDevice, Outcome, judge
 
-ROOT = Path(__file__).resolve().parents[2]
-SEARCHED = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "quick_start")])
 NAME = "workers"
 
 
@@ -35,24 +29,12 @@ def judge_all(
         with tempfile.TemporaryDirectory() as folder:
             left = batch[len(outcomes) :]
             Path(folder, "batch").write_bytes(pickle.dumps(left))
-            ended = _start(folder, num_workers, num_devices, 60 + 60 * len(left))
+            seconds = 60 + 60 * len(left)
+            failure = run_job(main, [folder, num_devices], num_workers, seconds)
             outcomes += _read(folder)
         if len(outcomes) < len(batch):
-            text = ended.culprit.explain() if ended.culprit else "The job ended early."
-            outcomes.append(Outcome(NAME, CRASH, text))
+            outcomes.append(Outcome(NAME, CRASH, failure or "The job ended early."))
     return outcomes
-
-
-def _start(folder: str, num_workers: int, num_devices: int, seconds: float):
-    ports = free_ports(num_workers + 1)
-    addresses = [f"127.0.0.1:{port}" for port in ports[1:]]
-    processes = []
-    for worker in range(num_workers):
-        place = Place(addresses, worker, worker, num_workers, 0, f"127.0.0.1:{ports[0]}", "fuzz", 0)
-        environment = {**worker_environment(dict(os.environ), place), "PYTHONPATH": SEARCHED}
-        command = [sys.executable, "-m", "tests.fuzz.workers", folder, str(num_devices)]
-        processes.append(Process(worker, command, environment))
-    return run(processes, timeout_seconds=seconds)
 
 
 def _read(folder: str) -> list[Outcome]:
@@ -98,6 +80,3 @@ def main(folder: str, num_devices: int) -> None:
             with open(os.path.join(folder, "outcomes"), "ab") as file:
                 pickle.dump(worst, file)
 
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))

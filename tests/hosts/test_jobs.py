@@ -18,7 +18,7 @@ from tests.commands.command_line import ROOT, TASKS, tfparallel
 
 from .network import hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow]
 PORT = 29_555
 FLAGS = ["--epochs=4", "--global_batch_size=16", "--seed=3", "--device_type=cpu"]
 LONG = ["--epochs=60", "--checkpoint_every_steps=5"]

@@ -1,8 +1,6 @@
 """Updates of several batches, and in shares, on meshes: the weights of one device."""
 
 import functools
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -12,6 +10,7 @@ import tensorflow as tf
 import tfparallel
 from tests.commands.command_line import ROOT
 from tests.comparison import seeded
+from tests.forked import run_python
 from tests.replication import test_accumulated_steps as accumulated
 from tests.replication import test_sharded_optimizer as sharded
 from tfparallel import Mesh
@@ -42,19 +41,9 @@ def of_one_step(case):
     return one
 
 
-def some(cases, fast):
-    """The cases, of which `make test` has a few."""
-    return [
-        pytest.param(*case, marks=() if case[0] in fast else pytest.mark.nightly) for case in cases
-    ]
-
-
 @pytest.mark.parametrize(
     ("case", "schedule"),
-    some(
-        [(case, "1f1b") for case in accumulated.CASES] + [("sum", "gpipe"), ("mask", "gpipe")],
-        fast=("mask", "two outputs", "activity"),
-    ),
+    [(case, "1f1b") for case in accumulated.CASES] + [("sum", "gpipe"), ("mask", "gpipe")],
 )
 def test_batches_in_stages_are_one_larger_batch(in_float64, case, schedule):
     model = in_stages(accumulated.CASES[case][0], schedule)
@@ -67,7 +56,7 @@ def test_batches_in_stages_are_one_larger_batch(in_float64, case, schedule):
     [Mesh(data=2, pipeline=2), Mesh(data=2, tensor=2), Mesh(pipeline=2, tensor=2)],
     ids=str,
 )
-@pytest.mark.parametrize("case", some([("Adam, clipped",), ("mask",)], fast=("Adam, clipped",)))
+@pytest.mark.parametrize("case", ["Adam, clipped", "mask"])
 def test_batches_on_a_mesh_are_one_larger_batch(in_float64, mesh, case):
     model = on_mesh(accumulated.CASES[case][0], mesh, sync=f"accumulate:{STEPS}")
     accumulated.trained(model, case, accumulated.ROWS)
@@ -143,7 +132,7 @@ CASES = {name: (sharded.build, sharded.OPTIMIZERS[name]) for name in SHARED} | {
 
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2, pipeline=2), Mesh(data=2, tensor=2)], ids=str)
-@pytest.mark.parametrize("case", some([(case,) for case in CASES], fast=("clipnorm", "embedding")))
+@pytest.mark.parametrize("case", CASES)
 def test_each_replica_may_keep_its_share_of_the_optimizer(in_float64, tmp_path, case, mesh):
     """In the file whole slots, which one device goes on with."""
     function, optimizer = CASES[case]
@@ -227,12 +216,6 @@ print(eight_devices())
 
 def test_on_eight_devices():
     """Of batches and of shares at once."""
-    done = subprocess.run(
-        [sys.executable, "-c", ON_EIGHT],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python(["-c", ON_EIGHT], cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 1e-9

@@ -111,12 +111,7 @@ def traced(network, form=None):
         return edges.traced(make, x, y, *weights)
 
 
-# `make test` has every network and every form.
-OF_TESTS = {("tensor", "attention"), ("pipeline", "cnn"), ("model", "strings"), ("hybrid", "mlp")}
-PAIRS = [
-    pytest.param(*pair, marks=[] if pair[0] == "data" or pair in OF_TESTS else pytest.mark.nightly)
-    for pair in itertools.product(FORMS, NETWORKS)
-]
+PAIRS = list(itertools.product(FORMS, NETWORKS))
 
 
 @pytest.mark.parametrize(("form", "network"), PAIRS)

@@ -24,9 +24,9 @@ FORMS = {
     "vae": [("data", 2, {})],  # Two workers are a process each: the second form is run by hand.
 }
 PAIRS = [
-    pytest.param(name, *form, id=f"{name}-{form[0]}", marks=[pytest.mark.nightly][: number])
+    pytest.param(name, *form, id=f"{name}-{form[0]}")
     for name, forms in FORMS.items()
-    for number, form in enumerate(forms)
+    for form in forms
 ]
 
 
@@ -80,23 +80,23 @@ def test_a_medical_table_learns():
     assert reached["auc"] > 0.98 and reached["balanced_accuracy"] > 0.93
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_genomics_learns():
     assert learned("genomics")["auc"] > 0.98
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_segmentation_learns():
     assert learned("segmentation", batch_size=32)["iou"] > 0.6
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_recommender_learns():
     """Popularity alone would reach 0.5."""
     assert learned("recommender", batch_size=512)["auc"] > 0.75
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_time_series_is_forecast():
     """Better than what was eleven years before, a cycle of the sun."""
     _, (past, future) = load("time_series").load_data()
@@ -104,7 +104,7 @@ def test_a_time_series_is_forecast():
     assert learned("time_series")["mae"] < 0.9 * cycle_before
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_vae_learns():
     untrained = load("vae").build_model()
     load("vae").compile_model(untrained)
@@ -113,7 +113,7 @@ def test_a_vae_learns():
     assert learned("vae")["loss"] < 0.7 * start
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_language_model_learns():
     """Uniform guesses have a loss of log 8192, 9.0."""
     assert learned("language_model", steps_per_epoch=60)["loss"] < 6.0

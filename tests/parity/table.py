@@ -1,11 +1,11 @@
 """docs/parity.md: what the parity tests saw, written by them and held against them.
 
     python -m tests.parity.table --write      runs every pair and writes the page anew
-    TFPARALLEL_PARITY=all pytest tests/parity runs every pair and compares
+    pytest -m parity                          runs every pair and compares
 
 The first runs the pairs in two processes, which leave what they saw in one file of JSON lines.
 
-`make test` runs a sample of the pairs (test_parity.parameters). Every pair that a session runs
+`make test` runs a sample of the pairs (tests/suites.py). Every pair that a session runs
 must be no worse than its cell says. The page prints no digits that another machine would not
 print: a difference is rounded up to a power of ten, never below 1e-12, and is stale only when
 it is seen a hundred times larger.
@@ -31,7 +31,7 @@ from .case import EXACT, FORMS, HYBRID, ONE_DEVICE_FOLDER, REFUSED, REPRODUCIBLE
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 RENEW = "Run `python -m tests.parity.table --write` (or `make parity`) and commit docs/parity.md."
 
-# The mode of this session: "" (a sample of the pairs), "all", or "write".
+# "write" in a session that writes the page.
 MODE = os.environ.get("TFPARALLEL_PARITY", "")
 
 # The forms that this process can run, and the one that takes several.

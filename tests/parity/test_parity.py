@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 
 import pytest
 
@@ -27,65 +26,6 @@ def seen_before():
     return frozenset(table.SEEN)
 
 
-# Where a form is most likely to go wrong; `make test-fast` runs every other one, on 3 replicas.
-FAST = {
-    "optimizer Nadam",
-    "optimizer MultiOptimizer",
-    "shares of an embedding's optimizer",
-    "optimizer Adam global_clipnorm",
-    "optimizer Adam accumulating 5 steps",
-    "mixed_float16 that skips updates",
-    "sparse gradients under Adam",
-    "loss Dice",
-    "loss that compares examples",
-    "reduction sum of SparseCategoricalCrossentropy",
-    "reduction mean_with_sample_weight of SparseCategoricalCrossentropy",
-    "softmax far off",
-    "ignore_class",
-    "regularizer L2",
-    "activity regularizer of a layer",
-    "add_loss",
-    "model subclassed",
-    "structure nested",
-    "validation_data",
-    "predict sizes",
-    "layer BatchNormalization after a convolution",
-    "layer BatchNormalization of masked input",
-    "layer MultiHeadAttention of masked input",
-    "stateful LSTM",
-    "random Dropout",
-    "random GaussianNoise",
-    "input arrays",
-    "input tf.data of unknown size",
-    "input finite generator",
-    "unseeded shuffle of tf.data",
-    "fewer examples than replicas",
-    "on_batch methods",
-    "run_eagerly",
-    "steps_per_execution 4 of 6 batches",
-    "train_step on compute_loss",
-    "train_step with a raw loss",
-    "GAN",
-    "VAE with add_loss",
-    "gradient penalty",
-    "target network",
-    "EarlyStopping",
-    "ModelCheckpoint best.keras",
-    "freeze and thaw",
-    "load_weights",
-    "built model",
-    "save and load registered subclass",
-}
-
-# Of these, what takes more than a few seconds all the same.
-TAKE_LONG = {
-    "layer BatchNormalization of masked input",
-    "freeze and thaw",
-    "structure nested",
-    "VAE with add_loss",
-}
-
-
 # All pairs of a case: every form, on as many devices as the page says.
 WAYS = [
     ("data_parallel", 3),
@@ -100,34 +40,32 @@ WAYS = [
 ]
 
 
-def sample_of(name: str) -> list[tuple[str, int | str]]:
-    """The ways in which `make test` trains a case, from the case's name alone.
+# A case for each form, where it is most likely to go wrong. They are in no suite.
+ALWAYS = {
+    ("optimizer Adam global_clipnorm", "data_parallel", 3),
+    ("reduction mean_with_sample_weight of SparseCategoricalCrossentropy", "data_parallel", 2),
+    ("random Dropout", "data_parallel", 4),
+    ("fewer examples than replicas", "MirroredStrategy", 3),
+    ("ignore_class", "model_parallel", 2),
+    ("optimizer Nadam", "tensor_parallel", 2),
+    ("add_loss", "pipeline_parallel", 2),
+    ("sparse gradients under Adam", HYBRID, "2 x 2 x 1"),
+    ("activity regularizer of a layer", HYBRID, "2 x 1 x 2"),
+}
 
-    A case of `FAST` has one: `data_parallel` on 3 replicas for one in two, another for the rest.
-    `make parity` alone runs the other cases. No case changes what another one has.
-    """
-    number = zlib.crc32(name.encode())
-    if name not in FAST:
-        return []
-    return [WAYS[1 + (number >> 10) % (len(WAYS) - 1)]] if number % 2 else WAYS[:1]
 
-
-def parameters(cases: list[Case] = ALL, mode: str = table.MODE):
-    """The pairs of this session, the fast ones unmarked.
-
-    With TFPARALLEL_PARITY=all (or write) all of them, else the sample of `make test`.
-    """
+def parameters(cases: list[Case] = ALL):
+    """Every case in every form that it runs under."""
     for case in cases:
-        for form, replicas in WAYS if mode else sample_of(case.name):
+        for form, replicas in WAYS:
             if not case.runs_under(form):
                 continue
-            fast = case.name in FAST - TAKE_LONG and (form, replicas) == WAYS[0]
             yield pytest.param(
                 case,
                 form,
                 replicas,
                 id=f"{case.name.replace(' ', '-')}-{form}-{str(replicas).replace(' ', '')}",
-                marks=[pytest.mark.slow] * (not fast),
+                marks=[] if (case.name, form, replicas) in ALWAYS else [pytest.mark.slow],
             )
 
 

@@ -76,7 +76,7 @@ def test_the_page_begins_with_the_introduction_and_says_what_was_not_run():
     assert not_run == {case.feature for case in ALL} - run
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("name", upstream.TASKS)
 def test_what_tensorflows_own_strategy_does_with_the_task(name):
     row = upstream.table_row(name)

@@ -19,9 +19,10 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.forked import run_python
 
 TASKS = {
     "padded_text": "padded text with `mask_zero`, rows sorted by length",
@@ -34,13 +35,8 @@ NUM_REPLICAS, NUM_STEPS, GLOBAL_BATCH_SIZE = 3, 20, 24
 @functools.cache
 def measure(name: str) -> dict[str, str]:
     """Runs this module for a task in a process of its own; forms to what they did."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.parity.upstream", name],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    result = run_python(
+        ["-m", "tests.parity.upstream", name], cwd=Path(__file__).parents[2], timeout=300
     )
     if result.returncode:
         raise RuntimeError(f"Measuring {name} failed:\n{result.stderr[-3000:]}")

@@ -17,14 +17,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
-from tfparallel.cluster.environment import Place, worker_environment
-from tfparallel.cluster.ports import free_ports
-from tfparallel.cluster.supervisor import Program, run
-
-ROOT = Path(__file__).resolve().parents[2]
-SEARCHED = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "quick_start")])
+from tests.workers.jobs import run_job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,36 +41,16 @@ def run_cases(names: Sequence[str], num_workers: int, num_devices: int) -> dict[
     while left:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "seen.jsonl")
-            outcome = _start(left, num_workers, num_devices, path)
+            environment = {"TFPARALLEL_PARITY_WORKERS": path}
+            seconds = 60 + 120 * len(left)
+            failure = run_job(main, [num_devices, left], num_workers, seconds, environment)
             lines = open(path).read().splitlines() if os.path.exists(path) else []
         done = [json.loads(line) for line in lines]
         seen |= {name: Seen(verdict, detail, failure) for name, verdict, detail, failure in done}
         left = left[len(done) :]
         if left:
-            end = outcome.culprit.describe() if outcome.culprit else "The job ended early."
-            seen[left.pop(0)] = Seen("", "", end)
+            seen[left.pop(0)] = Seen("", "", failure or "The job ended early.")
     return seen
-
-
-def _start(names, num_workers, num_devices, path):
-    """Runs one job; its first worker appends what it saw to `path`."""
-    ports = free_ports(num_workers + 1)
-    addresses = [f"127.0.0.1:{port}" for port in ports[1:]]
-    programs = []
-    for worker in range(num_workers):
-        place = Place(
-            addresses, worker, worker, num_workers, 0, f"127.0.0.1:{ports[0]}", "parity", 0
-        )
-        command = [sys.executable, "-m", "tests.parity.workers", str(num_workers), str(num_devices)]
-        environment = worker_environment(dict(os.environ), place)
-        programs.append(
-            Program(
-                worker,
-                [*command, *names],
-                {**environment, "PYTHONPATH": SEARCHED, "TFPARALLEL_PARITY_WORKERS": path},
-            )
-        )
-    return run(programs, timeout_seconds=60 + 120 * len(names))
 
 
 def main(num_devices: int, names: Sequence[str]) -> None:
@@ -152,8 +126,5 @@ def _judge(case, form, workers, compare):
 
 
 if __name__ == "__main__":
-    if "TF_CONFIG" in os.environ:
-        main(int(sys.argv[2]), sys.argv[3:])
-    else:
-        for name, seen in run_cases(sys.argv[3:], int(sys.argv[1]), int(sys.argv[2])).items():
-            print(name, seen)
+    for name, seen in run_cases(sys.argv[3:], int(sys.argv[1]), int(sys.argv[2])).items():
+        print(name, seen)

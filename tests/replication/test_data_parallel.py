@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
+from tests.forked import run_python
 from tests.own_steps import updated
 from tfparallel.replication import checks
 from tfparallel.replication.data_parallel_model import DataParallelModel
@@ -242,11 +240,7 @@ model.fit(data["x"], data["y"], batch_size=4, shuffle=False, verbose=0)
 result["trained"] = [w.tolist() for w in model.get_weights()]
 print(json.dumps(result))
 """
-    finished = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True, text=True, timeout=DEADLINE_SECONDS, cwd=tmp_path,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
-    )
+    finished = run_python(["-c", program, tmp_path], timeout=DEADLINE_SECONDS, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     loaded = json.loads(finished.stdout.splitlines()[-1])
     assert loaded["class"].startswith("keras.")

@@ -11,29 +11,28 @@ A worker that is not done at its deadline writes where each of its threads stand
 others are stopped with it, and no process is left.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
 import pathlib
 import runpy
-import sys
+import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tests.forked import Forked, wait_for_first
 from tfparallel.cluster.environment import Place, worker_environment
 from tfparallel.cluster.ports import free_ports
-from tfparallel.cluster.supervisor import Outcome, Program, run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# TensorFlow's survivors of a lost peer notice it within seconds.
+_LAST_WORDS_SECONDS = 3.0
 
 
 class JobFailed(Exception):
     """A job of which a worker failed; the message holds what all of them wrote."""
-
-    def __init__(self, outcome: Outcome, output: str):
-        super().__init__(f"{outcome.culprit.describe()}\n{output}")
-        self.outcome = outcome
 
 
 def run_workers(
@@ -60,42 +59,68 @@ def run_workers(
     Raises:
         JobFailed: If a worker failed, or was not done in time.
     """
-    written: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         if isinstance(program, str):
             (folder / "program.py").write_text(program)
             program = folder / "program.py"
         call = [str(program), name, timeout_seconds, num_devices, *arguments]
-        outcome = run(
-            _programs(
-                num_workers,
-                [sys.executable, "-m", "tests.workers.jobs", json.dumps(call)],
-                environment or {},
-            ),
-            on_output=lambda worker, _, text: written.append(
-                "".join(f"[{worker}] {line}\n" for line in text.decode().splitlines())
-            ),
-        )
-        if outcome.culprit is not None:
-            raise JobFailed(outcome, "".join(written))
+        # A worker that is late writes where its threads stand; give it the time to do so.
+        failure = run_job(_main_of_worker, call, num_workers, timeout_seconds + 10.0, environment)
+        if failure:
+            raise JobFailed(failure)
         paths = [folder / f"{worker}.json" for worker in range(num_workers)]
         return [json.loads(path.read_text()) for path in paths]
 
 
-def _programs(
-    num_workers: int, command: Sequence[str], environment: Mapping[str, str]
-) -> list[Program]:
+def run_job(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    num_workers: int,
+    timeout_seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Calls a function in each worker of a new job on this host, each a process of its own.
+
+    Args:
+        function: A function of a module, which has no runtime to start before it is called.
+        arguments: What can be pickled.
+        num_workers: How many workers.
+        timeout_seconds: When the job is killed.
+        environment: Further variables of the workers.
+
+    Returns:
+        Which worker failed first, or was late, and what all of them wrote; "" if none did.
+    """
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for place in _places(num_workers):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            variables = worker_environment(os.environ, place) | (environment or {})
+            forked = Forked(function, arguments, folder, environment=variables, joined=True)
+            workers.append(stack.enter_context(forked))
+        failed = wait_for_first(workers, timeout_seconds)
+        if failed is None:
+            return ""
+        for forked in workers:  # The others may say why.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                forked.wait(_LAST_WORDS_SECONDS)
+        written = [
+            f"[{worker}] {line}"
+            for worker, forked in enumerate(workers)
+            for line in forked.written()[0].splitlines()
+        ]
+        return "\n".join([f"Worker {workers.index(failed)} failed.", *written])
+
+
+def _places(num_workers):
     *ports, master = free_ports(num_workers + 1)
     addresses = [f"127.0.0.1:{port}" for port in ports]
-    inherited = {**os.environ, **environment}
-    programs = []
-    for worker in range(num_workers):
-        place = Place(
-            addresses, worker, worker, num_workers, 0, f"127.0.0.1:{master}", "secret", 0
-        )
-        programs.append(Program(worker, command, worker_environment(inherited, place)))
-    return programs
+    master = f"127.0.0.1:{master}"
+    return [
+        Place(addresses, worker, worker, num_workers, 0, master, "secret", 0)
+        for worker in range(num_workers)
+    ]
 
 
 def _main_of_worker(path, folder, timeout_seconds, num_devices, *arguments):
@@ -109,6 +134,3 @@ def _main_of_worker(path, folder, timeout_seconds, num_devices, *arguments):
     text = json.dumps(result)
     pathlib.Path(folder, f"{os.environ['RANK']}.json").write_text(text)
 
-
-if __name__ == "__main__":
-    _main_of_worker(*json.loads(sys.argv[1]))

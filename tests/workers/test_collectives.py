@@ -21,7 +21,7 @@ RETURNING = ("workers_that_disagree", "what_cannot_be_sent", "a_barrier_names_wh
     name="job",
     scope="module",
     params=[
-        pytest.param((3, 1, "ring_tuned"), id="3", marks=pytest.mark.nightly),
+        pytest.param((3, 1, "ring_tuned"), id="3", marks=pytest.mark.slow),
         pytest.param((2, 2, "mpi"), id="2 x 2 by MPI"),
     ],
 )

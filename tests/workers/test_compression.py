@@ -25,7 +25,7 @@ def run_job(transport, tmp_path_factory):
     return run_workers(PROGRAM, 2, 2, arguments, timeout_seconds=600)
 
 
-OTHER = pytest.param("ring_tuned", marks=pytest.mark.nightly)
+OTHER = pytest.param("ring_tuned", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=["mpi", OTHER])

@@ -87,7 +87,7 @@ def test_a_killed_chief_loses_at_most_the_write_in_flight(tmp_path, undisturbed)
     assert killed_and_resumed(tmp_path, undisturbed, 0, 10, every) in (9, 10)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_processes_that_wait_take_over(tmp_path, undisturbed):
     """They are there ten seconds after the start, and have loaded TensorFlow soon after."""
     slow = tmp_path / "slow.py"
@@ -169,7 +169,7 @@ def test_a_job_that_is_told_to_end_saves_and_says_to_start_it_again(tmp_path, un
     same_weights(tmp_path / "t.keras", undisturbed)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_if_one_worker_is_told_to_end_all_do_before_the_same_step(tmp_path, undisturbed):
     code, shown = job(
         *("--inject=preempt:worker=1,step=10", f"--checkpoint_dir={tmp_path}/ckpt"),

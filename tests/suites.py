@@ -1,0 +1,148 @@
+"""Named suites of slow tests, of which `make test` runs a sample that changes with the commit.
+
+    pytest                    every test (`make test-all`)
+    pytest -m parity          one suite
+    pytest -m "not slow"      what takes less than about a second each (`make test-fast`)
+    pytest --sample           what is in no suite, and a sample of each suite (`make test`)
+    pytest --sample=3f2c1a0   the sample of that commit, or of any other word
+
+A slow test belongs to the suite of its folder, or to the one whose marker it carries. A suite is
+divided into as many parts as SUITES says; a commit's hash chooses one part of each. So a suite of
+twenty parts has been run whole, by all odds, after some sixty commits, and nobody keeps a list.
+"""
+
+import subprocess
+import zlib
+
+import pytest
+
+from tests.scheduling import shared_work
+
+# Suite -> (in how many parts a sample divides it, what it holds).
+SUITES = {
+    "parity": (40, "each case of docs/parity.md in each form"),
+    "networks": (40, "networks of keras.applications, and the tasks in models/"),
+    "workers": (8, "jobs of several worker processes"),
+    "faults": (12, "workers that are killed or hang, and planted faults"),
+    "hosts": (20, "jobs of several hosts: network namespaces, a Slurm cluster"),
+    "forms": (8, "features of each form of parallelism, trained in one process"),
+    "programs": (8, "commands, examples of the pages, notebooks, benchmarks"),
+}
+# The longest prefix of a test's path, behind `tests/`, decides.
+FOLDERS = {
+    "asynchronous/": "workers",
+    "benchmarks/": "programs",
+    "callbacks/": "forms",
+    "cloning/": "forms",
+    "cluster/test_slurm_cluster.py": "hosts",
+    "colab/": "programs",
+    "commands/": "programs",
+    "diagnostics/": "programs",
+    "diagnostics/test_check_faults.py": "faults",
+    "diagnostics/test_inject.py": "faults",
+    "diagnostics/test_networks.py": "networks",
+    "docs/": "programs",
+    "hosts/": "hosts",
+    "hybrid/": "forms",
+    "layers/": "forms",
+    "lint/": "forms",
+    "models/": "networks",
+    "parity/": "parity",
+    "parity/test_applications.py": "networks",
+    "parity/test_workers.py": "workers",
+    "pipeline/": "forms",
+    "placement/": "forms",
+    "placement/test_processes.py": "workers",
+    "replication/": "forms",
+    "step/": "forms",
+    "strategies/": "forms",
+    "workers/": "workers",
+    "workers/test_restart.py": "faults",
+}
+
+
+def suite_of(item: pytest.Item) -> str | None:
+    """Returns the name of a test's suite; None if it is in none, as what is fast."""
+    for name in SUITES:
+        if item.get_closest_marker(name):
+            return name
+    if not item.get_closest_marker("slow"):
+        return None
+    path = item.nodeid.removeprefix("tests/")
+    prefixes = [prefix for prefix in FOLDERS if path.startswith(prefix)]
+    return FOLDERS[max(prefixes, key=len)] if prefixes else None
+
+
+def is_chosen(suite: str, nodeid: str, seed: str) -> bool:
+    """Whether a test is in the part of its suite that a seed chooses.
+
+    Tests that share what takes long to make are chosen together.
+
+    Args:
+        suite: A name of SUITES.
+        nodeid: The test's id.
+        seed: Any word.
+    """
+    num_parts, _ = SUITES[suite]
+    part = zlib.crc32(f"{seed} {suite}".encode()) % num_parts
+    return zlib.crc32(shared_work(nodeid).encode()) % num_parts == part
+
+
+def hash_of_commit(folder: str) -> str:
+    """Returns the commit's hash; "no commit" outside of a repository."""
+    command = ["git", "-C", folder, "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()[:12] or "no commit"
+
+
+def pytest_addoption(parser):
+    """Called by pytest."""
+    parser.addoption(
+        "--sample",
+        nargs="?",
+        const="",
+        metavar="SEED",
+        help="run a sample of each suite of slow tests (tests/suites.py), chosen by the commit's "
+        "hash or by SEED",
+    )
+
+
+def pytest_configure(config):
+    """Called by pytest: the suites are markers, and the seed is the same in every process."""
+    for name, (num_parts, content) in SUITES.items():
+        line = f"{name}: a suite: {content}; a sample has one test in {num_parts}"
+        config.addinivalue_line("markers", line)
+    if config.option.sample == "":
+        config.option.sample = hash_of_commit(str(config.rootpath))
+
+
+def pytest_report_header(config):
+    """Called by pytest."""
+    if (seed := config.option.sample) is None:
+        return None
+    return f"of each suite of slow tests one part, chosen by the commit: --sample={seed}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Called by pytest: gives each slow test its suite's marker, and takes the sample."""
+    chosen, left = [], []
+    for item in items:
+        suite = suite_of(item)
+        if suite is not None:
+            item.add_marker(suite)
+            item.add_marker("slow")
+        seed = config.option.sample
+        is_left = seed is not None and suite is not None and not is_chosen(suite, item.nodeid, seed)
+        (left if is_left else chosen).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = chosen
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Called by pytest: names the command that runs each failed test alone."""
+    reports = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
+    if reports:
+        terminalreporter.section("run it alone")
+    for nodeid in dict.fromkeys(report.nodeid for report in reports):
+        terminalreporter.line(f".venv/bin/python -m pytest '{nodeid}'")
