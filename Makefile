@@ -55,7 +55,7 @@ test-fast: $(READY)
 
 # Every test, but for what `make parity` and `make networks` add: about two hours.
 test-all: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not parity and not networks"
 
 # The fast tests on the oldest, Colab's and the newest TensorFlow, Keras and Python, each pair in
 # an environment of its own; some, with PAIRS="oldest colab".

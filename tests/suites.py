@@ -21,56 +21,53 @@ from tests.scheduling import shared_work
 # Suite -> (in how many parts a sample divides it, what it holds).
 SUITES = {
     "parity": (40, "each case of docs/parity.md in each form"),
-    "networks": (40, "networks of keras.applications, and the tasks in models/"),
+    "networks": (15, "networks of keras.applications, and the tasks in models/"),
     "workers": (8, "jobs of several worker processes"),
     "faults": (12, "workers that are killed or hang, and planted faults"),
     "hosts": (20, "jobs of several hosts: network namespaces, a Slurm cluster"),
     "forms": (8, "features of each form of parallelism, trained in one process"),
     "programs": (8, "commands, examples of the pages, notebooks, benchmarks"),
 }
-# The longest prefix of a test's path, behind `tests/`, decides.
+# The longest prefix of a test's path, behind `tests/`, decides; what has none is of "forms".
 FOLDERS = {
+    "": "forms",
     "asynchronous/": "workers",
     "benchmarks/": "programs",
-    "callbacks/": "forms",
-    "cloning/": "forms",
+    "cluster/": "workers",
     "cluster/test_slurm_cluster.py": "hosts",
     "colab/": "programs",
+    "collectives/": "workers",
     "commands/": "programs",
     "diagnostics/": "programs",
     "diagnostics/test_check_faults.py": "faults",
     "diagnostics/test_inject.py": "faults",
     "diagnostics/test_networks.py": "networks",
     "docs/": "programs",
+    "flight/": "workers",
+    "fuzz/": "parity",
     "hosts/": "hosts",
-    "hybrid/": "forms",
-    "layers/": "forms",
-    "lint/": "forms",
     "models/": "networks",
     "parity/": "parity",
     "parity/test_applications.py": "networks",
     "parity/test_workers.py": "workers",
-    "pipeline/": "forms",
-    "placement/": "forms",
     "placement/test_processes.py": "workers",
-    "replication/": "forms",
-    "step/": "forms",
-    "strategies/": "forms",
+    "test_readme.py": "programs",
+    "test_startup.py": "programs",
+    "test_wheel.py": "programs",
     "workers/": "workers",
     "workers/test_restart.py": "faults",
 }
 
 
 def suite_of(item: pytest.Item) -> str | None:
-    """Returns the name of a test's suite; None if it is in none, as what is fast."""
+    """Returns the name of a slow test's suite; None for a fast test."""
     for name in SUITES:
         if item.get_closest_marker(name):
             return name
     if not item.get_closest_marker("slow"):
         return None
     path = item.nodeid.removeprefix("tests/")
-    prefixes = [prefix for prefix in FOLDERS if path.startswith(prefix)]
-    return FOLDERS[max(prefixes, key=len)] if prefixes else None
+    return FOLDERS[max((prefix for prefix in FOLDERS if path.startswith(prefix)), key=len)]
 
 
 def is_chosen(suite: str, nodeid: str, seed: str) -> bool:

@@ -33,6 +33,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_exported_predicts_as_the_model_does(form, tmp_path):
     random = np.random.default_rng(0)

@@ -103,6 +103,7 @@ def everywhere():
     return {module: edges(module, ast.walk(tree)) for module, tree in modules().items()}
 
 
+@pytest.mark.slow
 def test_every_package_has_its_row():
     packages = {module.partition(".")[0] for module in modules()} - {""}
     assert packages <= set(ROW_OF), "name the row of a new package in ROWS"
@@ -141,6 +142,7 @@ def test_there_is_no_cycle():
         visit(module)
 
 
+@pytest.mark.slow
 def test_imports_are_absolute():
     relative = [
         f"tfparallel.{module}: {name}"

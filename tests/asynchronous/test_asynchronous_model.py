@@ -195,6 +195,7 @@ def test_a_server_that_is_killed_is_named_and_ends_the_job():
     assert not any(process.is_running() for process in processes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -107,6 +107,7 @@ def run(*flags):
     return run_python([BENCHMARKS / "sync.py", *flags], timeout=DEADLINE_SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

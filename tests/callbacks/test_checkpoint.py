@@ -342,6 +342,7 @@ def test_a_run_that_is_done_is_left_alone(tmp_path, capsys):
     assert any((a != b).any() for a, b in zip(before, again[0].get_weights(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_before_training(tmp_path):
     fitted(one_device, tmp_path)
     with pytest.raises(ValueError) as caught:
@@ -353,6 +354,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_training(tmp_path):
         fitted(one_device, tmp_path, optimizer=lambda: keras.optimizers.SGD())
 
 
+@pytest.mark.slow
 def test_other_configurations_and_other_data_are_refused(tmp_path):
     options = {"every_steps": 1, "configuration": {"seed": 1}}
     with pytest.raises(Interruption):

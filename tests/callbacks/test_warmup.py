@@ -77,6 +77,7 @@ def test_an_accumulating_model_warms_up_by_updates():
     np.testing.assert_allclose(seen, [*[0.1] * 3, *[0.2] * 3, *[0.3] * 4], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_where_it_was(tmp_path):
     def trained(epochs, *callbacks):
         model = tfparallel.data_parallel(lambda: seeded(build), devices=["CPU:0", "CPU:1"])

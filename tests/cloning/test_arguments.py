@@ -52,6 +52,7 @@ def trained(model):
     return history, [*model.encoder.get_weights(), *model.decoder.get_weights()]
 
 
+@pytest.mark.slow
 def test_it_trains_to_the_weights_of_one_device():
     """Story: it was refused as a model without variables, of which it has four."""
     model = AutoEncoder(*parts(), weight=0.25)

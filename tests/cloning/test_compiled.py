@@ -22,6 +22,7 @@ def assert_trains_alike(copy, model):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @every_builder
 def test_a_loss_without_a_config(clone):
     factor = 3.0
@@ -30,6 +31,7 @@ def test_a_loss_without_a_config(clone):
     assert_trains_alike(clone(model), model)
 
 
+@pytest.mark.slow
 @every_builder
 def test_what_is_left_out_of_weight_decay(clone):
     model = around()
@@ -39,6 +41,7 @@ def test_what_is_left_out_of_weight_decay(clone):
     assert_trains_alike(clone(model), model)
 
 
+@pytest.mark.slow
 @every_builder
 def test_slots_of_what_was_frozen_since(clone):
     model = around()

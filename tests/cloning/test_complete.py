@@ -176,6 +176,7 @@ def test_a_comparison_changes_nothing(clone):
         assert float(each.get_layer("counting").calls) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "shape"),
     [

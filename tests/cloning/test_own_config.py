@@ -204,6 +204,7 @@ def test_a_preprocessor_may_come_and_go(build):
     assert build(model).preprocessor is words
 
 
+@pytest.mark.slow
 @every_builder
 def test_lora_within_such_a_model(build):
     def with_lora():
@@ -232,6 +233,7 @@ class HandingOn(keras.Model):
         return [self.loss_tracker]
 
 
+@pytest.mark.slow
 def test_a_model_that_hands_its_arguments_on():
     """Story: the second model of Keras's guide on custom steps; Keras cannot read its config."""
 

@@ -398,6 +398,7 @@ whole = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(whole, whole, changes)
 def test_every_environment_is_read_or_refused(first, second, changed):

@@ -95,6 +95,7 @@ def places(launchers, of, attempt):
     return sorted(int(place[1]) for place in found)
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_fewer_and_with_more(start, tmp_path):
     """Of three the one is killed that listens, and had worker 0; then two more come."""
     first = start("2:3", WORK, tmp_path)
@@ -133,6 +134,7 @@ time.sleep(600 * (os.environ["WORLD_SIZE"] == "3"))
 """
 
 
+@pytest.mark.slow
 def test_a_host_whose_workers_fail_leaves(start):
     """Nobody waits for it; the others are enough."""
     launchers = [start("2:3", FAIL_ON_ONE) for _ in range(3)]
@@ -206,6 +208,7 @@ def test_who_waits_is_told_that_the_job_has_ended(start, tmp_path):
     assert "the job has ended" in waiting.said and "worker" not in waiting.said
 
 
+@pytest.mark.slow
 def test_who_waits_takes_the_place_of_one_that_is_lost(start, tmp_path):
     launchers = [start("2:2", WORK, tmp_path) for _ in range(2)]
     places(launchers, of=2, attempt=0)

@@ -152,6 +152,7 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_loop_wherever_it_comes():
     """Python's own handler, in the middle of the loop, can lose what was to wake a task."""
     subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, timeout=60)

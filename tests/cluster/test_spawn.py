@@ -35,6 +35,7 @@ def test_the_chiefs_result_comes_back_from_another_process():
     assert (args, kwargs) == ((1, "two"), {"three": 3})
 
 
+@pytest.mark.slow
 def test_a_function_inside_a_function_takes_along_what_it_uses():
     offset = np.arange(3.0)
 
@@ -128,6 +129,7 @@ def test_death_by_signal():
         spawned(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
 
 
+@pytest.mark.slow
 def test_a_restart_that_succeeds(capsys):
     def fail_once():
         attempt = os.environ["TFPARALLEL_RESTART_COUNT"]

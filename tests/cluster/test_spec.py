@@ -324,6 +324,7 @@ texts = st.one_of(
 cut = st.tuples(texts, st.integers(0, 400)).map(lambda pair: pair[0][: pair[1]])
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(texts | cut)
 def test_every_text_is_read_or_refused(text):

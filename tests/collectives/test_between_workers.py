@@ -59,6 +59,7 @@ def test_uneven_rows_are_joined_in_the_order_of_the_workers(workers):
         assert mask == (own[0] > 2).tolist()
 
 
+@pytest.mark.slow
 def test_a_loop_takes_the_same_key_at_each_turn(workers):
     def looped(group, start):
         @tf.function

@@ -27,6 +27,7 @@ def test_a_simulated_cluster_takes_what_the_formula_says(name, num_ranks):
         assert found == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_ring_of_4096_ranks():
     found = simulate(ALGORITHMS["ring"].schedule(4096), SIZES[:1], WIRE)
     assert found == pytest.approx([WIRE.seconds("ring", 4096, SIZES[0])])

@@ -19,6 +19,7 @@ def terms(shape, dtype, devices):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
 def test_the_sum_of_any_shape_and_type(num_devices):
     devices = DEVICES[:num_devices]

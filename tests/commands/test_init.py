@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "data", "more"), CASES, ids=[" ".join([k, d or "", *m]) for k, d, m in CASES]
 )

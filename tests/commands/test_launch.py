@@ -353,6 +353,7 @@ def ends(processes):
     return [process.returncode for process in processes], said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_failure_on_one_node_ends_all(endpoint, culprit):
     """The others would wait for it: for ever under NCCL, and here as well."""

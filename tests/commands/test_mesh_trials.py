@@ -85,11 +85,13 @@ def test_each_mesh_is_tried_in_the_same_precision():
     assert set(seen) == {"mixed_bfloat16"}
 
 
+@pytest.mark.slow
 def test_flags_of_stages_are_for_meshes_with_stages():
     found = tried(task(), [Mesh(data=2, tensor=2)], "--schedule=interleaved", "--recompute=always")
     assert found[Mesh(data=2, tensor=2)].why_not is None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_is_listed_behind_the_others():
     """A layer whose loss is of the mean of a batch: no form that divides it can keep that."""
 

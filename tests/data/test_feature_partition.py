@@ -46,6 +46,7 @@ def test_mistakes():
         by_feature(tf.data.Dataset.from_tensor_slices(({"a": X}, Y)).batch(4), 2)
 
 
+@pytest.mark.slow
 def test_a_layer_split_by_features_trains_as_the_whole_one():
     def split():
         left, right = keras.Input((3,)), keras.Input((4,))

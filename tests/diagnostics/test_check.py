@@ -56,6 +56,7 @@ def check(build_model, make_parallel_model, batches=None, compile_model=compile_
     )
 
 
+@pytest.mark.slow
 def test_the_same_model_is_exact():
     report = check(build(), make_same)
     assert report.verdict == "match" and report.passed and report.first_difference is None
@@ -68,6 +69,7 @@ def test_the_same_model_is_exact():
     assert json.loads(json.dumps(report.to_json()))["variables"][0]["shape"] == [4, 8]
 
 
+@pytest.mark.slow
 def test_data_parallel_is_exact():
     report = check(build(), data_parallel_on(3))
     assert report.verdict == "match", report
@@ -350,6 +352,7 @@ class TwoOptimizers(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_a_variable_without_gradient_in_a_step_of_the_users_own():
     plain = build(keras.layers.BatchNormalization, activation=None)
 
@@ -400,6 +403,7 @@ def test_the_search_is_no_part_of_the_verdict():
     assert report.verdict == "differs" and report.first_difference
 
 
+@pytest.mark.slow
 def test_a_form_that_loses_weights_is_an_error():
     with pytest.raises(ValueError, match="keep the model's weights"):
         check(build(), lambda _: build(keras.layers.BatchNormalization)())

@@ -46,6 +46,7 @@ def test_a_network_trains_in_parts_as_on_one_device(name):
         gpu_training.compared(expected, expected._replace(num_updates=8))
 
 
+@pytest.mark.slow
 def test_half_precision_is_what_trains():
     """`clear_session` between two trainings once set it back to float32."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -68,6 +69,7 @@ def _in(dtype):
     return keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, dtype=dtype)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "skipped"), [(1.0, 0), (2.0**100, 9)])
 def test_a_loss_scale_must_skip_some_updates_and_not_all(monkeypatch, scale, skipped):
     monkeypatch.setattr(gpu_trials, "_SCALE", scale)
@@ -219,6 +221,7 @@ def test_figures_to_reach():
     }
 
 
+@pytest.mark.slow
 def test_what_does_not_train_is_no_lost_worker():
     with pytest.raises(AssertionError, match="exit code 2"):
         gpu_trials._lost("kill:worker=1,step=3", "gpu")

@@ -23,6 +23,7 @@ def sleep(seconds):
     return tf.numpy_function(lambda: time.sleep(seconds) or 1.0, [], tf.float64)
 
 
+@pytest.mark.slow
 def test_marks_are_passed_in_order_and_kept(current):
     @tf.function
     def step(x):

@@ -97,6 +97,7 @@ def another_unit(model):
     kernel.assign(kernel * (1.0 + 2e-16))
 
 
+@pytest.mark.slow
 def test_rounding_is_exact_and_a_rate_that_is_a_millionth_larger_is_not():
     one_device = OneDevice.train(SMALLEST)
     assert judge(Faulty(lambda model: None), one_device) == Outcome(Builder.name, EXACT)
@@ -129,6 +130,7 @@ def raising(error):
     return fault
 
 
+@pytest.mark.slow
 def test_only_an_error_of_ours_that_says_what_it_received_is_a_refusal():
     one_device = OneDevice.train(SMALLEST)
     for error in (KeyError("x"), ValueError("No. Received: x"), TypeError("No. Received: x")):

@@ -73,6 +73,7 @@ def test_bytes_are_those_of_the_layers():
     assert one.held_bytes == pytest.approx(4 * weights + kept + outputs, rel=0.02)
 
 
+@pytest.mark.slow
 def test_batch_normalization_in_stages_is_a_choice():
     def with_norm():
         return build(normalized=True)

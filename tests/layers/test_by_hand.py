@@ -117,6 +117,7 @@ def test_a_built_model_keeps_what_was_written(build, split):
         np.testing.assert_array_equal(*values)
 
 
+@pytest.mark.slow
 def test_it_is_plain_keras_by_itself(tmp_path):
     for build in (texts, pictures):
         model, wanted = fresh(by_hand(build)), fresh(plain(build))

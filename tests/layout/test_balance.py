@@ -40,6 +40,7 @@ def graphs(draw):
     return costs, edges, peaks, draw(st.integers(1, min(num_layers, 5)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(graphs())
 def test_no_other_cut_is_better(graph):
@@ -74,6 +75,7 @@ def test_a_cap_that_nothing_meets_says_by_how_much():
     assert raised.value.smallest == 4
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(graphs(), st.data())
 def test_no_other_cut_of_two_things_under_a_cap_is_better(graph, data):

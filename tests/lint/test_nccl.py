@@ -183,6 +183,7 @@ def test_replicas_are_summed_by_nccl_on_every_device(name):
     assert set(runs) == {"CPU:0", "CPU:1"}
 
 
+@pytest.mark.slow
 def test_the_lint_sees_a_sum_that_nobody_reads():
     found = sums_of(tf.distribute.NcclAllReduce(), **STEPS["mixed_float16"])
     assert [op.device[-5:] for op, is_needed in found if not is_needed] == ["CPU:1"]

@@ -135,6 +135,7 @@ def test_masks_are_where_the_ink_is():
     assert ink != pytest.approx(pictures.mean(), abs=0.01)
 
 
+@pytest.mark.slow
 def test_popularity_does_not_tell_whether_a_function_uses_a_name():
     (x, y), (validation_x, validation_y) = load("recommender").load_data()
     counts = np.bincount(x["name"], minlength=8192)

@@ -60,6 +60,7 @@ def test_a_refusal_counts_only_in_the_form_and_the_words_that_the_case_says(know
         judge(dataclasses.replace(expected, refused={}), refusing(said))
 
 
+@pytest.mark.slow
 def test_a_case_that_says_it_is_refused_may_not_train(known):
     expected = known(refused={"data_parallel": "anything"}, fit={"epochs": 1})
     with pytest.raises(AssertionError, match="was trained under data_parallel.*“anything”"):
@@ -71,6 +72,7 @@ def losing_the_policy(form, case):
     return fit(form, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
 def test_a_case_that_computes_in_another_precision_is_no_case(known, dtype):
     lost = known(dtype=dtype, train=losing_the_policy, fit={"epochs": 1})
@@ -103,6 +105,7 @@ class Alone:
         return [value]
 
 
+@pytest.mark.slow
 def test_workers_judge_likewise():
     said = "Cannot differentiate twice through the replicated call of 'net'."
 

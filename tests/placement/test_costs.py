@@ -50,6 +50,7 @@ def test_it_leaves_the_model_as_it_is():
     assert all((a == b).all() for a, b in zip(weights, model.get_weights(), strict=True))
 
 
+@pytest.mark.slow
 def test_seconds_of_real_layers():
     inputs = keras.Input((512,))
     model = keras.Model(inputs, layers.Dense(4096, name="large")(inputs))
@@ -132,6 +133,7 @@ def wide_and_deep():
     return keras.Model(inputs, [layers.Dense(4)(outputs), Both(name="both")(deep, inputs)])
 
 
+@pytest.mark.slow
 def test_a_layer_that_reads_an_input_and_a_computed_tensor():
     """Story: "could not find node key".
 
@@ -156,6 +158,7 @@ class Counting(layers.Layer):
         return inputs
 
 
+@pytest.mark.slow
 def test_a_layer_that_holds_a_metric_is_measured_on_a_copy():
     """Story: "'NoneType' object has no attribute 'assign'", where the model had no storage yet."""
 
@@ -182,6 +185,7 @@ def of_seven_rows(declared):
     return keras.Model(inputs, layers.Dense(1)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balance", ["time", "memory"])
 def test_a_model_of_one_batch_size_is_cut_by_what_such_a_batch_costs(balance):
     two = ["CPU:0", "CPU:1"]

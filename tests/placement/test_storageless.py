@@ -59,6 +59,7 @@ def compiled():
     return model
 
 
+@pytest.mark.slow
 def test_a_function_that_compiles_needs_storage():
     keras.utils.set_random_seed(3)
     state = random.getstate()
@@ -102,6 +103,7 @@ def test_a_layer_from_elsewhere_is_copied():
     assert not np.array_equal(placed.get_layer("shared").kernel, shared.kernel)
 
 
+@pytest.mark.slow
 def test_a_streamed_file_holds_what_keras_writes(tmp_path):
     placed = tfparallel.model_parallel(build, devices=DEVICES)
     placed.compile(keras.optimizers.Adam(0.1), "mse")

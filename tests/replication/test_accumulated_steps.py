@@ -122,6 +122,7 @@ def test_it_is_one_step_on_a_larger_batch(in_float64, case, number):
             np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 2}],
@@ -134,6 +135,7 @@ def test_options_of_keras(in_float64, options):
     assert apart(model, one) < 1e-9
 
 
+@pytest.mark.slow
 def test_rows_of_embeddings_are_added_up_as_keras_does(in_float64):
     """Of a row that several examples read, Adam squares the sum, and not each term."""
     def build():
@@ -161,6 +163,7 @@ def test_the_optimizer_counts_updates(in_float64):
     assert int(model.optimizer.iterations) == 4  # Of 3, 3, 3 and 1 of 10 steps.
 
 
+@pytest.mark.slow
 def test_a_step_is_an_update_where_one_is_asked_for(in_float64):
     one, model = seeded(build), on_replicas("SGD", 2, steps=1)
     trained(one, "SGD", ROWS)
@@ -168,6 +171,7 @@ def test_a_step_is_an_update_where_one_is_asked_for(in_float64):
     assert apart(model, one) < 1e-9
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_masks_of_each_batch(in_float64):
     def with_dropout():
         dropped = [layers.Dropout(0.5, seed=3), layers.Dense(3)]
@@ -278,6 +282,7 @@ class Asks(keras.callbacks.Callback):
             self.ask(self.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ask",
     [
@@ -319,6 +324,7 @@ def test_a_model_with_nothing_to_train_goes_on(in_float64):
         model.fit(*data(), batch_size=ROWS, verbose=0)
 
 
+@pytest.mark.slow
 def test_sums_of_half_precision_are_kept_in_float32():
     def half():
         policy = keras.mixed_precision.DTypePolicy("bfloat16")

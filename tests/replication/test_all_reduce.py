@@ -136,6 +136,7 @@ def test_without_a_profile_and_without_measuring_it_is_the_default():
     assert (found.algorithm, found.source) == ("tf_reduce_to_one", "default")
 
 
+@pytest.mark.slow
 def test_a_loop_refuses_what_cannot_run_in_it():
     strategy = tfparallel.MirroredStrategy(DEVICES, all_reduce="tf_ring")
     model = tfparallel.data_parallel(build_model, strategy)

@@ -102,6 +102,7 @@ def train(model, x, y):
     return [(variable.path, variable.numpy()) for variable in model.variables]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape_of", ["sequence", "image"])
 def test_the_gradient_crosses_the_replicas(shape_of, in_float64):
     """16 examples in batches of 7: 2 + 2 + 3, then 0 + 1 + 1 with an idle replica."""

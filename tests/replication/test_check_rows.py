@@ -114,6 +114,7 @@ def test_a_layer_that_mixes_examples_is_named(build, message):
         trained(build)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "middle", [Gathered, Always, lambda: KeepsState("mean"), layers.BatchNormalization]
 )
@@ -180,6 +181,7 @@ def test_a_refusal_is_repeated():
             model.fit(X, Y, batch_size=3, verbose=0)
 
 
+@pytest.mark.slow
 def test_half_precision_is_no_difference():
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
@@ -189,6 +191,7 @@ def test_half_precision_is_no_difference():
         keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.slow
 def test_a_probe_changes_nothing():
     weights = []
     for check_rows in (True, False):
@@ -210,6 +213,7 @@ def test_prediction_is_looked_at_too():
         model.predict(X, verbose=0)
 
 
+@pytest.mark.slow
 def test_plain_code_under_the_strategy_is_looked_at():
     for check_rows in (True, False):
         strategy = tfparallel.MirroredStrategy(TWO)
@@ -231,6 +235,7 @@ def test_an_eager_step_is_looked_at():
         model.fit(X, Y, batch_size=5, verbose=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_micro_batches_are_looked_at(schedule):
     for check_rows in (True, False):
@@ -253,6 +258,7 @@ class Positive(layers.Layer):
             return tf.identity(inputs)
 
 
+@pytest.mark.slow
 def test_what_could_not_be_tried_is_told_with_the_reason(caplog):
     caplog.set_level(logging.WARNING, logger="absl")
     model = tfparallel.data_parallel(net(Positive), devices=TWO)
@@ -263,6 +269,7 @@ def test_what_could_not_be_tried_is_told_with_the_reason(caplog):
     assert "InvalidArgumentError: assertion failed: [too small]" in told, told
 
 
+@pytest.mark.slow
 def test_keras_own_layers_are_known(monkeypatch):
     from tfparallel.replication import row_probe
 

@@ -281,6 +281,7 @@ def test_sparse_gradients_stay_sparse_and_are_joined(strategy):
 # --- all_gather -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_gather_joins_uneven_rows_in_the_order_of_the_replicas(strategy):
     sizes = [2, 0, 3]
 
@@ -367,6 +368,7 @@ class Spread(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batch_size",
     [
@@ -482,6 +484,7 @@ def test_batch_norm_of_each_replica_is_refused_in_a_custom_loop(strategy):
         normalized_loop(strategy, synchronized=False)
 
 
+@pytest.mark.slow
 def test_synchronized_batch_norm_is_exact_in_a_custom_loop(strategy):
     one = normalized_loop(tfparallel.MirroredStrategy(["CPU:0"]), synchronized=False)
     three = normalized_loop(strategy, synchronized=True)

@@ -69,6 +69,7 @@ def test_the_users_class_is_extended():
     assert type(OwnModel()) is OwnModel  # The class itself is as it was.
 
 
+@pytest.mark.slow
 def test_each_variable_has_a_copy_on_each_device():
     model = tfparallel.data_parallel(mlp, devices=THREE)
     model.compile("adam", "mse", metrics=["mae"])
@@ -87,6 +88,7 @@ def test_a_given_strategy_is_used():
     assert tfparallel.data_parallel(mlp, strategy).strategy is strategy
 
 
+@pytest.mark.slow
 def test_one_replica_costs_nothing():
     """No strategy, plain variables, and Keras's own step: the trace has plain Keras's ops."""
     model = compiled(tfparallel.data_parallel(mlp, devices=["CPU:0"]))
@@ -127,6 +129,7 @@ def test_methods_without_a_fit_before(method):
 # --- A clone ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_clone_keeps_weights_frozen_layers_and_compile_state():
     x, y = data()
     model = mlp()
@@ -165,6 +168,7 @@ def test_a_clone_of_the_users_own_class():
     )
 
 
+@pytest.mark.slow
 def test_a_clone_continues_the_draws_of_random_layers():
     def build():
         return compiled(
@@ -414,6 +418,7 @@ def test_jit_compile_by_position():
         assert model.jit_compile is True
 
 
+@pytest.mark.slow
 def test_jit_compile_under_the_drop_in_strategy():
     with tfparallel.MirroredStrategy(TWO).scope():
         model = mlp()
@@ -471,6 +476,7 @@ def test_a_second_derivative():
         model.fit(data()[0], np.ones((10, 1)), verbose=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronize", [True, False])
 def test_a_part_of_a_model_predicts_on_its_own_after_training(synchronize):
     class Autoencoder(keras.Model):
@@ -513,12 +519,14 @@ def generator_batches(num_batches=10):
         yield x[start : start + 4], y[start : start + 4]
 
 
+@pytest.mark.slow
 def test_a_generator_loses_no_batch():
     model = compiled(tfparallel.data_parallel(mlp, devices=THREE))
     model.fit(generator_batches(), verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 10
 
 
+@pytest.mark.slow
 def test_keras_under_tensorflows_strategy_loses_batches_of_a_generator():
     """It fails on the day that Keras looks at the spec instead of a batch."""
     strategy = tf.distribute.MirroredStrategy(
@@ -547,6 +555,7 @@ def known_length():
     return dataset.batch(4)
 
 
+@pytest.mark.slow
 def test_keras_loses_the_pending_gradient_when_a_generator_ends():
     """Six steps, one update, two pending: the seventh, without data, resets the accumulators.
 
@@ -602,6 +611,7 @@ def test_the_first_draw_may_be_inside_a_trace():
     assert forward.get_concrete_function(tf.TensorSpec((6, 3))).structured_outputs.shape == (6, 2)
 
 
+@pytest.mark.slow
 def test_unequal_shares_train_to_the_same_weights():
     """Five rows of every eight to one replica, one to the last, in batches of 7 and 3."""
     expected = compiled(mlp())
@@ -618,6 +628,7 @@ def test_weights_for_another_number_of_replicas():
         tfparallel.data_parallel(mlp, devices=THREE, replica_weights=[3, 1])
 
 
+@pytest.mark.slow
 def test_schedule_free_training_averages_on_one_device_as_on_two():
     x = np.random.default_rng(0).normal(size=(40, 4))
     y = x.sum(axis=1, keepdims=True)
@@ -645,6 +656,7 @@ def test_a_variable_that_was_made_outside_the_scope_cannot_be_trained():
         compiled(model)
 
 
+@pytest.mark.slow
 def test_lora_within_the_scope():
     model = tfparallel.data_parallel(mlp, devices=TWO)
     plain = mlp()

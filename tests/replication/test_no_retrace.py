@@ -63,6 +63,7 @@ def test_steps_and_epochs_after_the_first_trace_nothing(model, traces):
     assert traces == first
 
 
+@pytest.mark.slow
 def test_batches_of_new_sizes_trace_once_a_size_at_most(model, traces):
     """`train_on_batch` traces for a second size what serves all others."""
     x, y = examples(40)
@@ -74,6 +75,7 @@ def test_batches_of_new_sizes_trace_once_a_size_at_most(model, traces):
     assert traces == second
 
 
+@pytest.mark.slow
 def test_predict_and_evaluate_trace_nothing_the_second_time(model, traces):
     x, y = examples(23)
     for _ in range(2):

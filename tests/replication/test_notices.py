@@ -50,6 +50,7 @@ def test_one_line_for_all_models_of_a_kind(options, line, capsys):
     assert (shown.out, shown.err) == ("", f"data_parallel: {line}\n")
 
 
+@pytest.mark.slow
 def test_the_choice_is_told_when_it_is_made(capsys):
     model = tfparallel.data_parallel(build, devices=TWO, all_reduce="auto")
     model.compile("sgd", "mse")

@@ -55,6 +55,7 @@ def test_without_accumulation_each_step_sums():
     assert in_step > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation_steps", [2, 3])
 def test_with_accumulation_the_sum_is_in_the_branch_of_the_update(accumulation_steps):
     in_step, in_branches = sums_of_gradients(accumulation_steps)
@@ -62,6 +63,7 @@ def test_with_accumulation_the_sum_is_in_the_branch_of_the_update(accumulation_s
     assert in_branches > 0
 
 
+@pytest.mark.slow
 def test_the_step_leaves_the_terms_with_the_optimizer_that_takes_them(monkeypatch):
     model = tfparallel.data_parallel(
         lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(UNITS)]), devices=THREE

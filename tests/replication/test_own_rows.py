@@ -94,6 +94,7 @@ def test_it_trains_as_one_device_and_joins_where_it_must(in_float64, name):
     assert (joined_in(model) > 0) == (name in WHY)
 
 
+@pytest.mark.slow
 def test_a_metric_of_infinite_values():
     """A metric grows from zero; a difference of states would be infinity less infinity."""
     x, y = np.ones((7, 2)), np.array([[0.0]] * 5 + [[np.inf]] * 2)
@@ -126,6 +127,7 @@ def test_hinge_looks_at_all_labels():
     assert model.why_joined == "loss 'hinge' may look at several examples"
 
 
+@pytest.mark.slow
 def test_targets_of_other_sizes():
     """Of a fixed size the outputs are joined, as on one device; otherwise it is an error."""
     model = tfparallel.data_parallel(
@@ -243,6 +245,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_and_objects_that_are_not_the_usual_ones(in_float64, name):
     build, compile_with, x, y, reason = SHAPES[name]
@@ -276,6 +279,7 @@ def test_weights_of_examples_that_meet_another_axis(in_float64):
         np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_way_is_told_of_each_compile_and_of_fit_before_evaluate(caplog):
     model = tfparallel.data_parallel(column(), devices=THREE)
     with caplog.at_level("INFO", logger="absl"):
@@ -338,6 +342,7 @@ def spectra():
     return keras.Sequential([keras.Input((3,)), ones, Spectrum()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [spectra, InParts])
 def test_outputs_may_be_complex(build):
     weights = []
@@ -368,6 +373,7 @@ class BuiltByItsStep(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_a_look_at_the_outputs_builds_no_model_that_its_step_builds():
     paths = []
     for build in (BuiltByItsStep, lambda: tfparallel.data_parallel(BuiltByItsStep, devices=THREE)):

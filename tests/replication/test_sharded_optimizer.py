@@ -77,6 +77,7 @@ def apart(model, other):
     return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_as_one_device_does(in_float64, name):
     one = trained(seeded(build), OPTIMIZERS[name]())
@@ -112,6 +113,7 @@ def test_embeddings_and_constraints(in_float64):
     assert apart(trained(on_replicas(3, constrained), optimizers.Adam(0.05)), one) < 1e-9
 
 
+@pytest.mark.slow
 def test_weights_that_others_write_count(in_float64):
     class Writes(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -122,6 +124,7 @@ def test_weights_that_others_write_count(in_float64):
     assert apart(model, one) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 def test_moving_averages_are_of_weights_that_others_write_too(in_float64):
     class Book(keras.Model):
@@ -161,6 +164,7 @@ def test_averages_in_shares_are_not_swapped():
         model.fit(*data(), callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_be_built_twice(in_float64):
     one, model = seeded(build), on_replicas(2)
     optimizer = optimizers.Adam(0.05)
@@ -171,6 +175,7 @@ def test_an_optimizer_may_be_built_twice(in_float64):
     assert apart(model, trained(one, optimizers.Adam(0.05))) < 1e-9
 
 
+@pytest.mark.slow
 def test_decay_leaves_out_what_it_is_told_to(in_float64):
     found = []
     for model in (seeded(build), on_replicas(2)):
@@ -180,6 +185,7 @@ def test_decay_leaves_out_what_it_is_told_to(in_float64):
     assert apart(*found) < 1e-9
 
 
+@pytest.mark.slow
 def test_accumulated_steps(in_float64):
     one = seeded(build)
     one.compile(optimizers.Adam(0.05), "mse")
@@ -189,6 +195,7 @@ def test_accumulated_steps(in_float64):
     assert apart(model, one) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_replica_holds_its_share_of_the_slots():
     def larger():
         return keras.Sequential([keras.Input((5,)), layers.Dense(400), layers.Dense(3)])
@@ -233,6 +240,7 @@ def test_a_file_holds_whole_slots_and_is_read_anywhere(in_float64, tmp_path):
     assert apart(model, whole) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_model_that_was_trained_goes_on(in_float64):
     whole = trained(seeded(build), optimizers.Adam(0.05), epochs=2)
     first = trained(seeded(build), optimizers.Adam(0.05), epochs=1)

@@ -45,6 +45,7 @@ def assert_equal_to_one_device(form, build, x, y, run_eagerly=False):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_an_eager_step_asks_a_trace_which_slices_are_added(form, in_float64):
     assert_equal_to_one_device(form, build, *digits(), run_eagerly=True)
@@ -74,6 +75,7 @@ def build_shared():
     return keras.Model(inputs, keras.layers.Dense(10)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_kernel_of_two_sparse_tensors_has_slices_of_two_readings(form, in_float64):
     x, y = digits()
@@ -100,6 +102,7 @@ def test_reduce_gradients_adds_them_in_a_loop_of_ones_own():
         assert values.numpy().tolist() == [1, 2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("read", "indices", "values"),
     [

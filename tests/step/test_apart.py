@@ -73,6 +73,7 @@ def piece(data, rows):
     return tuple(None if each is None else each[rows] for each in data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_is_taken_apart_is_that_of_the_whole(in_float64, name):
     loss = getattr(losses, name)()
@@ -92,6 +93,7 @@ def test_a_loss_that_is_taken_apart_is_that_of_the_whole(in_float64, name):
         np.testing.assert_allclose(value, expected, rtol=1e-9, err_msg=str(shapes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_that_is_taken_apart_is_that_of_the_whole(in_float64, name):
     for shapes in dict.fromkeys(SHAPES + SAME):
@@ -162,6 +164,7 @@ def test_rows_of_many_words_are_tried_without_an_array_of_their_size():
     assert why_not_apart(model, *types) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight, joined", [(None, False), ((40,), True)])
 def test_a_metric_with_a_state_for_each_of_many_labels(weight, joined):
     data = rows_of(((40,), (40,), weight))

@@ -121,6 +121,7 @@ def test_of_keras_those_that_look_at_epochs_do_not(tmp_path):
     assert asks(Old())
 
 
+@pytest.mark.slow
 def test_one_that_keras_may_call_from_another_thread_sees_numbers():
     safe = Sees(False)
     safe.async_safe = True  # Keras's attribute.
@@ -128,6 +129,7 @@ def test_one_that_keras_may_call_from_another_thread_sees_numbers():
     assert all(isinstance(value, float) for _, logs in safe.batches for value in logs.values())
 
 
+@pytest.mark.slow
 def test_callbacks_are_told_of_as_many_epochs_as_keras_allows():
     told = Sees(True)
     keras.config.set_max_epochs(1)
@@ -146,6 +148,7 @@ def test_what_is_no_scalar_is_shown_as_keras_shows_it():
     assert seen.batches == [(0, {"loss": 2.0, "mae": 3.0})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["data", "pipeline"])
 def test_the_progress_bar_shows_the_same(form, capsys):
     def last_lines(model):
@@ -181,6 +184,7 @@ class FitsTwice(keras.Model):
         return super().fit(x, y, verbose=verbose, callbacks=callbacks)
 
 
+@pytest.mark.slow
 def test_a_fit_of_the_users_is_left_alone():
     seen = Sees(True)
     model = tfparallel.data_parallel(FitsTwice, devices=DEVICES)

@@ -121,6 +121,7 @@ def test_no_other_output_meets(form):
     assert model.why_joined == "metric 'largest' may not be a sum over the examples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_what_meets_is_told(form, caplog):
     x, y, _ = data()
@@ -133,6 +134,7 @@ def test_what_meets_is_told(form, caplog):
     )
 
 
+@pytest.mark.slow
 def test_metrics_are_divided_by_output():
     model = compiled(build())
     x, y, weights = data()
@@ -149,6 +151,7 @@ def test_metrics_are_divided_by_output():
     assert divided.places(outputs) == [place]
 
 
+@pytest.mark.slow
 def test_keras_keeps_metrics_by_output():
     """The canary of `StepMetrics`: fails when Keras keeps them otherwise."""
     model = compiled(build())

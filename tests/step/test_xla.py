@@ -220,6 +220,7 @@ INSIDE = PASSES | {"AssignSubVariableOp"}
 FUSED = {"BiasAdd", "Tanh"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["data", "model", "tensor", "pipeline"])
 def test_no_pass_and_no_update_stays_outside(form):
     def kinds(jit_compile):

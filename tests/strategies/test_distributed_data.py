@@ -77,6 +77,7 @@ def test_arrays_and_then_a_distributed_data_set_as_keras_own_test_has_it():
     assert_same(model, plain)
 
 
+@pytest.mark.slow
 def test_what_a_function_made_is_one_batch_of_all_replicas():
     """Batches of 4 for each replica, the last step of 3 for the first alone."""
     strategy, plain = tfparallel.MirroredStrategy(TWO), compiled_model()
@@ -90,6 +91,7 @@ def test_what_a_function_made_is_one_batch_of_all_replicas():
     assert history.params["steps"] == model.history.params["steps"] == 4
 
 
+@pytest.mark.slow
 def test_what_a_function_made_may_have_no_end():
     strategy, plain = tfparallel.MirroredStrategy(TWO), compiled_model()
     model = under(strategy)

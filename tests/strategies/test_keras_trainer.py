@@ -46,6 +46,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", CALLS)
 def test_the_model_is_found(strategy, method):
     """Fails on the day that Keras moves its trainer, or its loop gets deeper than is looked."""

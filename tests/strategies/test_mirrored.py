@@ -115,6 +115,7 @@ def test_tensorflows_strategy_cannot_accumulate():
         model.fit(*data(), batch_size=4, verbose=0)
 
 
+@pytest.mark.slow
 def test_accumulation_runs():
     def make():
         return compiled_model(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
@@ -134,6 +135,7 @@ def test_tensorflows_strategy_needs_a_first_batch_that_the_replicas_divide():
         model.fit(*data(9), batch_size=9, shuffle=False, verbose=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_examples, batch_size", [(10, 10), (20, 7), (2, 2), (1, 1)])
 def test_a_first_batch_that_the_replicas_do_not_divide(num_examples, batch_size):
     arguments = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
@@ -146,6 +148,7 @@ def test_a_first_batch_that_the_replicas_do_not_divide(num_examples, batch_size)
     np.testing.assert_allclose(seen, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [2, 3])
 def test_several_steps_an_execution(steps_per_execution):
     """20 examples in batches of 3 are 7 steps: the last execution is short of steps."""
@@ -160,6 +163,7 @@ def test_several_steps_an_execution(steps_per_execution):
     assert int(model.optimizer.iterations.numpy()) == 14
 
 
+@pytest.mark.slow
 def test_two_strategies_in_one_process():
     arguments = {"batch_size": 7, "epochs": 1, "shuffle": False, "verbose": 0}
     expected = compiled_model()
@@ -208,6 +212,7 @@ def test_devices_that_cannot_be_used(devices, message):
         tfparallel.MirroredStrategy(devices)
 
 
+@pytest.mark.slow
 def test_train_on_batch_of_a_model_that_was_compiled_outside_the_scope():
     """Story: "Mixing different tf.distribute.Strategy objects", where `fit` trained as it should.
 

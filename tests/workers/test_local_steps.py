@@ -151,6 +151,7 @@ def test_what_cannot_be_is_refused(spec):
         Synchronization.parse(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
