@@ -54,7 +54,7 @@ def test_a_plain_name_of_the_face_loads_no_tensorflow():
 def test_every_command_runs_on_what_pip_installs_alone():
     finished = run_python(
         "import importlib, pathlib, sys\n"
-        "for name in ('matplotlib', 'mpi4py', 'sklearn', 'pytest', 'yaml', 'psutil', 'PIL'):\n"
+        "for name in ('matplotlib', 'mpi4py', 'sklearn', 'pytest', 'psutil', 'PIL'):\n"
         "    sys.modules[name] = None\n"  # As if it were not there.
         "import tfparallel\n"
         "for name in tfparallel.__all__: getattr(tfparallel, name)\n"

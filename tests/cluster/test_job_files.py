@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -40,6 +41,7 @@ def test_a_shell_linter_finds_nothing_in_the_script(tmp_path, nnodes, least):
 
 # Two tasks, as of two nodes; each is told which it is, and all that Slurm would tell it besides.
 SRUN = """#!/bin/bash
+echo "srun $1"
 while [[ $1 == --* ]]; do shift; done
 for node in 0 1; do
   SLURM_NODEID=$node SLURM_PROCID=$node SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 \\
@@ -79,6 +81,7 @@ def test_the_script_starts_a_launcher_on_each_node(tmp_path, code, least):
     job = JobFile("train", command, ["--nproc_per_node=2"], nnodes=2, min_nnodes=least)
     (tmp_path / "job.sh").write_text(slurm_script(job))
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.[1-2]"}
+    slurm["SLURM_CPUS_PER_TASK"] = "3"
     done = subprocess.run(
         ["bash", "job.sh"],
         cwd=tmp_path,
@@ -95,6 +98,7 @@ def test_the_script_starts_a_launcher_on_each_node(tmp_path, code, least):
     shown = done.stdout + done.stderr
     assert done.returncode == code, shown
     assert ("requeued" in shown) == (code == 75), shown
+    assert "srun --cpus-per-task=3\n" in shown
     if code == 0:
         for worker in range(4):
             assert f"[{worker}] worker {worker} of 4 [\"it's one\", '$HOME']" in shown, shown
@@ -117,7 +121,7 @@ def test_a_range_of_nodes_is_asked_for_and_handed_on():
     code, script, errors = emitted("--emit=slurm", *flags)
     assert code == 0, errors
     assert "#SBATCH --nodes=2-4\n" in script and "--nnodes=2:4" in script
-    assert "#SBATCH --no-kill\n" in script and "srun --no-kill --kill-on-bad-exit=0 " in script
+    assert "#SBATCH --no-kill\n" in script and " --no-kill --kill-on-bad-exit=0 " in script
     assert "--nproc_per_node=gpu" in script
     code, text, errors = emitted("--emit=kubernetes", "--image=a/b:1", *flags)
     assert code == 0, errors
@@ -154,7 +158,7 @@ def test_the_objects_are_those_of_kubernetes_schema():
     assert pod.subdomain == service.metadata.name
     assert pod.termination_grace_period_seconds > job.grace_seconds
     (container,) = pod.containers
-    assert container.command[-len(AWKWARD) :] == AWKWARD
+    assert expanded(container.command)[-len(AWKWARD) :] == AWKWARD
     assert "--rdzv_endpoint=train-0.train:29500" in container.command
     assert container.resources.limits == {"nvidia.com/gpu": "2"}
     assert spec.pod_failure_policy.rules[0].on_exit_codes.values == [75]
@@ -162,12 +166,31 @@ def test_the_objects_are_those_of_kubernetes_schema():
     assert (claim, container.volume_mounts[0].mount_path) == ("data", "/data")
 
 
-def test_words_that_yaml_reads_as_something_else_are_quoted():
-    command = ["yes", "NO", "null", "3", "1e3", "a: b", "# c", "", "é", "plain/word.py"]
-    _, indexed = yaml.safe_load_all(kubernetes_objects(JobFile("on", command, image="i")))
+def expanded(command):
+    """What Kubernetes makes of a command: of `$$` one `$`, of `$(NAME)` a variable's value."""
+    return [
+        re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "a value", part)
+        for part in command
+    ]
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["yes", "NO", "null", "3", "1e3", "0o7", "a: b", "# c", "", "é", "plain/word.py", "&a", "*a"]
+    + ["\U0001f600.py", "two\nlines", "\x07\x85\u2028\ufeff", "a" * 300 + " b", "~", "=", "<<"]
+    + ["$(HOME)", "$$", "$$(HOME)", "$HOME", "$", "{a: b}", "- a", "!!int 3", "2026-01-02", " a "],
+)
+def test_every_word_comes_out_of_yaml_and_kubernetes_as_it_was(word):
+    text = kubernetes_objects(JobFile("on", ["a", word, "b"], image="i"))
+    service, indexed = yaml.safe_load_all(text)
     (container,) = indexed["spec"]["template"]["spec"]["containers"]
-    assert container["command"][-len(command) :] == command
-    assert indexed["metadata"]["name"] == "on"
+    assert expanded(container["command"])[-3:] == ["a", word, "b"]
+    assert indexed["metadata"]["name"] == service["metadata"]["name"] == "on"
+
+
+@pytest.mark.parametrize("word", ["y", "N", "1e3", "0o17", "1_000", "12:30", ".5", "~"])
+def test_what_another_reader_of_yaml_may_take_for_something_else_is_quoted(word):
+    assert f'- "{word}"\n' in kubernetes_objects(JobFile("on", [word], image="i"))
 
 
 # --- Mistakes ---------------------------------------------------------------------------------
@@ -182,6 +205,13 @@ def test_words_that_yaml_reads_as_something_else_are_quoted():
         (["--emit=slurm", "--sbatch_args=long"], ["must begin with '-'"]),
         (["--emit=slurm", "--job_name=My Job", "--nnodes=0"], ["--job_name must be", "--nnodes"]),
         (["--emit=slurm", "--node_rank=1"], ["--node_rank cannot be in a file that all hosts"]),
+        (["--emit=slurm", "--job_name=3d"], ["begin with a letter"]),
+        (
+            ["--emit=slurm", "--max_restarts=-1", "--start_timeout=nan", "--grace_seconds=inf"],
+            ["--max_restarts must not", "--start_timeout must be", "--grace_seconds must lie in 0"],
+        ),
+        (["--emit=slurm", "--grace_seconds=1e6", "--standby"], ["in 0 to 65520", "--standby is"]),
+        (["--emit=slurm", "--nnodes=2:5000"], ["--nnodes must be at most 1000"]),
         (["--image=a"], ["--image is for --emit"]),
     ],
 )
@@ -190,6 +220,11 @@ def test_mistakes(flags, messages):
     assert code == 2 and shown == ""
     for message in messages:
         assert message in errors
+
+
+def test_bytes_that_are_no_text_are_refused():
+    code, shown, errors = emitted("--emit=slurm", command=("python", b"caf\xe9.py"))
+    assert (code, shown) == (2, "") and "is text in UTF-8" in errors
 
 
 def test_a_scheduler_that_says_another_index_is_believed(monkeypatch):
@@ -206,6 +241,7 @@ def test_a_scheduler_that_says_another_index_is_believed(monkeypatch):
         (["tfparallel", "train", "models/digits_cnn.py"], "digits-cnn"),
         (["/usr/bin/env", "x"], "env"),
         (["--"], "train"),
+        (["python", "3d_cnn.py"], "train-3d-cnn"),
     ],
 )
 def test_the_name_of_a_job(command, name):

@@ -9,11 +9,10 @@ meets the others. A job that is told to end saves its state and ends with code 7
 """
 
 import dataclasses
-import json
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tfparallel.cluster.preemption import TRY_AGAIN
@@ -22,11 +21,15 @@ __all__ = ["JobFile", "job_name_of", "kubernetes_objects", "slurm_script"]
 
 _PORT = 29_500  # Of a pod, which has an address of its own.
 _FIRST_PORT, _NUM_PORTS = 13_000, 16_000  # Of a Slurm job, which may share its nodes.
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
-_VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/.+)")
+# A Service's name begins with a letter.
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
+_VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^:]+)")
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9./]*")
 _NO_STRINGS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
 _ENDS_SECONDS = 15  # What a launcher takes to end, beside the workers' grace.
+_MOST_SECONDS = 65_535  # Between Slurm's signal and its time limit.
+# With MIN:MAX, the addresses of all pods are one argument, and Linux limits that to 128 KiB.
+_MOST_NODES = 1_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +67,18 @@ class JobFile:
         problems = []
         if not _NAME.fullmatch(self.name):
             problems.append(
-                "--job_name must be of at most 52 lower-case letters, digits and '-', and begin "
-                f"and end with none of the last. Received: --job_name={self.name}."
+                "--job_name must be of at most 52 lower-case letters, digits and '-', begin with a "
+                f"letter and not end with '-'. Received: --job_name={self.name}."
+            )
+        if self.nnodes > _MOST_NODES:
+            problems.append(
+                f"--nnodes must be at most {_MOST_NODES} with --emit. Received: {self.nnodes}."
+            )
+        longest = _MOST_SECONDS - _ENDS_SECONDS
+        if not 0 <= self.grace_seconds <= longest:
+            problems.append(
+                f"--grace_seconds must lie in 0 to {longest} with --emit. Received: "
+                f"--grace_seconds={self.grace_seconds}."
             )
         if self.gpus_per_node < 0:
             problems.append(
@@ -75,6 +88,12 @@ class JobFile:
             f"--sbatch_args must begin with '-', as sbatch's options do. Received: {argument}."
             for argument in self.sbatch_args
             if not argument.startswith("-") or "\n" in argument
+        ]
+        texts = [*self.command, *self.launch_flags, *self.sbatch_args, self.image or ""]
+        problems += [
+            f"A job file is text in UTF-8, and so must be what goes into it. Received: {text!r}."
+            for text in texts
+            if not _is_utf_8(text)
         ]
         if self.volume is not None and not _VOLUME.fullmatch(self.volume):
             problems.append(f"--volume must be CLAIM:/PATH. Received: --volume={self.volume}.")
@@ -86,7 +105,10 @@ def job_name_of(command: Sequence[str]) -> str:
     """Returns a job's name, of the program that its workers run."""
     files = [part for part in command if part.endswith(".py")] or [command[0]]
     stem = files[0].rpartition("/")[2].removesuffix(".py").lower()
-    return re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:52].strip("-") or "train"
+    name = re.sub(r"[^a-z0-9]+", "-", stem).strip("-")
+    if not name[:1].isalpha():
+        name = f"train-{name}"
+    return name[:52].strip("-")
 
 
 def slurm_script(job: JobFile) -> str:
@@ -114,9 +136,10 @@ def slurm_script(job: JobFile) -> str:
         "set -u",
         "",
     ]
-    hosts, srun = "", "srun"
+    # Since Slurm 22.05, srun does not take over what sbatch was told, and would give one core.
+    hosts, srun = "", 'srun ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}'
     if job.min_nnodes is not None:
-        srun = "srun --no-kill --kill-on-bad-exit=0"
+        srun += " --no-kill --kill-on-bad-exit=0"
         lines += [
             f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))",
             'names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -206,7 +229,7 @@ def kubernetes_objects(job: JobFile) -> str:
         "metadata": {"name": job.name, "labels": labels},
         "spec": spec,
     }
-    return "---\n".join("\n".join(_yaml(each)) + "\n" for each in (service, indexed))
+    return _yaml(service, indexed)
 
 
 def _launch_in_a_pod(job):
@@ -217,32 +240,42 @@ def _launch_in_a_pod(job):
     elif job.nnodes > 1:
         hosts = [f"--nnodes={job.nnodes}", f"--rdzv_endpoint={job.name}-0.{job.name}:{_PORT}"]
     flags = [*job.launch_flags, f"--grace_seconds={job.grace_seconds:g}"]
-    return ["tfparallel", "launch", *hosts, *flags, "--", *job.command]
+    command = ["tfparallel", "launch", *hosts, *flags, "--", *job.command]
+    # Kubernetes puts variables of its own in place of $(NAME), and makes $$ one.
+    return [part.replace("$", "$$") for part in command]
 
 
 def _range(job):
     return f"{job.min_nnodes}:{job.nnodes}"
 
 
-def _yaml(value: Any, indent: str = "") -> list[str]:
-    """The lines of a value; a string that YAML may not read as one is quoted, as in JSON."""
-    lines = []
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if isinstance(inner, Mapping | list):
-                lines += [f"{indent}{_plain(key)}:", *_yaml(inner, indent + "  ")]
-            else:
-                lines.append(f"{indent}{_plain(key)}: {_plain(inner)}")
-        return lines
-    for inner in value:
-        if isinstance(inner, Mapping):
-            first, *rest = _yaml(inner, indent + "  ")
-            lines += [f"{indent}- {first.strip()}", *rest]
-        else:
-            lines.append(f"{indent}- {_plain(inner)}")
-    return lines
+def _is_utf_8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Bytes of the command line that are no text.
+        return False
+    return True
 
 
-def _plain(value: Any) -> str:
-    is_word = isinstance(value, str) and _WORD.fullmatch(value) is not None
-    return value if is_word and value.lower() not in _NO_STRINGS else json.dumps(value)
+def _yaml(*objects: dict[str, Any]) -> str:
+    """The objects as documents of one stream."""
+    import yaml  # 20 ms, in which a job without it has started.
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data):
+            return True  # A file for people spells everything out.
+
+    def represent_text(dumper, text):
+        # Parsers differ in what they take for a number or a bool: Kubernetes's does 1e3 and y.
+        is_word = _WORD.fullmatch(text) is not None and text.lower() not in _NO_STRINGS
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if is_word else '"')
+
+    Dumper.add_representer(str, represent_text)
+    return yaml.dump_all(
+        objects,
+        Dumper=Dumper,
+        allow_unicode=True,
+        default_flow_style=False,
+        sort_keys=False,
+        width=math.inf,
+    )

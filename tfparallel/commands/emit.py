@@ -7,7 +7,7 @@ from absl import flags
 from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
 from tfparallel.commands.flags import UsageError
 from tfparallel.commands.help import define_choice
-from tfparallel.commands.launching import Nodes, nodes_of
+from tfparallel.commands.launching import Nodes, nodes_of, number_problems
 
 __all__ = ["emit_flags", "emit_problems", "emitted"]
 
@@ -84,6 +84,7 @@ def emitted(values: flags.FlagValues, command: Sequence[str]) -> str:
             "--nproc_per_node must be at least 1. Received: "
             f"--nproc_per_node={values.nproc_per_node}."
         )
+    problems += number_problems(values)
     nodes = Nodes(1, 1, is_elastic=False)
     try:
         nodes = nodes_of(values)

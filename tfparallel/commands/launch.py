@@ -17,7 +17,7 @@ from tfparallel.cluster.supervisor import GRACE_SECONDS, StopRequest
 from tfparallel.commands.emit import emit_flags, emit_problems, emitted
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
 from tfparallel.commands.help import define_choice
-from tfparallel.commands.launching import launched, nodes_of, say
+from tfparallel.commands.launching import launched, nodes_of, number_problems, say
 
 __all__ = ["main"]
 
@@ -180,20 +180,13 @@ def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
         problems.append(
             f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{here}."
         )
-    for name in ("max_restarts", "grace_seconds"):
-        value = values[name].value
-        if not 0 <= value < float("inf"):
-            problems.append(f"--{name} must not be negative. Received: --{name}={value}.")
-    if not 0 < values.start_timeout < float("inf"):
+    problems += number_problems(values)
+    if not 0 <= values.grace_seconds < float("inf"):
         problems.append(
-            f"--start_timeout must be positive. Received: --start_timeout={values.start_timeout}."
+            "--grace_seconds must be a number that is not negative. Received: "
+            f"--grace_seconds={values.grace_seconds}."
         )
     problems += _server_problems(values)
-    if values.standby and not values.max_restarts and ":" not in values.nnodes:
-        problems.append(
-            "--standby is for a job that may start again. Received: --standby, with neither "
-            "--max_restarts nor --nnodes=MIN:MAX. Add --max_restarts=3, or drop --standby."
-        )
     if values.standby and command and not imports_tfparallel(command):
         problems.append(
             "--standby needs a command that imports tfparallel itself: `tfparallel train …`, or "

@@ -30,7 +30,7 @@ from tfparallel.cluster.worker_error import WORKER_ERROR, WorkerError
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.flight.record import FOLDER, SUFFIX, path_of, read_record
 
-__all__ = ["Nodes", "launched", "nodes_of", "say"]
+__all__ = ["Nodes", "launched", "nodes_of", "number_problems", "say"]
 
 _TOKEN = "TFPARALLEL_JOB_TOKEN"
 _USAGE_EXIT_CODE = 2
@@ -74,6 +74,25 @@ def nodes_of(values: flags.FlagValues) -> Nodes:
             f"--nnodes={text}."
         )
     return Nodes(least, most, found[2] is not None)
+
+
+def number_problems(values: flags.FlagValues) -> list[str]:
+    """What is wrong with the numbers that mean the same here and in a job's file."""
+    problems = []
+    if values.max_restarts < 0:
+        problems.append(
+            f"--max_restarts must not be negative. Received: --max_restarts={values.max_restarts}."
+        )
+    if not 0 < values.start_timeout < float("inf"):
+        problems.append(
+            f"--start_timeout must be positive. Received: --start_timeout={values.start_timeout}."
+        )
+    if values.standby and not values.max_restarts and ":" not in values.nnodes:
+        problems.append(
+            "--standby is for a job that may start again. Received: --standby, with neither "
+            "--max_restarts nor --nnodes=MIN:MAX. Add --max_restarts=3, or drop --standby."
+        )
+    return problems
 
 
 def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> int:
