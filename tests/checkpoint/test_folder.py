@@ -1,9 +1,13 @@
 """Checkpoints on disk: whole, or passed over aloud; what was there before stays."""
 
 import hashlib
+import itertools
 import json
+import shutil
 import subprocess
 import sys
+import threading
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +32,7 @@ def written(directory, steps, keep=9):
 
 
 def names(directory):
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != ".writer")
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -82,7 +86,7 @@ def flip_a_bit(path):
 def test_a_damaged_one_is_passed_over_aloud(tmp_path, file, damage):
     folder = written(tmp_path, [1, 2])
     damage(tmp_path / "step_00000002" / file)
-    with pytest.warns(UserWarning, match=r"step_00000002 is not whole, and is passed over"):
+    with pytest.warns(UserWarning, match=r"step_00000002 (is not whole|cannot be read), and is"):
         assert folder.newest().content == {"step": 1}
     # What is written next takes the damaged one's place.
     folder.write(2, SPECS, ARRAYS, {"step": 2})
@@ -122,8 +126,125 @@ def test_what_a_killed_process_left_is_no_checkpoint(tmp_path):
 def test_checkpoints_ahead_of_the_run_go(tmp_path):
     """The run went on from step 2, since 9 was damaged: 9 is of a future that does not come."""
     folder = written(tmp_path, [1, 2, 9])
+    cut(tmp_path / "step_00000009" / "state.npy")
+    with pytest.warns(UserWarning, match="step_00000009 is not whole"):
+        folder.newest()
     folder.write(3, SPECS, ARRAYS, {})
     assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "[]", '{"manifest": []}', "3"])
+def test_a_manifest_that_says_anything_is_damage(tmp_path, text):
+    folder = written(tmp_path, [1, 2])
+    (tmp_path / "step_00000002" / "manifest.json").write_text(text)
+    with pytest.warns(UserWarning, match="step_00000002 is not whole"):
+        assert folder.newest().content == {"step": 1}
+
+
+# --- A disk that cannot be read for a moment --------------------------------------------------
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Makes a manifest one that cannot be read (EIO), until the function it returns is called."""
+    monkeypatch.setattr("tfparallel.checkpoint.folder._PAUSES_SECONDS", (0.01, 0.01))
+
+    def make(directory):
+        manifest, aside = directory / "manifest.json", directory / "aside"
+        manifest.rename(aside)
+        manifest.symlink_to("/proc/self/mem")
+        return lambda: (manifest.unlink(), aside.rename(manifest))
+
+    return make
+
+
+def test_one_that_could_not_be_read_for_a_moment_is_never_deleted(tmp_path, unreadable):
+    folder = written(tmp_path, [1, 9], keep=1)
+    folder.write(1, SPECS, ARRAYS, {"step": 1})
+    mend = unreadable(tmp_path / "step_00000009")
+    with pytest.warns(UserWarning, match=r"step_00000009 cannot be read.*Input/output error"):
+        assert folder.newest().content == {"step": 1}
+    mend()
+    for step in (2, 9, 10):
+        folder.write(step, SPECS, ARRAYS, {})
+    assert names(tmp_path) == ["step_00000010", "unreadable_step_00000009"]
+    (tmp_path / "unreadable_step_00000009").rename(tmp_path / "step_00000011")
+    assert folder.newest().content == {"step": 9}
+
+
+def test_none_that_can_be_read_is_an_error_after_which_to_start_again(tmp_path, unreadable):
+    folder = written(tmp_path, [1])
+    mend = unreadable(tmp_path / "step_00000001")
+    with (
+        pytest.warns(UserWarning, match="cannot be read"),
+        pytest.raises(CheckpointError, match="some could not be read at all"),
+    ):
+        folder.newest()
+    mend()
+    assert folder.newest().content == {"step": 1}
+
+
+def test_one_that_can_be_read_at_the_second_try_is_taken(tmp_path, unreadable, monkeypatch):
+    folder = written(tmp_path, [1, 2])
+    mend = unreadable(tmp_path / "step_00000002")
+    monkeypatch.setattr("tfparallel.checkpoint.folder._PAUSES_SECONDS", (1.0,))
+    threading.Timer(0.2, mend).start()
+    assert folder.newest().content == {"step": 2}
+
+
+# --- A second one of the same step ------------------------------------------------------------
+
+# Looks at the folder in the middle of each rename, as the next run does after a kill there.
+LOOKER = """
+import os, sys
+from tfparallel.checkpoint.folder import CheckpointFolder
+import numpy as np
+folder = CheckpointFolder(sys.argv[1], 1)
+folder.prepare()
+array, at, kill_at = np.zeros(2), 0, int(sys.argv[2])
+def look(event, args):
+    global at
+    if event == "os.rename":
+        at += 1
+        if at == kill_at:
+            os._exit(9)
+folder.write(5, [["v", [2], "float64"]], [array], {"written": 1})
+sys.addaudithook(look)
+folder.write(5, [["v", [2], "float64"]], [array], {"written": 2})
+"""
+
+
+def test_one_that_is_rewritten_is_whole_at_every_moment(tmp_path):
+    seen = []
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        done = subprocess.run([sys.executable, "-c", LOOKER, folder, str(number)], timeout=60)
+        reader = CheckpointFolder(str(folder), 1)
+        seen.append(reader.newest().content["written"])
+        # And the next run finishes what was begun.
+        reader.prepare()
+        reader.write(6, SPECS, ARRAYS, {})
+        reader.release()
+        assert names(folder) == ["step_00000006"]
+        if done.returncode == 0:
+            break
+        assert done.returncode == 9
+    # The first rename is of one that is not there.
+    assert seen == [1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("damaged", ["step_00000005", "step_00000005.new"])
+def test_of_two_of_a_step_the_whole_one_counts(tmp_path, damaged):
+    folder = written(tmp_path, [4, 5])
+    shutil.copytree(tmp_path / "step_00000005", tmp_path / "step_00000005.new")
+    cut(tmp_path / damaged / "state.npy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert folder.newest().content == {"step": 5}
+    for content in ({"again": 1}, {"again": 2}):
+        folder.write(5, SPECS, ARRAYS, content)
+        assert folder.newest().content == content
+        assert names(tmp_path) == ["step_00000004", "step_00000005"]
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -166,7 +287,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path):
 
 def test_a_folder_that_vanished_is_told(tmp_path):
     folder = written(tmp_path / "a", [])
-    (tmp_path / "a").rmdir()
+    shutil.rmtree(tmp_path / "a")
     with pytest.raises(CheckpointError, match="No such file.*There is none before it"):
         folder.write(1, SPECS, ARRAYS, {})
 

@@ -68,7 +68,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Raises:
         ValueError: If an argument is out of range. From `fit`, before any training: if the folder
-            cannot be written to, or holds checkpoints of another model or configuration.
+            cannot be written to, has another run as its writer, or holds checkpoints of another
+            model or configuration.
         RuntimeError: From `fit`, if a checkpoint could not be written, when the next one is due or
             training ends; those before are whole.
 
@@ -217,7 +218,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Waits for the last write; leaves nothing behind that would move the next `fit`."""
-        self._by_chief(self._folder.settle)
+        self._by_chief(self._folder.release)
         self.model._initial_epoch = None
 
     def _write(self, step, epoch, step_in_epoch, history):

@@ -5,20 +5,26 @@
         state.npy           the arrays, one behind the other, as `numpy.save` writes them
         manifest.json       what they are, and the SHA-256 of `state.npy` and of the manifest itself
       step_00000025/
-      unfinished_step_…/  what a killed process left; swept away by the next write
+      step_00000025.new/  takes the place of the one before when that has gone
+      unfinished_…/       what a killed process left; swept away by the next write
+      unreadable_…/       could not be read when a run went on from an older one; never removed
+      .writer             who writes (`writer.py`)
 
 A process may be killed, or a disk be full, at any moment: the checkpoints that were there before
 stay as they were. Disks and copies fail in other ways, too; what is read is verified first.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
 import re
+import secrets
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,13 +32,19 @@ from typing import Any
 
 import numpy as np
 
+from tfparallel.checkpoint import writer
+
 __all__ = ["CheckpointError", "CheckpointFolder", "Found", "ForeignCheckpointError"]
 
 _FORMAT = 1
 _ARRAYS = "state.npy"
 _MANIFEST = "manifest.json"
 _UNFINISHED = "unfinished_"
-_NAME = re.compile(r"step_(\d{8,})")
+_UNREADABLE = "unreadable_"
+_NEW = ".new"
+_NAME = re.compile(r"step_(\d{8,})(\.new)?")
+# A network file system may fail for a moment (ESTALE, EIO).
+_PAUSES_SECONDS = (0.5, 2.0)
 # What this process writes beside its training, by folder: another reader of it waits. Python does,
 # too, before it ends.
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -48,7 +60,7 @@ class NewerCheckpointError(ForeignCheckpointError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; those before it are whole."""
+    """A checkpoint could not be written or read; those that were whole stay."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +78,31 @@ class Found:
     specs: list[list[Any]]
 
     def arrays(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Reads arrays, each when it is asked for: all, or those from `start` up to `stop`."""
-        with open(os.path.join(self.path, _ARRAYS), "rb") as file:
-            for index, (_, _, dtype) in enumerate(self.specs[:stop]):
-                if index < start:
+        """Reads arrays, each when it is asked for: all, or those from `start` up to `stop`.
+
+        Raises:
+            CheckpointError: If they cannot be read any more.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open(os.path.join(self.path, _ARRAYS), "rb"))
+                for _ in range(start):
                     _skip_array(file)
-                    continue
-                array = np.load(file, allow_pickle=False)
+            except OSError as error:
+                raise self._failure(error) from error
+            for _, _, dtype in self.specs[start:stop]:
+                try:
+                    array = np.load(file, allow_pickle=False)
+                except OSError as error:
+                    raise self._failure(error) from error
                 # NumPy has no name for bfloat16 and its like, and keeps their bytes.
                 yield array.view(np.dtype(dtype)) if array.dtype.kind == "V" else array
+
+    def _failure(self, error):
+        return CheckpointError(
+            f"The checkpoint {self.path} could not be read; a working disk is required. Received: "
+            f"{error}. Nothing was trained, and it stays: start the run again."
+        )
 
 
 class CheckpointFolder:
@@ -88,9 +116,10 @@ class CheckpointFolder:
     def __init__(self, directory: str, keep: int):
         self.directory = directory
         self._keep = keep
+        self._passed_over: dict[str, bool] = {}  # By name, whether it could be read.
 
     def prepare(self) -> None:
-        """Makes the folder, if it is missing, and tries to write into it.
+        """Makes the folder, if it is missing, and becomes its only writer.
 
         Raises:
             ForeignCheckpointError: If that fails.
@@ -101,37 +130,78 @@ class CheckpointFolder:
             # Permissions alone do not tell: the file system may be read-only.
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
+            other = writer.take(self.directory)
         except OSError as error:
             raise ForeignCheckpointError(
                 "The folder for checkpoints cannot be written to; a writable one is required. "
                 f"Received: {self.directory} ({error.strerror}). Name another folder."
             ) from error
+        if other is not None:
+            raise ForeignCheckpointError(
+                "Another run writes checkpoints into this folder; each run needs one of its own. "
+                f"Received: {self.directory}, whose writer is {other}. End that run first, or name "
+                "another folder."
+            )
+
+    def release(self) -> None:
+        """Waits as `settle` does, and lets another run write into the folder.
+
+        Raises:
+            CheckpointError: If the last one could not be written.
+        """
+        try:
+            self.settle()
+        finally:
+            writer.release(self.directory)
 
     def newest(self) -> Found | None:
         """Returns the newest checkpoint that is whole; warns of those that are not.
 
         Raises:
             ForeignCheckpointError: If there are some, and none of them is whole.
+            CheckpointError: If one of them could not be read, and no other is whole.
         """
-        steps = self._steps()
-        for step in reversed(steps):
-            path = self._path(step)
+        self._passed_over = {}
+        try:
+            names = self._names()
+        except OSError as error:
+            raise CheckpointError(
+                f"The folder for checkpoints cannot be read; a working disk is required. Received: "
+                f"{self.directory} ({error.strerror}). Start the run again when the disk is there."
+            ) from error
+        for name in reversed(names):
+            path = os.path.join(self.directory, name)
             try:
-                return _verified(path)
+                return _read(path)
             except NewerCheckpointError:
                 raise
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                warnings.warn(
-                    f"The checkpoint {path} is not whole, and is passed over for the one before: "
-                    f"{type(error).__name__}: {error}",
-                    stacklevel=2,
-                )
-        if steps:
+            except OSError as error:
+                self._pass_over(name, error, is_read=False)
+            # What a file says that was changed may be anything, at any depth.
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                self._pass_over(name, error, is_read=True)
+        if not all(self._passed_over.values()):
+            raise CheckpointError(
+                f"None of the {len(names)} checkpoints is whole, and some could not be read at "
+                f"all; a working disk is required. Received: {self.directory}. Start the run again "
+                "when the disk, or its server, is there."
+            )
+        if names:
             raise ForeignCheckpointError(
-                f"None of the {len(steps)} checkpoints is whole, and one is required to resume. "
+                f"None of the {len(names)} checkpoints is whole, and one is required to resume. "
                 f"Received: {self.directory}. Name an empty folder to start anew."
             )
         return None
+
+    def _pass_over(self, name, error, *, is_read):
+        self._passed_over[name] = is_read
+        what = "is not whole" if is_read else "cannot be read"
+        kept = "" if is_read else f" It will be kept as {_UNREADABLE}{name}."
+        warnings.warn(
+            f"The checkpoint {os.path.join(self.directory, name)} {what}, and is passed over for "
+            f"the one before: {type(error).__name__}: {error}.{kept}",
+            stacklevel=3,
+        )
 
     def write(
         self,
@@ -159,8 +229,11 @@ class CheckpointFolder:
 
     def _write(self, step, specs, arrays, content):
         path = self._path(step)
-        unfinished = os.path.join(self.directory, _UNFINISHED + os.path.basename(path))
+        unfinished = os.path.join(
+            self.directory, f"{_UNFINISHED}{os.path.basename(path)}_{secrets.token_hex(4)}"
+        )
         try:
+            self._require_writer()
             self._sweep()
             os.mkdir(unfinished)
             with _HashedFile(os.path.join(unfinished, _ARRAYS)) as file:
@@ -176,17 +249,37 @@ class CheckpointFolder:
                 text = json.dumps({"manifest": manifest, "sha256": _digest(manifest)}, indent=1)
                 file.write(text.encode())
             _sync(unfinished)
-            # What is ahead was found broken, or this run would have gone on from there.
-            for ahead in [other for other in self._steps() if other >= step]:
-                self._remove(ahead)
-            os.rename(unfinished, path)
-            _sync(self.directory)
+            self._require_writer()
+            self._move_into_place(unfinished, path)
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(self._failure(path, error)) from error
-        for old in self._steps()[: -self._keep]:
-            self._remove(old)
+        for name in list(self._passed_over):
+            self._remove(name)
+        behind = [name for name in self._names() if _step_of(name) <= step]
+        for name in behind[: -self._keep]:
+            self._remove(name)
         return path
+
+    def _move_into_place(self, unfinished, path):
+        """One of the same step, if there is one, goes when this one is whole beside it."""
+        if not os.path.lexists(path):
+            os.rename(unfinished, path)
+        else:
+            self._remove(os.path.basename(path) + _NEW)  # If there is one, it was passed over.
+            os.rename(unfinished, path + _NEW)
+            _sync(self.directory)
+            self._remove(os.path.basename(path))
+            os.rename(path + _NEW, path)
+        _sync(self.directory)
+
+    def _require_writer(self):
+        if writer.is_lost(self.directory):
+            raise CheckpointError(
+                "Another run has become the writer of this folder, while this one could not be "
+                f"seen; a folder of checkpoints has one writer. Received: {self.directory}. Go on "
+                "with one of the two, or start this one again with another folder."
+            )
 
     def write_beside(
         self,
@@ -221,32 +314,54 @@ class CheckpointFolder:
             write.result()
 
     def _failure(self, path, error):
-        steps = self._steps()
-        before = f"{self._path(steps[-1])} is whole" if steps else "There is none before it"
+        names = [name for name in self._names() if name not in self._passed_over]
+        before = "There is none before it"
+        if names:
+            before = f"{os.path.join(self.directory, names[-1])} is whole"
         return (
             f"The checkpoint {path} could not be written; room and a working disk are required. "
             f"Received: {error.strerror or error}. {before}; free some space and start the run "
             "again, and it goes on from there."
         )
 
-    def _steps(self):
+    def _names(self):
+        """Of the checkpoints, from the oldest to the newest."""
         try:
             names = os.listdir(self.directory)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+        names = filter(_NAME.fullmatch, names)
+        return sorted(names, key=lambda name: (_step_of(name), name))
 
     def _path(self, step):
         return os.path.join(self.directory, f"step_{step:08d}")
 
-    def _remove(self, step):
+    def _remove(self, name):
+        """Removes a checkpoint, if it is there and can be; sets one aside that was not read."""
+        path = os.path.join(self.directory, name)
+        is_read = self._passed_over.pop(name, True)
         # Renamed first: half removed, it would be taken for a broken one.
-        path = self._path(step)
-        doomed = os.path.join(self.directory, f"{_UNFINISHED}removed_{os.path.basename(path)}")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        away = f"{_UNFINISHED}{secrets.token_hex(4)}" if is_read else f"{_UNREADABLE}{name}"
+        if not is_read and os.path.lexists(os.path.join(self.directory, away)):
+            away = f"{away}_{secrets.token_hex(4)}"
+        away = os.path.join(self.directory, away)
+        try:
+            os.rename(path, away)
+        except FileNotFoundError:
+            return
+        except OSError:
+            self._passed_over[name] = is_read
+            return
+        if is_read:
+            shutil.rmtree(away, ignore_errors=True)
 
     def _sweep(self):
+        """Finishes what a killed process had begun."""
+        for name in self._names():
+            path = os.path.join(self.directory, name)
+            if name.endswith(_NEW) and name not in self._passed_over:
+                self._remove(name.removesuffix(_NEW))
+                os.rename(path, path.removesuffix(_NEW))
         for name in os.listdir(self.directory):
             if name.startswith(_UNFINISHED):
                 shutil.rmtree(os.path.join(self.directory, name), ignore_errors=True)
@@ -283,6 +398,21 @@ def _skip_array(file) -> None:
     np.lib.format.read_magic(file)
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     file.seek(math.prod(shape) * dtype.itemsize, os.SEEK_CUR)
+
+
+def _step_of(name) -> int:
+    return int(_NAME.fullmatch(name)[1])
+
+
+def _read(path) -> Found:
+    for pause in _PAUSES_SECONDS:
+        try:
+            return _verified(path)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(pause)
+    return _verified(path)
 
 
 def _verified(path) -> Found:
