@@ -4,9 +4,12 @@ import ast
 import pathlib
 from collections.abc import Iterator
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 import tfparallel
+from tfparallel.seams.keras import LEAVES_TRAINING
 from tfparallel.seams.tensorflow import ResourceVariable
 
 TOP = pathlib.Path(__file__).parents[1]
@@ -69,3 +72,17 @@ def test_a_variable_of_a_strategys_scope_has_copies():
     with strategy.scope():
         assert hasattr(tf.Variable(0.0), "values")
         assert not hasattr(ResourceVariable(0.0), "values")
+
+
+def test_what_a_call_without_training_is_called_with():
+    class Probe(keras.layers.Layer):
+        def call(self, x, training=None):
+            seen.append(training)
+            return x
+
+    seen = []
+    inputs = keras.Input((1,))
+    model = keras.Model(inputs, Probe()(Probe()(inputs, training=False)))
+    seen.clear()
+    model(np.zeros((1, 1)), training=True)
+    assert seen == [not LEAVES_TRAINING] * 2

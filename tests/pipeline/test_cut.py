@@ -6,6 +6,7 @@ import pytest
 from keras import layers
 
 from tfparallel.pipeline.cut import Values, cut_stages, functional_of
+from tfparallel.seams.keras import LEAVES_TRAINING
 
 
 def inputs(name="in"):
@@ -90,3 +91,53 @@ def test_a_layer_that_is_called_twice_counts_once():
 def test_of_a_sequential_model_the_functional_one_is_cut():
     model = keras.Sequential([inputs(), layers.Dense(2, name="a"), layers.Dense(2, name="b")])
     assert passed(cut_stages(model, {"a": 0, "b": 1}, 2)) == [(["in"], ["a"]), (["a"], ["b"])]
+
+
+class Probe(layers.Layer):
+    """Notes with which `training` it is called."""
+
+    seen: list = []
+
+    def call(self, x, training=None):
+        self.seen.append((self.name, training))
+        return x + 0.0
+
+
+def with_training(order):
+    """Two branches, of which the deeper one has calls that are told `training` themselves."""
+    x = inputs()
+    a = Probe(name="a")(x)
+    b = Probe(name="c")(Probe(name="b")(a, training=order[0]), training=order[1])
+    return keras.Model(x, [Probe(name="d")(b), Probe(name="e")(a)])
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("stage_of", [{"b": 1, "c": 2, "d": 2}, {"e": 1, "d": 2}])
+def test_each_call_has_the_training_that_it_has_on_one_device(order, stage_of):
+    """Since Keras 3.16 a call leaves what it is told to all that follow, in other branches, too."""
+    model = with_training(order)
+    given = np.zeros((2, 3))
+    Probe.seen = []
+    model(given, training=True)
+    expected, Probe.seen = sorted(Probe.seen), []
+    values: Values = {id(model.inputs[0]): given}
+    for stage in cut_stages(model, stage_of, 3):
+        values |= stage.run({key: values[key] for key in stage.inputs})
+    assert sorted(Probe.seen) == expected
+
+
+@pytest.mark.skipif(not LEAVES_TRAINING, reason="Keras before 3.16 keeps it to the call")
+def test_a_layer_that_leaves_another_training_is_refused():
+    class Freezing(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.inner = Probe()
+
+        def call(self, x):
+            return self.inner(x, training=False)
+
+    x = inputs()
+    model = keras.Model(x, layers.Dense(1, name="b")(Freezing(name="a")(x)))
+    stage, _ = cut_stages(model, {"b": 1}, 2)
+    with pytest.raises(ValueError, match="Received: layer 'a', which calls a layer of its own"):
+        stage.run({id(model.inputs[0]): np.zeros((2, 3))})

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.seams.keras import calling_with, operation_fn
+from tfparallel.seams.keras import LEAVES_TRAINING, calling_with, in_training
 
 __all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "functional_of", "with_mask_of"]
 
@@ -47,6 +47,7 @@ class Stage:
     def __init__(self, index: int, model: keras.Model):
         self.index = index
         self.nodes: list = []
+        self.calls_with: list = []  # What `training` each call finds, and leaves to the next.
         self.inputs: dict[int, keras.KerasTensor] = {}
         self.outputs: dict[int, keras.KerasTensor] = {}
         self._model = model
@@ -67,10 +68,13 @@ class Stage:
             Those of `outputs`, likewise; and what the model puts out and the stage was given.
         """
         values = dict(given)
-        with calling_with(self._model, training=True):
-            for node in self.nodes:
+        with calling_with(self._model, training=True) as context:
+            for node, (training, left) in zip(self.nodes, self.calls_with, strict=True):
+                context.training = training
                 args, kwargs = node.arguments.fill_in(values)
-                found = operation_fn(node.operation, training=True)(*args, **kwargs)
+                found = in_training(node.operation)(*args, **kwargs)
+                if LEAVES_TRAINING and context.training is not left:
+                    raise _leaves_another(node.operation, context.training)
                 made = zip(node.outputs, keras.tree.flatten(found), strict=True)
                 values.update((id(symbol), tensor) for symbol, tensor in made)
         return {key: values[key] for key in (*self.outputs, *given) if key in values}
@@ -92,6 +96,7 @@ def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int)
     functional = functional_of(model)
     stages = [Stage(index, model) for index in range(num_stages)]
     made_by: dict[int, int] = {}  # The stage of a tensor; the model's inputs have none.
+    training = True
     for depth in sorted(functional._nodes_by_depth, reverse=True):
         for node in functional._nodes_by_depth[depth]:
             if not node.operation or node.is_input:
@@ -99,6 +104,9 @@ def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int)
             before = [made_by.get(id(tensor), 0) for tensor in node.input_tensors]
             index = max([stage_of.get(node.operation.name, 0), *before])
             stages[index].nodes.append(node)
+            left = _left_by(node, training)
+            stages[index].calls_with.append((training, left))
+            training = left
             for tensor in node.input_tensors:
                 _read(stages, made_by, tensor, index)
             made_by.update((id(tensor), index) for tensor in node.outputs)
@@ -108,6 +116,21 @@ def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int)
         if id(tensor) in made_by:
             stages[made_by[id(tensor)]].outputs[id(tensor)] = tensor
     return stages
+
+
+def _left_by(node, training):
+    """What `training` the calls behind this one find, on one device, if it found `training`."""
+    is_given = LEAVES_TRAINING and isinstance(node.operation, keras.Layer)
+    return node.arguments.kwargs.get("training", training) if is_given else training
+
+
+def _leaves_another(layer, training):
+    return ValueError(
+        "Stages need to know in advance with which `training` each layer is called. Received: "
+        f"layer {layer.name!r}, which calls a layer of its own with training={training}; in Keras "
+        f"{keras.__version__} that holds for all layers behind it, too. Use data_parallel, or a "
+        "Keras before 3.16."
+    )
 
 
 def _read(stages, made_by, tensor, reader):

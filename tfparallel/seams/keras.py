@@ -1,7 +1,7 @@
 """Private names of Keras."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -15,7 +15,8 @@ from keras.src.losses.loss import (
     squeeze_or_expand_to_same_rank,
 )
 from keras.src.metrics import accuracy_metrics
-from keras.src.models.functional import Functional, operation_fn
+from keras.src.models import functional
+from keras.src.models.functional import Functional
 from keras.src.random import seed_generator
 from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
@@ -31,6 +32,7 @@ __all__ = [
     "DTYPE_POLICY",
     "GLOBAL_SEED_GENERATOR",
     "LAYER_MODULE",
+    "LEAVES_TRAINING",
     "LOSS_MODULE",
     "LOSS_SCALER",
     "NAME_NUMBERS",
@@ -51,12 +53,12 @@ __all__ = [
     "compute_output_spec",
     "get_global",
     "in_stateless_scope",
+    "in_training",
     "losses",
     "make_global_seed_generator",
     "mask_epsilon",
     "metrics",
     "model_supports_jit",
-    "operation_fn",
     "reduce_weighted_values",
     "set_global",
     "squeeze_or_expand_to_same_rank",
@@ -78,6 +80,10 @@ NAME_NUMBERS = "object_name_uids"
 DEFERRED_VARIABLES = "uninitialized_variables"
 SHAPES_GRAPH = "scratch_graph"  # How the name of a graph begins in which shapes are worked out.
 _CALL = "current_call_ctx"
+
+# Up to Keras 3.15 a functional model hands its own `training` to each call. Since then a call finds
+# it in the context, and one that is given another value leaves that to all calls that follow.
+LEAVES_TRAINING = not hasattr(functional, "operation_fn")
 
 
 def get_global(name: str) -> Any:
@@ -114,13 +120,22 @@ def mask_epsilon() -> float:
     return 0.0 if "divide_no_nan" in apply_mask.__code__.co_names else keras.config.epsilon()
 
 
+def in_training(operation: keras.Operation) -> Callable[..., Any]:
+    """What a functional model calls for an operation, in training."""
+    return operation if LEAVES_TRAINING else functional.operation_fn(operation, training=True)
+
+
 @contextlib.contextmanager
-def calling_with(layer: keras.Layer, training: bool) -> Iterator[None]:
-    """Has layers that are called find `training` where `layer` would have left it for them."""
+def calling_with(layer: keras.Layer, training: bool) -> Iterator[CallContext]:
+    """Has layers that are called find `training` where `layer` would have left it for them.
+
+    Yields:
+        Where they find it, as `training`.
+    """
     own, outer = CallContext(entry_layer=layer), get_global(_CALL)
     own.set_value("training", training)
     set_global(_CALL, own)
     try:
-        yield
+        yield own
     finally:
         set_global(_CALL, outer)

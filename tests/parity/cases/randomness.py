@@ -59,6 +59,14 @@ IMAGES = {
 }
 
 
+def called_with_training():
+    """A layer is told not to draw; up to Keras 3.15 the model tells it otherwise."""
+    inputs = keras.Input((64,))
+    x = layers.Dropout(0.3, seed=1)(inputs, training=False)
+    x = layers.Dense(12, activation="tanh")(x)
+    return keras.Model(inputs, layers.Dense(10)(layers.Dropout(0.3, seed=2)(x)))
+
+
 def row_of(name: str) -> str:
     if name.startswith("a user"):
         return name
@@ -84,3 +92,12 @@ CASES = [
     ]
     for name, build in table.items()
 ]
+CASES.append(
+    case(
+        GROUP,
+        "`Dropout`",
+        "random Dropout called with training=False",
+        build=called_with_training,
+        verdicts=EITHER,
+    )
+)
