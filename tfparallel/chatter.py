@@ -4,40 +4,42 @@ import glob
 import os
 import re
 
-__all__ = ["has_nvidia_gpu", "is_chatter", "wants_quiet"]
+__all__ = ["has_nvidia_gpu", "is_chatter", "may_hold_chatter", "wants_quiet"]
 
 _VERBOSE = "TFPARALLEL_VERBOSE"
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 # Of errors and warnings, in the new and in the old form, which TensorFlow 2.19 has.
-_PREFIX = r"([EW]\d{4} |\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [EW] )"
+_PREFIX = rb"([EW]\d{4} |\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [EW] )"
 _CHATTER = re.compile(
-    "|".join(
+    b"^(?:%s)"
+    % b"|".join(
         [
-            r"WARNING: All log messages before absl::InitializeLog\(\)",
+            rb"WARNING: All log messages before absl::InitializeLog\(\)",
             # Information, in the old and in the new form of the log's prefix.
-            r"I\d{4} \d",
-            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I ",
+            rb"I\d{4} \d",
+            rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I ",
             # The second line of the message about CPU instructions.
-            r"To enable the following instructions: ",
+            rb"To enable the following instructions: ",
             # Those of the message about workers that are not there yet.
-            r"/job:\w+/replica:\d+/task:\d+\s*$",
+            rb"/job:\w+/replica:\d+/task:\d+\s*$",
             # Two libraries of one CUDA build register the same factory: harmless.
-            _PREFIX + r".*Unable to register cu\w+ factory",
+            _PREFIX + rb".*Unable to register cu\w+ factory",
             # The launcher says whom it has stopped.
-            _PREFIX + r".*preemption_notifier\.cc:\d+\] SIGTERM caught",
-            _PREFIX + r".*computation placer already registered",
+            _PREFIX + rb".*preemption_notifier\.cc:\d+\] SIGTERM caught",
+            _PREFIX + rb".*computation placer already registered",
             # What a newer library wrote into a graph, which this one leaves out.
-            _PREFIX + r".*NodeDef mentions attribute \S+ which is not in the op definition",
+            _PREFIX + rb".*NodeDef mentions attribute \S+ which is not in the op definition",
             # XLA measures kernels on a GPU that others use, too.
-            _PREFIX + r".*Delay kernel timed out",
+            _PREFIX + rb".*Delay kernel timed out",
             # A data set ends after Python.
-            _PREFIX + r".*finalizing GeneratorDataset iterator: .*Python interpreter state",
+            _PREFIX + rb".*finalizing GeneratorDataset iterator: .{0,300}Python interpreter state",
         ]
-    )
+    ),
+    re.MULTILINE,
 )
 # News on a machine that has a GPU, noise on one that has none.
-_CHATTER_WITHOUT_GPU = re.compile(_PREFIX + r".*failed call to cuInit")
+_CHATTER_WITHOUT_GPU = re.compile(b"^" + _PREFIX + rb".*failed call to cuInit", re.MULTILINE)
 
 
 def is_chatter(line: bytes, has_gpu: bool) -> bool:
@@ -47,8 +49,16 @@ def is_chatter(line: bytes, has_gpu: bool) -> bool:
         line: With or without its end.
         has_gpu: Whether the host has an NVIDIA GPU.
     """
-    text = line.decode(errors="replace")
-    return bool(_CHATTER.match(text) or (not has_gpu and _CHATTER_WITHOUT_GPU.match(text)))
+    return bool(_CHATTER.match(line) or (not has_gpu and _CHATTER_WITHOUT_GPU.match(line)))
+
+
+def may_hold_chatter(text: bytes) -> bool:
+    """Whether a line of a text may be one of them.
+
+    Args:
+        text: Any number of lines.
+    """
+    return bool(_CHATTER.search(text) or _CHATTER_WITHOUT_GPU.search(text))
 
 
 def wants_quiet() -> bool:

@@ -35,6 +35,8 @@ def shown(*pieces):
         ([(0, b"\r"), (0, b"1%"), (0, b"\r"), (0, b"2%\n")], b"[0] 1%\r[0] 2%\n"),
         ([(0, b"1%\r"), (1, b"b\n"), (0, b"2%\r")], b"[0] 1%\r\n[1] b\n[0] 2%\r"),
         ([(0, b"\xff\x00\n")], b"[0] \xff\x00\n"),
+        ([(0, b"a"), (0, b"b\nc\n\n"), (0, b"\n\nd\n")], b"[0] ab\n[0] c\n[0]\n[0]\n[0]\n[0] d\n"),
+        ([(0, b"a"), (1, b"b\n\nc\n")], b"[0] a\n[1] b\n[1]\n[1] c\n"),
     ],
 )
 def test_prefixes(pieces, expected):

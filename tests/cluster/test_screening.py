@@ -1,14 +1,18 @@
 """What of the workers' output reaches the screen, and what the log alone."""
 
+import io
+import json
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 
 from tests.commands.command_line import ROOT
+from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.screening import Screening
-from tfparallel.cluster.worker_error import WORKER_ERROR, WorkerError
+from tfparallel.cluster.worker_error import LINE_BYTES, WORKER_ERROR, WorkerError
 
 CHATTER = (
     b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
@@ -23,6 +27,9 @@ CHATTER = (
     b"W0000 00:00:1795672363.716593 2792 generator_dataset_op.cc:113] Error occurred when "
     b"finalizing GeneratorDataset iterator: FAILED_PRECONDITION: Python interpreter state is not\n"
 )
+
+
+MARK = b"\x1etfparallel error "
 
 
 class Seen:
@@ -88,6 +95,94 @@ def test_the_error_of_several_workers_is_shown_once():
     assert seen.shown == [(1, "stderr", short), (2, "stderr", short)]
     assert seen.kept == [(worker, "Traceback …\n".encode()) for worker in (1, 0, 2)]
     assert sorted(seen.screening.errors) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"lines": 5, "place": [], "whole": 3}',
+        '{"lines": [1], "place": "a", "whole": "b"}',
+        '{"lines": ["a"], "place": {}, "whole": "b"}',
+        '{"lines": ["a"], "place": "b"}',
+        "null", "NaN", "[" * 100_000, "9" * 10_000,
+    ],
+)  # fmt: skip
+def test_what_only_looks_like_an_error_passes_as_it_is(content):
+    """Story: the launcher raised, and the job ended."""
+    line = MARK + content.encode() + b"\n"
+    seen = Seen().write(0, line)
+    assert seen.shown == [(0, "stderr", line)] and seen.kept == [(0, line)]
+    assert not seen.screening.errors
+
+
+def test_the_error_of_a_text_that_no_stream_takes():
+    """Story: a lone surrogate, as of a file's name, ended the launcher, and used no restart."""
+    told = WorkerError(["a \udc80"], "\ud800", "b \udfff\n").to_line()
+    seen = Seen().write(0, told)
+    assert (seen.shown, seen.kept) == ([(0, "stderr", b"a \\udc80\n")], [(0, b"b \\udfff\n")])
+
+
+def test_an_error_behind_a_progress_bar_is_told():
+    seen = Seen().write(0, b" 45%|###\x1etfp").write(0, error().to_line()[4:])
+    assert b"".join(text for _, _, text in seen.shown).startswith(b" 45%|###ValueError: wrong\n")
+
+
+def test_the_line_of_an_error_has_a_limit():
+    text = "\N{GRINNING FACE}" * 10**6
+    line = WorkerError([text, text], text, text).to_line()
+    assert len(line) < LINE_BYTES and WorkerError.from_line(line) is not None
+
+
+@pytest.mark.parametrize("begin", [b"\x1e", MARK, MARK * 99])
+def test_a_line_without_end_is_not_held(begin):
+    """Story: 16 MiB of it took 49 s: each piece was joined to all before, and read once more."""
+    seen, written = Seen(), 0
+    for piece in [begin, *[b"x" * (1 << 16)] * 40, b"\x1e"]:
+        seen.write(0, piece)
+        written += len(piece)
+        held = written - sum(len(text) for _, _, text in seen.shown)
+        assert held == sum(map(len, seen.screening._begun.values())) < LINE_BYTES
+    assert held == 1  # It was given up, but for a new beginning.
+    seen.screening.finish()
+    assert sum(len(text) for _, text in seen.kept) == written
+
+
+def test_warnings_do_not_fill_the_memory():
+    seen = Seen()
+    for number in range(3000):
+        seen.write(0, b"/lib/a.py:%d: UserWarning: look\n" % number)
+    assert len(seen.shown) == 3000 and len(seen.screening._warned) == 1000
+
+
+def strange_lines(num_lines, seed=7):
+    """Lines of a worker's, of which many are nearly those of an error, chatter or a warning."""
+    chance = random.Random(seed)
+    whole = [
+        error().to_line(), MARK, b"\x1e", b"/a.py:1: UserWarning: b\n", b"  source\n", b"\r 50%",
+        *CHATTER.splitlines(True), "\N{GRINNING FACE}\ud800".encode(errors="surrogatepass"),
+        json.dumps({"lines": ["\udc80", 1, None], "place": "\ud800", "whole": "c"}).encode(),
+    ]  # fmt: skip
+    for _ in range(num_lines):
+        line = bytearray(b"".join(chance.choices(whole, k=chance.randint(0, 3))))
+        for _ in range(chance.randint(0, 3)):
+            place = chance.randint(0, len(line))
+            line[place : place + chance.randint(0, 2)] = chance.randbytes(chance.randint(0, 2))
+        yield bytes(line) + b"\n"
+
+
+def test_no_line_of_a_worker_ends_the_launcher():
+    chance, logs, screen = random.Random(3), [], io.BytesIO()
+    screening = Screening(
+        Prefixer(screen, screen).write, lambda worker, text: logs.append((worker, text))
+    )
+    text = b"".join(strange_lines(10_000))
+    while text:
+        size = chance.choice([1, 10, 100, 1000, 10_000])
+        screening.write(chance.randint(0, 2), "stderr", text[:size])
+        text = text[size:]
+    screening.finish()
+    assert {worker for worker, _ in logs} == set(screening.errors) == {0, 1, 2}
+    assert all(isinstance(line, str) for each in screening.errors.values() for line in each.lines)
 
 
 PROGRAM = """

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
+from tests.cluster.test_screening import strange_lines
 from tests.commands.command_line import ROOT
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.worker_error import WorkerError
@@ -183,6 +184,25 @@ def test_restarts_end():
     code, _, errors = launch(["--max_restarts=2"], "raise SystemExit(7)")
     assert code == 7 and errors.count("exited with code 7") == 3
     assert "(2 of 2)" in errors
+
+
+SURROGATE = """
+import os, sys, tfparallel
+if os.environ["TFPARALLEL_RESTART_COUNT"] == "0":
+    os.write(2, open(sys.argv[1], "rb").read())
+    raise ValueError("no file \\udc80")
+print("well")
+"""
+
+
+def test_whatever_a_worker_says_the_launcher_restarts_it(tmp_path):
+    (tmp_path / "lines").write_bytes(b"".join(strange_lines(1000)))
+    done = subprocess.run(
+        command(["--max_restarts=1"], SURROGATE, tmp_path / "lines"),
+        cwd=ROOT, capture_output=True, timeout=DEADLINE_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout == b"[0] well\n", done.stderr[-2000:]
+    assert b"[0] ValueError: no file \\udc80\n" in done.stderr
 
 
 def test_a_log_is_what_the_worker_wrote(tmp_path):

@@ -264,6 +264,7 @@ def _run(command, num_workers, device_type, max_restarts, timeout_seconds):
             )
         finally:
             with contextlib.suppress(OSError):
+                screening.finish()
                 screen.finish()
         if outcome.culprit is None or attempt == max_restarts:
             return outcome
@@ -304,7 +305,10 @@ class _Text:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, text):
-        self._stream.write(self._decoder.decode(text))
+        decoded = self._decoder.decode(text)
+        # A stream of another encoding shows what it lacks as "?".
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(decoded.encode(encoding, "replace").decode(encoding))
 
     def flush(self):
         self._stream.flush()

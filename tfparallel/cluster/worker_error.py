@@ -14,14 +14,26 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 
-__all__ = ["WORKER_ERROR", "WorkerError", "say_why", "tell_launcher", "without_frames"]
+__all__ = [
+    "LINE",
+    "LINE_BYTES",
+    "WORKER_ERROR",
+    "WorkerError",
+    "begin_of_line",
+    "say_why",
+    "tell_launcher",
+    "without_frames",
+]
 
 # Set by the launcher, for its workers.
 WORKER_ERROR = "TFPARALLEL_WORKER_ERROR"
 _MARK = b"\x1etfparallel error "
+# The line for the launcher, wherever it begins: a progress bar may stand before it.
+LINE = re.compile(re.escape(_MARK) + rb"[^\n]*\n")
+LINE_BYTES = 1 << 20  # What such a line has at most.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__))
-_MOST_LINES, _MOST_CHARACTERS = 8, 30_000
+_MOST_LINES, _MOST_CHARACTERS = 8, 30_000  # A character has up to 12 bytes in JSON.
 _has_launcher = False  # Whether a launcher reads what this process writes.
 _KERAS = re.compile(
     r"Exception encountered when calling (?P<where>.*?)\.\n\n(?P<what>.*?)"
@@ -57,23 +69,33 @@ class WorkerError:
         return self.whole.splitlines() != list(self.lines)
 
     def to_line(self) -> bytes:
-        """Returns the line for the launcher."""
-        return _MARK + json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+        """Returns the line for the launcher, of at most `LINE_BYTES`."""
+        content = {
+            "lines": "\n".join(self.lines)[:_MOST_CHARACTERS].splitlines(),
+            "place": self.place[: _MOST_CHARACTERS // 3],
+            "whole": self.whole[-_MOST_CHARACTERS:],
+        }
+        return _MARK + json.dumps(content).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> "WorkerError | None":
-        """Reads a line; None if it is another one."""
+        """Reads a line; None if it is another one, which may look like one of these."""
         if not line.startswith(_MARK):
             return None
         try:
-            return cls(**json.loads(line[len(_MARK) :]))
-        except (ValueError, TypeError):
+            content = json.loads(line[len(_MARK) :])
+        except (ValueError, RecursionError):
             return None
+        match content:
+            case {"lines": [*lines], "place": str(place), "whole": str(whole)}:
+                if all(isinstance(each, str) for each in lines):
+                    return cls([*map(_sendable, lines)], _sendable(place), _sendable(whole))
+        return None
 
     @classmethod
     def of(cls, error: BaseException) -> "WorkerError":
         """Describes an error that nobody caught."""
-        whole = "".join(traceback.format_exception(error))[-_MOST_CHARACTERS:]
+        whole = "".join(traceback.format_exception(error))
         frames, said = _parts(error)
         frame = next(filter(_is_own, reversed(frames)), None)
         lines = [_short(said)]
@@ -99,10 +121,17 @@ def tell_launcher() -> None:
         if issubclass(kind, KeyboardInterrupt) or sys.stderr is None:
             sys.__excepthook__(kind, error, trace)
             return
-        sys.stderr.flush()
-        os.write(2, WorkerError.of(error.with_traceback(trace)).to_line())
+        _tell(WorkerError.of(error.with_traceback(trace)))
 
     sys.excepthook = tell
+
+
+def begin_of_line(text: bytes) -> int:
+    """Where a line for the launcher begins in text that has no line's end; -1 if none does."""
+    begin = text.find(_MARK)
+    if begin < 0:  # Or its first bytes, at the end.
+        begin = text.rfind(_MARK[:1])
+    return begin if begin >= 0 and text[begin:].startswith(_MARK[: len(text) - begin]) else -1
 
 
 def say_why(text: str) -> None:
@@ -112,10 +141,21 @@ def say_why(text: str) -> None:
         text: The reason. A launcher shows it once for all of its workers that give the same.
     """
     if _has_launcher:
-        sys.stderr.flush()
-        os.write(2, WorkerError(text.splitlines(), text, f"{text}\n").to_line())
+        _tell(WorkerError(text.splitlines(), text, f"{text}\n"))
     else:
         print(text, file=sys.stderr)
+
+
+def _tell(error: WorkerError) -> None:
+    sys.stderr.flush()
+    line = error.to_line()
+    while line:  # A signal may interrupt what a full pipe takes.
+        line = line[os.write(2, line) :]
+
+
+def _sendable(text: str) -> str:
+    """The text without lone surrogates, which no stream takes and JSON can hold."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def without_frames(text: str) -> list[str]:

@@ -356,6 +356,7 @@ def _run(
             ),
             standbys=standbys,
         )
+        screening.finish()
         screen.finish()
         return _with_errors(outcome, screening.errors, values.log_dir)
 
