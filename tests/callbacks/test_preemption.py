@@ -6,16 +6,19 @@ Jobs of several workers are in `workers/test_restart.py`.
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
 
 from tests.callbacks.test_checkpoint import EPOCHS, STEPS, At, X, Y, build
+from tests.commands.command_line import ROOT
 from tests.comparison import seeded
 from tfparallel.callbacks import Checkpoint, Preemption
 from tfparallel.callbacks.preemption import Preempted
-from tfparallel.cluster.preemption import SignalWatch
+from tfparallel.cluster.preemption import SIGNALS, SignalWatch
 
 
 def trained(directory, callbacks=(), **options):
@@ -37,12 +40,17 @@ def trained(directory, callbacks=(), **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_it_ends_with_code_75_and_goes_on_from_there(tmp_path, capsys, number):
-    before = signal.getsignal(number)
+    before = {each: signal.getsignal(each) for each in SIGNALS}
     whole, _ = trained(tmp_path / "whole")
     told = At(4, lambda: os.kill(os.getpid(), number))
-    with pytest.raises(Preempted) as ended:
-        trained(tmp_path / "told", [told])
-    assert ended.value.code == 75 and signal.getsignal(number) == before
+    try:
+        with pytest.raises(Preempted) as ended:
+            trained(tmp_path / "told", [told])
+        assert ended.value.code == 75
+        assert {signal.getsignal(each) for each in SIGNALS} == {signal.SIG_IGN}
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
     told = re.match(r"stopped by (\w+): (\d) steps are in the checkpoint", capsys.readouterr().out)
     # The thread that hears it may be late by a step.
     done = int(told[2])
@@ -63,6 +71,25 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_c():
     with SignalWatch([signal.SIGUSR1], lambda number: heard.set()):
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard.wait(10)
+
+
+ENDS = """
+import os, signal, time
+from tfparallel.cluster.preemption import SIGNALS, SignalWatch
+class Slow:  # As TensorFlow's objects are.
+    def __del__(self, kill=os.kill, own=os.getpid(), numbers=SIGNALS):
+        for number in numbers: kill(own, number)
+held = Slow()
+with SignalWatch(SIGNALS, print) as watch:
+    watch.ignore()
+raise SystemExit(75)
+"""
+
+
+def test_once_the_state_is_saved_no_signal_changes_the_exit_code():
+    """Story: a second SIGTERM, while TensorFlow ended, and the job was not started again."""
+    done = subprocess.run([sys.executable, "-c", ENDS], cwd=ROOT, timeout=60)
+    assert done.returncode == 75
 
 
 def test_on_another_thread_nothing_is_watched():

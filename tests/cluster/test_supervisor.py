@@ -188,6 +188,37 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
     assert left(processes) == []
 
 
+SAVES = """
+import signal, sys, time
+def save(*_): time.sleep(0.5); raise SystemExit(75)
+signal.signal(signal.SIGTERM, save); print("ready", flush=True); time.sleep(600)
+"""
+
+
+def test_a_signal_while_the_job_stops_for_another_reason_waits():
+    """As where two hosts are told to end, and one learns of the other's first."""
+
+    def stop(signum, frame):
+        raise StopRequest(signum)
+
+    def tell(worker, stream, text):
+        ready.set()
+
+    ready = threading.Event()
+    before = signal.signal(signal.SIGUSR1, stop)
+    job = Job([python(0, SAVES)], on_output=tell, grace_seconds=60)
+    try:
+        assert ready.wait(20)
+        main = threading.main_thread().ident
+        timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGUSR1])
+        timer.start()
+        with pytest.raises(StopRequest) as raised, job:
+            pass
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert raised.value.has_saved and [each.returncode for each in raised.value.exits] == [75]
+
+
 def test_what_the_callback_raises_stops_the_job(tmp_path):
     def full_disk(worker, stream, text):
         raise OSError("No space left on device")

@@ -246,6 +246,33 @@ def test_workers_see_the_signal_and_may_finish():
     assert process.returncode == 130 and shown == "[0] saved\n"
 
 
+SAVES = """
+import os, signal, sys, time
+def save(*_):
+    for number in signal.SIGTERM, signal.SIGUSR1: signal.signal(number, signal.SIG_IGN)
+    os.write(1, b"saving\\n"); time.sleep(1); os.write(1, b"saved\\n"); os._exit(75)
+signal.signal(signal.SIGTERM, save); signal.signal(signal.SIGUSR1, save)
+print("ready", flush=True); time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "later, code",
+    [(["SIGTERM", "SIGUSR1", "SIGHUP", "SIGTERM"], 75), (["SIGUSR1", "SIGINT"], 130)],
+)
+def test_only_ctrl_c_shortens_the_grace(later, code):
+    """Story: a second SIGTERM of the scheduler's killed workers that were saving their state."""
+    process = start(["--grace_seconds=60"], SAVES)
+    assert process.stdout.readline() == "[0] ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "[0] saving\n"
+    for name in later:
+        process.send_signal(getattr(signal, name))
+        time.sleep(0.05)
+    shown, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    assert (process.returncode, shown) == (code, "[0] saved\n" * (code == 75)), errors
+
+
 def test_a_killed_launcher_leaves_nothing(tmp_path):
     process = start(["--nproc_per_node=2"], STUBBORN_FAMILY, tmp_path)
     processes = family(tmp_path, 6) + psutil.Process(process.pid).children(recursive=True)

@@ -28,8 +28,8 @@ class Preemption(keras.callbacks.Callback):
     is told: all write, and end, before the same step. The exit code is 75, by which `tfparallel
     launch` starts all of them again, if it has restarts left and was not itself told to end.
 
-    It is a context manager around `fit`, in which the signals do nothing else; and a callback,
-    behind the checkpoint.
+    It is a context manager around `fit`, in which the signals do nothing else, and after
+    `Preempted` nothing at all until the program has ended; and a callback, behind the checkpoint.
 
     Args:
         checkpoint: The callback that writes, which the list of callbacks has, too.
@@ -65,8 +65,12 @@ class Preemption(keras.callbacks.Callback):
         self._watch.__enter__()
         return self
 
-    def __exit__(self, *_):
-        self._watch.__exit__()
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, Preempted):
+            # A further signal would end the program by itself, and not with code 75.
+            self._watch.ignore()
+        else:
+            self._watch.__exit__()
         self._end()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -11,12 +11,38 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["SIGNALS", "TRY_AGAIN", "SignalWatch"]
+__all__ = ["SIGNALS", "TRY_AGAIN", "SignalWatch", "held_back"]
 
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def held_back(signals: Sequence[int]) -> Iterator[None]:
+    """Holds signals back that this program handles: the first of them counts behind the block.
+
+    One that it leaves to the system ends it at once, as before. In other threads than the main one
+    nothing is held back.
+
+    Args:
+        signals: Their numbers.
+    """
+    came: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in signals}
+        handlers = {number: each for number, each in handlers.items() if callable(each)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if came:
+        handlers[came[0]](came[0], None)
 
 
 class SignalWatch:
@@ -53,6 +79,14 @@ class SignalWatch:
 
     def __exit__(self, *_):
         self._stack.close()
+
+    def ignore(self) -> None:
+        """Has the signals do nothing until the process has ended, which leaving would undo."""
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                # Python gives other handlers up seconds before TensorFlow has come to its end.
+                signal.signal(number, signal.SIG_IGN)
+            self._stack.pop_all()
 
     def _listen(self, read, before):
         with read:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from tfparallel.cluster.guarded import GuardedWorker, Program
 from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.output import Reader, last_lines
-from tfparallel.cluster.preemption import TRY_AGAIN
+from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN, held_back
 from tfparallel.cluster.standby import Standbys
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit, root_cause_first
 
@@ -116,13 +116,16 @@ class Job:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self.stop(signal.SIGINT)
-        else:
-            self.stop(getattr(error, "signum", signal.SIGTERM))
-        if isinstance(error, StopRequest):
-            error.exits = tuple(map(self._exit_of, self._workers))
-            error.has_saved = all(exit_.returncode == TRY_AGAIN for exit_ in error.exits)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        try:
+            self.stop(signal.SIGINT if interrupted else getattr(error, "signum", signal.SIGTERM))
+        except StopRequest as request:
+            error = request
+            raise
+        finally:
+            if isinstance(error, StopRequest) and self._all_ended():
+                error.exits = tuple(map(self._exit_of, self._workers))
+                error.has_saved = all(exit_.returncode == TRY_AGAIN for exit_ in error.exits)
 
     def wait(self, timeout_seconds: float | None = None) -> Outcome:
         """Waits until all workers succeeded or one failed, on any host; then stops the others.
@@ -193,19 +196,21 @@ class Job:
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """Stops what still runs: `signum` first, SIGKILL after the grace period.
 
-        An exception that arrives meanwhile (a second Ctrl-C) cuts the grace short.
+        A second Ctrl-C cuts the grace short, as any exception that arrives meanwhile. Signals of a
+        scheduler do not: the workers may be saving their state.
 
         Args:
             signum: The signal that workers may react to.
         """
         if self._stopping_at is None:
             self._stopping_at = time.monotonic()
-        try:
-            for worker in self._workers:
-                worker.send(signum)
-            self._wait_until(self._all_ended, self._grace_seconds, check_output=False)
-        finally:
-            self._close()
+        with held_back([signal.SIGHUP, *SIGNALS]):
+            try:
+                for worker in self._workers:
+                    worker.send(signum)
+                self._wait_until(self._all_ended, self._grace_seconds, check_output=False)
+            finally:
+                self._close()
 
     def _wait_until(self, condition, seconds=None, check_output=True):
         deadline = None if seconds is None else time.monotonic() + seconds

@@ -354,10 +354,17 @@ def _main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turns the signals that end a program into `StopRequest`; one that is ignored stays so."""
+    """Turns the signals that end a program into `StopRequest`; one that is ignored stays so.
+
+    After the first of them only Ctrl-C has an effect: the workers have time to save their state.
+    """
+    is_stopping = False
 
     def stop(signum, frame):
-        raise StopRequest(signum)
+        nonlocal is_stopping
+        if not is_stopping or signum == signal.SIGINT:
+            is_stopping = True
+            raise StopRequest(signum)
 
     names = [signal.SIGINT, signal.SIGHUP, *SIGNALS]
     before = {name: signal.getsignal(name) for name in names}
