@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tests.cluster.processes import wait_for
-from tfparallel.cluster.back_off import BackOff
+from tfparallel.cluster.back_off import BackOff, RestartBackOff
 from tfparallel.cluster.elastic import ElasticMeetings
 from tfparallel.cluster.ports import free_ports
 
@@ -23,6 +23,15 @@ def test_a_host_that_took_part_for_long_is_no_reason_to_wait():
     back_off.failed(3.0, now=0.0)
     assert back_off.failed(301.0, now=500.0) == 0 and back_off.remaining(now=500.0) == 0
     assert back_off.failed(3.0, now=600.0) == 10
+
+
+def test_restarts_wait_longer_and_longer():
+    """Story: 150 restarts were used up in 44 s."""
+    back_off = RestartBackOff()
+    waits = [back_off.failed(lasted_seconds=0.2) for _ in range(9)]
+    assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert [back_off.failed(90.0), back_off.failed(0.2)] == [0, 1]  # It had worked for a while.
+
 
 
 def join(meetings):

@@ -183,7 +183,9 @@ def test_a_restart_that_succeeds(tmp_path):
 def test_restarts_end():
     code, _, errors = launch(["--max_restarts=2"], "raise SystemExit(7)")
     assert code == 7 and errors.count("exited with code 7") == 3
-    assert "(2 of 2)" in errors
+    # Workers that fail at once again are given a moment.
+    assert "restarting all workers (1 of 2)" in errors
+    assert "restarting all workers in 1 s (2 of 2)" in errors
 
 
 SURROGATE = """

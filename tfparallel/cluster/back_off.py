@@ -1,12 +1,17 @@
-"""How long hosts that would join a running job wait, after others that joined have failed.
+"""How long to wait before what has failed soon is tried again, twice as long each time.
 
     joins, fails soon   10 s   joins, fails soon   20 s   joins, fails soon   40 s   …  10 minutes
 
 Each host that joins has all workers save their state and start again, and so has each that fails.
 One that fails again and again would leave the others no time to train.
+
+    fails   at once   fails soon   1 s   fails soon   2 s   fails soon   4 s   …  1 minute
+
+Workers that fail as soon as they have started mostly fail by what takes a while to change: a file
+system or a host that cannot be reached, a full disk. All restarts would be used up in seconds.
 """
 
-__all__ = ["BackOff"]
+__all__ = ["BackOff", "RestartBackOff"]
 
 _FIRST_SECONDS, _MOST_SECONDS = 10.0, 600.0
 _SOON_SECONDS = 300.0
@@ -18,7 +23,7 @@ class BackOff:
     Args:
         first_seconds: How long it is after the first failure; each further one doubles it.
         most_seconds: What it never exceeds.
-        soon_seconds: A host that fails later than this after it joined has taken part: what was
+        soon_seconds: What fails later than this after its start has done some work: what was
             before is forgotten.
     """
 
@@ -52,3 +57,29 @@ class BackOff:
     def remaining(self, now: float) -> float:
         """How many seconds of the wait are left."""
         return max(0.0, self._until - now)
+
+
+class RestartBackOff:
+    """The wait before all workers start again. After the first failure there is none.
+
+    Args:
+        most_seconds: What it never exceeds.
+    """
+
+    def __init__(self, most_seconds: float = 60.0):
+        self._back_off = BackOff(1.0, most_seconds, soon_seconds=60.0)
+        self._has_failed = False
+
+    def failed(self, lasted_seconds: float) -> float:
+        """Takes note that the workers have failed.
+
+        Args:
+            lasted_seconds: How long they ran.
+
+        Returns:
+            How many seconds to wait.
+        """
+        if not self._has_failed:
+            self._has_failed = True
+            return 0.0
+        return self._back_off.failed(lasted_seconds, now=0.0)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
+from tfparallel.cluster.back_off import RestartBackOff
 from tfparallel.cluster.host_share import host_programs, meet_alone
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.problems import refusal, shown
@@ -250,6 +251,7 @@ def _flag_arguments(flags):
 
 def _run(command, num_workers, device_type, max_restarts, timeout_seconds):
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    back_off = RestartBackOff()
     for attempt in range(max_restarts + 1):
         programs = host_programs(
             meet_alone(num_workers), command, _environment(device_type), restart_count=attempt
@@ -268,12 +270,17 @@ def _run(command, num_workers, device_type, max_restarts, timeout_seconds):
                 screen.finish()
         if outcome.culprit is None or attempt == max_restarts:
             return outcome
+        seconds = back_off.failed(outcome.culprit.time_seconds)
+        if deadline is not None:
+            seconds = min(seconds, max(0.0, deadline - time.monotonic()))
+        when = f" in {seconds:.0f} s" if seconds else ""
         print(
             f"tfparallel.spawn: {outcome.culprit.describe()}; "
-            f"restarting all workers ({attempt + 1} of {max_restarts})",
+            f"restarting all workers{when} ({attempt + 1} of {max_restarts})",
             file=sys.stderr,
             flush=True,
         )
+        time.sleep(seconds)
 
 
 def _failure(outcome: Outcome) -> str:

@@ -8,12 +8,14 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.address import split_address
+from tfparallel.cluster.back_off import RestartBackOff
 from tfparallel.cluster.claims import without_counts
 from tfparallel.cluster.elastic import ElasticMeetings, JobEndedError
 from tfparallel.cluster.environment import ALL_REDUCE
@@ -34,6 +36,8 @@ __all__ = ["Nodes", "launched", "nodes_of", "number_problems", "say"]
 
 _TOKEN = "TFPARALLEL_JOB_TOKEN"
 _USAGE_EXIT_CODE = 2
+# Between two starts; also at most half of what the launchers of other hosts wait for this one.
+_MOST_WAIT_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +136,7 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
 
 
 def _run_with_restarts(values, command, nodes, environment, standbys):
+    back_off = RestartBackOff(min(_MOST_WAIT_SECONDS, values.start_timeout / 2))
     for attempt in range(values.max_restarts + 1):
         if standbys is not None and attempt == values.max_restarts:
             standbys.stop_preparing()
@@ -144,7 +149,10 @@ def _run_with_restarts(values, command, nodes, environment, standbys):
             return 0
         _report(outcome.culprit.explain(), outcome)
         if attempt < values.max_restarts:
-            say(f"restarting all workers ({attempt + 1} of {values.max_restarts})")
+            seconds = back_off.failed(outcome.culprit.time_seconds)
+            when = f" in {seconds:g} s" if seconds else ""
+            say(f"restarting all workers{when} ({attempt + 1} of {values.max_restarts})")
+            time.sleep(seconds)
     return outcome.culprit.exit_code
 
 
@@ -177,12 +185,17 @@ def _run_elastic(values, command, nodes, environment, standbys):
         local_address=values.local_addr,
     )
     patience = _Patience(values, nodes, environment)
+    back_off = RestartBackOff(min(_MOST_WAIT_SECONDS, values.start_timeout / 2))
+    seconds = 0.0
     if standbys is not None:
         alone = meet_alone(values.nproc_per_node)
         standbys.prepare_now(_programs(values, command, alone, environment, 0))
     with meetings:
         while True:
             try:
+                if seconds:
+                    say(f"the next round begins in {seconds:g} s")
+                    time.sleep(seconds)
                 meeting = _next_round(values, meetings)
             except JobEndedError:
                 say("the job has ended")
@@ -204,6 +217,9 @@ def _run_elastic(values, command, nodes, environment, standbys):
                     code = patience.end(outcome.culprit, meeting)
                 if code is not None:
                     return code
+                seconds = 0.0
+                if outcome.culprit is not None and news.node == 0:  # The others wait for it.
+                    seconds = back_off.failed(outcome.culprit.time_seconds)
                 news.tell_coming_again()
 
 
