@@ -18,7 +18,7 @@ from tests.commands.command_line import ROOT
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.worker_error import WorkerError
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit
-from tfparallel.commands.launching import _with_errors
+from tfparallel.commands.culprit import with_errors
 from tfparallel.commands.main import main
 
 DEADLINE_SECONDS = 60
@@ -108,6 +108,29 @@ def test_the_culprit_is_named_and_its_exit_code_kept():
     )
 
 
+RECORDS = """
+import os, signal, sys, time
+from tfparallel.flight.record import FOLDER, FlightRecord, path_of
+rank = int(os.environ["RANK"])
+about = {"worker": rank, "num_workers": 2, "num_local": 2, "host": "a", "started": time.time()}
+record = FlightRecord(path_of(os.environ[FOLDER], rank, 0), about)
+record.now("in a step", 3, time.time())
+if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
+for _ in range(40): record.alive(time.time()); time.sleep(0.1)
+sys.exit(75)
+"""
+
+
+def test_a_worker_that_is_suspended_is_named_and_not_the_one_that_waited(tmp_path):
+    """Story: `launch` named worker 0, and `trace` worker 1."""
+    flags = ["--nproc_per_node=2", f"--log_dir={tmp_path}", "--grace_seconds=0.1"]
+    code, _, errors = launch(flags, RECORDS)
+    assert code == 75 and errors.startswith("tfparallel launch: Worker 1 stopped without a word")
+    assert "worker 0 exited with code 75 after " in errors
+    assert " s (to be started again: it had lost another worker, hung, or was " in errors
+    assert main(["trace", str(tmp_path)]) == 0
+
+
 def test_death_by_signal_is_128_and_its_number():
     kill = "import os, signal, time; os.kill(os.getpid(), signal.SIGKILL)"
     code, _, errors = launch(["--nproc_per_node=2"], kill)
@@ -149,7 +172,7 @@ def test_a_worker_that_ended_by_the_error_was_not_stopped():
     error = WorkerError(["ValueError: no"], "ValueError a.py, line 1", "")
     culprit = WorkerExit(1, 1, 2.0, stopped=False)
     exits = (WorkerExit(0, 1, 2.1, stopped=True), culprit, WorkerExit(2, -15, 2.2, stopped=True))
-    outcome = _with_errors(Outcome(exits, culprit), {0: error, 1: error}, log_dir=None)
+    outcome = with_errors(Outcome(exits, culprit), {0: error, 1: error}, log_dir=None)
     assert "workers 0, 1 ended by the error above" in outcome.culprit.explain()
     assert [exit_.stopped for exit_ in outcome.exits] == [False, False, True]
 

@@ -3,6 +3,8 @@
 import dataclasses
 import signal
 
+from tfparallel.cluster.preemption import TRY_AGAIN
+
 __all__ = ["Departure", "Outcome", "WorkerExit", "root_cause_first"]
 
 
@@ -77,6 +79,8 @@ class WorkerExit:
         text = self.describe()
         if self.returncode == -signal.SIGKILL and not self.stopped:
             text += " (by hand, or by the system for want of memory: see `dmesg`)"
+        if self.returncode == TRY_AGAIN and not self.stopped:
+            text += " (to be started again: it had lost another worker, hung, or was told to end)"
         if self.node is not None:
             text += "; its output is on that host"
         if self.told:

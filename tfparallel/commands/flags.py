@@ -267,7 +267,7 @@ def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...
         say_why(f"tfparallel {name}: {error}")
         return 1
     except LostError as error:
-        print(f"tfparallel {name}: {error}", file=sys.stderr)
+        say_why(f"tfparallel {name}: {error}")
         sys.stdout.flush()
         sys.stderr.flush()
         # Past TensorFlow's own end, which waits seconds for the workers that are gone.

@@ -28,9 +28,10 @@ from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.screening import Screening
 from tfparallel.cluster.standby import Standbys
 from tfparallel.cluster.supervisor import Program, StopRequest, run
-from tfparallel.cluster.worker_error import WORKER_ERROR, WorkerError
+from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
-from tfparallel.flight.record import FOLDER, SUFFIX, path_of, read_record
+from tfparallel.commands.culprit import has_lost_another, waited_for, with_errors
+from tfparallel.flight.record import FOLDER, SUFFIX
 
 __all__ = ["Nodes", "launched", "nodes_of", "number_problems", "say"]
 
@@ -267,8 +268,8 @@ class _Patience:
         """Returns the exit code of this launcher if it, or the whole job, ends with the round."""
         news = meeting.news
         if culprit is not None and culprit.node is None and news.departure is None:
-            has_lost_another = self._has_lost_another(culprit, meeting)
-            tries_again = culprit.returncode == TRY_AGAIN or has_lost_another
+            lost = has_lost_another(culprit, self._environment[FOLDER], meeting.attempt)
+            tries_again = culprit.returncode == TRY_AGAIN or lost
             self._num_failures += self._tries_again or not tries_again
             self._tries_again = tries_again
         if self._num_failures > self._values.max_restarts:
@@ -281,15 +282,6 @@ class _Patience:
             say(f"--nnodes={self._values.nnodes}, and {_hosts(num_left)} would be left")
             return culprit.exit_code
         return None
-
-    def _has_lost_another(self, culprit, meeting):
-        """Whether a worker ended since another one was lost, by its flight record."""
-        path = path_of(self._environment[FOLDER], culprit.worker, meeting.attempt)
-        try:
-            ended = read_record(path).about.get("ended", "")
-        except (OSError, ValueError):
-            return False
-        return ended.startswith("WorkerLostError")
 
 
 def _report_change(outcome: Outcome, news) -> int | None:
@@ -355,6 +347,7 @@ def _run(
 ) -> Outcome:
     names = {program.worker: program.name for program in programs if program.name}
     screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer, names)
+    began = time.time()
     with contextlib.ExitStack() as stack:
         screening = Screening(
             screen.write,
@@ -374,35 +367,10 @@ def _run(
         )
         screening.finish()
         screen.finish()
-        return _with_errors(outcome, screening.errors, values.log_dir)
-
-
-def _with_errors(
-    outcome: Outcome, errors: Mapping[int, WorkerError], log_dir: str | None
-) -> Outcome:
-    """The outcome, with the error of the culprit where its last lines would stand."""
-    culprit = outcome.culprit
-    if culprit is None or culprit.node is not None or culprit.worker not in errors:
-        return outcome
-    own = errors[culprit.worker].place
-    alike = sorted(worker for worker, error in errors.items() if error.place == own)
-    if len(alike) > 1:
-        text = f"workers {', '.join(map(str, alike))} ended by the error above"
-    else:
-        text = "its error is above"
-    if not errors[culprit.worker].has_traceback:
-        pass
-    elif log_dir is None:
-        text += "; --log_dir=DIR keeps the whole traceback"
-    else:
-        text += f"; the whole traceback is in {log_dir}"
-    culprit = dataclasses.replace(culprit, tail=(), told=text)
-    # Those that ended by the same error were not stopped, though the first had ended before them.
-    exits = tuple(
-        dataclasses.replace(exit_, stopped=False) if exit_.worker in alike else exit_
-        for exit_ in outcome.exits
-    )
-    return dataclasses.replace(outcome, culprit=culprit, exits=exits)
+    why = waited_for(outcome, programs[0].environment[FOLDER], attempt, began)
+    if why:
+        say(why)
+    return with_errors(outcome, screening.errors, values.log_dir)
 
 
 def _keeping(

@@ -14,7 +14,7 @@ from typing import Any
 
 from tfparallel.flight.record import BEGINS, SUFFIX, Event, WorkerRecord, read_record
 
-__all__ = ["Split", "behind", "chrome_trace", "doing", "read_job", "splits"]
+__all__ = ["Split", "behind", "chrome_trace", "doing", "read_job", "silent", "splits"]
 
 _PHASES = ("input", "forward", "backward", "passes", "update")
 _SILENT_SECONDS = 3.0  # A worker that lives says so twice a second.
@@ -93,18 +93,10 @@ def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
         return (), "All workers ended well."
     if all(record.about.get("ended", "").startswith(("well", "Preempted")) for record in records):
         return (), "All workers were told to end, and have saved their state."
-    shifts = clock_shifts(records)
-    seen = {record.worker: record.now.end - shifts[record.worker] for record in records}
-    silent = [
-        record.worker
-        for record in records
-        if "ended" not in record.about
-        and max(seen.values()) - seen[record.worker] > _SILENT_SECONDS
-    ]
-    if silent and len(silent) < len(records):
-        return tuple(silent), (
-            f"{_workers(silent)} stopped without a word while others went on: killed, or lost with "
-            "the host."
+    if workers := silent(records):
+        return tuple(workers), (
+            f"{_workers(workers)} stopped without a word while others went on: killed, suspended, "
+            "or lost with the host."
         )
     failed = [
         record
@@ -123,6 +115,18 @@ def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
         slow = [worker for worker, place in places.items() if place == least]
         return tuple(slow), f"The others waited for {_workers(slow).lower()}."
     return (), "All workers stand in the same place: look at what is between them."
+
+
+def silent(records: Sequence[WorkerRecord]) -> list[int]:
+    """The workers that stopped without a word while others went on."""
+    shifts = clock_shifts(records)
+    seen = {record.worker: record.now.end - shifts[record.worker] for record in records}
+    return [
+        record.worker
+        for record in records
+        if "ended" not in record.about
+        and max(seen.values()) - seen[record.worker] > _SILENT_SECONDS
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

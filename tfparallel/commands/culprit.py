@@ -1,0 +1,100 @@
+"""Which worker is to blame for a job's end: not always the one that ended first.
+
+A worker that hangs, or is suspended, ends nothing. One that waits for it does, after a while, and
+is the first to end. The flight records tell who was waited for (`flight/job.py`), as they do
+`tfparallel trace`: the two never name different workers.
+"""
+
+import dataclasses
+import signal
+from collections.abc import Mapping
+
+from tfparallel.cluster.preemption import TRY_AGAIN
+from tfparallel.cluster.worker_error import WorkerError
+from tfparallel.cluster.worker_exit import Outcome, WorkerExit
+from tfparallel.flight.job import behind, elsewhere, silent
+from tfparallel.flight.record import WorkerRecord, path_of, read_record
+
+__all__ = ["has_lost_another", "waited_for", "with_errors"]
+
+
+def has_lost_another(culprit: WorkerExit, folder: str, attempt: int) -> bool:
+    """Whether a worker ended since another one was lost, by its flight record.
+
+    Args:
+        culprit: It, of this host.
+        folder: Where the records are.
+        attempt: How often the job had been started before.
+    """
+    record = _record(folder, culprit.worker, attempt)
+    return record is not None and record.about.get("ended", "").startswith("WorkerLostError")
+
+
+def waited_for(outcome: Outcome, folder: str, attempt: int, began: float) -> str:
+    """Says whom the worker that ended first had waited for.
+
+    Args:
+        outcome: How the job ended.
+        folder: Where the records are.
+        attempt: How often the job had been started before.
+        began: When it started this time, in seconds since 1970: the folder may have older records.
+
+    Returns:
+        A sentence; "" if it is to blame itself, or nobody can tell.
+    """
+    culprit = outcome.culprit
+    if culprit is None or culprit.node is not None:
+        return ""
+    # TensorFlow ends a worker that has lost another one by SIGABRT.
+    may_have_waited = culprit.returncode in (TRY_AGAIN, -signal.SIGABRT)
+    if not may_have_waited and not has_lost_another(culprit, folder, attempt):
+        return ""
+    records = [_record(folder, exit_.worker, attempt) for exit_ in outcome.exits]
+    found = [each for each in records if each and each.about.get("started", 0.0) >= began]
+    if not found:
+        return ""
+    workers, why = behind(found)
+    # Where other hosts have records, too, this one's alone do not tell who is behind all others.
+    is_known = not elsewhere(found) or set(workers) <= set(silent(found))
+    return why if workers and is_known and culprit.worker not in workers else ""
+
+
+def with_errors(
+    outcome: Outcome, errors: Mapping[int, WorkerError], log_dir: str | None
+) -> Outcome:
+    """The outcome, with the error of the culprit where its last lines would stand.
+
+    Args:
+        outcome: How the job ended.
+        errors: The error that ended each worker that told it, by worker.
+        log_dir: Where all that they wrote is kept, if it is.
+    """
+    culprit = outcome.culprit
+    if culprit is None or culprit.node is not None or culprit.worker not in errors:
+        return outcome
+    own = errors[culprit.worker].place
+    alike = sorted(worker for worker, error in errors.items() if error.place == own)
+    if len(alike) > 1:
+        text = f"workers {', '.join(map(str, alike))} ended by the error above"
+    else:
+        text = "its error is above"
+    if not errors[culprit.worker].has_traceback:
+        pass
+    elif log_dir is None:
+        text += "; --log_dir=DIR keeps the whole traceback"
+    else:
+        text += f"; the whole traceback is in {log_dir}"
+    culprit = dataclasses.replace(culprit, tail=(), told=text)
+    # Those that ended by the same error were not stopped, though the first had ended before them.
+    exits = tuple(
+        dataclasses.replace(exit_, stopped=False) if exit_.worker in alike else exit_
+        for exit_ in outcome.exits
+    )
+    return dataclasses.replace(outcome, culprit=culprit, exits=exits)
+
+
+def _record(folder: str, worker: int, attempt: int) -> WorkerRecord | None:
+    try:
+        return read_record(path_of(folder, worker, attempt))
+    except (OSError, ValueError):
+        return None
