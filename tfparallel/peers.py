@@ -1,22 +1,32 @@
 """Meeting the other processes of a job, before TensorFlow connects them and would wait for ever."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfparallel.cluster.address import split_address
+from tfparallel.cluster.loopback import (
+    are_loopback,
+    loopback_only,
+    moved_to_loopback,
+    network_name,
+)
 from tfparallel.cluster.rendezvous import meet
+from tfparallel.notice import notice
 
-__all__ = ["meet_peers"]
+__all__ = ["meet_peers", "serving"]
+
+_PAGE = "docs/security.md"
 
 
 def meet_peers(
     addresses: Sequence[str], index: int, facts: Mapping[str, Any], start_timeout: float
-) -> None:
+) -> list[str]:
     """Waits until all processes are there, and agree on the facts and on the versions.
 
     What TensorFlow then sends them goes past a proxy that the environment names for gRPC.
@@ -27,22 +37,54 @@ def meet_peers(
         facts: What all must agree on, beside the versions.
         start_timeout: How many seconds to wait.
 
+    Returns:
+        The addresses for TensorFlow, in the same order: those of the loopback if all processes are
+        on one host.
+
     Raises:
         RuntimeError: If one is missing, cannot be reached, or does not agree.
     """
-    _go_past_proxies(addresses)
     versions = {
         "Python": ".".join(map(str, sys.version_info[:2])),
         "TensorFlow": tf.__version__,
         "Keras": keras.__version__,
     }
-    meet(
+    said = meet(
         addresses,
         index,
-        {"versions": versions, **facts},
+        {"versions": versions, "network": network_name(addresses), **facts},
         timeout_seconds=start_timeout,
         token=os.environ.get("TFPARALLEL_JOB_TOKEN", ""),
+        may_differ=["network"],
     )
+    networks = {theirs["network"] for theirs in said}
+    found = list(addresses)
+    if len(networks) == 1 and None not in networks:
+        found = moved_to_loopback(addresses)
+    _go_past_proxies(found)
+    return found
+
+
+@contextlib.contextmanager
+def serving(addresses: Sequence[str], index: int) -> Iterator[None]:
+    """TensorFlow's server starts inside; other hosts do not reach it unless the job has several.
+
+    Args:
+        addresses: What `meet_peers` returned.
+        index: Which of them this process is.
+    """
+    port = split_address(addresses[index])[1]
+    if not are_loopback(addresses):
+        yield
+        problems = ["as a job on several hosts needs"]
+    else:
+        with loopback_only(port) as problems:
+            yield
+    if problems and index == 0:
+        notice(
+            f"TensorFlow's port of each process, here {port}, is open to other hosts, and does "
+            f"what any caller says: {problems[0]}. {_PAGE} says what to close."
+        )
 
 
 def _go_past_proxies(addresses: Sequence[str]) -> None:

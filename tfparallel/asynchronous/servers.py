@@ -30,7 +30,7 @@ from tfparallel.collectives.between_workers import WorkerLostError
 from tfparallel.devices import reached_devices
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.peers import meet_peers
+from tfparallel.peers import meet_peers, serving
 from tfparallel.startup import quiet_stderr
 
 __all__ = ["Servers", "join"]
@@ -59,7 +59,7 @@ class Servers:
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(roles.jobs), task_type="chief", task_id=0, rpc_layer="grpc"
         )
-        with quiet_stderr():
+        with serving(roles.addresses, 0), quiet_stderr():
             self.strategy = tf.distribute.ParameterServerStrategy(resolver)
             self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
         # TensorFlow stops one that is collected, as when the program ends, and waits for a lost
@@ -166,17 +166,15 @@ def join(
     """
     if Servers.of_process is not None:
         return Servers.of_process
-    addresses = [roles.chief, *roles.workers, *roles.servers]
-    first = {"chief": 0, "worker": 1, "ps": 1 + len(roles.workers)}[roles.task_type]
     if roles.task_type == "worker":
         os.environ.update(visible_gpus(os.environ, *roles.place_on_host))
     else:
         os.environ[_VISIBLE] = "-1"  # A GPU's memory is the workers'.
-    meet_peers(addresses, first + roles.task_index, facts or {}, start_timeout)
+    roles = roles.moved_to(meet_peers(roles.addresses, roles.place, facts or {}, start_timeout))
     if not roles.is_chief:
         _serve(roles, start_timeout)
     deadline = time.monotonic() + start_timeout
-    for address in addresses[1:]:
+    for address in roles.addresses[1:]:
         if not wait_for_server(address, deadline):
             raise RuntimeError(
                 f"The process at {address} was met, and has not started to serve within "
@@ -190,7 +188,7 @@ def _serve(roles: Roles, start_timeout: float) -> None:
     """Executes what the chief sends, until it has ended."""
     # Functions wait for each other in threads between operations: TensorFlow's advice.
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=4)
-    with quiet_stderr():
+    with serving(roles.addresses, roles.place), quiet_stderr():
         server = tf.distribute.Server(
             tf.train.ClusterSpec(roles.jobs),
             job_name=roles.task_type,

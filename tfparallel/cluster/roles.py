@@ -57,6 +57,24 @@ class Roles:
         return {"chief": [self.chief], "worker": [*self.workers], "ps": [*self.servers]}
 
     @property
+    def addresses(self) -> list[str]:
+        """Those of all processes: the chief's, the workers', the servers'."""
+        return [self.chief, *self.workers, *self.servers]
+
+    @property
+    def place(self) -> int:
+        """This process among all."""
+        first = {"chief": 0, "worker": 1, "ps": 1 + len(self.workers)}[self.task_type]
+        return first + self.task_index
+
+    def moved_to(self, addresses: Sequence[str]) -> "Roles":
+        """Returns the same processes with other addresses, in the order of `addresses`."""
+        chief, *others = addresses
+        number = len(self.workers)
+        workers, servers = tuple(others[:number]), tuple(others[number:])
+        return dataclasses.replace(self, chief=chief, workers=workers, servers=servers)
+
+    @property
     def place_on_host(self) -> tuple[int, int]:
         """This worker's index among those of its host, and how many these are."""
         return local_place(self.workers, self.task_index)

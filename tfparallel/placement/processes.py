@@ -31,7 +31,7 @@ from tfparallel import devices as device_lib
 from tfparallel.cluster.presence import hold_until_gone, wait_for_server
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives.between_workers import WorkerLostError, naming_lost_worker
-from tfparallel.peers import meet_peers
+from tfparallel.peers import meet_peers, serving
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
 __all__ = ["connect_to_cluster", "has_others", "naming_lost_process", "peak_memory_bytes"]
@@ -88,11 +88,11 @@ def connect_to_cluster(
     if os.environ.get(_SENDING_THREADS) == "1":
         os.environ[_SENDING_THREADS] = "2"
     addresses, index = list(cluster.workers), cluster.worker_index
-    meet_peers(addresses, index, facts or {}, start_timeout)
+    addresses = meet_peers(addresses, index, facts or {}, start_timeout)
     if index > 0:
         _serve(addresses, index, start_timeout)
     _wait_for_servers(addresses, start_timeout)
-    with quiet_stderr():
+    with serving(addresses, 0), quiet_stderr():
         devices = device_lib.connect(addresses)
     _addresses[:] = addresses
     for other in range(1, len(addresses)):
@@ -147,7 +147,7 @@ def peak_memory_bytes(device: str) -> int | None:
 def _serve(addresses: Sequence[str], index: int, start_timeout: float) -> None:
     """Executes what process 0 sends, until it has ended."""
     cluster = tf.train.ClusterSpec({"worker": list(addresses)})
-    with quiet_stderr():
+    with serving(addresses, index), quiet_stderr():
         server = tf.distribute.Server(cluster, job_name="worker", task_index=index)
     wait_for_server(addresses[0], time.monotonic() + start_timeout)
     hold_until_gone(addresses[0])

@@ -6,6 +6,7 @@ asks the strategy whether it has several workers and then reduces what a program
 global already (keras#20585).
 """
 
+import contextlib
 import json
 import os
 import random
@@ -31,7 +32,7 @@ from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.collectives.leaving import leave_in_order
 from tfparallel.device_names import canonical
 from tfparallel.notice import notice
-from tfparallel.peers import meet_peers
+from tfparallel.peers import meet_peers, serving
 from tfparallel.seams.tensorflow import (
     CollectiveAllReduceExtended,
     global_seed,
@@ -155,14 +156,15 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         same = {"all_reduce": all_reduce, "bucket_bytes": bucket_bytes, "calibrate": calibrate}
         same["compression"] = compression
         facts = {"devices a worker": num_devices, **same, **(facts or {})}
-        _meet(cluster_resolver, facts, start_timeout)
+        cluster_resolver, server = _meet(cluster_resolver, facts, start_timeout)
         options = transport.options(all_reduce, communication_options)
-        extended = _MultiWorkerExtended(
-            self,
-            devices=devices,
-            cluster_resolver=cluster_resolver,
-            communication_options=options,
-        )
+        with server:
+            extended = _MultiWorkerExtended(
+                self,
+                devices=devices,
+                cluster_resolver=cluster_resolver,
+                communication_options=options,
+            )
         tf.distribute.Strategy.__init__(self, extended)
         if extended._num_workers > 1:
             self.workers = WorkerGroup(
@@ -260,15 +262,27 @@ def _resolver_of(cluster: Cluster):
     )
 
 
-def _meet(resolver, facts, start_timeout) -> None:
-    """Waits for the other workers, which TensorFlow's own start would do for ever."""
+def _meet(resolver, facts, start_timeout):
+    """Waits for the other workers, which TensorFlow's own start would do for ever.
+
+    Returns the resolver to start TensorFlow with, and what to start it in.
+    """
     jobs = resolver.cluster_spec().as_dict()
     chiefs = list(jobs.get("chief", []))
     workers = chiefs + list(jobs.get("worker", []))
     if len(workers) < 2 or resolver.task_type not in ("chief", "worker"):
-        return
+        return resolver, contextlib.nullcontext()
     index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
-    meet_peers(workers, index, facts, start_timeout)
+    found = meet_peers(workers, index, facts, start_timeout)
+    if found != workers:
+        own = {"chief": found[: len(chiefs)], "worker": found[len(chiefs) :]}
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(jobs | {job: own[job] for job in own if own[job]}),
+            task_type=resolver.task_type,
+            task_id=resolver.task_id,
+            rpc_layer=resolver.rpc_layer or "grpc",
+        )
+    return resolver, serving(found, index)
 
 
 def _recommend_a_process_for_each_gpu(devices, worker_index) -> None:

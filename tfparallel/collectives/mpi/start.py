@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tfparallel.cluster import pmi
+from tfparallel.cluster.address import join_address
 from tfparallel.cluster.environment import available_cores
+from tfparallel.cluster.loopback import are_loopback
 from tfparallel.collectives.mpi import library
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.mpi.waiting import Waiting
@@ -24,6 +26,9 @@ __all__ = ["join", "offers"]
 
 # Of processes that `mpiexec` or `srun` started: PMI-1 and 2 (MPICH, Intel, Slurm), PMIx (Open MPI).
 _STARTED_BY_MPI = ("PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+# What MPI's libraries, UCX and libfabric, connect over: they listen on a wire even if shared memory
+# carries all.
+_LOOPBACK_ONLY = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
 _CONNECT_SECONDS = 30.0
 _END_SECONDS = 5.0
 
@@ -122,6 +127,8 @@ def _load_by(address, token, worker, num_workers):
         "PMI_RANK": str(worker),
         "PMI_SIZE": str(num_workers),
     }
+    if are_loopback([join_address(*address)]):
+        settings = {k: v for k, v in _LOOPBACK_ONLY.items() if k not in os.environ} | settings
     os.environ.update(settings)
     try:
         return library.load()

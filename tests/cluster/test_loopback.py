@@ -1,0 +1,113 @@
+"""A server of a job on one host is not reached from another, from its first moment on."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.hosts.network import hosts
+from tfparallel.cluster.loopback import (
+    are_loopback,
+    loopback_only,
+    moved_to_loopback,
+    network_name,
+)
+from tfparallel.cluster.ports import free_ports
+
+PORT = 29_557
+# As TensorFlow listens: on all addresses, and at a port that is shared if its variable says so.
+SERVER = f"""
+import os, socket, sys, time
+from tfparallel.cluster.loopback import loopback_only
+def answered(host):
+    with socket.create_connection((host, {PORT}), 5) as caller:
+        return server.accept() is not None
+with loopback_only({PORT}) as problems:
+    server = socket.socket(socket.AF_INET6)
+    assert os.environ["TF_GRPC_REUSE_PORT"] == "1"
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    server.bind(("::", {PORT}))
+    server.listen()
+    print("started", flush=True)
+    sys.stdin.readline()
+assert "TF_GRPC_REUSE_PORT" not in os.environ and problems == []
+assert answered("127.0.0.1") and answered("::1")
+print("is bound", flush=True)
+sys.stdin.readline()
+server.settimeout(0.2)
+try:
+    print("came:", server.accept()[1])
+except TimeoutError:
+    print("nobody came")
+"""
+CALLS = f"""
+import socket, sys
+for _ in range(20):
+    try:
+        socket.create_connection(("10.78.0.1", {PORT}), float(sys.argv[1])).close()
+        print("connected")
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_another_host_is_refused_at_the_start_and_later():
+    with contextlib.ExitStack() as stack:
+        try:
+            network = stack.enter_context(hosts(2))
+        except RuntimeError as error:
+            pytest.skip(str(error))
+
+        def call(seconds):
+            command = network.command(1, sys.executable, "-c", CALLS, str(seconds))
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            return done.stdout.splitlines()
+
+        server = stack.enter_context(
+            subprocess.Popen(
+                network.command(0, sys.executable, "-c", SERVER),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        stack.callback(server.kill)
+        assert server.stdout.readline() == "started\n"
+        assert call(0.1) == ["timed out"] * 20
+        print(file=server.stdin, flush=True)
+        assert server.stdout.readline() == "is bound\n"
+        assert call(5) == ["[Errno 111] Connection refused"] * 20
+        assert server.communicate("\n", timeout=20)[0] == "nobody came\n"
+
+
+def test_a_socket_that_cannot_be_bound_is_told():
+    (port,) = free_ports(1)
+    with loopback_only(port) as problems:
+        pass
+    assert problems == ["its socket was not found"]
+    assert "TF_GRPC_REUSE_PORT" not in os.environ
+
+
+def test_which_addresses_are_the_loopbacks():
+    assert are_loopback(["127.0.0.1:1", "localhost:2", "[::1]:3", "127.0.1.1:4"])
+    assert not are_loopback(["127.0.0.1:1", "10.0.0.1:2"])
+    assert moved_to_loopback(["[::1]:1", "node-a:2"]) == ["[::1]:1", "127.0.0.1:2"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/ns/net"), reason="needs Linux's /proc")
+def test_a_network_has_a_name_where_an_address_of_this_host_is_all_that_is_named():
+    own = socket.gethostname()
+    try:
+        socket.getaddrinfo(own, 0)
+    except OSError:
+        own = "127.0.0.1"
+    name = network_name([f"{own}:1", f"{own}:2"])
+    assert name is not None and name == network_name([f"{own}:3"])
+    assert network_name([f"{own}:1", "192.0.2.1:2"]) is None
+    assert network_name(["192.0.2.1:1", "192.0.2.1:2"]) is None
+    assert network_name(["no-such-host.invalid:1"]) is None
