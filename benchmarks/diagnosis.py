@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pathlib
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -74,6 +75,7 @@ def said_of(task, flags, variables):
         train += ["--steps_per_epoch=80", f"--report={report}", "--device_type=cpu", *flags]
         threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
         env = os.environ | dict.fromkeys(threads, "1") | variables
+        env.setdefault("TFPARALLEL_JOB_TOKEN", secrets.token_hex(16))
         link = float(variables.get("LINK", 0)) * 1e6 or None
         launches = [[*tfparallel, "launch", "--nproc_per_node=2", "--bind_cores"]]
         if link:

@@ -14,7 +14,9 @@ the steps are slower there, as these come ten seconds after a start.
 import contextlib
 import hashlib
 import json
+import os
 import pathlib
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -71,6 +73,7 @@ def main(arguments):
 def disturbed(folder, standby):
     """Trains on 3 hosts, on 2, on 4; returns what was said, and when a host was lost."""
     (port,) = free_ports(1)
+    os.environ.setdefault("TFPARALLEL_JOB_TOKEN", secrets.token_hex(16))
     launch = [sys.executable, "-m", "tfparallel", "launch", "--nnodes=2:4", "--grace_seconds=20"]
     launch += [f"--rdzv_endpoint=127.0.0.1:{port}", *["--standby"] * standby]
     launch += ["--", sys.executable, str(WORKER), str(folder), str(SLOW[standby])]

@@ -23,6 +23,7 @@ import contextlib
 import os
 import pathlib
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -236,6 +237,7 @@ class Run:
 
     def lost_host(self, victim, step):
         (port,) = free_ports(1)
+        os.environ.setdefault("TFPARALLEL_JOB_TOKEN", secrets.token_hex(16))
         launch = ["--nnodes=2:3", f"--rdzv_endpoint=127.0.0.1:{port}", "--grace_seconds=10"]
         with self._running(launch, launch, launch) as jobs:
             self._until(step, jobs)
@@ -247,6 +249,7 @@ class Run:
 
     def partition(self, victim, step):
         places = ",".join(f"{address}:{_PORT}" for address in two_hosts.ADDRESSES)
+        os.environ.setdefault("TFPARALLEL_JOB_TOKEN", secrets.token_hex(16))
         launch = ["--nnodes=1:2", f"--rdzv_endpoint={places}", "--start_timeout=15"]
         with two_hosts.linked() as names:
             here = [[*two_hosts.on_host(name)] for name in names]

@@ -31,6 +31,12 @@ while not any(pathlib.Path(sys.argv[1]).iterdir()):
 """
 
 
+@pytest.fixture(autouse=True)
+def shared_secret(monkeypatch):
+    """What the launchers of several hosts know each other by."""
+    monkeypatch.setenv("TFPARALLEL_JOB_TOKEN", "a-secret-of-the-tests")
+
+
 class Launcher:
     """A launcher, and what it has said so far."""
 

@@ -113,6 +113,15 @@ def test_the_command_prints_the_script():
     lines = script.splitlines()
     for line in ("--job-name=digits-cnn", "--gpus-per-node=4", "--partition=long", "--requeue"):
         assert f"#SBATCH {line}" in lines
+    assert '--job_name="digits-cnn-$SLURM_JOB_ID"' in script
+    (line,) = (line for line in lines if line.startswith("TFPARALLEL_JOB_TOKEN="))
+    tokens = {
+        subprocess.run(
+            ["bash", "-c", f"{line}; echo $TFPARALLEL_JOB_TOKEN"], capture_output=True, text=True
+        ).stdout
+        for _ in range(2)
+    }
+    assert len(tokens) == 2 and all(re.fullmatch(r"[0-9a-f]{32}\n", token) for token in tokens)
     assert "#SBATCH --signal=USR1@75" in lines and "--grace_seconds=60" in script
 
 
@@ -149,8 +158,9 @@ def test_the_objects_are_those_of_kubernetes_schema():
         image="example/train:1",
         volume="data:/data",
     )
-    service, indexed = yaml.safe_load_all(kubernetes_objects(job))
+    service, secret, indexed = yaml.safe_load_all(kubernetes_objects(job))
     service, indexed = model_of(service, "V1Service"), model_of(indexed, "V1Job")
+    secret = model_of(secret, "V1Secret")
     assert service.spec.cluster_ip == "None" and service.spec.publish_not_ready_addresses
     spec, pod = indexed.spec, indexed.spec.template.spec
     assert spec.completion_mode == "Indexed" and spec.completions == spec.parallelism == 3
@@ -159,6 +169,11 @@ def test_the_objects_are_those_of_kubernetes_schema():
     assert pod.termination_grace_period_seconds > job.grace_seconds
     (container,) = pod.containers
     assert expanded(container.command)[-len(AWKWARD) :] == AWKWARD
+    (variable,) = container.env
+    source = variable.value_from.secret_key_ref
+    assert (variable.name, source.name) == ("TFPARALLEL_JOB_TOKEN", secret.metadata.name)
+    assert secret.string_data == {source.key: job.token} and len(job.token) == 32
+    assert "--job_name=train" in container.command
     assert "--rdzv_endpoint=train-0.train:29500" in container.command
     assert container.resources.limits == {"nvidia.com/gpu": "2"}
     assert spec.pod_failure_policy.rules[0].on_exit_codes.values == [75]

@@ -1,17 +1,23 @@
 """Launchers of several hosts meet; who is missing or in the way is named."""
 
 import concurrent.futures
+import contextlib
 import errno
+import itertools
 import json
+import resource
 import socket
 import time
 
 import pytest
 
 from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.door import Door
+from tfparallel.cluster.handshake import Call, Session
 from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.nodes import meet
 from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.secret import Secret
 
 
 def start(pool, endpoint, node, **changes):
@@ -21,7 +27,8 @@ def start(pool, endpoint, node, **changes):
         "ports": [1000 * (node + 1), 1000 * (node + 1) + 1],
         "master_port": 99,
         "attempt": 0,
-        "token": "",
+        "token": "right",
+        "job": "blobs",
         "timeout_seconds": 20,
     }
     return pool.submit(meet_and_leave, endpoint, **(arguments | changes))
@@ -131,27 +138,77 @@ def test_who_listens_but_never_answers_does_not_hold_us(pool):
         ({"node_rank": 5}, "from 0 to 1. Received: --node_rank=5"),
     ],
 )
-def test_contradictions_are_told_to_both(pool, endpoint, changes, message):
-    calls = [start(pool, endpoint, 0), start(pool, endpoint, 1, **changes)]
-    for call in calls:
-        with pytest.raises(RuntimeError) as caught:
-            call.result(30)
-        assert message in str(caught.value)
+def test_who_contradicts_is_told_and_the_others_wait_on(pool, endpoint, changes, message):
+    host = start(pool, endpoint, 0)
+    with pytest.raises(RuntimeError, match=message):
+        start(pool, endpoint, 1, **changes).result(30)
+    assert start(pool, endpoint, 1).result(30) == host.result(30)
+
+
+def test_who_was_turned_away_is_told_at_the_end(pool, endpoint):
+    host = start(pool, endpoint, 0, timeout_seconds=2)
+    with pytest.raises(RuntimeError, match="agree on --nnodes"):
+        start(pool, endpoint, 1, nnodes=3).result(30)
+    with pytest.raises(RuntimeError) as caught:
+        host.result(30)
+    assert "Turned away: 127.0.0.1, All nodes must agree on --nnodes." in str(caught.value)
 
 
 def test_two_nodes_of_one_rank(pool, endpoint):
-    calls = [start(pool, endpoint, node, nnodes=3) for node in (0, 1, 1)]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="--node_rank=1, which another launcher has"):
-            call.result(30)
+    """The second is told, and has no effect."""
+    host = start(pool, endpoint, 0, nnodes=3)
+    ones = [start(pool, endpoint, 1, nnodes=3) for _ in range(2)]
+    done, (one,) = concurrent.futures.wait(ones, 30, concurrent.futures.FIRST_COMPLETED)
+    with pytest.raises(RuntimeError, match="--node_rank=1, which another launcher has"):
+        done.pop().result()
+    assert start(pool, endpoint, 2, nnodes=3).result(30) == host.result(30) == one.result(30)
+
+
+def test_who_ends_while_it_waits_may_be_started_again(pool, endpoint):
+    host = start(pool, endpoint, 0, nnodes=3)
+    with pytest.raises(RuntimeError, match="Node 1 waited"):
+        start(pool, endpoint, 1, nnodes=3, timeout_seconds=1).result(30)
+    calls = [start(pool, endpoint, node, nnodes=3) for node in (2, 1)]
+    assert all(call.result(30) == host.result(30) for call in calls)
 
 
 def test_another_token_does_not_come_in(pool, endpoint):
-    host = start(pool, endpoint, 0, token="right", timeout_seconds=2)
-    with pytest.raises(RuntimeError, match="it hung up"):
+    host = start(pool, endpoint, 0)
+    with pytest.raises(RuntimeError, match="there has another TFPARALLEL_JOB_TOKEN"):
         start(pool, endpoint, 1, token="wrong", timeout_seconds=1).result(30)
-    assert start(pool, endpoint, 1, token="right").result(30).token == "right"
-    assert host.result(30).token == "right"
+    assert start(pool, endpoint, 1).result(30) == host.result(30)
+
+
+@pytest.mark.parametrize("token", ["right", "other"])
+def test_two_jobs_at_one_endpoint_refuse_each_other_by_name(pool, endpoint, token):
+    """Also where one user has one token for all."""
+    host = start(pool, endpoint, 0, timeout_seconds=3)
+    message = "the launcher there is of the job 'blobs', and this one of 'digits'"
+    with pytest.raises(RuntimeError, match=message):
+        start(pool, endpoint, 1, job="digits", token=token, timeout_seconds=1).result(30)
+    with pytest.raises(RuntimeError, match="in use.*: by a launcher of the job 'blobs'"):
+        start(pool, endpoint, 0, job="digits", token=token).result(30)
+    with pytest.raises(RuntimeError, match=r"Turned away: 127.0.0.1, of the job 'digits'\. Start"):
+        host.result(30)
+
+
+def test_workers_have_a_secret_of_each_attempt_which_is_not_the_jobs(pool, endpoint):
+    tokens = []
+    for attempt in range(2):
+        calls = [start(pool, endpoint, node, attempt=attempt) for node in range(2)]
+        first, second = (call.result(30).token for call in calls)
+        assert first == second and len(first) == 32
+        tokens.append(first)
+    assert len({*tokens, "right"}) == 3
+
+
+def until_it_listens(endpoint):
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection(split_address(endpoint), timeout=5)
+        except OSError:
+            assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize(
@@ -161,28 +218,159 @@ def test_another_token_does_not_come_in(pool, endpoint):
         b"\n",
         b"[1, 2]\n",
         b"x" * (1 << 17),
-        json.dumps({"node_rank": 1, "nnodes": 2, "ports": [70000]}).encode() + b"\n",
-        json.dumps({"node_rank": "1", "nnodes": 2, "attempt": 0, "token": ""}).encode() + b"\n",
+        b'{"job": "blobs", "nonce": 7}\n',
+        b'{"job": "blo bs", "nonce": "7"}\n',
+        b'{"job": "\\ud800", "nonce": "7"}\n',
+        b'{"job": "blobs", "nonce": "\\ud800"}\n',
         b"[" * 60000 + b"\n",
         b"",
     ],
-    ids=["http", "empty", "list", "long", "port", "types", "deep", "silent"],
+    ids=["http", "empty", "list", "long", "nonce", "job", "no text", "surrogate", "deep", "silent"],
 )
 def test_strangers_are_ignored(pool, endpoint, sent):
     host = start(pool, endpoint, 0)
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            stranger = socket.create_connection(split_address(endpoint), timeout=5)
-            break
-        except OSError:
-            assert time.monotonic() < deadline
-    with stranger:
+    with until_it_listens(endpoint) as stranger:
         try:
             stranger.sendall(sent)
         except OSError:
             pass  # It hung up already.
         assert start(pool, endpoint, 1).result(30) == host.result(30)
+
+
+HELLO = {"node_rank": 1, "nnodes": 2, "attempt": 0, "ports": [1], "master_port": 2}
+HELLO |= {"local_address": None}
+
+
+def second_lines():
+    """What a stranger that knows the job's name may say behind the door's nonce."""
+    hello = json.dumps(HELLO).encode()
+    yield b"0" * 64 + b" " + hello + b"\n"
+    yield b"\xff" * 64 + b" " + hello + b"\n"
+    yield hello + b"\n"
+    yield b"\n"
+    yield b"x" * (1 << 17)
+    # What another one has said, to another nonce.
+    yield Session(Secret("right"), "blobs", ("a", "b")).sealed("caller", hello)
+    yield Session(Secret("wrong"), "blobs", ("a", "b")).sealed("caller", hello)
+
+
+def test_a_thousand_wrong_hellos_have_no_effect(pool, endpoint):
+    host = start(pool, endpoint, 0)
+    until_it_listens(endpoint).close()
+    silent = []
+    for number, line in zip(range(1000), itertools.cycle([None, *second_lines()]), strict=False):
+        stranger = socket.create_connection(split_address(endpoint), timeout=5)
+        if line is None:
+            silent.append(stranger)
+            continue
+        with stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(b'{"job": "blobs", "nonce": "a"}\n')
+            assert b"nonce" in stranger.recv(1 << 10)
+            stranger.sendall(line)
+            if number < 50:
+                assert b"nodes" not in stranger.recv(1 << 10)
+    assert not host.done()
+    assert start(pool, endpoint, 1).result(30) == host.result(30)
+    for stranger in silent:
+        stranger.close()
+
+
+def test_what_was_said_once_lets_nobody_in_again(pool, endpoint):
+    """All that node 1 says is heard on its way, and said again to the next door."""
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        address = join_address(*between.getsockname())
+        host, joining = start(pool, endpoint, 0), start(pool, address, 1)
+        until_it_listens(endpoint).close()
+        node, there = between.accept()[0], until_it_listens(endpoint)
+        with node, there:
+            for _ in range(2):
+                heard += node.recv(1 << 16)
+                there.sendall(heard.splitlines(keepends=True)[-1])
+                node.sendall(there.recv(1 << 16))
+            assert joining.result(30) == host.result(30)
+    assert b"right" not in heard
+    host = start(pool, endpoint, 0, timeout_seconds=2)
+    with until_it_listens(endpoint) as stranger:
+        stranger.sendall(heard)
+        lines = stranger.makefile("rb").read().splitlines()
+    assert [sorted(json.loads(line)) for line in lines] == [["job", "nonce"], ["refused"]]
+    with pytest.raises(RuntimeError, match="with another TFPARALLEL_JOB_TOKEN"):
+        host.result(30)
+
+
+def test_what_a_false_door_says_is_not_believed(pool):
+    """It knows the job's name, and not its token."""
+    answer = {"nodes": [["127.0.0.1", [1]], ["127.0.0.1", [2]]], "master": "a:1", "nonce": "n"}
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        call = start(pool, join_address(*door.getsockname()), 1, timeout_seconds=2)
+        caller = door.accept()[0]
+        with caller:
+            greeting = json.loads(caller.makefile("rb").readline())
+            caller.sendall(b'{"job": "blobs", "nonce": "b"}\n')
+            nonces = (greeting["nonce"], "b")
+            message = json.dumps(answer).encode()
+            caller.sendall(Session(Secret("wrong"), "blobs", nonces).sealed("door", message))
+            with pytest.raises(RuntimeError, match="what listens there is no launcher"):
+                call.result(30)
+
+
+def test_a_thousand_hosts_of_64_workers_meet(pool, endpoint):
+    """Their addresses take half a MiB; all hosts but node 0 are small."""
+    number, started = 1000, time.monotonic()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    host = pool.submit(
+        meet, endpoint, nnodes=number, node_rank=0, ports=list(range(20_000, 20_064)),
+        master_port=99, attempt=0, token="right", job="blobs", timeout_seconds=60,
+    )  # fmt: skip
+    hello = HELLO | {"nnodes": number, "ports": list(range(30_000, 30_064))}
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        stack.enter_context(until_it_listens(endpoint))
+        nodes = []
+        for node in range(1, number):
+            connected = socket.create_connection(split_address(endpoint), timeout=20)
+            nodes.append((connected, Call(connected, Secret("right"), "blobs")))
+            stack.callback(connected.close)
+            nodes[-1][1].ask(hello | {"node_rank": node}, time.monotonic() + 20)
+        _, first = nodes.pop()
+        # To read a thousand times what each host reads once would take longest.
+        answers = {read_to_the_end_of_a_line(connected)[65:] for connected, _ in nodes}
+        answer = first.answer(time.monotonic() + 20)
+        meeting = host.result(30)
+        meeting.news.close()
+    assert [json.loads(each) for each in answers] == [answer]
+    assert [len(ports) for _, ports in answer["nodes"]] == [64] * number
+    assert [len(addresses) for addresses in meeting.addresses] == [64] * number
+    assert time.monotonic() - started < 30
+
+
+def read_to_the_end_of_a_line(connected):
+    with connected.makefile("rb") as file:
+        return file.readline()
+
+
+def test_many_strangers_are_dropped_and_a_launcher_still_comes_in(endpoint):
+    place = split_address(endpoint)
+    with Door(*place, Secret("right"), "blobs") as door, contextlib.ExitStack() as stack:
+        for number in range(150):
+            stranger = stack.enter_context(socket.create_connection(place, timeout=5))
+            if number % 2:
+                stranger.sendall(b"{")
+            door.wait(0)
+        launcher = stack.enter_context(socket.create_connection(place, timeout=5))
+        call = Call(launcher, Secret("right"), "blobs")
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            asked = pool.submit(call.ask, HELLO, time.monotonic() + 10)
+            come, deadline = [], time.monotonic() + 10
+            while not come:
+                assert time.monotonic() < deadline
+                come = door.wait(0.1)
+            asked.result(10)
+        assert come[0].hello["node_rank"] == 1
+        come[0].close()
+        assert len(door._selector.get_map()) <= 65
 
 
 def test_an_endpoint_that_cannot_be_listened_at(pool):
@@ -274,21 +462,3 @@ def test_node_0_is_missed_though_its_own_workers_have_succeeded():
         pass
     assert news.departure is not None and not news.all_succeeded
     news.close()
-
-
-@pytest.mark.parametrize("token", ["\\ud800", "wrong"])
-def test_a_token_that_is_no_text_is_another(pool, endpoint, token):
-    host = start(pool, endpoint, 0, token="right", timeout_seconds=10)
-    hello = '{"nnodes": 2, "node_rank": 1, "attempt": 0, "ports": [1], "master_port": 2, '
-    hello += f'"local_address": null, "token": "{token}"}}\n'
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            with socket.create_connection(split_address(endpoint), timeout=5) as stranger:
-                stranger.sendall(hello.encode())
-                assert stranger.recv(1) == b""
-            break
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-    assert start(pool, endpoint, 1, token="right").result(30).token == "right"
-    assert host.result(30).token == "right"

@@ -1,14 +1,9 @@
 """Of two halves of a network at most one goes on."""
 
 import itertools
-import socket
-import time
 
 import pytest
 
-from tfparallel.cluster.address import split_address
-from tfparallel.cluster.door import Door
-from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.quorum import Present, are_all_back, has_quorum
 
 
@@ -48,28 +43,3 @@ def test_who_missed_the_last_round_does_not_count_for_it():
 
 def test_a_new_job_needs_nobody_of_a_round():
     assert has_quorum([host(attempt=-1)]) and not are_all_back([host(attempt=-1)])
-
-
-def test_many_strangers_are_dropped_and_a_launcher_still_comes_in():
-    (port,) = free_ports(1)
-    hello = b'{"nnodes": 2, "node_rank": 1, "attempt": 0, "token": "", "ports": [1], '
-    hello += b'"master_port": 2}\n'
-    with Door("127.0.0.1", port, "") as door:
-        place = split_address(f"127.0.0.1:{port}")
-        strangers = []
-        for number in range(150):
-            strangers.append(socket.create_connection(place, timeout=5))
-            if number % 2:
-                strangers[-1].sendall(b"{")
-            door.wait(0)
-        with socket.create_connection(place, timeout=5) as launcher:
-            launcher.sendall(hello)
-            come, deadline = [], time.monotonic() + 10
-            while not come:
-                assert time.monotonic() < deadline
-                come = door.wait(0.1)
-        assert come[0][1]["node_rank"] == 1
-        come[0][0].close()
-        assert len(door._selector.get_map()) <= 65
-    for stranger in strangers:
-        stranger.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -22,6 +23,12 @@ from tfparallel.commands.culprit import with_errors
 from tfparallel.commands.main import main
 
 DEADLINE_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def shared_secret(monkeypatch):
+    """What the launchers of several hosts know each other by."""
+    monkeypatch.setenv("TFPARALLEL_JOB_TOKEN", "a-secret-of-the-tests")
 
 
 def command(flags, code, *arguments):
@@ -389,6 +396,27 @@ def test_two_nodes_make_one_job(endpoint):
     assert {worker["WORLD_SIZE"] for worker in shown.values()} == {"3"}
     for name in ("TFPARALLEL_JOB_TOKEN", "MASTER_ADDR", "MASTER_PORT"):
         assert len({worker[name] for worker in shown.values()}) == 1
+    assert shown[0]["TFPARALLEL_JOB_TOKEN"] != os.environ["TFPARALLEL_JOB_TOKEN"]
+
+
+@pytest.mark.parametrize(("token", "received"), [("", "none"), ("a-short-one", "11 characters")])
+@pytest.mark.parametrize("flags", [nodes("h:1", 0), ["--nnodes=1:2", "--rdzv_endpoint=h:1"]])
+def test_several_hosts_need_a_secret_and_are_given_the_line(
+    capsys, monkeypatch, flags, token, received
+):
+    monkeypatch.setenv("TFPARALLEL_JOB_TOKEN", token)
+    assert main(["launch", *flags, "--", "true"]) == 2
+    shown = capsys.readouterr().err
+    assert f"Received: {received} in TFPARALLEL_JOB_TOKEN." in shown
+    assert re.search(r"export TFPARALLEL_JOB_TOKEN=[0-9a-f]{32}\n$", shown)
+
+
+def test_jobs_of_other_names_do_not_meet(endpoint):
+    first = start(nodes(endpoint, 0, "--start_timeout=3", "--job_name=one"), TELL)
+    code, _, errors = launch(nodes(endpoint, 1, "--start_timeout=1", "--job_name=other"), TELL)
+    assert code == 1 and "the launcher there is of the job 'one', and this one of 'other'" in errors
+    _, errors = first.communicate(timeout=DEADLINE_SECONDS)
+    assert first.returncode == 1 and "of the job 'other'" in errors
 
 
 def test_a_node_is_reached_where_it_says(endpoint):
@@ -510,6 +538,7 @@ def test_a_signal_while_nodes_are_missing(endpoint):
         (["--", __file__], f"must be executable. Received: {__file__!r}. Use `-- python "),
         (["--nproc=2", "--", "true"], "nproc"),
         (["--nnodes=0", "--", "true"], "Received: --nnodes=0"),
+        (["--job_name=a b", "--", "true"], "Received: --job_name=a b"),
         (["--nnodes=2", "--", "true"], "need --node_rank and --rdzv_endpoint"),
         (["--nnodes=2", "--node_rank=1", "--", "true"], "--rdzv_endpoint=None"),
         (["--node_rank=0", "--", "true"], "needs --nnodes and --rdzv_endpoint"),

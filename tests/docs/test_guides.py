@@ -202,6 +202,7 @@ def test_a_call_is_one(call, tmp_path, monkeypatch, capsys):
     for each in positional:
         file_stands = each in PLACEHOLDERS or (TOP / each).is_file()
         assert file_stands or (name == "bench" and each.startswith("all_"))
+    monkeypatch.setenv("TFPARALLEL_JOB_TOKEN", "a-secret-of-the-tests")
     monkeypatch.chdir(tmp_path)  # Files to write are looked for where the command runs.
     if name == "launch" and values.emit:
         assert emitted(values, [sys.executable])

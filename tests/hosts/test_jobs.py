@@ -46,6 +46,12 @@ def three_hosts():
         yield made_or_skipped(stack, 3)
 
 
+@pytest.fixture(autouse=True)
+def shared_secret(monkeypatch):
+    """What the launchers of several hosts know each other by."""
+    monkeypatch.setenv("TFPARALLEL_JOB_TOKEN", "a-secret-of-the-tests")
+
+
 class Job:
     """A launcher on each host."""
 

@@ -1,39 +1,94 @@
 """Where the launchers of other hosts come in: a listener, and those who have said who they are.
 
-    a launcher ──{"nnodes": 2, "ports": [...], "token": ..., ...}──> door
-
-Every message is one line of JSON of bounded size. Whatever else connects is hung up on; a caller
-that says nothing holds nobody up, and makes room for others after half a minute. Where
-TFPARALLEL_JOB_TOKEN is set on all hosts, only who knows it may join.
+Who comes in has proved that it belongs to the job (handshake.py). Whatever else connects is hung up
+on, and has no effect: a caller that says nothing holds nobody up, and makes room for others after
+half a minute.
 """
 
 import contextlib
-import json
-import secrets
+import dataclasses
+import errno
 import selectors
 import socket
 import time
 from typing import Any
 
 from tfparallel.cluster.address import join_address
+from tfparallel.cluster.handshake import (
+    HELLO_BYTES,
+    Session,
+    encoded,
+    is_greeting,
+    parsed,
+    read_line,
+    who_listens,
+)
 from tfparallel.cluster.listener import everywhere
+from tfparallel.cluster.secret import Secret, new_nonce
 
-__all__ = ["Door", "Hello", "open_door", "receive", "send"]
+__all__ = ["Door", "Hello", "Visitor", "open_door"]
 
-_MESSAGE_BYTES = 1 << 16
 _SEND_SECONDS = 2.0
 _PATIENCE_SECONDS = 30.0  # With one that has called and says nothing,
 _MAX_STRANGERS = 64  # and with so many.
+_MAX_TOLD = 3
+_LOOK_SECONDS = 0.5
 _NUMBERS = ("node_rank", "attempt", "last_node", "may_run")  # Of nodes and rounds, or None.
+_REQUIRED = {"node_rank", "nnodes", "attempt", "local_address", "ports", "master_port"}
 
 Hello = dict[str, Any]
 
 
-class _Caller:
-    """What has come of a caller's first message, and since when it is awaited."""
+@dataclasses.dataclass(eq=False)
+class Visitor:
+    """A launcher of the job that has come in; a context manager, which hangs up.
+
+    Attributes:
+        socket: The connection.
+        hello: What it said.
+        address: Where it called from.
+    """
+
+    socket: socket.socket
+    hello: Hello
+    address: str
+    session: Session
+
+    def __enter__(self) -> "Visitor":
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the connection has ended."""
+        try:
+            self.socket.setblocking(False)
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def send(self, message: dict[str, Any] | bytes) -> None:
+        """Sends a message, encoded or not; who has hung up meanwhile is missed later."""
+        message = message if isinstance(message, bytes) else encoded(message)
+        with contextlib.suppress(OSError):
+            self.socket.settimeout(_SEND_SECONDS)
+            self.socket.sendall(self.session.sealed("door", message))
+
+    def close(self) -> None:
+        """Hangs up; a second time does nothing."""
+        self.socket.close()
+
+
+class _Stranger:
+    """What has come of a caller's line, since when it is here, and the nonces, once they are."""
 
     def __init__(self):
         self.received, self.since = bytearray(), time.monotonic()
+        self.nonces: tuple[str, str] | None = None
 
 
 class Door:
@@ -42,19 +97,27 @@ class Door:
     Args:
         host: The address or name to listen on, of this host.
         port: The port.
-        token: A secret that all who belong to the job know, or "".
+        secret: What all who belong to the job know.
+        job: Its name.
         may_be_gateway: Whether `host` may be the address of a gateway in front of this host. Then
             the door listens on all addresses of this host.
+
+    Attributes:
+        host: As given.
+        turned_away: Some of those who came and do not belong to the job, for a person to read.
 
     Raises:
         OSError: If it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, token: str, *, may_be_gateway: bool = False):
+    def __init__(
+        self, host: str, port: int, secret: Secret, job: str, *, may_be_gateway: bool = False
+    ):
         own = (may_be_gateway and everywhere(host)) or host
         family, _, _, _, address = socket.getaddrinfo(own, port, type=socket.SOCK_STREAM)[0]
         self.host = host
-        self._token = _bytes(token)
+        self.turned_away: list[str] = []
+        self._secret, self._job = secret, job
         self._listener = socket.create_server(address, family=family)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -69,38 +132,80 @@ class Door:
         """What another selector may wait for: readable when somebody has called or spoken."""
         return self._selector.fileno()
 
-    def wait(self, seconds: float) -> list[tuple[socket.socket, Hello]]:
+    def wait(self, seconds: float) -> list[Visitor]:
         """Waits for launchers of the job.
 
         Args:
             seconds: For how long, at most.
 
         Returns:
-            Those who have just said who they are, each with its connection, which the caller
-            closes from now on.
+            Those who have just come in, whom the caller hangs up on from now on.
         """
         come, has_caller = [], False
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 has_caller = True
                 continue
-            hello = receive(key.fileobj, key.data.received)
-            if hello is None:
+            line = read_line(key.fileobj, key.data.received, HELLO_BYTES)
+            if line is None:
                 continue
-            self._selector.unregister(key.fileobj)
-            if _is_hello(hello) and secrets.compare_digest(_bytes(hello["token"]), self._token):
-                come.append((key.fileobj, hello))
-            else:  # No launcher, or one of another job.
-                key.fileobj.close()
+            if not key.data.nonces:
+                self._greet(key, line)
+            elif visitor := self._let_in(key, line):
+                come.append(visitor)
         if has_caller:  # Last, since it may hang up on others.
             self._accept()
         return come
+
+    def turn_away(self, address: str, reason: str) -> None:
+        """Takes note of one who came and cannot take part."""
+        told = f"{address}, {reason}"
+        if told not in self.turned_away and len(self.turned_away) < _MAX_TOLD:
+            self.turned_away.append(told)
+
+    def _greet(self, key, line):
+        """Answers the first line of a caller with a nonce, if it is one of the job."""
+        said = parsed(line)
+        if not is_greeting(said):
+            self._hang_up(key)
+        elif said["job"] != self._job:
+            self._refuse(key, f"of the job {said['job']!r}")
+        else:
+            key.data.nonces = (said["nonce"], new_nonce())
+            self._say(key, {"job": self._job, "nonce": key.data.nonces[1]})
+
+    def _let_in(self, key, line):
+        """Returns the caller if its second line proves that it belongs to the job."""
+        session = Session(self._secret, self._job, key.data.nonces)
+        hello = session.opened("caller", line)
+        if hello is None:
+            self._refuse(key, "with another TFPARALLEL_JOB_TOKEN")
+            return None
+        address = _peer(key.fileobj)
+        if not _is_hello(hello) or address is None:
+            self._hang_up(key)
+            return None
+        self._selector.unregister(key.fileobj)
+        return Visitor(key.fileobj, hello, address, session)
+
+    def _refuse(self, key, reason):
+        self.turn_away(_peer(key.fileobj) or "somebody", reason)
+        self._say(key, {"refused": self._job})
+        self._hang_up(key)
+
+    def _say(self, key, message):
+        with contextlib.suppress(OSError):  # It has gone; one line fits the socket's buffer.
+            key.fileobj.send(encoded(message) + b"\n")
+
+    def _hang_up(self, key):
+        self._selector.unregister(key.fileobj)
+        key.fileobj.close()
 
     def _accept(self):
         with contextlib.suppress(OSError):
             caller = self._listener.accept()[0]
             caller.setblocking(False)
-            self._selector.register(caller, selectors.EVENT_READ, _Caller())
+            self._selector.register(caller, selectors.EVENT_READ, _Stranger())
         strangers = [
             key for key in self._selector.get_map().values() if key.fileobj is not self._listener
         ]
@@ -108,8 +213,7 @@ class Door:
         late = time.monotonic() - _PATIENCE_SECONDS
         for index, key in enumerate(strangers):
             if index < len(strangers) - _MAX_STRANGERS or key.data.since < late:
-                self._selector.unregister(key.fileobj)
-                key.fileobj.close()
+                self._hang_up(key)
 
     def close(self) -> None:
         """Listens no more; a second time does nothing."""
@@ -118,59 +222,33 @@ class Door:
         self._selector.close()
 
 
-def open_door(host: str, port: int, token: str, *, may_be_gateway: bool = False) -> Door:
+def open_door(
+    host: str, port: int, secret: Secret, job: str, *, may_be_gateway: bool = False
+) -> Door:
     """Returns a door at an endpoint; arguments as for `Door`.
 
     Raises:
         RuntimeError: If it cannot be, with what to do.
     """
     try:
-        return Door(host, port, token, may_be_gateway=may_be_gateway)
+        return Door(host, port, secret, job, may_be_gateway=may_be_gateway)
     except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        other = who_listens((host, port), job, _LOOK_SECONDS) if is_taken else None
+        who = "" if other is None else f": by a launcher of the job {other!r}"
         raise RuntimeError(
             "Node 0 cannot listen at the rendezvous endpoint, which must be an address of this "
-            f"host with a free port. Received: {join_address(host, port)} ({error.strerror}). "
+            f"host with a free port. Received: {join_address(host, port)} ({error.strerror}{who}). "
             "Choose another port, or start node 0 on that host; if the address is a gateway's that "
             f"leads here, add --local_addr={host}."
         ) from error
 
 
-def receive(caller: socket.socket, received: bytearray) -> Any:
-    """Reads what has come of a message, and nothing behind it.
-
-    Args:
-        caller: The connection.
-        received: What has come before, which grows.
-
-    Returns:
-        The message; False for what is none, None while more must come.
-    """
+def _peer(connected):
     try:
-        # What follows the line is news, and for another reader.
-        seen = caller.recv(_MESSAGE_BYTES, socket.MSG_PEEK)
-        chunk = caller.recv(seen.find(b"\n") + 1 or len(seen))
-    except (BlockingIOError, TimeoutError):
+        return connected.getpeername()[0]
+    except OSError:  # It has hung up.
         return None
-    except OSError:
-        return False
-    received += chunk
-    if not received.endswith(b"\n"):
-        return None if chunk and len(received) < _MESSAGE_BYTES else False
-    try:
-        return json.loads(received)
-    except (ValueError, RecursionError):
-        return False
-
-
-def send(caller: socket.socket, message: Hello) -> None:
-    """Sends a message; who has hung up meanwhile is missed later."""
-    with contextlib.suppress(OSError):
-        caller.settimeout(_SEND_SECONDS)
-        caller.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _bytes(text):
-    return text.encode(errors="surrogatepass")  # JSON may hold what no text does.
 
 
 def _is_hello(message):
@@ -185,11 +263,11 @@ def _is_hello(message):
 
     return (
         isinstance(message, dict)
-        and (type(message.get("nnodes")) is int or is_range(message.get("nnodes")))
+        and message.keys() >= _REQUIRED
+        and (type(message["nnodes"]) is int or is_range(message["nnodes"]))
         and all(type(message.get(name)) in (int, type(None)) for name in _NUMBERS)
-        and isinstance(message.get("token"), str)
-        and (message.get("local_address") is None or is_address(message["local_address"]))
-        and isinstance(message.get("ports"), list)
+        and (message["local_address"] is None or is_address(message["local_address"]))
+        and isinstance(message["ports"], list)
         and all(is_port(port) for port in message["ports"])
-        and is_port(message.get("master_port"))
+        and is_port(message["master_port"])
     )

@@ -15,17 +15,18 @@ somebody listens there.
 """
 
 import contextlib
-import secrets
 import socket
 import time
 from collections.abc import Sequence
 
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.back_off import BackOff
-from tfparallel.cluster.door import Door, open_door, receive, send
+from tfparallel.cluster.door import Door
+from tfparallel.cluster.handshake import Call, RefusedError
 from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.nodes import NodeMeeting
 from tfparallel.cluster.quorum import Present, are_all_back, has_quorum, may_run, num_needed
+from tfparallel.cluster.secret import Secret, new_nonce
 
 __all__ = ["ElasticMeetings", "JobEndedError"]
 
@@ -49,7 +50,8 @@ class ElasticMeetings:
         min_nodes: With how many hosts the job can run.
         max_nodes: How many it can have.
         node_rank: This host's index, by which those come first that are new; or None.
-        token: A secret that all nodes know beforehand, or "".
+        token: A secret that all nodes know beforehand.
+        job: The name of the job, the same on every node.
         timeout_seconds: How long to wait for enough hosts, each time.
         local_address: This host's name or address, as the others reach it; by default the one that
             it calls from.
@@ -63,23 +65,23 @@ class ElasticMeetings:
         min_nodes: int,
         max_nodes: int,
         node_rank: int | None = None,
-        token: str = "",
+        token: str,
+        job: str,
         timeout_seconds: float = 120.0,
         local_address: str | None = None,
         back_off: BackOff | None = None,
     ):
         self._endpoints = [split_address(endpoint) for endpoint in endpoints]
         self._min_nodes, self._max_nodes = min_nodes, max_nodes
-        self._token = token
+        self._secret, self._job = Secret(token), job
         self._timeout_seconds = timeout_seconds
         self._hello = {
             "nnodes": [min_nodes, max_nodes],
             "node_rank": node_rank,
-            "token": token,
             "local_address": local_address,
         }
         self._door: Door | None = None
-        self._why_closed = ""
+        self._why_closed = self._why_refused = ""
         self._place = 0  # Of the door, among the endpoints.
         self._waiting: list[Present] = []
         self._round = -1
@@ -148,7 +150,7 @@ class ElasticMeetings:
         if self._door is not None:
             self._let_in(0)
         for other in self._waiting:
-            send(other.caller, {"ended": True})
+            other.caller.send({"ended": True})
             other.caller.close()
         self._waiting.clear()
 
@@ -171,11 +173,13 @@ class ElasticMeetings:
                 may_be_node_0 = self._hello["node_rank"] in (None, 0)
                 is_given = may_be_node_0 and name == self._hello["local_address"]
                 try:
-                    self._door = open_door(name, port, self._token, may_be_gateway=is_given)
+                    self._door = Door(
+                        name, port, self._secret, self._job, may_be_gateway=is_given
+                    )
                     self._place = place
                     return True
-                except RuntimeError as error:
-                    self._why_closed = str(error.__cause__ or error)
+                except OSError as error:
+                    self._why_closed = str(error)
         return False
 
     def _join(self, hello, deadline, endpoints, patience=None) -> NodeMeeting | None:
@@ -191,29 +195,36 @@ class ElasticMeetings:
                 caller = socket.create_connection(address, min(_CONNECT_SECONDS, remaining))
             except OSError:
                 continue
-            with caller:
+            with contextlib.ExitStack() as stack:
+                stack.callback(caller.close)
                 if caller.getsockname() == caller.getpeername():
                     continue  # A port that nobody holds may be given to the caller itself.
-                send(caller, hello)
-                answer, received = None, bytearray()
                 until = deadline if patience is None else time.monotonic() + patience
-                while answer is None and (remaining := until - time.monotonic()) > 0:
-                    caller.settimeout(remaining)
-                    answer = receive(caller, received)
-                    if isinstance(answer, dict) and "running" in answer:
+                call = Call(caller, self._secret, self._job)
+                try:
+                    call.ask(hello, until)
+                    answer = call.answer(until)
+                    if answer is not None and "running" in answer:
                         self._close_door()  # It lets us in, sooner or later.
-                        answer, received, until, patience = None, bytearray(), deadline, None
+                        until, patience = deadline, None
+                        answer = call.answer(until)
+                except RefusedError as error:
+                    self._why_refused = f"; at {join_address(*address)}, {error}"
+                    continue
+                except OSError:
+                    continue
                 if answer is None and patience is not None:
                     continue
                 if answer is None:
                     raise RuntimeError(self._no_round(join_address(*address)))
-                if isinstance(answer, dict) and "error" in answer:
+                if "error" in answer:
                     raise RuntimeError(answer["error"])
-                if isinstance(answer, dict) and "ended" in answer:
+                if "ended" in answer:
                     raise JobEndedError
-                if isinstance(answer, dict) and "nodes" in answer:
+                if "nodes" in answer:
                     self._close_door()
-                    return self._meeting(answer, answer["rank"], {0: caller.dup()}, None)
+                    stack.pop_all()
+                    return self._meeting(answer, answer["rank"], {0: caller}, None)
         return None
 
     def _gather(self, hello, deadline) -> NodeMeeting | None:
@@ -236,7 +247,7 @@ class ElasticMeetings:
             if now > deadline:
                 problem = self._too_few(present)
                 for other in present[1:]:
-                    send(other.caller, {"error": problem})
+                    other.caller.send({"error": problem})
                 raise RuntimeError(problem)
             if now - looked > _KNOCK_SECONDS:
                 looked = now
@@ -256,14 +267,14 @@ class ElasticMeetings:
         answer = {
             "nodes": [[each.address, each.hello["ports"]] for each in taking_part],
             "master": join_address(own.address, hello["master_port"]),
-            "token": self._token or secrets.token_hex(16),
+            "nonce": new_nonce(),
             "attempt": 1 + max(each.hello["attempt"] for each in taking_part),
             "joined": _joined(taking_part),
         }
         connections = {}
         for rank, other in enumerate(taking_part[1:], 1):
-            send(other.caller, answer | {"rank": rank})
-            connections[rank] = other.caller
+            other.caller.send(answer | {"rank": rank})
+            connections[rank] = other.caller.socket
         return self._meeting(answer, 0, connections, _Newcomers(self))
 
     def _meeting(self, answer, rank, connections, newcomers):
@@ -277,7 +288,7 @@ class ElasticMeetings:
                 tuple(join_address(host, port) for port in ports) for host, ports in nodes
             ),
             master=answer["master"],
-            token=answer["token"],
+            token=self._secret.derived(answer["nonce"]),
             news=news,
             node=rank,
             attempt=answer["attempt"],
@@ -289,22 +300,19 @@ class ElasticMeetings:
         for gone in [other for other in self._waiting if other.has_hung_up]:
             gone.caller.close()
             self._waiting.remove(gone)
-        for caller, hello in self._door.wait(seconds):
+        for visitor in self._door.wait(seconds):
+            hello = visitor.hello
             if hello["nnodes"] != self._hello["nnodes"] or hello["attempt"] is None:
-                send(caller, {"error": self._disagreement(hello)})
-                caller.close()
-                continue
-            try:
-                address = hello["local_address"] or caller.getpeername()[0]
-            except OSError:  # It has hung up.
-                caller.close()
+                visitor.send({"error": self._disagreement(hello)})
+                visitor.close()
                 continue
             if len(self._waiting) >= _MAX_WAITING:
-                caller.close()
+                visitor.close()
                 continue
             if is_running:
-                send(caller, {"running": True})
-            self._waiting.append(Present(caller, address, hello))
+                visitor.send({"running": True})
+            address = hello["local_address"] or visitor.address
+            self._waiting.append(Present(visitor, address, hello))
             has_come = True
         return has_come
 
@@ -329,8 +337,8 @@ class ElasticMeetings:
             )
         return (
             f"The job has {number} host{'s' * (number > 1)} after {self._timeout_seconds:g} s at "
-            f"{self._places()}; {least}. Start `tfparallel launch` on more hosts, or raise "
-            "--start_timeout."
+            f"{self._places()}; {least}.{self._turned_away()} Start `tfparallel launch` on more "
+            "hosts, or raise --start_timeout."
         )
 
     def _no_round(self, endpoint):
@@ -343,10 +351,14 @@ class ElasticMeetings:
     def _nobody_there(self):
         return (
             f"A launcher must listen at {self._places()}, and none came within "
-            f"{self._timeout_seconds:g} s; this one cannot. Received: {self._why_closed}. Start "
+            f"{self._timeout_seconds:g} s; this one cannot. Received: {self._why_closed}"
+            f"{self._why_refused}. Start "
             "one on a host of --rdzv_endpoint; several endpoints, HOST:PORT,HOST:PORT, let another "
             "host take over when the first is gone."
         )
+
+    def _turned_away(self):
+        return "".join(f" Turned away: {told}." for told in self._door.turned_away)
 
     def _places(self):
         return ", ".join(join_address(*endpoint) for endpoint in self._endpoints)

@@ -11,6 +11,7 @@ meets the others. A job that is told to end saves its state and ends with code 7
 import dataclasses
 import math
 import re
+import secrets
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
 _VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^:]+)")
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9./]*")
 _NO_STRINGS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
+_RANDOM_WORD = "od -An -N16 -tx1 /dev/urandom | tr -d ' \\n'"
 _ENDS_SECONDS = 15  # What a launcher takes to end, beside the workers' grace.
 _MOST_SECONDS = 65_535  # Between Slurm's signal and its time limit.
 # With MIN:MAX, the addresses of all pods are one argument, and Linux limits that to 128 KiB.
@@ -47,6 +49,7 @@ class JobFile:
         sbatch_args: Further options of sbatch, such as "--partition=long".
         image: The container's, with the program and tfparallel in it; for Kubernetes.
         volume: `CLAIM:/PATH`, a claim of a volume, and where pods see it; for Kubernetes.
+        token: By which the launchers know each other; for Kubernetes, since Slurm makes one.
 
     Raises:
         ValueError: If a field cannot be; with all that is wrong.
@@ -62,6 +65,12 @@ class JobFile:
     sbatch_args: Sequence[str] = ()
     image: str | None = None
     volume: str | None = None
+    token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+    @property
+    def has_several_hosts(self) -> bool:
+        """Whether launchers meet."""
+        return self.nnodes > 1 or self.min_nnodes is not None
 
     def __post_init__(self):
         problems = []
@@ -136,6 +145,9 @@ def slurm_script(job: JobFile) -> str:
         "set -u",
         "",
     ]
+    if job.has_several_hosts:
+        # Of each start anew, and in no file: the launchers find it in their environment.
+        lines += [f"TFPARALLEL_JOB_TOKEN=$({_RANDOM_WORD})", "export TFPARALLEL_JOB_TOKEN", ""]
     # Since Slurm 22.05, srun does not take over what sbatch was told, and would give one core.
     hosts, srun = "", 'srun ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}'
     if job.min_nnodes is not None:
@@ -154,6 +166,8 @@ def slurm_script(job: JobFile) -> str:
             "",
         ]
         hosts = f' --nnodes={job.nnodes} --rdzv_endpoint="$node_0:$port"'
+    if job.has_several_hosts:
+        hosts += f' --job_name="{job.name}-$SLURM_JOB_ID"'
     lines += [
         f"{srun} tfparallel launch{hosts} \\",
         f"  {shlex.join(flags)} \\",
@@ -169,7 +183,7 @@ def slurm_script(job: JobFile) -> str:
 
 
 def kubernetes_objects(job: JobFile) -> str:
-    """Returns a headless Service and an indexed Job, in YAML.
+    """Returns a headless Service, an indexed Job and, for several hosts, a Secret, in YAML.
 
     Raises:
         ValueError: If there is no image.
@@ -204,6 +218,19 @@ def kubernetes_objects(job: JobFile) -> str:
         claim, path = _VOLUME.fullmatch(job.volume).groups()
         container["volumeMounts"] = [{"name": "data", "mountPath": path}]
         pod["volumes"] = [{"name": "data", "persistentVolumeClaim": {"claimName": claim}}]
+    objects = [service]
+    if job.has_several_hosts:
+        name = f"{job.name}-token"
+        objects.append(
+            {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {"name": name, "labels": labels},
+                "stringData": {"token": job.token},
+            }
+        )
+        source = {"secretKeyRef": {"name": name, "key": "token"}}
+        container["env"] = [{"name": "TFPARALLEL_JOB_TOKEN", "valueFrom": source}]
     rules = [
         {
             "action": "Ignore",
@@ -229,7 +256,7 @@ def kubernetes_objects(job: JobFile) -> str:
         "metadata": {"name": job.name, "labels": labels},
         "spec": spec,
     }
-    return _yaml(service, indexed)
+    return _yaml(*objects, indexed)
 
 
 def _launch_in_a_pod(job):
@@ -239,6 +266,8 @@ def _launch_in_a_pod(job):
         hosts = [f"--nnodes={_range(job)}", f"--rdzv_endpoint={','.join(pods)}"]
     elif job.nnodes > 1:
         hosts = [f"--nnodes={job.nnodes}", f"--rdzv_endpoint={job.name}-0.{job.name}:{_PORT}"]
+    if job.has_several_hosts:
+        hosts.append(f"--job_name={job.name}")
     flags = [*job.launch_flags, f"--grace_seconds={job.grace_seconds:g}"]
     command = ["tfparallel", "launch", *hosts, *flags, "--", *job.command]
     # Kubernetes puts variables of its own in place of $(NAME), and makes $$ one.

@@ -1,28 +1,32 @@
 """The launchers of several hosts meet, once for each attempt, and learn each other's addresses.
 
     node 1 ──{node_rank, ports, ...}──> node 0, which listens at the endpoint
-    node 1 <──{nodes, token, ...}────── node 0, once all have come, or {error}
+    node 1 <──{nodes, nonce, ...}────── node 0, once all have come, or {error}
 
-The connections stay, for what the launchers have to tell each other while the
-job runs (node_news.py). Node 0 listens (door.py) on the address of the endpoint alone, and
-only until all are there or the time is up. Where the number of hosts may change, launchers
-meet as elastic.py says.
+Each has proved that it belongs to the job (handshake.py); of the secret by which it did, all make
+another one for the workers. The connections stay, for what the launchers have to tell each other
+while the job runs (node_news.py). Node 0 listens (door.py) on the address of the endpoint alone,
+and only until all are there or the time is up. A launcher that cannot take part is told so, and the
+others wait on. Where the number of hosts may change, launchers meet as elastic.py says.
 """
 
 import contextlib
 import dataclasses
-import secrets
+import resource
 import socket
 import time
 from collections.abc import Sequence
 
 from tfparallel.cluster.address import join_address, split_address
-from tfparallel.cluster.door import open_door, receive, send
+from tfparallel.cluster.door import Visitor, open_door
+from tfparallel.cluster.handshake import Call, encoded
 from tfparallel.cluster.node_news import NodeNews
+from tfparallel.cluster.secret import Secret, new_nonce
 
 __all__ = ["NodeMeeting", "meet"]
 
 _RETRY_SECONDS = 0.2
+_SPARE_DESCRIPTORS = 512  # For files and the pipes of workers, beside one for each node.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,7 @@ class NodeMeeting:
     Attributes:
         addresses: For each node its workers' "host:port".
         master: "host:port" on node 0 that is free for programs of torchrun.
-        token: The job's secret.
+        token: The workers' secret, of this attempt alone.
         news: How the other hosts fare from now on; whoever runs the job closes it.
         node: This host's index.
         attempt: How often the job has been started before.
@@ -55,6 +59,7 @@ def meet(
     master_port: int,
     attempt: int,
     token: str,
+    job: str,
     timeout_seconds: float,
     local_address: str | None = None,
 ) -> NodeMeeting:
@@ -67,7 +72,8 @@ def meet(
         ports: This node's free ports, one for each of its workers.
         master_port: One more; node 0's is used.
         attempt: How often the job has been restarted; nodes of other attempts are refused.
-        token: A secret that all nodes know beforehand, or "".
+        token: A secret that all nodes know beforehand.
+        job: The name of the job, the same on every node.
         timeout_seconds: The deadline.
         local_address: This node's name or address, as the others reach it; by default the one
             that it calls from. Node 0 listens on it, and not on the endpoint's; or, if it is a
@@ -85,13 +91,13 @@ def meet(
         "node_rank": node_rank,
         "nnodes": nnodes,
         "attempt": attempt,
-        "token": token,
         "ports": list(ports),
         "master_port": master_port,
         "local_address": local_address,
     }
+    secret = Secret(token)
     take_part = _join if node_rank else _host
-    answer, connections = take_part(endpoint, hello, deadline, timeout_seconds)
+    answer, connections = take_part(endpoint, hello, secret, job, deadline, timeout_seconds)
     if "error" in answer:
         raise RuntimeError(answer["error"])
     return NodeMeeting(
@@ -99,84 +105,114 @@ def meet(
             tuple(join_address(host, port) for port in ports) for host, ports in answer["nodes"]
         ),
         master=answer["master"],
-        token=answer["token"],
+        token=secret.derived(answer["nonce"]),
         news=NodeNews(node_rank, nnodes, connections),
         node=node_rank,
         attempt=attempt,
     )
 
 
-def _host(endpoint, hello, deadline, timeout_seconds):
+def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
     """Node 0: collects the others, then answers them all. Returns the answer, and who has it."""
     host, port = split_address(endpoint)
     is_given = hello["local_address"] is not None
     host = hello["local_address"] or host
+    nnodes = hello["nnodes"]
+    _allow_connections(nnodes)
     with contextlib.ExitStack() as stack:
-        door = open_door(host, port, hello["token"], may_be_gateway=is_given)
-        stack.enter_context(door)
-        present = {0: (None, host, hello)}
-        problems = []
-        while len(present) < hello["nnodes"] and not problems:
+        door = open_door(host, port, secret, job, may_be_gateway=is_given)
+        stack.callback(door.close)
+        present: dict[int, Visitor] = {}
+        stack.callback(lambda: [visitor.close() for visitor in present.values()])
+        while True:
+            if len(present) == nnodes - 1:
+                # Who has ended meanwhile may be started again.
+                for node in [node for node, each in present.items() if each.has_hung_up]:
+                    present.pop(node).close()
+                if len(present) == nnodes - 1:
+                    break
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                missing = sorted(set(range(hello["nnodes"])) - set(present))
-                problems = [
-                    f"{_nodes(missing)} did not come to {endpoint} within {timeout_seconds:g} s; "
-                    f"all {hello['nnodes']} nodes are required. "
-                    f"Received: {_nodes(sorted(present))}. "
-                    "Start `tfparallel launch` there with the same --nnodes and --rdzv_endpoint."
-                ]
-                break
-            for caller, message in door.wait(remaining):
-                stack.enter_context(caller)
-                problem = _disagreement(message, hello, present)
-                if problem:
-                    problems.append(problem)
-                    send(caller, {"error": problem})
-                else:
-                    address = message["local_address"] or caller.getpeername()[0]
-                    present[message["node_rank"]] = (caller, address, message)
-        if problems:
-            answer = {"error": "\n".join(problems)}
-        else:
-            nodes = [present[node] for node in range(hello["nnodes"])]
-            answer = {
-                "nodes": [[address, message["ports"]] for _, address, message in nodes],
-                "master": join_address(host, hello["master_port"]),
-                "token": hello["token"] or secrets.token_hex(16),
-            }
-        callers = {node: caller for node, (caller, _, _) in present.items() if node}
-        for caller in callers.values():
-            send(caller, answer)
-        if problems:
-            return answer, {}
-        # What is copied outlives the stack.
-        return answer, {node: caller.dup() for node, caller in callers.items()}
+                answer = {"error": _missing(endpoint, hello, present, door, timeout_seconds)}
+                for visitor in present.values():
+                    visitor.send(answer)
+                return answer, {}
+            for visitor in door.wait(remaining):
+                _take_in(visitor, hello, present, door)
+        callers = [present[node] for node in range(1, nnodes)]
+        addresses = [host, *(each.hello["local_address"] or each.address for each in callers)]
+        ports = [hello["ports"], *(each.hello["ports"] for each in callers)]
+        answer = {
+            "nodes": list(zip(addresses, ports, strict=True)),
+            "master": join_address(host, hello["master_port"]),
+            "nonce": new_nonce(),
+        }
+        message = encoded(answer)
+        for caller in callers:
+            caller.send(message)
+        connections = {node: visitor.socket for node, visitor in present.items()}
+        present.clear()  # They stay.
+        return answer, connections
 
 
-def _join(endpoint, hello, deadline, timeout_seconds):
+def _take_in(visitor, hello, present, door):
+    """Has a launcher take part, or tells it why it cannot."""
+    node = visitor.hello["node_rank"]
+    if node in present and present[node].has_hung_up:
+        present.pop(node).close()
+    if problem := _disagreement(visitor.hello, hello, {0, *present}):
+        door.turn_away(visitor.address, problem)
+        visitor.send({"error": problem})
+        visitor.close()
+    else:
+        present[node] = visitor
+
+
+def _missing(endpoint, hello, present, door, timeout_seconds):
+    """The error of node 0 if the time is up."""
+    came = {0, *present}
+    missing = sorted(set(range(hello["nnodes"])) - came)
+    turned_away = "".join(f" Turned away: {told}." for told in door.turned_away)
+    return (
+        f"{_nodes(missing)} did not come to {endpoint} within {timeout_seconds:g} s; "
+        f"all {hello['nnodes']} nodes are required. Received: {_nodes(sorted(came))}."
+        f"{turned_away.replace('..', '.')} Start `tfparallel launch` there with the same --nnodes, "
+        "--rdzv_endpoint, --job_name and TFPARALLEL_JOB_TOKEN."
+    )
+
+
+def _allow_connections(number):
+    """Raises the limit of open files, where the system lets it, to a connection for each node."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + _SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _join(endpoint, hello, secret, job, deadline, timeout_seconds):
     """Every other node: calls until node 0 listens. Returns its answer, and the connection."""
     address = split_address(endpoint)
     problem = "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
-        try:
-            with socket.create_connection(address, timeout=remaining) as caller:
-                send(caller, hello)
-                received = bytearray()
-                while (remaining := deadline - time.monotonic()) > 0:
-                    caller.settimeout(remaining)
-                    answer = receive(caller, received)
-                    if answer is not None:
-                        break
-                else:
+        with contextlib.ExitStack() as stack:
+            try:
+                connected = socket.create_connection(address, timeout=remaining)
+                stack.callback(connected.close)
+                call = Call(connected, secret, job)
+                call.ask(hello, deadline)
+                answer = call.answer(deadline)
+            except TimeoutError:
+                pass  # A call that the deadline cut short tells nothing.
+            except OSError as error:
+                problem = error.strerror or str(error)
+            else:
+                if answer is None:
                     break
-                if isinstance(answer, dict) and "error" in answer:
+                if "error" in answer:
                     return answer, {}
-                if isinstance(answer, dict) and "nodes" in answer:
-                    return answer, {0: caller.dup()}
-            problem = "it hung up (another TFPARALLEL_JOB_TOKEN, or no launcher)"
-        except OSError as error:
-            problem = error.strerror or str(error)
+                stack.pop_all()
+                return answer, {0: connected}
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise RuntimeError(
         f"Node {hello['node_rank']} waited {timeout_seconds:g} s for node 0's launcher at "

@@ -7,10 +7,9 @@ with node 0 of the last round.
 """
 
 import dataclasses
-import socket
 from collections.abc import Sequence
 
-from tfparallel.cluster.door import Hello
+from tfparallel.cluster.door import Hello, Visitor
 
 __all__ = ["Present", "are_all_back", "has_quorum", "may_run", "num_needed"]
 
@@ -20,12 +19,12 @@ class Present:
     """A launcher that has come.
 
     Attributes:
-        caller: Its connection; None for this one.
+        caller: As it came in; None for this one.
         address: How the others reach its host.
         hello: What it said.
     """
 
-    caller: socket.socket | None
+    caller: Visitor | None
     address: str
     hello: Hello
 
@@ -43,15 +42,7 @@ class Present:
     @property
     def has_hung_up(self) -> bool:
         """Whether its connection has ended."""
-        if self.caller is None:
-            return False
-        try:
-            self.caller.setblocking(False)
-            return not self.caller.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        return self.caller is not None and self.caller.has_hung_up
 
 
 def may_run(present: Sequence[Present]) -> int:

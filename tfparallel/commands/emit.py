@@ -12,7 +12,7 @@ from tfparallel.commands.launching import Nodes, nodes_of, number_problems
 __all__ = ["emit_flags", "emit_problems", "emitted"]
 
 _GRACE_SECONDS = 60.0  # A scheduler's own are minutes, and a save may take one.
-_ALONE = ("job_name", "gpus_per_node", "sbatch_args", "image", "volume")
+_ALONE = ("gpus_per_node", "sbatch_args", "image", "volume")
 # What is each host's own, or would be.
 _OF_A_HOST = ("node_rank", "rdzv_endpoint", "local_addr", "num_ps", "bind_cores")
 # What the launcher of each host is given, too.
@@ -41,7 +41,11 @@ def emit_flags(values: flags.FlagValues) -> None:
         "unless given.",
     )
     flags.DEFINE_string(
-        "job_name", None, "With --emit: the job's name. Default: the program's.", flag_values=values
+        "job_name",
+        None,
+        "The job's name, the same on all of its hosts; they refuse those of another job. Default: "
+        "the program's.",
+        flag_values=values,
     )
     flags.DEFINE_integer("gpus_per_node", 0, "With --emit: GPUs of each host.", flag_values=values)
     flags.DEFINE_multi_string(

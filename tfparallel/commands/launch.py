@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
@@ -11,15 +12,24 @@ from absl import flags
 from tfparallel import cuda_driver
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
+from tfparallel.cluster.handshake import is_job
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.standby import imports_tfparallel
 from tfparallel.cluster.supervisor import GRACE_SECONDS, StopRequest
 from tfparallel.commands.emit import emit_flags, emit_problems, emitted
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
 from tfparallel.commands.help import define_choice
-from tfparallel.commands.launching import launched, nodes_of, number_problems, say
+from tfparallel.commands.launching import (
+    TOKEN,
+    launched,
+    nodes_of,
+    number_problems,
+    say,
+)
 
 __all__ = ["main"]
+
+_MIN_TOKEN = 16  # Characters; a stranger must not guess it.
 
 _COMMAND = Command(
     name="launch",
@@ -199,6 +209,7 @@ def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
         problems.append(str(error))
     else:
         problems += [*_take_node_rank(values, nodes), *_node_problems(values, nodes)]
+        problems += _identity_problems(values, nodes)
     if values.bind_cores and values.nproc_per_node >= 1:
         if not hasattr(os, "sched_setaffinity"):
             problems.append("--bind_cores needs Linux. Received: another system. Drop the flag.")
@@ -302,6 +313,25 @@ def _node_problems(values, nodes):
             )
         with _collecting(problems):
             split_address(join_address(values.local_addr, 1))
+    return problems
+
+
+def _identity_problems(values, nodes):
+    problems = []
+    if values.job_name is not None and not is_job(values.job_name):
+        problems.append(
+            "--job_name must be of at most 64 printable characters of ASCII, without a space. "
+            f"Received: --job_name={values.job_name}."
+        )
+    token = os.environ.get(TOKEN, "")
+    if not nodes.are_one and len(token) < _MIN_TOKEN:
+        received = f"{len(token)} characters" if token else "none"
+        problems.append(
+            f"The launchers of several hosts need a secret of at least {_MIN_TOKEN} characters, "
+            f"the same on each of them, or strangers could join. Received: {received} in {TOKEN}. "
+            f"Before `tfparallel launch`, run this line on every host: export "
+            f"{TOKEN}={secrets.token_hex(16)}"
+        )
     return problems
 
 

@@ -20,6 +20,7 @@ from tfparallel.cluster.claims import without_counts
 from tfparallel.cluster.elastic import ElasticMeetings, JobEndedError
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.cluster.host_share import host_programs, meet_alone, programs_with_servers
+from tfparallel.cluster.job_files import job_name_of
 from tfparallel.cluster.listener import LISTEN_ADDR
 from tfparallel.cluster.nodes import NodeMeeting, meet
 from tfparallel.cluster.output import Prefixer
@@ -33,9 +34,9 @@ from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.commands.culprit import has_lost_another, waited_for, with_errors
 from tfparallel.flight.record import FOLDER, SUFFIX
 
-__all__ = ["Nodes", "launched", "nodes_of", "number_problems", "say"]
+__all__ = ["TOKEN", "Nodes", "launched", "nodes_of", "number_problems", "say"]
 
-_TOKEN = "TFPARALLEL_JOB_TOKEN"
+TOKEN = "TFPARALLEL_JOB_TOKEN"
 _USAGE_EXIT_CODE = 2
 # Between two starts; also at most half of what the launchers of other hosts wait for this one.
 _MOST_WAIT_SECONDS = 60.0
@@ -168,7 +169,7 @@ def _run_once(values, command, nodes, attempt, environment, standbys):
         )
         return _run(values, programs, attempt)
     with contextlib.ExitStack() as stack:
-        meeting = _meet(values, nodes, attempt)
+        meeting = _meet(values, command, nodes, attempt)
         stack.enter_context(meeting.news)
         programs = _programs(values, command, meeting, environment, attempt)
         return _run(values, programs, attempt, meeting, standbys)
@@ -181,7 +182,8 @@ def _run_elastic(values, command, nodes, environment, standbys):
         min_nodes=nodes.minimum,
         max_nodes=nodes.maximum,
         node_rank=values.node_rank,
-        token=os.environ.get(_TOKEN, ""),
+        token=os.environ[TOKEN],
+        job=values.job_name or job_name_of(command),
         timeout_seconds=values.start_timeout,
         local_address=values.local_addr,
     )
@@ -304,7 +306,7 @@ def _leaving(culprit, news):
     return {culprit.node}
 
 
-def _meet(values, nodes, attempt):
+def _meet(values, command, nodes, attempt):
     if nodes.are_one:
         return meet_alone(values.nproc_per_node)
     *ports, master_port = free_ports(values.nproc_per_node + 1)
@@ -315,7 +317,8 @@ def _meet(values, nodes, attempt):
         ports=ports,
         master_port=master_port,
         attempt=attempt,
-        token=os.environ.get(_TOKEN, ""),
+        token=os.environ[TOKEN],
+        job=values.job_name or job_name_of(command),
         local_address=values.local_addr,
         timeout_seconds=values.start_timeout,
     )
