@@ -1,6 +1,8 @@
 """The process manager's part of an MPI job, as its clients see it: sockets, no MPI."""
 
+import concurrent.futures
 import contextlib
+import resource
 import socket
 import time
 
@@ -73,22 +75,68 @@ def test_two_jobs_never_share_a_name():
     assert len(names) == 2
 
 
-@pytest.mark.parametrize(
-    ("worker", "token", "line"),
-    [
-        (0, "guessed", "cmd=get_my_kvsname"),
-        (3, TOKEN, "cmd=get_my_kvsname"),
-        (True, TOKEN, "cmd=get_my_kvsname"),
-        (0, TOKEN, "no command"),
-        (0, TOKEN, "x" * 2**17),
-    ],
-)
-def test_who_does_not_belong_is_hung_up_on(server, worker, token, line):
-    with client(server, worker, token=token) as connected:
+@pytest.mark.parametrize("line", ["no command", "x" * 2**17])
+def test_who_says_what_is_no_command_is_hung_up_on(server, line):
+    with client(server, 0) as connected:
         with contextlib.suppress(ConnectionError):
             assert ask(connected, line) == ""
     with client(server, 0) as connected:
         assert "rc=0" in ask(connected, "cmd=get_my_kvsname")
+
+
+@pytest.mark.parametrize(
+    ("worker", "token"), [(0, "guessed"), (3, TOKEN), (-1, TOKEN), (True, TOKEN), ("0", TOKEN)]
+)
+def test_who_does_not_belong_does_not_come_in(server, worker, token):
+    with pytest.raises(ConnectionError):
+        pmi.connect(("127.0.0.1", server.port), token, worker, "pmi", 0.5)
+    with client(server, 0) as connected:
+        assert "rc=0" in ask(connected, "cmd=get_my_kvsname")
+
+
+def test_a_secret_is_not_shown_and_a_proof_lets_nobody_in_twice(server):
+    """A stranger stands between a worker and the server."""
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        address = between.getsockname()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            joining = pool.submit(pmi.connect, address, TOKEN, 1, "pmi", 5)
+            with (
+                between.accept()[0] as worker,
+                socket.create_connection(("127.0.0.1", server.port), 5) as there,
+            ):
+                worker.sendall(there.recv(1000))
+                hello = worker.recv(1000)
+                there.sendall(hello)
+                worker.sendall(there.recv(1000))
+                joining.result(5).close()
+    assert TOKEN.encode() not in hello
+    with socket.create_connection(("127.0.0.1", server.port), 5) as again:
+        again.sendall(hello)
+        assert b"welcome" not in again.makefile("rb").read()
+
+
+def test_strangers_are_few_and_none_stays_for_long(server, monkeypatch):
+    """More than a process may have files open."""
+    monkeypatch.setattr(pmi, "_STRANGER_SECONDS", 1.0)
+    with contextlib.ExitStack() as stack:
+        belongs = stack.enter_context(client(server, 1))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for number in range(1200):
+            stranger = socket.create_connection(("127.0.0.1", server.port), 5)
+            stack.enter_context(stranger)
+            if number % 3:
+                stranger.sendall([b"{", b"[1, 2]\n"][number % 3 - 1])
+        # It is served last, behind all that came before.
+        late = stack.enter_context(client(server, 0))
+        assert len(server._peers) <= 64 + 2
+        assert "rc=0" in ask(late, "cmd=get_my_kvsname")
+        deadline = time.monotonic() + 20
+        while len(server._peers) > 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "rc=0" in ask(belongs, "cmd=get_my_kvsname")
 
 
 def test_all_watches_learn_who_has_ended_first(server):

@@ -7,6 +7,9 @@ is all of a manager that is left: key-value pairs and a barrier, in the text pro
     worker 1: MPI_Init ──"cmd=put key=… value=…", "cmd=barrier_in"──> server, a thread of worker 0
     worker 1: Watch    ──a connection that says nothing──────────────>
 
+Who connects is given a nonce, and answers with a proof (secret.py) that it knows the job's secret. Of
+those that have not, there are few at a time, and none stays for long.
+
 A connection that ends tells the server that its worker has ended, and the server tells the others,
 within milliseconds; of worker 0's end every worker learns by itself.
 
@@ -17,18 +20,24 @@ References:
 
 import contextlib
 import dataclasses
-import hmac
 import json
 import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Sequence
+
+from tfparallel.cluster.secret import Secret, new_nonce
 
 __all__ = ["Server", "Watch", "connect"]
 
 _MAX_BYTES = 64 * 1024  # Of a line, and of all that a worker has said but not ended.
 _MAX_KEYS = 1024  # Of one worker; MPICH puts fewer than ten.
+_MAX_STRANGERS = 64  # Who have not proved that they belong to the job;
+_STRANGER_SECONDS = 5.0  # and for how long each may stay.
+_RETRY_SECONDS = 0.1
+_WELCOME = "welcome"
 _HOSTS_KEY = "PMI_process_mapping"
 # A host that vanishes sends no end of its connections.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -40,9 +49,11 @@ class _Peer:
 
     socket: socket.socket
     heard: bytearray = dataclasses.field(default_factory=bytearray)
-    worker: int | None = None  # Known once it has shown the token.
+    worker: int | None = None  # Known once it has proved that it belongs to the job.
     role: str = ""
     num_keys: int = 0
+    nonce: str = dataclasses.field(default_factory=new_nonce)
+    since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Server(threading.Thread):
@@ -51,13 +62,13 @@ class Server(threading.Thread):
     Args:
         host: The local address to listen on.
         hosts: For each worker, a name of its host; workers of one name share memory.
-        token: The job's secret, which every connection must show first.
+        token: The job's secret, which every connection must prove to know.
     """
 
     def __init__(self, host: str, hosts: Sequence[str], token: str):
         super().__init__(name="tfparallel-pmi", daemon=True)
         self._hosts = list(hosts)
-        self._token = token
+        self._secret = Secret(token)
         # MPI's library names its shared memory after the job: no two may have one name.
         self._job = f"tfparallel_{secrets.token_hex(8)}"
         self._values = {_HOSTS_KEY: process_mapping(hosts)}
@@ -75,13 +86,13 @@ class Server(threading.Thread):
             for own in (self._listener, self._woken):
                 self._selector.register(own, selectors.EVENT_READ)
             while True:
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(self._hang_up_on_strangers()):
                     if key.fileobj is self._woken:
                         self._end()
                         return
                     if key.fileobj is self._listener:
                         self._welcome()
-                    else:
+                    elif key.fileobj in self._peers:
                         self._listen_to(self._peers[key.fileobj])
 
     def close(self) -> None:
@@ -97,8 +108,20 @@ class Server(threading.Thread):
         with contextlib.suppress(OSError):
             connected, _ = self._listener.accept()
             keep_alive(connected)
-            self._peers[connected] = _Peer(connected)
+            peer = self._peers[connected] = _Peer(connected)
             self._selector.register(connected, selectors.EVENT_READ)
+            _say(peer, json.dumps({"nonce": peer.nonce}))
+
+    def _hang_up_on_strangers(self):
+        """Keeps few, and none for long; returns in how many seconds to look again, or None."""
+        strangers = [peer for peer in self._peers.values() if peer.worker is None]
+        late = time.monotonic() - _STRANGER_SECONDS
+        for index, peer in enumerate(strangers):  # In the order in which they came.
+            if index < len(strangers) - _MAX_STRANGERS or peer.since < late:
+                self._part_from(peer)
+            else:
+                return max(0.0, peer.since - late)
+        return None
 
     def _listen_to(self, peer):
         try:
@@ -112,17 +135,18 @@ class Server(threading.Thread):
                     self._admit(peer, line)
                 elif peer.role == "pmi":
                     self._answer(peer, line.decode())
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             self._part_from(peer)
 
     def _admit(self, peer, line):
         said = json.loads(line)
-        if not hmac.compare_digest(str(said["token"]).encode(), self._token.encode()):
+        worker, role = said["worker"], said["role"]
+        if not self._secret.is_proof(said["proof"], peer.nonce, worker, role):
             raise ConnectionResetError
-        worker = said["worker"]
         if type(worker) is not int or not 0 <= worker < len(self._hosts):
             raise ConnectionResetError
-        peer.worker, peer.role = worker, said["role"]
+        peer.worker, peer.role = worker, role
+        _say(peer, _WELCOME)
         if peer.role == "watch":
             for lost in self._lost:
                 _say(peer, f"lost {lost}")
@@ -211,12 +235,43 @@ def connect(
     Raises:
         OSError: If the server is not reached.
     """
-    connected = socket.create_connection(address, timeout_seconds)
-    connected.settimeout(None)
-    keep_alive(connected)
-    hello = json.dumps({"token": token, "worker": worker, "role": role})
-    connected.sendall(hello.encode() + b"\n")
-    return connected
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            return _connected(address, Secret(token), worker, role, deadline)
+        except ConnectionError:  # Among many strangers this one was hung up on.
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)
+
+
+def _connected(address, secret, worker, role, deadline):
+    with contextlib.ExitStack() as unless_admitted:
+        connected = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
+        unless_admitted.callback(connected.close)
+        nonce = json.loads(_line(connected, deadline))["nonce"]
+        hello = {"worker": worker, "role": role, "proof": secret.proof(nonce, worker, role)}
+        connected.sendall(json.dumps(hello).encode() + b"\n")
+        if _line(connected, deadline) != _WELCOME:
+            raise OSError("what listens there is no worker 0 of this job")
+        connected.settimeout(None)
+        keep_alive(connected)
+        unless_admitted.pop_all()
+        return connected
+
+
+def _line(connected, deadline):
+    """The next line, and nothing behind it, which is for another reader."""
+    line = b""
+    while not line.endswith(b"\n"):
+        connected.settimeout(max(deadline - time.monotonic(), 0.001))
+        byte = connected.recv(1)
+        if not byte:
+            raise ConnectionResetError("the other side closed the connection")
+        line += byte
+        if len(line) > _MAX_BYTES:
+            raise OSError("what listens there is no worker 0 of this job")
+    return line.decode().rstrip("\n")
 
 
 def process_mapping(hosts: Sequence[str]) -> str:

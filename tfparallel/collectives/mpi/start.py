@@ -9,7 +9,6 @@ them, at the same speed; our supervisor keeps its grip on them.
 import atexit
 import contextlib
 import os
-import secrets
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from tfparallel.cluster import pmi
 from tfparallel.cluster.address import join_address
 from tfparallel.cluster.environment import available_cores
 from tfparallel.cluster.loopback import are_loopback
+from tfparallel.cluster.secret import Secret, new_nonce
 from tfparallel.collectives.mpi import library
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.mpi.waiting import Waiting
@@ -74,7 +74,7 @@ def join(
             workers.
         ValueError: If the algorithm cannot run here.
     """
-    server, token = None, None
+    server, nonce = None, new_nonce()
     said = offers(exchange)
     missing = [other["missing"] for other in said]
     lacking = [f"worker {k}: {problem}" for k, problem in enumerate(missing) if problem]
@@ -83,11 +83,12 @@ def join(
             "All-reduce through MPI needs mpi4py and an MPI library on every worker. Received: "
             f"{'; '.join(lacking)}. To mend it: {library.PIP}"
         )
+    secret = Secret(os.environ.get("TFPARALLEL_JOB_TOKEN", ""))
     if worker == 0:
-        token = secrets.token_hex(16)
+        token = secret.derived(nonce)
         server = _serve(host, [other["memory"] for other in said], token)
-    place = exchange({"port": server.port, "token": token} if server else None)[0]
-    address, token = (host, place["port"]), place["token"]
+    place = exchange({"port": server.port, "nonce": nonce} if server else None)[0]
+    address, token = (host, place["port"]), secret.derived(place["nonce"])
     if not any(other["started"] for other in said):
         mpi = _load_by(address, token, worker, len(said))
     else:
