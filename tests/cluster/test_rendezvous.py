@@ -18,8 +18,10 @@ import pytest
 
 from tfparallel.cluster import listener, meeting, messages, rendezvous
 from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.secret import Secret
 
-PROTOCOL = "tfparallel rendezvous 1"
+PROTOCOL = "tfparallel rendezvous 2"
+GREETING = json.dumps({"protocol": PROTOCOL, "nonce": "mine"}).encode() + b"\n"
 # Beyond the time limit: the verdict's way, and a busy machine.
 SLACK_SECONDS = 8.0
 
@@ -113,8 +115,14 @@ def wait_until_it_listens(address, timeout_seconds=20.0):
 def talk(address, message):
     """Says one thing to a listener and returns the open connection and the answer."""
     connection = wait_until_it_listens(address)
-    connection.sendall(json.dumps(message).encode() + b"\n")
-    return connection, read_line(connection)
+    connection.sendall(GREETING)
+    nonces = ("mine", read_line(connection)["nonce"])
+    content = {key: value for key, value in message.items() if key != "call"}
+    proof = Secret("").proof("call", *nonces, message["call"], content)
+    connection.sendall(json.dumps({**message, "proof": proof}).encode() + b"\n")
+    answer = read_line(connection)
+    assert answer == {"welcome": Secret("").proof("welcome", *nonces)}
+    return connection
 
 
 def read_line(connection):
@@ -129,7 +137,7 @@ def read_line(connection):
 
 def hello(workers, index, facts=None, **changes):
     return {
-        "protocol": PROTOCOL, "call": "hello", "token": "", "index": index, "workers": workers,
+        "call": "hello", "index": index, "workers": workers,
         "facts": facts or {"seed": 7}, "host": "elsewhere", "pid": 4711, "seconds": 20.0, **changes,
     }  # fmt: skip
 
@@ -455,10 +463,9 @@ def test_two_that_say_they_are_the_same_worker():
     workers = free_addresses(3)
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         chief = threads.submit(outcome, workers, 0, {"seed": 7}, timeout_seconds=20)
-        first, welcome = talk(workers[0], hello(workers, 1, host="a", pid=11))
-        second, _ = talk(workers[0], hello(workers, 1, host="b", pid=12))
+        first = talk(workers[0], hello(workers, 1, host="a", pid=11))
+        second = talk(workers[0], hello(workers, 1, host="b", pid=12))
         with first, second:
-            assert welcome == {"welcome": ""}
             expected = (
                 f"two processes say that they are worker 1 ({workers[1]}): "
                 "process 11 on host a and process 12 on host b"
@@ -475,10 +482,10 @@ def test_one_too_many(longer):
     one = workers[:2]
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         chief = threads.submit(outcome, one, 0, {"seed": 7}, timeout_seconds=20)
-        first, _ = talk(workers[0], hello(one, 1))
+        first = talk(workers[0], hello(one, 1))
         with first:
             assert "probe" in read_line(first)
-            late, _ = talk(workers[0], hello(workers, 2) if longer else hello(one, 1))
+            late = talk(workers[0], hello(workers, 2) if longer else hello(one, 1))
             with late:
                 text = chief.result(20)
                 assert read_line(first)["error"] == text == read_line(late)["error"]
@@ -548,9 +555,8 @@ def test_a_worker_that_is_reached_by_nobody():
     workers = free_addresses(3)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         meetings = [threads.submit(outcome, **call) for call in calls_of(workers, skip=[2])]
-        lost, welcome = talk(workers[0], hello(workers, 2))
+        lost = talk(workers[0], hello(workers, 2))
         with lost:
-            assert welcome == {"welcome": ""}
             assert read_line(lost)["probe"] > 0
             lost.sendall(b'{"reached": ""}\n')
             text = read_line(lost)["error"]
@@ -569,7 +575,7 @@ def test_a_worker_that_falls_silent(monkeypatch):
     with socket.create_server(("127.0.0.1", port_of(workers[1]))):
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
             chief = threads.submit(outcome, workers, 0, {"seed": 7}, timeout_seconds=20)
-            stopped, _ = talk(workers[0], hello(workers, 1))
+            stopped = talk(workers[0], hello(workers, 1))
             with stopped:
                 text = chief.result(20)
     assert f"worker 1 ({workers[1]}) fell silent" in text and "cannot reach worker 1" in text
@@ -587,10 +593,15 @@ STRANGERS = {
     "endless": b"x" * (2 * messages.MAX_BYTES),
     "digits": b"1" * 60_000 + b"\n",
     "no protocol": b'{"call": "hello"}\n',
-    "half a hello": b'{"protocol": "%b", "call": "hello", "token": ""}\n' % PROTOCOL.encode(),
-    "odd token": b'{"protocol": "%b", "call": "probe", "token": "\\ud800"}\n' % PROTOCOL.encode(),
-    "odd call": b'{"protocol": "%b", "call": "exec", "token": ""}\n' % PROTOCOL.encode(),
+    "no nonce": b'{"protocol": "%b"}\n' % PROTOCOL.encode(),
+    "half a hello": GREETING + b'{"call": "hello", "proof": "a"}\n',
+    "odd proof": GREETING + b'{"call": "probe", "proof": "\\ud800"}\n',
+    "no proof": GREETING + b'{"call": "probe"}\n',
+    "odd call": GREETING + b'{"call": "exec", "proof": 1}\n',
+    "deep call": GREETING + b'{"call": ' + b"[" * 900 + b"]" * 900 + b', "proof": "a"}\n',
 }
+
+REFUSED = [["nonce"], ["refused"]]
 
 
 @pytest.mark.parametrize("target", [0, 1])
@@ -605,12 +616,49 @@ def test_strangers_do_not_disturb(target):
             with wait_until_it_listens(workers[target]) as stranger:
                 with contextlib.suppress(OSError):
                     stranger.sendall(said)
-                    answer = stranger.recv(1000)
-                    assert answer == b"" or b"refused" in answer, name
+                    answer = stranger.makefile("rb").read()
+                    lines = [json.loads(line) for line in answer.splitlines()]
+                    assert [*map(list, lines)] in ([], [["nonce"]], REFUSED), name
             drip.sendall(b"{")
         meetings.append(threads.submit(outcome, **calls_of(workers)[2]))
         assert [meeting.result(40) for meeting in meetings] == [({"seed": 7},) * 3] * 3
         assert silent.recv(1) == b""
+
+
+def test_a_thousand_wrong_hellos_end_nothing():
+    """Each says all that a worker says, and does not know the token."""
+    workers = free_addresses(2)
+    wrong = Secret("theirs")
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        chief = threads.submit(outcome, **calls_of(workers, token="ours")[0])
+        wait_until_it_listens(workers[0]).close()
+        content = {key: value for key, value in hello(workers, 1).items() if key != "call"}
+        for _ in range(1000):
+            with wait_until_it_listens(workers[0]) as stranger:
+                stranger.sendall(GREETING)
+                nonces = ("mine", read_line(stranger)["nonce"])
+                proof = wrong.proof("call", *nonces, "hello", content)
+                call = {"call": "hello", **content, "proof": proof}
+                stranger.sendall(json.dumps(call).encode() + b"\n")
+                assert read_line(stranger) == {"refused": "another job"}
+        other = threads.submit(outcome, **calls_of(workers, token="ours")[1])
+        assert [chief.result(40), other.result(40)] == [({"seed": 7},) * 2] * 2
+
+
+def test_a_false_chief_hears_no_secret_and_is_not_believed():
+    workers = free_addresses(2)
+    heard = b""
+    with socket.create_server(("127.0.0.1", port_of(workers[0]))) as false:
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            call = calls_of(workers, token="our secret")[1]
+            worker = threads.submit(outcome, **(call | {"timeout_seconds": 2}))
+            with false.accept()[0] as caller:
+                heard += caller.recv(1 << 16)
+                caller.sendall(b'{"nonce": "theirs"}\n')
+                heard += caller.recv(1 << 16)
+                caller.sendall(b'{"welcome": "0"}\n')
+            assert "worker 0" in worker.result(20)
+    assert b'"hello"' in heard and b"secret" not in heard
 
 
 @pytest.mark.slow

@@ -3,19 +3,24 @@
 It listens at its own address, says who it is when one of the job asks, hangs
 up on everybody else, and looks for the other workers at theirs. What the chief
 and the others say to each other stands in `rendezvous`.
+
+    caller ──{protocol, nonce}──────> listener
+    caller <──{nonce}──────────────── listener
+    caller ──{call, …, proof}───────> listener     proofs of the job's token: secret.py
+    caller <──{…, proof}───────────── listener     or {refused}
 """
 
 import abc
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tfparallel.cluster import agreement, listener, messages
 from tfparallel.cluster.address import split_address
+from tfparallel.cluster.secret import Secret, new_nonce
 
 __all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "Meeting", "Participant", "why"]
 
@@ -26,7 +31,7 @@ _SURVEY_SECONDS = 0.5
 # Callers that have not said who they are; beyond it the oldest is hung up on.
 _MAX_STRANGERS = 256
 _MAX_INTRUDERS = 3
-_PROTOCOL = "tfparallel rendezvous 1"
+_PROTOCOL = "tfparallel rendezvous 2"
 _NOBODY = "nothing listens there"
 _STRANGER = "what listens there is no tfparallel worker"
 
@@ -80,7 +85,7 @@ class Meeting(abc.ABC):
         index: This worker's index.
         facts: What this worker goes by.
         timeout_seconds: How long the meeting may last, from now.
-        token: The job's own word.
+        token: The job's secret, or "".
         may_differ: Keys of the facts that are not compared.
     """
 
@@ -96,7 +101,7 @@ class Meeting(abc.ABC):
         self.workers = workers
         self.index = index
         self.facts = facts
-        self.token = token
+        self.secret = Secret(token)
         self.may_differ = may_differ
         self.started = time.monotonic()
         self.deadline = self.started + timeout_seconds
@@ -145,16 +150,16 @@ class Meeting(abc.ABC):
         """A worker with its address, for an error."""
         return agreement.name_worker(self.workers, index)
 
-    def call(self, kind: str, **content: Any) -> dict[str, Any]:
-        """What this worker says first to one that listens."""
-        return {"protocol": _PROTOCOL, "call": kind, "token": self.token, **content}
+    async def introduce(self, connection: messages.Connection) -> tuple[str, str]:
+        """Exchanges nonces with one that listens, and returns both; `ValueError` for a stranger."""
+        own = new_nonce()
+        await connection.send({"protocol": _PROTOCOL, "nonce": own})
+        return own, _nonce_of(await connection.receive())
 
-    def is_token(self, candidate: Any) -> bool:
-        """Whether what came is the job's own word."""
-        # Bytes: hmac refuses text beyond ASCII.
-        return isinstance(candidate, str) and hmac.compare_digest(
-            candidate.encode(errors="replace"), self.token.encode()
-        )
+    def call(self, nonces: tuple[str, str], kind: str, **content: Any) -> dict[str, Any]:
+        """What this worker says to one that listens, with its proof."""
+        proof = self.secret.proof("call", *nonces, kind, content)
+        return {"call": kind, **content, "proof": proof}
 
     def _accept(self, own_port):
         """Takes a caller in; `loop.sock_accept` loses the one that comes as it is cancelled."""
@@ -183,21 +188,25 @@ class Meeting(abc.ABC):
         """Answers a caller of this job, and hangs up on any other."""
         with contextlib.suppress(OSError, ValueError):
             async with asyncio.timeout(GREETING_SECONDS):
+                greeting = await connection.receive()
+                if greeting.get("protocol") != _PROTOCOL:
+                    return
+                nonces = (_nonce_of(greeting), new_nonce())
+                await connection.send({"nonce": nonces[1]})
                 call = await connection.receive()
-            if call.get("protocol") != _PROTOCOL:
-                return
-            kind = call.get("call")
-            if not self.is_token(call.get("token")):
+            kind, proof = call.pop("call", None), call.pop("proof", None)
+            if not self.secret.is_proof(proof, "call", *nonces, kind, call):
                 if kind == "hello":
                     self._note(Participant.from_hello(call, connection))
                 await connection.send({"refused": "another job"})
             elif kind == "probe":
-                await connection.send({"index": self.index, "token": self.token})
+                here = self.secret.proof("here", *nonces, self.index)
+                await connection.send({"index": self.index, "proof": here})
             elif kind == "hello":
                 self._strangers.pop(asyncio.current_task(), None)
-                await self.greet(Participant.from_hello(call, connection))
+                await self.greet(Participant.from_hello(call, connection), nonces)
 
-    async def greet(self, participant: Participant) -> None:
+    async def greet(self, participant: Participant, nonces: tuple[str, str]) -> None:
         """Answers a hello; to any but the chief it comes from another list of workers."""
         self._note(participant)
         await participant.connection.send({"refused": "not the chief", "workers": self.workers})
@@ -211,13 +220,14 @@ class Meeting(abc.ABC):
         try:
             async with asyncio.timeout(timeout_seconds):
                 with await messages.connect(self.workers[index], self._ports) as connection:
-                    await connection.send(self.call("probe"))
+                    nonces = await self.introduce(connection)
+                    await connection.send(self.call(nonces, "probe"))
                     answer = await connection.receive()
         except (OSError, ValueError) as error:
             return why(error)
         if answer.get("refused") == "another job":
             return "its port is used by another tfparallel job"
-        if not self.is_token(answer.get("token")):
+        if not self.secret.is_proof(answer.get("proof"), "here", *nonces, answer.get("index")):
             return _STRANGER
         if answer.get("index") != index:
             return f"the process there says that it is worker {answer.get('index')}"
@@ -259,3 +269,10 @@ def why(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return _NOBODY
     return _STRANGER if isinstance(error, ValueError) else messages.reason(error)
+
+
+def _nonce_of(message):
+    nonce = message.get("nonce")
+    if not isinstance(nonce, str):
+        raise ValueError("a message without a nonce")
+    return nonce

@@ -8,7 +8,7 @@ same explanation on every one of them.
 
 ```
 worker k                                      worker 0, the chief
-   | -- hello: k, token, workers, facts ------> |   held open: a break is a death
+   | -- hello: k, workers, facts -------------> |   held open: a break is a death
    | <- welcome ------------------------------- |
    |            ... until all have come, and all agree ...
    | <- probe --------------------------------- |
@@ -18,9 +18,9 @@ worker k                                      worker 0, the chief
    | <- the facts of all, or the error -------- |
 ```
 
-Whoever does not speak this protocol with the job's token is hung up on.
-Messages are bounded JSON and not encrypted: the token keeps jobs apart, it does
-not hold off somebody who reads the network. All of it is gone when `meet` returns.
+Whoever does not speak this protocol, with a proof that it knows the job's token
+(secret.py), is hung up on. Messages are bounded JSON and not encrypted: who
+reads the network reads the facts, and not the token. All of it is gone when `meet` returns.
 """
 
 import asyncio
@@ -71,8 +71,8 @@ def meet(
             file, batch size. `workers` itself is always compared.
         timeout_seconds: How long to wait. The workers' earliest time limit
             holds for all.
-        token: The job's own word, which keeps other jobs out. Without one, a
-            job is known by its list of workers alone.
+        token: The job's secret, which keeps strangers and other jobs out. Without
+            one, a job is known by its list of workers alone.
         may_differ: Keys of `facts` that are handed on but not compared.
         listen_host: The local address to listen on, where the worker's own
             address is that of a gateway; `"0.0.0.0"` for all. By default that of the
@@ -148,11 +148,12 @@ class _Worker(meeting.Meeting):
                 with connection:
                     # A chief that is slow is not asked twice: it would take the first for dead.
                     async with asyncio.timeout(self.remaining()):
-                        await connection.send(self._hello())
+                        nonces = await self.introduce(connection)
+                        await connection.send(self._hello(nonces))
                         answer = await connection.receive()
                     if "refused" in answer:
                         raise self._turned_away(answer)
-                    if not self.is_token(answer.get("welcome")):
+                    if not self.secret.is_proof(answer.get("welcome"), "welcome", *nonces):
                         raise ValueError("no welcome")
                     survey.cancel()
                     return await self._follow(connection)
@@ -167,8 +168,9 @@ class _Worker(meeting.Meeting):
         others = set(range(1, len(self.workers))) - {self.index}
         return [index for index in sorted(others) if self.found.get(index) != ""]
 
-    def _hello(self):
+    def _hello(self, nonces):
         return self.call(
+            nonces,
             "hello",
             index=self.index,
             workers=self.workers,
@@ -240,9 +242,10 @@ class _Chief(meeting.Meeting):
         await self._tell_all({"facts": facts})
         return facts
 
-    async def greet(self, participant):
+    async def greet(self, participant, nonces):
         """Stays with a participant until it is gone."""
-        await participant.connection.send({"welcome": self.token})
+        welcome = self.secret.proof("welcome", *nonces)
+        await participant.connection.send({"welcome": welcome})
         staying = asyncio.current_task()
         self._connected[staying] = participant
         staying.add_done_callback(self._connected.pop)

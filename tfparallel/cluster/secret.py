@@ -37,9 +37,12 @@ class Secret:
         """Whether something that has come is that proof."""
         if not isinstance(candidate, str):
             return False
+        try:
+            expected = self.proof(*said).encode()
+        except RecursionError:  # What has come is nested too deeply to be written again.
+            return False
         # Bytes: `compare_digest` refuses text beyond ASCII.
-        received = candidate.encode(errors="surrogatepass")
-        return hmac.compare_digest(received, self.proof(*said).encode())
+        return hmac.compare_digest(candidate.encode(errors="surrogatepass"), expected)
 
     def derived(self, *said: Any) -> str:
         """Returns another secret, which all members can make, and which does not show this one."""
