@@ -7,8 +7,8 @@ is all of a manager that is left: key-value pairs and a barrier, in the text pro
     worker 1: MPI_Init ──"cmd=put key=… value=…", "cmd=barrier_in"──> server, a thread of worker 0
     worker 1: Watch    ──a connection that says nothing──────────────>
 
-Who connects is given a nonce, and answers with a proof (secret.py) that it knows the job's secret. Of
-those that have not, there are few at a time, and none stays for long.
+Who connects is given a nonce, and answers with a proof (secret.py) that it knows the job's secret.
+The server keeps few callers that have not proved it yet, and none of them for long.
 
 A connection that ends tells the server that its worker has ended, and the server tells the others,
 within milliseconds; of worker 0's end every worker learns by itself.
