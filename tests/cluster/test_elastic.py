@@ -1,6 +1,7 @@
 """Launchers of a job whose number of hosts changes, all on this host, with small programs."""
 
 import contextlib
+import json
 import os
 import queue
 import re
@@ -14,8 +15,10 @@ import pytest
 
 from tests.cluster.processes import wait_for
 from tests.commands.command_line import ROOT
+from tfparallel.cluster.handshake import Session
 from tfparallel.cluster.port_owner import is_free
 from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.secret import Secret
 
 DEADLINE_SECONDS = 60
 
@@ -236,14 +239,27 @@ def test_other_numbers_are_refused(start, tmp_path, other):
 
 
 def test_strangers_start_no_round(start, endpoint, tmp_path):
-    running = start("1:2", WORK, tmp_path, flags=[])
-    other = start("1:2", WORK, tmp_path)
+    """A thousand of them. A third say all that a launcher says, but do not know the secret."""
+    running, other = (
+        start("1:3", WORK, tmp_path, flags=["--job_name=blobs", "--start_timeout=20"])
+        for _ in range(2)
+    )
     places([running, other], of=2, attempt=0)
     host, port = endpoint.split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+    hello = {"nnodes": [1, 3], "node_rank": None, "attempt": -1, "ports": [1], "master_port": 2}
+    hello = json.dumps(hello | {"local_address": None}).encode()
+    with contextlib.ExitStack() as silent:
+        for number in range(1000):
+            stranger = socket.create_connection((host, int(port)), timeout=5)
+            silent.enter_context(stranger)
+            if number % 3 == 0:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            elif number % 3 == 1:
+                stranger.sendall(b'{"job": "blobs", "nonce": "a"}\n')
+                nonces = ("a", json.loads(stranger.recv(1000))["nonce"])
+                stranger.sendall(Session(Secret(""), "blobs", nonces).sealed("caller", hello))
+                assert json.loads(stranger.recv(1000)) == {"refused": "blobs"}
+        assert running.process.poll() is None and other.process.poll() is None
     (tmp_path / "end").touch()
     assert running.end() == other.end() == 0
     assert "round 1" not in running.said

@@ -1,5 +1,6 @@
 """What a worker is told."""
 
+import dataclasses
 import json
 
 import pytest
@@ -45,6 +46,13 @@ def test_a_worker_knows_its_place():
         "MALLOC_TOP_PAD_": "268435456",
         "PYTHONUNBUFFERED": "1",
     }.items() <= environment.items()
+
+
+def test_more_workers_than_a_variable_can_name_are_refused():
+    """The system's own error was "Argument list too long: 'python'"."""
+    addresses = [f"10.0.{host}.1:{port}" for host in range(145) for port in range(20_000, 20_064)]
+    with pytest.raises(RuntimeError, match="Received: 9280 workers, which need 1.* fewer workers"):
+        worker_environment({}, dataclasses.replace(PLACE, addresses=addresses))
 
 
 def test_the_users_own_values_are_kept():

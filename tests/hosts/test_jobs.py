@@ -151,6 +151,8 @@ def test_hosts_train_to_the_weights_of_one_device(two, start, alone, tmp_path, w
     assert job.wait() == [0, 0], job.said(0) + job.said(1)
     are_equal(tmp_path / "a.keras", alone(4))
     assert json.loads((tmp_path / "a.json").read_text())["num_workers"] == 2 * workers
+    told = [job.said(host).count("is open to other hosts") for host in range(2)]
+    assert told == [1, 0], job.said(0) + job.said(1)
 
 
 def test_a_proxy_of_the_environment_captures_nothing(two, start, alone, tmp_path):

@@ -30,6 +30,8 @@ _MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": "34359738368",
     "MALLOC_TOP_PAD_": "268435456",
 }
+# Of one variable, with its name: Linux starts no process that is given more.
+_MAX_VARIABLE_BYTES = 128 * 1024
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
@@ -65,16 +67,26 @@ def worker_environment(inherited: Mapping[str, str], place: Place) -> dict[str, 
         inherited: The launcher's environment. Its values for threads, malloc and buffering are
             the user's own and are kept.
         place: The worker's place.
+
+    Raises:
+        RuntimeError: If there are more workers than a variable can name.
     """
     master_host, _, master_port = place.master.rpartition(":")
     shared = job_environment(inherited, place.num_local_workers, place.token, place.restart_count)
+    config = json.dumps(
+        {
+            "cluster": {"worker": list(place.addresses)},
+            "task": {"type": "worker", "index": place.worker},
+        }
+    )
+    if len(f"TF_CONFIG={config}") >= _MAX_VARIABLE_BYTES:
+        raise RuntimeError(
+            f"TF_CONFIG, in which TensorFlow finds the workers, can hold {_MAX_VARIABLE_BYTES} "
+            f"bytes on Linux. Received: {len(place.addresses)} workers, which need {len(config)}. "
+            "Start fewer workers on each host, or name hosts by shorter addresses (--local_addr)."
+        )
     return shared | {
-        "TF_CONFIG": json.dumps(
-            {
-                "cluster": {"worker": list(place.addresses)},
-                "task": {"type": "worker", "index": place.worker},
-            }
-        ),
+        "TF_CONFIG": config,
         "RANK": str(place.worker),
         "WORLD_SIZE": str(len(place.addresses)),
         "LOCAL_RANK": str(place.local_rank),

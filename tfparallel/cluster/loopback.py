@@ -79,10 +79,12 @@ def loopback_only(port: int) -> Iterator[list[str]]:
     problems: list[str] = []
     before = os.environ.get(_REUSE_PORT)
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # Then TensorFlow's socket cannot be bound, either.
+        try:
             for guard in _guards(port, stack):
                 guard.listen(1)
             os.environ[_REUSE_PORT] = "1"
+        except OSError:  # As a rule TensorFlow's socket cannot be bound, either.
+            stack.close()
         try:
             yield problems
         finally:

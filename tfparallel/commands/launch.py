@@ -92,8 +92,8 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string(
         "nnodes",
         "1",
-        "Hosts of the job. MIN:MAX for a job that goes on with fewer when a host is lost, and with "
-        "more when one comes.",
+        "Hosts of the job, which share a secret, TFPARALLEL_JOB_TOKEN. MIN:MAX for a job that goes "
+        "on with fewer when a host is lost, and with more when one comes.",
         flag_values=values,
     )
     flags.DEFINE_integer(
