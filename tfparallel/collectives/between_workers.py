@@ -10,6 +10,9 @@ of the program, and so a key is free again when it comes back.
 A number of rows that is known only when the step runs is rounded up to one of four sizes an
 octave: few keys, and at most a quarter of the bytes is padding.
 
+TensorFlow ranks the members of a collective by the text of their tasks: 0, 1, 10, 2, … What it
+joins or deals out by rank is put in the order of the workers here.
+
 Where workers use GPUs, floating-point tensors travel between the GPUs. Integers (counts, texts,
 what workers agree on) travel between the hosts, over gRPC, and no GPU waits for them.
 
@@ -116,6 +119,12 @@ class WorkerGroup:
         for place in {device, self._host}:
             with tf.init_scope(), tf.device(place):
                 self._ordering_tokens[place] = tf.Variable(0.0, trainable=False)
+        self._worker_of_rank = list(range(num_workers))
+
+    def learn_ranks(self) -> None:
+        """Asks TensorFlow which worker has which rank. Called by all, before other collectives."""
+        own = tf.constant([self.worker_index], tf.int32)
+        self._worker_of_rank = self._collective("all_gather", own).numpy().tolist()
 
     def _take_keys(self):
         # The next one is that of what the hosts send.
@@ -367,9 +376,10 @@ class WorkerGroup:
 
         def run():
             if name == "all_gather":
-                return all_gather_v2(flat, **arguments)
+                return tf.reshape(self._by_worker(all_gather_v2(flat, **arguments)), [-1])
             if name == "all_to_all":
-                return all_to_all_v2(tf.reshape(flat, [self.num_workers, -1]), **arguments)
+                sent = self._by_rank(tf.reshape(flat, [self.num_workers, -1]))
+                return self._by_worker(all_to_all_v2(sent, **arguments))
             return all_reduce_v2(
                 flat,
                 merge_op=_MERGE_OPS[name],
@@ -380,6 +390,20 @@ class WorkerGroup:
         size = "?" if flat.shape[0] is None else flat.shape[0]
         with tf.device(place):
             return around(f"{name} {flat.dtype.name}[{size}]", flat, run)
+
+    def _by_rank(self, parts):
+        """Takes the workers' parts in the order of TensorFlow's ranks."""
+        return self._permuted(parts, self._worker_of_rank)
+
+    def _by_worker(self, parts):
+        """Takes the ranks' parts in the order of the workers."""
+        ranks = sorted(range(self.num_workers), key=self._worker_of_rank.__getitem__)
+        return self._permuted(parts, ranks)
+
+    def _permuted(self, parts, order):
+        if order == list(range(self.num_workers)):
+            return parts
+        return tf.gather(tf.reshape(parts, [self.num_workers, -1]), order)
 
     def _num_pieces(self, flat):
         if self.transport != "ring_tuned" or flat.shape[0] is None:

@@ -49,7 +49,7 @@ class Replicas:
 
     def all_gather(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         def join(strategy, value):
-            return _join_rows(strategy, strategy.experimental_local_results(value))
+            return join_rows(strategy, strategy.experimental_local_results(value))
 
         return tf.distribute.get_replica_context().merge_call(join, args=_apart([tensor]))
 
@@ -70,7 +70,7 @@ def all_gather(tensor: tf.Tensor) -> tf.Tensor:
     return differentiable.all_gather(ranks, ranks.own_rows(tf.convert_to_tensor(tensor)))
 
 
-def _join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
+def join_rows(strategy, rows) -> tuple[tf.Tensor, tf.Tensor]:
     """Joins the rows of all replicas, of all workers, outside a replica.
 
     Args:

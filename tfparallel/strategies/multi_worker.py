@@ -29,13 +29,16 @@ from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.choice import Choice
 from tfparallel.collectives.compression import compression_of
 from tfparallel.collectives.freed_memory import keep_freed_memory
+from tfparallel.collectives.in_replica import join_rows
 from tfparallel.collectives.leaving import leave_in_order
 from tfparallel.device_names import canonical
 from tfparallel.notice import notice
 from tfparallel.peers import meet_peers, serving
 from tfparallel.seams.tensorflow import (
     CollectiveAllReduceExtended,
+    Mirrored,
     global_seed,
+    regroup,
     runtime_has_started,
 )
 from tfparallel.startup import has_nvidia_gpu
@@ -93,6 +96,20 @@ class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
         kwargs |= {"initial_value": widened, "dtype": wider}
         broadcast = super()._get_variable_creator_initial_value(*where, **kwargs)
         return lambda: tf.cast(broadcast(), dtype)
+
+    def _gather_to_implementation(self, value, destinations, axis, options):
+        # TensorFlow's joins the workers in the order of their names' text: 0, 1, 10, 2, …
+        strategy = self._container_strategy()
+        if strategy.workers is None:
+            return super()._gather_to_implementation(value, destinations, axis, options)
+        move = tf.experimental.numpy.moveaxis
+        parts = strategy.experimental_local_results(value)
+        joined, _ = join_rows(strategy, [move(part, axis, 0) for part in parts])
+        copies = []
+        for device in self.worker_devices:
+            with tf.device(device):
+                copies.append(move(joined, 0, axis))
+        return regroup(copies, Mirrored)
 
     def _in_multi_worker_mode(self):
         return super()._in_multi_worker_mode() and keras_trainer.calling_model() is None
@@ -174,6 +191,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 timeout_seconds=options.timeout_seconds or 0.0,
                 first_host=_first_host(cluster_resolver),
             )
+            self.workers.learn_ranks()
             leave_in_order(self.workers)
             keep_freed_memory()
             _recommend_a_process_for_each_gpu(self.devices, self.workers.worker_index)
