@@ -109,6 +109,35 @@ def test_it_trains_to_the_weights_of_one_device(build, num_devices):
     assert_equal(train(compile_model(model)), expected)
 
 
+def masked_skip():
+    """Attention takes the mask off what it reads, so that the loss of the sum has none."""
+    inputs = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True, name="embed")(inputs)
+    x = layers.Add(name="skip")([x, layers.MultiHeadAttention(2, 2, name="attend")(x, x)])
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
+
+
+def test_the_mask_is_taken_off_where_keras_takes_it_off():
+    """Story: off each device's copy, so that the loss was masked, as on one device it is not."""
+    tokens = np.random.default_rng(0).integers(1, 9, (8, 5)) * (np.arange(5) < 3)
+    found = []
+    for model in (seeded(masked_skip), tfparallel.tensor_parallel(lambda: seeded(masked_skip), 2)):
+        model.compile("sgd", "mse")
+        y = np.ones((8, 5, NUM_CLASSES))
+        history = model.fit(tokens, y, epochs=2, shuffle=False, verbose=0).history
+        found.append((history, state_of(model)))
+    assert_equal(found[1], found[0])
+
+
+def test_what_a_layer_takes_off_the_whole_is_off_the_parts():
+    """Another layer that reads the parts finds no mask either."""
+    with tf.device("CPU:0"):
+        parts = Parts([tf.ones((2, 3, 1))] * 2, -1, DEVICES[:2], mask=tf.ones((2, 3), tf.bool))
+    assert parts.cast("float32")._keras_mask is not None
+    parts.whole()._keras_mask = None
+    assert parts._keras_mask is None and parts.cast("float32")._keras_mask is None
+
+
 def test_what_is_split():
     def split(build, num_devices):
         return tfparallel.tensor_parallel(build, DEVICES[:num_devices]).split

@@ -3,9 +3,11 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
-from tfparallel.pipeline.cut import Values, cut_stages, functional_of
+from tfparallel.pipeline.cut import Values, cut_stages, functional_of, with_mask_of
+from tfparallel.pipeline.masks import Masks, mask_of
 from tfparallel.seams.keras import LEAVES_TRAINING
 
 
@@ -75,11 +77,67 @@ def test_stage_by_stage_it_is_the_model(build):
     functional = functional_of(model)
     tensors = map(keras.ops.convert_to_tensor, x)
     values: Values = dict(zip(map(id, functional.inputs), tensors, strict=True))
+    masks = Masks(model, functional, [*values.values()])
     for stage in stages:
-        values.update(stage.run({key: values[key] for key in stage.inputs}))
+        values.update(stage.run({key: values[key] for key in stage.inputs}, masks))
     expected = keras.tree.flatten(model(x if len(x) > 1 else x[0], training=True))
     for symbol, wanted in zip(functional.outputs, expected, strict=True):
         np.testing.assert_allclose(values[id(symbol)], wanted, rtol=1e-5)
+
+
+class Looks(layers.Layer):
+    """Notes whether it finds a mask, by its name."""
+
+    def __init__(self, seen, **options):
+        super().__init__(**options)
+        object.__setattr__(self, "_seen", seen)
+
+    def call(self, x):
+        self._seen[self.name] = mask_of(x) is not None
+        return x + 1.0
+
+    def compute_mask(self, inputs, previous_mask):
+        return None
+
+
+class TakesOff(Looks):
+    """Takes the mask off what it reads, as Keras's attention does."""
+
+    def call(self, x):
+        found = super().call(x)
+        x._keras_mask = None
+        return found
+
+
+@pytest.mark.parametrize(
+    "stage_of",
+    [{"taker": 1, "after": 2}, {"taker": 2, "after": 1, "other": 0}, {"taker": 0, "before": 1}],
+    ids=["in order", "the taker behind", "the taker in front"],
+)
+def test_each_call_finds_the_masks_that_it_finds_on_one_device(stage_of):
+    """A call is made the earlier the more calls there are behind it; `other` is `x` itself."""
+    seen: dict[str, bool] = {}
+    x = layers.Masking(name="mask")(inputs("in"))
+    other = layers.Identity(name="identity")(x)
+    before, taken = Looks(seen, name="before")(x), TakesOff(seen, name="taker")(x)
+    for k in range(4):
+        before = layers.Identity(name=f"long_{k}")(before)
+    for k in range(2):
+        taken = layers.Identity(name=f"short_{k}")(taken)
+    ends = [before, taken, Looks(seen, name="after")(x), Looks(seen, name="other")(other)]
+    model = keras.Model(x._keras_history.operation.input, [layers.Add()(ends), other])
+    given = keras.ops.ones((2, 3))
+    expected = [mask_of(output) is not None for output in model(given, training=True)]
+    on_one_device, key = dict(seen), id(model.inputs[0])
+    assert on_one_device == {"before": True, "taker": True, "after": False, "other": False}
+    values, masks = {key: given}, Masks(model, model, [given])
+    for stage in cut_stages(model, stage_of, 3):
+        seen.clear()
+        sent = {key: with_mask_of(tf.identity(values[key]), values[key]) for key in stage.inputs}
+        values.update(stage.run(sent, masks))
+        assert seen == {name: on_one_device[name] for name in seen}
+    found = [masks.at_end(id(symbol), values[id(symbol)]) for symbol in model.outputs]
+    assert [mask is not None for mask in found] == expected
 
 
 def test_a_layer_that_is_called_twice_counts_once():

@@ -53,6 +53,22 @@ def masked_text():
     return keras.Model(inputs, layers.Dense(NUM_CLASSES, name="logits")(x))
 
 
+def masked_attention():
+    """What it reads loses its mask, and the sums behind it are in another stage.
+
+    Story: a copy kept the mask, and the loss was masked, as on one device it is not. Of the second
+    sum the divisor was that of an inference, where the dropout hands on what it is given.
+    """
+    inputs = keras.Input((7,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True, name="embed")(inputs)
+    dropped = layers.Dropout(0.1, name="drop")(x)
+    attended = layers.MultiHeadAttention(2, 2, name="attend")(dropped, dropped)
+    early = layers.Add(name="unmasked")([dropped, attended])
+    late = layers.Add(name="masked")([x, attended])
+    outputs = layers.Dense(NUM_CLASSES, name="early")(early)
+    return keras.Model(inputs, [outputs, layers.Dense(NUM_CLASSES, name="late")(late)])
+
+
 def normalized():
     inputs = keras.Input((6, 6, 2))
     x = layers.Conv2D(4, 3, use_bias=False, name="first")(inputs)
@@ -109,10 +125,12 @@ def spectral():
 
 def data(build):
     generator = np.random.default_rng(0)
-    if build in (masked_text, normalized_words, normalized_steps):
+    if build in (masked_text, masked_attention, normalized_words, normalized_steps):
         x = generator.integers(1, 9, size=(NUM_EXAMPLES, 7))
         x[np.arange(7) >= generator.integers(1, 8, size=(NUM_EXAMPLES, 1))] = 0
         y = generator.integers(0, NUM_CLASSES, size=x.shape)
+        if build is masked_attention:
+            return x.astype("int32"), [y, y], None
         return x.astype("int32"), y, generator.uniform(size=x.shape)
     x = generator.normal(size=(NUM_EXAMPLES, 6, 6, 2))
     y = np.arange(NUM_EXAMPLES) % NUM_CLASSES
@@ -161,6 +179,7 @@ def pipelined(build, devices=DEVICES, num_micro_batches=4, **options):
         (residual, {"schedule": "interleaved", "devices": DEVICES[:2]}),
         (shared_and_two_outputs, {"schedule": "1f1b"}),
         (masked_text, {"schedule": "1f1b", "recompute": "always"}),
+        (masked_attention, {"schedule": "1f1b"}),
         (spectral, {"schedule": "1f1b", "devices": DEVICES[:2], "layers_per_stage": [3, 2]}),
     ],
 )

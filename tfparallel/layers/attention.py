@@ -101,6 +101,10 @@ class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
             own = {**kwargs, **{name: copies[id(kwargs[name])][k] for name in names}}
             with tf.device(device):
                 outputs.append(local(*(copies[id(tensor)][k] for tensor in inputs), **own))
+        for tensor in inputs:
+            # Keras's attention takes the mask off what it reads, so that nobody behind it finds it.
+            if getattr(copies[id(tensor)][0], "_keras_mask", None) is None:
+                tensor._keras_mask = None
         scores = None
         if scores_too:
             outputs, scores = zip(*outputs, strict=True)

@@ -26,9 +26,22 @@ class Parts:
         self.tensors = list(tensors)
         self.axis = axis
         self.devices = list(devices)
-        # The name under which Keras hands a mask on.
-        self._keras_mask = mask
+        self._mask = mask
         self._whole: tf.Tensor | None = None
+
+    @property
+    def _keras_mask(self):
+        """The mask, under the name by which Keras hands it on and takes it off.
+
+        It is one with the mask of the whole: what takes it off there takes it off here.
+        """
+        return self._mask if self._whole is None else getattr(self._whole, "_keras_mask", None)
+
+    @_keras_mask.setter
+    def _keras_mask(self, mask):
+        self._mask = mask
+        if self._whole is not None:
+            self._whole._keras_mask = mask
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -68,8 +81,8 @@ class Parts:
         if self._whole is None:
             with tf.device(self.devices[0]):
                 self._whole = tf.concat(self.tensors, self.axis)
-            if self._keras_mask is not None:
-                self._whole._keras_mask = self._keras_mask
+            if self._mask is not None:
+                self._whole._keras_mask = self._mask
         return self._whole
 
 

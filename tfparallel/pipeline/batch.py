@@ -9,6 +9,7 @@ from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard, count_rows, where_it_is
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.cut import Key, LogitsOf, Values, functional_of
+from tfparallel.pipeline.masks import Masks, mask_of
 from tfparallel.pipeline.others import Others
 
 __all__ = ["Batch", "Joined"]
@@ -51,6 +52,7 @@ class Batch:
         shards: The rows of each piece; `shard.replica` is its index.
         own: Those of the replicas of this process.
         num_rows: Of the whole batch, a tensor if it is not known when the step is traced.
+        masks: Which calls of the model's find a mask.
         behind: Of which tensors that stages made there are logits, and what makes them of these.
     """
 
@@ -65,6 +67,7 @@ class Batch:
         with where_it_is(leaf):
             given = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
             self._flat = self._functional._standardize_inputs(given)
+        self.masks = Masks(model, self._functional, self._flat)
         first = next(tensor for tensor in self._flat if tensor is not None)
         self.num_rows = count_rows(first)
         number = num_micro_batches * others.num_replicas
@@ -119,10 +122,12 @@ class Batch:
         flat = []
         for key in self.output_keys:
             part = shard.without_dummy_row(values[key])
+            mask = self.masks.at_end(key, values[key])
+            if mask is None and mask_of(part) is not None:
+                part = tf.identity(part)  # Calls find the mask, and the loss does not.
             logits = values.get(LogitsOf(key))
             if logits is not None and logits_of(part) is None:  # Sliced, or sent here.
                 part = self.behind[key].output(shard.without_dummy_row(logits), part)
-            mask = getattr(values[key], "_keras_mask", None)
             if mask is not None:
                 part._keras_mask = shard.without_dummy_row(mask)
             flat.append(part)
@@ -146,7 +151,7 @@ class Batch:
                 "example, or add a scalar with `self.add_loss`."
             )
         behind = self.behind.get(key)
-        masks = [getattr(own[key], "_keras_mask", None) for own in values]
+        masks = [self.masks.at_end(key, own[key]) for own in values]
         sources: dict[Key, tf.Tensor] = {}
         if behind is None or behind.operation is None:
             sources[key] = self._rows([own[key] for own in values])

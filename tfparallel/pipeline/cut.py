@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.pipeline.masks import Masks, mask_of, nodes_in_order
 from tfparallel.seams.keras import LEAVES_TRAINING, calling_with, in_training
 
 __all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "functional_of", "with_mask_of"]
@@ -58,25 +59,36 @@ class Stage:
         operations = {id(node.operation): node.operation for node in self.nodes}
         return [op for op in operations.values() if isinstance(op, keras.Layer)]
 
-    def run(self, given: Values) -> Values:
+    def run(self, given: Values, masks: Masks) -> Values:
         """Makes the calls, in training.
 
         Args:
-            given: The tensors of `inputs`, by the symbolic tensor's id.
+            given: The tensors of `inputs`, by the symbolic tensor's id. They keep their masks.
+            masks: Which calls find one.
 
         Returns:
-            Those of `outputs`, likewise; and what the model puts out and the stage was given.
+            Those of `outputs`, likewise, with the masks that they were made with; and what the
+            model puts out and the stage was given.
         """
         values = dict(given)
+        # What other stages read, too, by the tensor's id: calls there may take its mask off.
+        shared = {id(tensor): (tensor, mask_of(tensor)) for tensor in given.values()}
         with calling_with(self._model, training=True) as context:
             for node, (training, left) in zip(self.nodes, self.calls_with, strict=True):
                 context.training = training
+                read = [values[id(symbol)] for symbol in node.input_tensors]
+                masks.take_off(node, [tensor if id(tensor) in shared else None for tensor in read])
                 args, kwargs = node.arguments.fill_in(values)
                 found = in_training(node.operation)(*args, **kwargs)
                 if LEAVES_TRAINING and context.training is not left:
                     raise _leaves_another(node.operation, context.training)
-                made = zip(node.outputs, keras.tree.flatten(found), strict=True)
-                values.update((id(symbol), tensor) for symbol, tensor in made)
+                for symbol, tensor in zip(node.outputs, keras.tree.flatten(found), strict=True):
+                    values[id(symbol)] = tensor
+                    if id(symbol) in self.outputs:
+                        shared.setdefault(id(tensor), (tensor, mask_of(tensor)))
+        for tensor, mask in shared.values():
+            if mask is not None:
+                tensor._keras_mask = mask
         return {key: values[key] for key in (*self.outputs, *given) if key in values}
 
 
@@ -97,19 +109,16 @@ def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int)
     stages = [Stage(index, model) for index in range(num_stages)]
     made_by: dict[int, int] = {}  # The stage of a tensor; the model's inputs have none.
     training = True
-    for depth in sorted(functional._nodes_by_depth, reverse=True):
-        for node in functional._nodes_by_depth[depth]:
-            if not node.operation or node.is_input:
-                continue
-            before = [made_by.get(id(tensor), 0) for tensor in node.input_tensors]
-            index = max([stage_of.get(node.operation.name, 0), *before])
-            stages[index].nodes.append(node)
-            left = _left_by(node, training)
-            stages[index].calls_with.append((training, left))
-            training = left
-            for tensor in node.input_tensors:
-                _read(stages, made_by, tensor, index)
-            made_by.update((id(tensor), index) for tensor in node.outputs)
+    for node in nodes_in_order(functional):
+        before = [made_by.get(id(tensor), 0) for tensor in node.input_tensors]
+        index = max([stage_of.get(node.operation.name, 0), *before])
+        stages[index].nodes.append(node)
+        left = _left_by(node, training)
+        stages[index].calls_with.append((training, left))
+        training = left
+        for tensor in node.input_tensors:
+            _read(stages, made_by, tensor, index)
+        made_by.update((id(tensor), index) for tensor in node.outputs)
     for tensor in functional.outputs:
         # The loss is computed behind the last stage, on its device.
         _read(stages, made_by, tensor, num_stages - 1)
@@ -144,7 +153,7 @@ def _read(stages, made_by, tensor, reader):
 
 def with_mask_of(tensor: tf.Tensor, original: tf.Tensor) -> tf.Tensor:
     """Hands on the mask that Keras keeps beside a tensor."""
-    mask = getattr(original, "_keras_mask", None)
+    mask = mask_of(original)
     if mask is not None:
         tensor._keras_mask = tf.identity(mask)
     return tensor

@@ -77,14 +77,15 @@ def current_pass() -> Pass | None:
 
 
 @contextlib.contextmanager
-def computing(own: Pass) -> Iterator[None]:
-    """Makes `own` the pass of this thread, and its rows the current shard."""
+def computing(own: Pass | None) -> Iterator[None]:
+    """Makes `own` the pass of this thread, and its rows the current shard; None for no pass."""
+    outer = current_pass()
     _current.computed = own
     try:
-        with shards.working_on(own.shard):
+        with shards.working_on(None if own is None else own.shard):
             yield
     finally:
-        _current.computed = None
+        _current.computed = outer
 
 
 class MicroBatchSeedGenerator:

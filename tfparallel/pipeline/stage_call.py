@@ -92,7 +92,7 @@ class StageCall:
         self._batch.attach_logits(taken)
         own, scope = Pass(self._memory, self._stage.index, shard), self._scope()
         with computing(own), scope, scope.refusing_operations():
-            made = self._stage.run(taken)
+            made = self._stage.run(taken, self._batch.masks)
         self._batch.note_logits(made)
         self._made = [key for key in made if key not in taken]
         self._num_losses = len(scope.losses)
@@ -190,9 +190,11 @@ class LossCall:
         with tf.control_dependencies(None), where_it_is(None):  # The host, which has the batch.
             whole = [_zeros(batch.num_rows, part) for part in flat]
             if any(getattr(part, "_keras_mask", None) is not None for part in flat):
-                # Masks come from the inputs; of this call nothing else is used, or computed.
-                shown = keras.tree.flatten(self._model(batch.x, training=False))
-                self._model._clear_losses()
+                # Masks come from the inputs; of this call nothing else is used, or computed. It is
+                # one in training: in inference a dropout hands on the tensor that it is given, and
+                # what takes the mask off the one takes it off the other.
+                with keras.StatelessScope():
+                    shown = keras.tree.flatten(self._model(batch.x, training=True))
                 for tensor, like in zip(whole, shown, strict=True):
                     with_mask_of(tensor, like)
             compiled = self._model._compile_loss

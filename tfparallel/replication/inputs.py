@@ -28,7 +28,8 @@ class BatchInputs:
 
     def __init__(self, args: tuple, kwargs: dict, *, may_be_empty: bool = False):
         self._structure = (args, kwargs)
-        self._leaves = [_as_tensor(leaf) for leaf in keras.tree.flatten(self._structure)]
+        self._given = keras.tree.flatten(self._structure)
+        self._leaves = list(map(_as_tensor, self._given))
         if may_be_empty:
             self._leaves = [
                 _of_a_row_at_least(leaf) if _has_batch_axis(leaf) else leaf
@@ -80,6 +81,17 @@ class BatchInputs:
             leaves[index] = rows
         return keras.tree.pack_sequence_as(self._structure, leaves)
 
+    def take_off_masks(self, part: list[Any]) -> None:
+        """Takes the masks off the batch's tensors that a call has taken off a replica's rows.
+
+        Keras's attention does, so that nobody who reads them later finds any.
+        """
+        for index, rows in zip(self._batched, part, strict=True):
+            if getattr(self._leaves[index], "_keras_mask", None) is None:
+                continue
+            if getattr(rows, "_keras_mask", None) is None:
+                self._given[index]._keras_mask = None
+
     def _count_rows(self):
         sizes = [shards.count_rows(self._leaves[index]) for index in self._batched]
         known = {size for size in sizes if isinstance(size, int)}
@@ -113,4 +125,8 @@ def _of_a_row_at_least(tensor: tf.Tensor) -> tf.Tensor:
     missing = tf.concat([[tf.cast(shape[0] == 0, shape.dtype)], shape[1:]], 0)
     filled = tf.zeros if tensor.dtype == tf.string else tf.ones
     rows = tf.concat([tensor, filled(missing, tensor.dtype)], 0)
-    return tf.ensure_shape(rows, [None, *tensor.shape[1:]])
+    rows = tf.ensure_shape(rows, [None, *tensor.shape[1:]])
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        rows._keras_mask = _of_a_row_at_least(mask)
+    return rows

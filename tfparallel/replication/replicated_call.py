@@ -200,6 +200,7 @@ class ReplicatedCall:
 
         with compiled_if(self._compiles):
             self._strategy.run(on_replica)
+        inputs.take_off_masks(parts[0])
         return [replicas[k] for k in range(len(own_shards))]
 
     def _own_shards(self, num_rows) -> list[shards.Shard]:

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from .. import data, refusals
-from ..programs import case, compiled, digits
+from ..programs import case, compiled, cross_entropy, digits
 from .metrics import conv_norm_net
 from .optimizers import image_digits
 from .structures import fit_evaluate_predict
@@ -217,6 +217,24 @@ def masked_attention():
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
+def masked_attention_with_skips():
+    """The attention takes the mask off what it reads: the first sum has none, the second has one.
+
+    Story: a tensor that was copied to other devices kept it, and the loss was masked there.
+    """
+    inputs = keras.Input((12,), dtype="int64")
+    x = layers.Embedding(20, 8, mask_zero=True)(inputs)
+    dropped = layers.Dropout(0.1)(x)
+    attended = layers.MultiHeadAttention(2, 4)(dropped, dropped)
+    sums = [layers.Add()([dropped, attended]), layers.Add()([x, attended])]
+    return keras.Model(inputs, [layers.Dense(20)(each) for each in sums])
+
+
+def text_twice():
+    x, _ = data.tokens()
+    return {"x": x, "y": [x, x]}
+
+
 def cube_digits():
     x, y = data.flat()
     return {"x": x.reshape(-1, 4, 4, 4), "y": y}
@@ -239,6 +257,14 @@ CASES += [
         "layer MultiHeadAttention of masked input",
         build=masked_attention,
         data=text_digits,
+    ),
+    case(
+        GROUP,
+        "`MultiHeadAttention`",
+        "layer MultiHeadAttention of masked input, with skips",
+        build=masked_attention_with_skips,
+        compile=compiled(loss=lambda: [cross_entropy(), cross_entropy()]),
+        data=text_twice,
     ),
 ]
 CASES += [

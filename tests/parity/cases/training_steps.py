@@ -45,6 +45,38 @@ class OnComputeLoss(Net):
         return {m.name: m.result() for m in self.metrics}
 
 
+class LayerByLayer(keras.Model):
+    """A step that calls each layer. The attention takes the mask off what the sum reads next.
+
+    Story: off each replica's rows alone, so that the loss was masked, as on one device it is not.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed = layers.Embedding(20, 8, mask_zero=True)
+        self.attend = layers.MultiHeadAttention(2, 4)
+        self.skip, self.head = layers.Add(), layers.Dense(20)
+
+    def call(self, tokens):
+        x = self.embed(tokens)
+        return self.head(self.skip([x, self.attend(x, x)]))
+
+    def train_step(self, batch):
+        tokens, y = batch
+        with tf.GradientTape() as tape:
+            x = self.embed(tokens)
+            attended = self.attend(x, x)
+            loss = self.compute_loss(y=y, y_pred=self.head(self.skip([x, attended])))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def tokens_to_tokens():
+    x, _ = data.tokens()
+    return {"x": x, "y": x}
+
+
 class RawLoss(Net):
     """A formula of the user's own, averaged by hand, clipped by hand."""
 
@@ -92,6 +124,14 @@ CASES = [
         "train_step on compute_loss",
         build=OnComputeLoss,
         compile=compiled(metrics=lambda: [keras.metrics.SparseCategoricalAccuracy()]),
+        refused=refusals.OWN_TRAIN_STEP,
+    ),
+    case(
+        GROUP,
+        "on `compute_loss`",
+        "train_step that calls each layer, under a mask",
+        build=LayerByLayer,
+        data=tokens_to_tokens,
         refused=refusals.OWN_TRAIN_STEP,
     ),
     case(
