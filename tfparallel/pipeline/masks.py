@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.pipeline.micro_batch import computing
-from tfparallel.seams.keras import calling_with, operation_fn
+from tfparallel.seams.keras import calling_with, in_training
 
 __all__ = ["Masks", "mask_of", "nodes_in_order"]
 
@@ -84,7 +84,7 @@ class Masks:
                     read = [values[id(symbol)] for symbol in node.input_tensors]
                     found.by_call[id(node)] = [mask_of(tensor) is not None for tensor in read]
                     args, kwargs = node.arguments.fill_in(values)
-                    made = operation_fn(node.operation, training=True)(*args, **kwargs)
+                    made = in_training(node.operation)(*args, **kwargs)
                     pairs = zip(node.outputs, keras.tree.flatten(made), strict=True)
                     values.update((id(symbol), tensor) for symbol, tensor in pairs)
             for symbol in self._functional.outputs:
