@@ -229,6 +229,26 @@ def test_the_ranges_are_those_of_setup_cfg(monkeypatch):
     assert not startup._contains(ranges["keras"], "built-at-home")
 
 
+def test_a_module_is_found_under_another_name(tmp_path):
+    for name in ("keras_nightly-3.16.0.dev7", "tensorflow_cpu-2.99.0"):
+        folder = tmp_path / f"{name}.dist-info"
+        folder.mkdir()
+        distribution, version = name.split("-")
+        name = distribution.replace("_", "-")
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        (folder / "top_level.txt").write_text(distribution.partition("_")[0])
+    finished = run_python(
+        "import sys; sys.path = [path for path in sys.path if 'site-packages' not in path]\n"
+        "from tfparallel.installed import distribution_of, version_of\n"
+        "print(distribution_of('keras'), version_of('tensorflow'), version_of('absent'))\n"
+        "from tfparallel.commands.main import versions; print(versions())",
+        path=[tmp_path],
+    )
+    first, second = finished.stdout.splitlines()
+    assert first == "keras-nightly 2.99.0 None", finished.stderr
+    assert "tensorflow 2.99.0, keras 3.16.0.dev7" in second
+
+
 def test_another_keras_backend_is_refused():
     finished = run_python("import tfparallel; tfparallel.devices", KERAS_BACKEND="jax")
     assert finished.returncode == 1

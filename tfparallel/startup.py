@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from tfparallel.chatter import has_nvidia_gpu, is_chatter, wants_quiet
+from tfparallel.installed import distribution_of
 
 _LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
 _ANY_VERSION_VARIABLE = "TFPARALLEL_ANY_VERSION"
@@ -178,10 +179,14 @@ def _check_versions(found):
         return
     ranges = " and ".join(f"{name}{specifier}" for name, specifier in sorted(tested.items()))
     received = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
-    fix = " ".join(f"'{name}{tested[name]}'" for name in sorted(outside))
+    fix = "pip install " + " ".join(f"'{name}{tested[name]}'" for name in sorted(outside))
+    # keras-nightly and keras are one module, which both would be installed into.
+    others = {distribution_of(name) for name in outside} - {*outside, None}
+    if others:
+        fix = f"pip uninstall {' '.join(sorted(others))} && {fix}"
     message = (
         f"tfparallel is tested with {ranges}; with another version its results may be wrong. "
-        f"Received: {received}. To get a tested one: `pip install {fix}`."
+        f"Received: {received}. To get a tested one: `{fix}`."
     )
     if os.environ.get(_ANY_VERSION_VARIABLE, "") in ("", "0"):
         raise ImportError(f"{message} To try this one all the same: {_ANY_VERSION_VARIABLE}=1.")

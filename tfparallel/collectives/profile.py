@@ -11,8 +11,9 @@ import os
 import pathlib
 import platform
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any
+
+from tfparallel.installed import version_of
 
 _VARIABLE = "TFPARALLEL_PROFILES"
 
@@ -36,7 +37,7 @@ def key_of(ranks: Sequence[str]) -> dict[str, Any]:
         "host": platform.node(),
         "cpu": f"{_cpu()}, {len(os.sched_getaffinity(0))} logical cores",
         "ranks": list(ranks),
-        "tensorflow": metadata.version("tensorflow"),
+        "tensorflow": version_of("tensorflow"),
     }
 
 

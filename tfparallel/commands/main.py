@@ -66,13 +66,11 @@ def usage() -> str:
 def versions() -> str:
     """Returns the text of `tfparallel --version`: its own, and of what it stands on."""
     # Twenty milliseconds, which `--help` does without.
-    metadata = importlib.import_module("importlib.metadata")
+    installed = importlib.import_module("tfparallel.installed")
     found = []
     for name in ("tfparallel", "tensorflow", "keras"):
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"{name}: not installed")
+        version = installed.version_of(name)
+        found.append(f"{name}: not installed" if version is None else f"{name} {version}")
     return ", ".join([*found, f"Python {platform.python_version()}"])
 
 

@@ -21,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from tfparallel.diagnostics.finding import Finding
 from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_memory
 from tfparallel.diagnostics.reach import examine_cluster
+from tfparallel.installed import version_of
 from tfparallel.startup import has_nvidia_gpu
 
 __all__ = ["KNOWN_FAULTS", "TWO_WORKERS", "examine", "run_probe"]
@@ -102,11 +103,11 @@ def _examine_versions() -> Iterator[Finding]:
     required = {"Python": SpecifierSet(metadata["Requires-Python"] or "")}
     for requirement in map(Requirement, metadata.get_all("Requires-Dist") or []):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            found[requirement.name] = _version(requirement.name)
+            found[requirement.name] = version_of(requirement.name)
             required[requirement.name] = requirement.specifier
     all_well = []
     for name, version in found.items():
-        # TensorFlow has other names too (tensorflow-cpu, tf-nightly): its start will tell.
+        # TensorFlow may be a build of one's own: its start will tell.
         if version is None and name != "tensorflow":
             yield Finding(name, "broken", "not installed", f"pip install {name}")
         elif version is None or required[name].contains(version, prereleases=True):
@@ -119,13 +120,6 @@ def _examine_versions() -> Iterator[Finding]:
                 "another Python" if name == "Python" else f"pip install '{name}{required[name]}'",
             )
     yield Finding("versions", "ok", ", ".join(all_well))
-
-
-def _version(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _wrong_backend() -> str | None:

@@ -5,8 +5,9 @@ import os
 import platform
 import resource
 import sys
-from importlib import metadata
 from typing import Any
+
+from tfparallel.installed import version_of
 
 __all__ = ["peak_memory_bytes", "versions", "write_report"]
 
@@ -15,13 +16,10 @@ def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that a result rests on."""
     result = {"python": platform.python_version()}
     for package in ("tfparallel", "tensorflow", "keras", "numpy"):
-        try:
-            result[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            # Run from a checkout, or TensorFlow under another distribution's name.
-            version = getattr(sys.modules.get(package), "__version__", None)
-            if version is not None:
-                result[package] = version
+        # Run from a checkout, none of them need be installed.
+        version = version_of(package) or getattr(sys.modules.get(package), "__version__", None)
+        if version is not None:
+            result[package] = version
     return result
 
 

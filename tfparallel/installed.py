@@ -1,0 +1,25 @@
+"""What is installed, under whatever name: `keras` comes as `keras-nightly`, too."""
+
+from importlib import metadata
+
+__all__ = ["distribution_of", "version_of"]
+
+
+def distribution_of(module: str) -> str | None:
+    """Returns the name under which pip installed a module; None if it did not.
+
+    Args:
+        module: At the top level, such as "tensorflow", of which there are tensorflow-cpu and
+            tf-nightly.
+    """
+    try:
+        metadata.version(module)
+    except metadata.PackageNotFoundError:
+        return next(iter(metadata.packages_distributions().get(module, [])), None)
+    return module
+
+
+def version_of(module: str) -> str | None:
+    """Returns the version of a module; None if it is not installed."""
+    distribution = distribution_of(module)
+    return None if distribution is None else metadata.version(distribution)
