@@ -242,14 +242,40 @@ def test_a_screen_that_stands_still_hides_no_failure():
     assert outcome.culprit.worker == 1
 
 
-def test_a_killed_guardian_takes_its_worker_along(tmp_path):
-    code = STUBBORN_FAMILY.replace("(False, True)", "(False,)")
-    with Job([python(0, code, tmp_path)], grace_seconds=600) as job:
-        processes = family(tmp_path, 2)
-        job._workers[0].guardian.kill()
+def guardian_of(job):
+    (worker,) = job._workers
+    wait_for(lambda: worker.listen() and worker.pid, "the guardian to say whom it has started")
+    return psutil.Process(worker.pid).parent()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no reapers")
+def test_a_killed_guardian_takes_its_worker_and_its_family_along(tmp_path):
+    """Story: a child in a session of its own outlived it."""
+    with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=600) as job:
+        processes = family(tmp_path)
+        guardian_of(job).kill()
         outcome = job.wait()
+        assert left(processes) == []
     assert outcome.culprit.returncode == -signal.SIGKILL
-    wait_for(lambda: left(processes) == [], "the worker and its child to end")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no reapers")
+def test_a_guardian_whose_second_is_killed_goes_on(tmp_path):
+    with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=0.1) as job:
+        processes = family(tmp_path)
+        job._workers[0].guardian.kill()
+        job._workers[0].guardian.wait()
+        assert len(left(processes)) == 3 and not job._all_ended()
+        job.stop()
+    assert left(processes) == []
+
+
+def test_a_guardian_that_does_not_answer_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tfparallel.cluster.supervisor._GUARDIAN_SECONDS", 0.2)
+    with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=0.1) as job:
+        processes = family(tmp_path)
+        guardian_of(job).suspend()
+    wait_for(lambda: left(processes) == [], "the worker and its family to end")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no cores")

@@ -308,7 +308,7 @@ def test_only_ctrl_c_shortens_the_grace(later, code):
 def test_a_killed_launcher_leaves_nothing(tmp_path):
     process = start(["--nproc_per_node=2"], STUBBORN_FAMILY, tmp_path)
     processes = family(tmp_path, 6) + psutil.Process(process.pid).children(recursive=True)
-    assert len(set(processes)) == 8  # With the two guardians.
+    assert len(set(processes)) == 10  # With two guardians each.
     process.kill()
     process.communicate(timeout=DEADLINE_SECONDS)
     wait_for(lambda: left(processes) == [], "all processes to end")

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 __all__ = ["GuardedWorker", "Program"]
 
 _GUARDIAN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian.py")
+_SECOND_SECONDS = 6.0  # It kills within 5 s.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class GuardedWorker:
         ended_at: When, by the monotonic clock.
         gone: Whether the guardian has ended, too.
         control: The socket to the guardian; `listen` reads what it says.
-        guardian: The guardian's process.
+        guardian: The process that has started as the guardian, now its second.
 
     Args:
         program: As above.
@@ -62,6 +63,7 @@ class GuardedWorker:
         self.ended_at: float | None = None
         self.gone = False
         self._heard = b""
+        self._first: int | None = None
         self.control, theirs = socket.socketpair()
         cores = ",".join(map(str, program.cores))
         try:
@@ -100,8 +102,8 @@ class GuardedWorker:
         for line in lines:
             kind, *values = line.split()
             if kind == b"started":
-                self.pid = int(values[0])
-            elif values[0] != b"None":
+                self.pid, self._first = map(int, values)
+            elif self.returncode is None and values[0] != b"None":
                 self.returncode, self.ended_at = int(values[0]), float(values[1])
         if not heard:
             self._guardian_is_gone()
@@ -122,6 +124,11 @@ class GuardedWorker:
     def close(self) -> None:
         """Kills what is left, and closes the socket."""
         if not self.gone:
+            # The second one kills what the first, which does not answer, leaves.
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                if self._first is not None:
+                    os.kill(self._first, signal.SIGKILL)
+                    self.guardian.wait(_SECOND_SECONDS)
             self.guardian.kill()
             self._guardian_is_gone()
         self.control.close()
@@ -130,7 +137,7 @@ class GuardedWorker:
         self.gone = True
         returncode = self.guardian.wait()
         if self.returncode is None:
-            # Somebody killed the guardian, and the kernel its worker; the rest is left to do.
+            # Somebody killed both guardians, and the kernel the worker; the rest is left to do.
             self.returncode, self.ended_at = returncode or -signal.SIGKILL, time.monotonic()
             if self.pid is not None:
                 with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Stands between the launcher and one worker, so that nothing outlives the launcher.
 
-    launcher ──socket──> guardian ──> worker ──> the worker's own children
+    launcher ──socket──> (second ──>) guardian ──> worker ──> the worker's own children
 
 A launcher that is killed by SIGKILL can clean up nothing, but the kernel closes
 its end of the socket, and that the guardian sees. It then kills the worker with
@@ -8,13 +8,15 @@ everything below it. PR_SET_PDEATHSIG alone would reach the worker and leave its
 children; it also needs a `preexec_fn`, which may deadlock in a launcher that
 has threads. A process group alone has nobody left to signal it, and loses the
 children that made a group of their own (as `timeout` does): the guardian is
-their reaper instead, so what loses its parent becomes its child.
+their reaper instead, so what loses its parent becomes its child. Should the
+guardian itself be killed, the kernel kills the worker, and the rest becomes the
+children of its second, which waits for nothing else and kills them.
 
 On the socket, standard input: a byte from the launcher is the number of a
 signal for the worker; its end of file means kill. Back come the lines
-`started PID` and `ended RETURNCODE TIME`, with the return code of `subprocess`
-(negative for a signal) and the time of the monotonic clock, which all
-processes of a host share.
+`started PID GUARDIAN'S_PID` and `ended RETURNCODE TIME`, with the return code
+of `subprocess` (negative for a signal) and the time of the monotonic clock,
+which all processes of a host share.
 
 The file is run by its path in an isolated interpreter (about 10 ms), and so
 imports nothing of this package. Off Linux there is no reaper: there the
@@ -42,24 +44,27 @@ _KILL_SECONDS = 5.0
 
 def main(cores: str, command: list[str]) -> None:
     """Runs `command` on `cores` ("0,1", or "" for all) until it or the launcher ends."""
+    # Slurm signals every process of a job. The worker does what it does then; the guardian stays
+    # until it has ended, or until the launcher is gone.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    first = os.fork()
+    if first != 0:
+        _second(first)
+        return
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     # Without a handler SIGCHLD would not be written to the pipe.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
-    # Slurm signals every process of a job. The worker does what it does then; the guardian stays
-    # until it has ended, or until the launcher is gone.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)
     guardian = os.getpid()
     worker = os.fork()
     if worker == 0:
         _become_worker(guardian, cores, command)
-    # Else the launcher would never see the end of the worker's output.
-    _to_null(1, os.O_WRONLY)
-    _to_null(2, os.O_WRONLY)
-    _say(f"started {worker}")
+    _close_output()
+    _say(f"started {worker} {guardian}")
     returncode = _watch(worker, woken)
     if returncode is not None:
         _say(f"ended {returncode} {time.monotonic()}")
@@ -67,6 +72,18 @@ def main(cores: str, command: list[str]) -> None:
     returncode_when_killed = _kill_all(worker)
     if returncode is None:
         _say(f"ended {returncode_when_killed} {time.monotonic()}")
+
+
+def _second(first):
+    """Waits for the guardian, and kills what it leaves, which is nothing unless it was killed."""
+    _close_output()
+    status = None
+    while status is None:
+        pid, ended = os.waitpid(-1, 0)
+        status = ended if pid == first else None
+    _kill_all(None)
+    if os.WIFSIGNALED(status):
+        _say(f"ended {-signal.SIGKILL} {time.monotonic()}")
 
 
 def _become_worker(guardian, cores, command):
@@ -120,7 +137,8 @@ def _kill_all(worker):
     returncode = None
     while True:
         # Children of a killed process become the guardian's, and are killed in the next round.
-        _signal_group(worker, signal.SIGKILL)
+        if worker is not None:
+            _signal_group(worker, signal.SIGKILL)
         for child in _children():
             with contextlib.suppress(OSError):
                 os.kill(child, signal.SIGKILL)
@@ -182,6 +200,12 @@ def _say(line):
     # A launcher that is gone hears nothing, and the guardian goes on to clean up.
     with contextlib.suppress(OSError):
         os.write(_CONTROL, line.encode() + b"\n")
+
+
+def _close_output():
+    # Else the launcher would never see the end of the worker's output.
+    _to_null(1, os.O_WRONLY)
+    _to_null(2, os.O_WRONLY)
 
 
 def _to_null(descriptor, flags):
