@@ -76,14 +76,14 @@ def serving(addresses: Sequence[str], index: int) -> Iterator[None]:
     port = split_address(addresses[index])[1]
     if not are_loopback(addresses):
         yield
-        problems = ["as a job on several hosts needs"]
+        problems = ["the job has several hosts"]
     else:
         with loopback_only(port) as problems:
             yield
     if problems and index == 0:
         notice(
-            f"TensorFlow's port of each process, here {port}, is open to other hosts, and does "
-            f"what any caller says: {problems[0]}. {_PAGE} says what to close."
+            f"TensorFlow's server in each process, here at port {port}, is open to other hosts "
+            f"and does what any caller says ({problems[0]}). {_PAGE} says what to close."
         )
 
 

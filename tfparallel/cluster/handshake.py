@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 HELLO_BYTES = 1 << 16
-_ANSWER_BYTES = 1 << 28  # Of one who has proved: 1,000 hosts with 64 workers take half a MiB.
+_ANSWER_BYTES = 1 << 26  # The addresses of 1,000 hosts with 64 workers take half a MiB.
 _CHUNK_BYTES = 1 << 16
 _MAX_WORD = 64
 _PROOF_BYTES = 64  # Of hexadecimal digits.
