@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 
+import psutil
 import pytest
 
 from tests.cluster.processes import wait_for
@@ -206,24 +207,35 @@ def test_too_few_hosts_are_waited_for_and_told(start, tmp_path):
     assert "--nnodes=2:2 requires 2" in launchers[1].said
 
 
-def test_who_waits_is_told_that_the_job_has_ended(start, tmp_path):
+def until_it_waits(launcher, endpoint):
+    """Until it has called at the endpoint, and a moment longer."""
+    port = int(endpoint.rpartition(":")[2])
+
+    def has_called():
+        connections = psutil.Process(launcher.process.pid).net_connections("tcp")
+        return any(each.raddr and each.raddr.port == port for each in connections)
+
+    wait_for(has_called, "a call")
+    with pytest.raises(queue.Empty):
+        launcher._lines.get(timeout=0.5)
+
+
+def test_who_waits_is_told_that_the_job_has_ended(start, endpoint, tmp_path):
     running = start("1:1", WORK, tmp_path)
     running.until("worker 0 of 1")
     waiting = start("1:1", WORK, tmp_path)
-    with pytest.raises(queue.Empty):
-        waiting._lines.get(timeout=1)
+    until_it_waits(waiting, endpoint)
     (tmp_path / "end").touch()
     assert running.end() == waiting.end() == 0
     assert "the job has ended" in waiting.said and "worker" not in waiting.said
 
 
 @pytest.mark.slow
-def test_who_waits_takes_the_place_of_one_that_is_lost(start, tmp_path):
+def test_who_waits_takes_the_place_of_one_that_is_lost(start, endpoint, tmp_path):
     launchers = [start("2:2", WORK, tmp_path) for _ in range(2)]
     places(launchers, of=2, attempt=0)
     spare = start("2:2", WORK, tmp_path)
-    with pytest.raises(queue.Empty):
-        spare._lines.get(timeout=1)
+    until_it_waits(spare, endpoint)
     launchers[1].process.kill()
     assert places([launchers[0], spare], of=2, attempt=1) == [0, 1]
 
