@@ -2,13 +2,17 @@
 
 import ast
 import pathlib
+import socket
 from collections.abc import Iterator
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfparallel
+from tfparallel.cluster.loopback import loopback_only
+from tfparallel.cluster.ports import free_ports
 from tfparallel.seams.keras import LEAVES_TRAINING
 from tfparallel.seams.tensorflow import ResourceVariable
 
@@ -86,3 +90,25 @@ def test_what_a_call_without_training_is_called_with():
     seen.clear()
     model(np.zeros((1, 1)), training=True)
     assert seen == [not LEAVES_TRAINING] * 2
+
+
+def cuts_off_devices():
+    """Whether a socket may be bound to a device: on Linux 5.7, or as root."""
+    try:
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.skipif(not cuts_off_devices(), reason="only root may bind a socket to a device here")
+def test_tensorflows_server_is_bound_to_the_loopback():
+    """It shares its port with the sockets that guard it, if its variable says so."""
+    (port,) = free_ports(1)
+    cluster = tf.train.ClusterSpec({"worker": [f"127.0.0.1:{port}"]})
+    with loopback_only(port) as problems:
+        server = tf.distribute.Server(cluster, job_name="worker", task_index=0, start=False)
+    assert problems == []
+    with socket.create_connection(("127.0.0.1", port), 5):
+        del server
