@@ -18,10 +18,13 @@ References:
     2005.
 """
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
+import os
 import types
+from collections.abc import Iterator
 
 __all__ = [
     "MPICH_ALGORITHMS",
@@ -46,6 +49,7 @@ _ALGORITHM_VARIABLE = "MPIR_CVAR_IALLREDUCE_INTRA_ALGORITHM"
 _FALLBACK_VARIABLE = "MPIR_CVAR_COLLECTIVE_FALLBACK"
 _RAISE = 0  # Rather than to take another algorithm than the one asked for.
 _THREAD_MULTIPLE = 3
+_MEMORY_EVENTS, _RDMA = "UCX_MEM_EVENTS", "/sys/class/infiniband"
 
 
 def is_installed() -> bool:
@@ -97,7 +101,25 @@ def _module() -> types.ModuleType:
     rc = importlib.import_module("mpi4py").rc
     rc.initialize = False
     rc.finalize = False  # It waits for the others, of which one may be dead.
-    return importlib.import_module("mpi4py.MPI")
+    with _without_memory_events():
+        return importlib.import_module("mpi4py.MPI")
+
+
+@contextlib.contextmanager
+def _without_memory_events() -> Iterator[None]:
+    """Has UCX, below MPICH, not follow each mapping of memory, where it has no use for that.
+
+    It keeps 144 bytes for each until a network card with RDMA reads them; and Python maps memory
+    for each call from a thread of TensorFlow's. UCX reads its environment once, when it is loaded.
+    """
+    if _MEMORY_EVENTS in os.environ or os.path.isdir(_RDMA):
+        yield
+        return
+    os.environ[_MEMORY_EVENTS] = "n"
+    try:
+        yield
+    finally:
+        del os.environ[_MEMORY_EVENTS]
 
 
 class AlgorithmVariable:
