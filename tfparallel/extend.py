@@ -73,6 +73,12 @@ def original_class(instance: Any) -> type:
     return _before(type(instance))
 
 
+def is_own(model: keras.Model, method: str) -> bool:
+    """Whether a method is the user's own and not Keras's: one of the class, or set on the model."""
+    is_of_class = getattr(original_class(model), method) is not getattr(keras.Model, method)
+    return method in vars(model) or is_of_class
+
+
 def _before(original: type) -> type:
     while hasattr(original, "_extended_from"):
         original = original._extended_from

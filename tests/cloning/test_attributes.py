@@ -76,6 +76,31 @@ def test_what_a_layer_closes_over_stays_its_own():
         carry_attributes(source, target)
 
 
+HELD = keras.layers.Identity(name="held")
+
+
+def of_a_bound_method():
+    call = HELD.call
+    return lambda x: call(x)
+
+
+@pytest.mark.parametrize(
+    "act", [lambda x: HELD(x), of_a_bound_method(), lambda x, call=HELD.call: call(x)]
+)
+def test_a_function_that_computes_with_a_layer_belongs_to_it(act):
+    """One that is closed over, or a name of its module."""
+    with pytest.raises(CannotCarry, match="`act` is .*, which belongs to the layer itself"):
+        carry_attributes(Holder(act=act), Holder(act=None))
+
+
+def test_a_method_that_was_replaced_is_refused():
+    """Story: the clone was given the function, which computed with the weights of the layer."""
+    source = Holder()
+    source.call = lambda x: x * 2
+    with pytest.raises(CannotCarry, match="its method `call` was replaced by <function"):
+        carry_attributes(source, Holder())
+
+
 def test_a_variable_that_the_copy_does_not_have():
     with pytest.raises(CannotCarry, match="`count` is a `tf.Variable` that the clone does not"):
         carry_attributes(Holder(count=tf.Variable(1.0)), Holder())

@@ -16,6 +16,7 @@ from tests.comparison import seeded, state_of
 from tfparallel.layers import softmax_loss
 from tfparallel.layers.parts import Parts
 from tfparallel.layers.softmax_loss import cross_entropy
+from tfparallel.layers.split_plan import plan
 from tfparallel.layers.variable import SplitVariable, parts_of
 from tfparallel.placement.audit import device_of, short
 
@@ -161,6 +162,17 @@ def test_what_is_split():
     found = split(attention, 3)
     assert found["attend"] == "heads" and "grouped" not in found
     assert [kind for name, kind in found.items() if name.startswith("dense")] == ["column", "row"]
+
+
+def test_a_layer_whose_call_was_replaced_is_left_in_place():
+    """Story: the function was given parts, which only ours can read."""
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(6, name="a"), layers.Dense(6, name="b")]
+    )
+    layer = model.get_layer("b")
+    call = layer.call
+    layer.call = lambda x: 2.0 * call(x)
+    assert plan(model, 2) == {"a": "column, gathered"}
 
 
 def two_layers():

@@ -17,6 +17,32 @@ def make_variable():
     return keras.Variable([1.0, 2.0], name="state")
 
 
+class Doubles(keras.Model):
+    """A functional model with a `call` of its own, which no stage would make."""
+
+    def call(self, x):
+        return 2.0 * super().call(x)
+
+
+def replaced():
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(3)])
+    call = model.call
+    model.call = lambda x, **options: 2.0 * call(x, **options)
+    return model
+
+
+def doubles():
+    inputs = keras.Input((2,))
+    return Doubles(inputs, layers.Dense(3)(inputs))
+
+
+@pytest.mark.parametrize("build", [doubles, replaced])
+def test_a_call_of_the_models_own_is_refused(build):
+    """Story: a pipeline left it out, silently."""
+    with pytest.raises(PlacementError, match="calls of a model's graph.*Received: `call`"):
+        check_state(build(), None)
+
+
 def test_a_write_that_is_allowed_is_made_at_once(variable):
     with PassScope({id(variable): variable}, is_recomputed=False):
         variable.assign([3.0, 4.0])

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.shard import count_rows
-from tfparallel.extend import original_class
+from tfparallel.extend import is_own
 from tfparallel.step.loss import call_with
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
@@ -82,7 +82,7 @@ class WorkerStep:
         """The loss of the batch, and that of each output where it is logged."""
         model, values = self._model, []
         compiled = model._compile_loss
-        if compiled is None or original_class(model).compute_loss is not keras.Model.compute_loss:
+        if compiled is None or is_own(model, "compute_loss"):
             return model._compute_loss(x, y, outputs, sample_weight, training=True), values
 
         def noting(loss):

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.extend import extended_attributes
+from tfparallel.extend import extended_attributes, original_class
 
 __all__ = ["CannotCarry", "carry_attributes", "same"]
 
@@ -62,6 +62,11 @@ def carry_attributes(source: Any, target: Any) -> None:
         elif isinstance(value, tf.Variable):
             _assign(name, value, copy)
         elif _is_value(value) and not same(value, copy):
+            if callable(value) and _is_method(original_class(source), name):
+                raise CannotCarry(
+                    f"its method `{name}` was replaced by {value!r}, which computes with the layer "
+                    "itself"
+                )
             if _holds_layer(value):
                 raise CannotCarry(f"`{name}` is {value!r}, which belongs to the layer itself")
             setattr(target, name, value)
@@ -94,6 +99,11 @@ def same(value: Any, other: Any) -> bool:
         return False
 
 
+def _is_method(cls, name) -> bool:
+    """Whether a class has a method of this name, which says what the layer does and not holds."""
+    return callable(getattr(cls, name, None)) and not name.endswith("_config")
+
+
 def _is_value(value) -> bool:
     """Whether this module knows how to compare it, and so may hand it on."""
     if isinstance(value, keras.KerasTensor):
@@ -115,15 +125,21 @@ def _holds_layer(value) -> bool:
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, keras.Layer) or _has_variables(value.__self__)
     if isinstance(value, functools.partial):
-        held = [value.func, *value.args, *value.keywords.values()]
-        return any(isinstance(each, keras.Layer | keras.Variable) for each in held)
+        return any(map(_is_layer_or_holds_one, (value.func, *value.args, *value.keywords.values())))
     if isinstance(value, types.FunctionType):
-        return any(isinstance(each, keras.Layer | keras.Variable) for each in _closed_over(value))
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        held = (*_closed_over(value), *_globals_of(value), *defaults)
+        return any(map(_is_layer_or_holds_one, held))
     if isinstance(value, dict):
         return any(map(_holds_layer, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
         return any(map(_holds_layer, value))
     return isinstance(value, _BY_CONFIG) and _has_variables(value)
+
+
+def _is_layer_or_holds_one(value) -> bool:
+    is_bound = isinstance(value, types.MethodType)
+    return isinstance(value, keras.Layer | keras.Variable) or (is_bound and _holds_layer(value))
 
 
 def _has_variables(value) -> bool:
@@ -166,6 +182,12 @@ def _same_functions(value, other) -> bool:
     ]
     # What is no value, such as `self`, is each function's own.
     return all(same(*pair) for pair in pairs if _is_value(pair[0]))
+
+
+def _globals_of(function) -> list:
+    """The values of the names that a function reads in its module, as far as it has them now."""
+    names, scope = function.__code__.co_names, function.__globals__
+    return [scope[name] for name in names if name in scope]
 
 
 def _closed_over(function) -> list:

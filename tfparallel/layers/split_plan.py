@@ -11,9 +11,9 @@ Walked in the order of the layers:
     convolutions and pooling, if so asked   height: rows of the picture (`spatial_plan.py`)
 
 A column whose parts nobody can use hands its output on whole. A layer that is called more than
-once, or belongs to a class of the user's own, is left in place; so is one that adds a loss for its
-activity, has LoRA or is quantized, or holds a layer of which that is true. What is asked for, in
-the call or by the class as which a layer was written, is done or refused.
+once, has a `call` of the user's own or belongs to a class of theirs, is left in place; so is one
+that adds a loss for its activity, has LoRA or is quantized, or holds a layer of which that is true.
+What is asked for, in the call or by the class as which a layer was written, is done or refused.
 """
 
 from collections.abc import Collection, Mapping
@@ -286,8 +286,9 @@ def _count(layer) -> int | None:
 
 
 def _is_plain(layer) -> bool:
-    # Attention hands its activity regularizer on to its projections, which may have LoRA, too.
-    return layer.built and not any(
+    # A `call` that was set on the layer would be given parts. Attention hands its activity
+    # regularizer on to its projections, which may have LoRA, too.
+    return layer.built and "call" not in vars(layer) and not any(
         getattr(inner, "activity_regularizer", None) is not None
         or getattr(inner, "lora_enabled", False)
         or getattr(inner, "quantization_mode", None)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import original_class
+from tfparallel.extend import is_own, original_class
 from tfparallel.placement.stages import PlacementError
 from tfparallel.seams.keras import CompileLoss
 from tfparallel.step.loss import ExampleLosses, NotByPieces, call_with, values_of
@@ -105,7 +105,7 @@ def check_decomposes(model: keras.Model, schedule: str) -> None:
     Raises:
         ValueError: For a `compute_loss` or a loss that reduces in its own way.
     """
-    if original_class(model).compute_loss is not keras.Model.compute_loss:
+    if is_own(model, "compute_loss"):
         raise PlacementError(
             f"schedule={schedule!r} computes the loss of each micro-batch, and a `compute_loss` of "
             f"the user's own may do anything. Received: {original_class(model).__name__}."

@@ -11,11 +11,12 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import shard as shards
+from tfparallel.extend import original_class
 from tfparallel.newer_keras import renormalizes
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.checks import check_activity, check_scales
-from tfparallel.seams.keras import GLOBAL_SEED_GENERATOR, get_global
+from tfparallel.seams.keras import GLOBAL_SEED_GENERATOR, Functional, get_global
 
 __all__ = ["STATEFUL_DRAWS", "PassScope", "check_state", "other_writes", "writable"]
 
@@ -131,11 +132,20 @@ def writable(model: keras.Model, recompute: str) -> dict[int, keras.Variable]:
 
 
 def check_state(model: keras.Model, batch_normalization: str | None) -> None:
-    """Raises if a layer of the model keeps a state that micro-batches change.
+    """Raises if stages that are called on micro-batches would not compute what the model does.
 
     Raises:
-        ValueError: For batch normalization without the choice, and stateful recurrent layers.
+        ValueError: For a `call` of the model's own; for batch normalization without the choice,
+            and stateful recurrent layers.
     """
+    cls = original_class(model)
+    if "call" in vars(model) or cls.call not in (Functional.call, keras.Sequential.call):
+        raise PlacementError(
+            "A pipeline makes the calls of a model's graph, so a `call` of the model's own would "
+            "be left out. A functional or Sequential model with Keras's `call` is required. "
+            f"Received: `call` of model '{model.name}' of class {cls.__name__}. Put what it does "
+            "into layers of the graph, or take `tfparallel.model_parallel`."
+        )
     own = [layer for layer in batch_norms(model) if layer.trainable]
     if own and batch_normalization is None:
         raise PlacementError(

@@ -9,13 +9,13 @@ import tensorflow as tf
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.complete import complete
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
-from tfparallel.extend import extend
+from tfparallel.extend import extend, is_own
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
-from tfparallel.placement.placed_model import PlacedModel, has_own_step
+from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel, move_variables
 
@@ -242,7 +242,7 @@ def seen_model(
 def check_model(model: keras.Model) -> keras.Model:
     """Returns the model if its layers can be placed; says what it lacks otherwise."""
     kind = type(model).__name__
-    if has_own_step(model):
+    if is_own(model, "train_step"):
         raise PlacementError(
             "A custom `train_step` uses a GradientTape, which would run the backward pass on one "
             "device. Keras's own `train_step` is required for placed layers. "

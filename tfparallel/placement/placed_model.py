@@ -178,8 +178,3 @@ def _after_writes(function: Callable) -> Callable:
 def _has_its_variables(layer: keras.Layer) -> bool:
     """Whether a layer makes no more variables; one given as an activation does when called."""
     return layer.built or original_class(layer).build is keras.Layer.build
-
-
-def has_own_step(model: keras.Model) -> bool:
-    """Whether a user's own class says how to train, which only a tape can differentiate."""
-    return original_class(model).train_step is not keras.Model.train_step

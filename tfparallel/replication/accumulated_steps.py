@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfparallel.callbacks import chief_only
 from tfparallel.data.shard import Place
-from tfparallel.extend import attach, original_class
+from tfparallel.extend import attach, is_own
 from tfparallel.notice import notice
 from tfparallel.replication.checks import check_activity
 from tfparallel.replication.noise_scale import NoiseScale
@@ -78,7 +78,7 @@ class AccumulatedSteps(OwnMetrics):
         """Trains the model, as `keras.Model.fit`; an update is of several steps."""
         if not self._accumulates:
             return super().fit(*args, **kwargs)
-        if original_class(self).fit is not keras.Model.fit:
+        if is_own(self, "fit"):
             self._refuse("Keras's own `fit` is required", "a model with a `fit` of its own")
         asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
         asked = {name: value for name, value in asked.items() if name != "self"}
@@ -123,7 +123,7 @@ class AccumulatedSteps(OwnMetrics):
             ValueError: For a step, an optimizer or a layer of such a kind.
         """
         check_activity(self)
-        if original_class(self).train_step is not keras.Model.train_step:
+        if is_own(self, "train_step"):
             what = "a model with a `train_step` of its own"
         elif any(each.gradient_accumulation_steps for each in _with_inner(self.optimizer)):
             what = "an optimizer that accumulates gradients itself"

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.extend import attach, extend, original_class
+from tfparallel.extend import attach, extend, is_own, original_class
 from tfparallel.flight.marks import mark
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -132,7 +132,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
 
     @property
     def _predicts_as_keras(self) -> bool:
-        return original_class(self).predict_step is keras.Model.predict_step
+        return not is_own(self, "predict_step")
 
     @contextlib.contextmanager
     def _keeping_rows(self):
@@ -182,7 +182,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
             build_ahead(self, iterator, data_batch, contextlib.nullcontext())
             return
         checks.check_variables(self, self.strategy, self._made_by_function)
-        if original_class(self).train_step is not keras.Model.train_step:
+        if is_own(self, "train_step"):
             return  # Only the user's step knows what it calls, and what it updates.
         if iterator is not None:
             data_batch = sample_partition.unmarked(types_of_batches(batches_of(iterator)))
@@ -280,8 +280,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
     def _partial_gradients(self):
         # A user's own step may do anything with its gradients, so they are summed at once; Keras's
         # hands them straight to the optimizer.
-        is_kerass = original_class(self).train_step is keras.Model.train_step
-        if not (self._in_train_step and is_kerass) or self._accumulates:
+        if not self._in_train_step or is_own(self, "train_step") or self._accumulates:
             return None
         leaves = optimizer.accumulates(self.optimizer) or sharded_optimizer.sums_in_shares(
             self.optimizer, self._workers

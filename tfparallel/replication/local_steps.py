@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfparallel.callbacks import chief_only
 from tfparallel.data.shard import count_rows
-from tfparallel.extend import attach, original_class
+from tfparallel.extend import attach, is_own
 from tfparallel.replication import sample_partition
 from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics, first_of
 from tfparallel.seams.tensorflow import ResourceVariable
@@ -101,7 +101,7 @@ class LocalSteps(OwnMetrics):
         Raises:
             ValueError: For a step or an optimizer that only the job as a whole has.
         """
-        if original_class(self).train_step is not keras.Model.train_step:
+        if is_own(self, "train_step"):
             what = "a model with a `train_step` of its own"
         elif isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
             what = "a LossScaleOptimizer, of which each worker would have another scale"

@@ -10,7 +10,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import original_class
+from tfparallel.extend import is_own
 from tfparallel.seams.keras import batches_of
 
 __all__ = ["build_ahead", "types_of_batches"]
@@ -27,13 +27,13 @@ def build_ahead(model: keras.Model, iterator, data_batch, scope) -> None:
     """Builds a compiled model's loss, metrics and optimizer, if Keras can without a step.
 
     Args:
-        model: The model; nothing is done of one whose class has a `train_step` of its own, which
-            alone knows what it calls.
+        model: The model; nothing is done of one with a `train_step` of its own, which alone
+            knows what it calls.
         iterator: Keras's, of the batches, of which none is taken; or None.
         data_batch: A batch, where there is no iterator.
         scope: A context in which the variables are made.
     """
-    if original_class(model).train_step is not keras.Model.train_step:
+    if is_own(model, "train_step"):
         return
     if iterator is not None:
         data_batch = types_of_batches(batches_of(iterator))

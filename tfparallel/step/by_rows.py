@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import keras
 
-from tfparallel.extend import original_class
+from tfparallel.extend import is_own, original_class
 from tfparallel.seams.keras import accuracy_metrics
 from tfparallel.seams.keras import losses as keras_losses
 from tfparallel.seams.keras import metrics as keras_metrics
@@ -53,9 +53,8 @@ def why_not_by_rows(model: keras.Model) -> str | None:
     Args:
         model: A compiled model, its loss and metrics built.
     """
-    own = original_class(model)
     for method in ("train_step", "test_step", "compute_loss", "compute_metrics"):
-        if method in vars(model) or getattr(own, method) is not getattr(keras.Model, method):
+        if is_own(model, method):
             return f"`{method}` is the user's own"
     return next(_reasons(model), None)
 
