@@ -490,3 +490,48 @@ def test_synchronized_batch_norm_is_exact_in_a_custom_loop(strategy):
     three = normalized_loop(strategy, synchronized=True)
     for expected, received in zip(one, three, strict=True):
         np.testing.assert_allclose(received, expected, rtol=1e-9, atol=1e-12)
+
+
+# --- an optimizer that the strategy does not know -----------------------------------------------
+
+
+def loop_of_optimizer(strategy, optimizer, is_reduced):
+    """A step with an optimizer as it is, on weights of the strategy."""
+    with strategy.scope():
+        weight = keras.Variable(np.ones(3))
+
+    def step():
+        gradients = [tf.ones(3, tf.float64)]
+        if is_reduced:
+            gradients = tfparallel.reduce_gradients(gradients)
+        optimizer.apply(gradients, [weight])
+
+    return weight, lambda: strategy.run(step)
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_an_optimizer_made_outside_the_scope_is_refused(strategy, is_distributed, is_built):
+    # TensorFlow said "Mixing different tf.distribute.Strategy objects". Of one that was built, each
+    # replica updated the same slots, in silence.
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    if is_distributed:
+        optimizer = tfparallel.distribute_optimizer(optimizer)
+    weight, step = loop_of_optimizer(strategy, optimizer, is_distributed)
+    if is_built:
+        optimizer.build([weight])
+    with pytest.raises(ValueError, match="was made outside the scope.*Received.*Make it within"):
+        step()
+
+
+def test_slots_made_outside_the_scope_are_made_again_with_their_values(strategy):
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    weight, step = loop_of_optimizer(strategy, optimizer, True)
+    optimizer.build([weight])
+    optimizer.variables[-1].assign(np.arange(3.0))
+    with strategy.scope():
+        tfparallel.distribute_optimizer(optimizer)
+    step()  # Three replicas, a gradient of 1 each.
+    momentum = 0.9 * np.arange(3) - 0.1 * 3
+    np.testing.assert_allclose(optimizer.variables[-1].numpy(), momentum)
+    np.testing.assert_allclose(weight.numpy(), 1 + momentum)

@@ -83,3 +83,49 @@ def test_the_step_leaves_the_terms_with_the_optimizer_that_takes_them(monkeypatc
         assert seen == [{id(variable): len(THREE) for variable in model.trainable_variables}]
         assert not optimizer.pending_terms
     assert first.pending_terms is not second.pending_terms
+
+
+# --- built before training ---------------------------------------------------------------------
+
+
+def build_small():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize("form", [tfparallel.data_parallel, tfparallel.tensor_parallel])
+def test_an_optimizer_of_another_model_is_refused(form):
+    # Keras's own "Unknown variable" came in the first step.
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(build_small().trainable_variables)
+    model = form(build_small, devices=THREE[:2])
+    with pytest.raises(ValueError, match="'adam' was built for other weights.*Received: 2 weights"):
+        model.compile(optimizer, "mse")
+
+
+def test_slots_of_whole_weights_are_shared_out():
+    model = tfparallel.data_parallel(build_small, devices=THREE, shard_optimizer=True)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    momentum = np.arange(8.0).reshape(4, 2)
+    optimizer.variables[-2].assign(momentum)
+    model.compile(optimizer, "mse")
+    saved = {}
+    optimizer.save_own_variables(saved)
+    np.testing.assert_array_equal(saved["2"], momentum)
+    assert optimizer.variables[-2].shape == (2, 2)  # Of 4 rows each replica has at most 2.
+
+
+class KeepsMore(keras.optimizers.SGD):
+    """Has a variable from the beginning, which `build` does not make."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.calls = self.add_variable((), name="calls")
+
+
+def test_an_optimizer_that_makes_other_variables_again_is_refused():
+    model = tfparallel.data_parallel(build_small, devices=THREE)
+    optimizer = KeepsMore(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    with pytest.raises(ValueError, match="Received: 5 variables, and 4 when it was built again"):
+        model.compile(optimizer, "mse")

@@ -27,7 +27,8 @@ from tfparallel.placement.copies import (
     replica_at_work,
     send_first,
 )
-from tfparallel.placement.optimizer import place_updates, wrapped_by
+from tfparallel.placement.optimizer import place_updates
+from tfparallel.step.built_optimizer import wrapped_by
 
 __all__ = ["in_parts", "update_copies", "updates_alike"]
 

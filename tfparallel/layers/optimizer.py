@@ -25,6 +25,10 @@ class SplitOptimizer(PlacedOptimizer):
 
     def build(self, variables):
         """Makes the slots, each beside its part."""
+        if self.built:
+            return
+        for name in ("_slots_of_parts", "_whole_lists"):  # Of other weights.
+            vars(self).pop(name, None)
         left_out = getattr(self, "_exclude_from_weight_decay", set())
         for variable in variables:
             if isinstance(variable, SplitVariable) and self._var_key(variable) in left_out:

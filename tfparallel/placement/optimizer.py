@@ -14,8 +14,9 @@ import tensorflow as tf
 from tfparallel.extend import extend
 from tfparallel.placement.audit import device_of, device_outside, noting
 from tfparallel.placement.update_order import one_large_update_at_a_time
+from tfparallel.step.built_optimizer import wrapped_by
 
-__all__ = ["place_updates", "wrapped_by"]
+__all__ = ["PlacedOptimizer", "place_updates"]
 
 
 class PlacedOptimizer:
@@ -47,12 +48,6 @@ def place_updates(optimizer: keras.Optimizer) -> None:
     extend(optimizer, PlacedOptimizer)
     for wrapped in wrapped_by(optimizer):
         place_updates(wrapped)
-
-
-def wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    """What an optimizer hands gradients on to."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))
 
 
 @contextlib.contextmanager

@@ -9,13 +9,19 @@ import tensorflow as tf
 
 from tfparallel.checkpoint.streamed import save_streamed
 from tfparallel.data.shard import count_rows
-from tfparallel.extend import original_class
+from tfparallel.extend import attach, original_class
 from tfparallel.flight.marks import mark
 from tfparallel.placement.gradients import gradients
-from tfparallel.placement.optimizer import place_updates
+from tfparallel.placement.optimizer import PlacedOptimizer, place_updates
 from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
 from tfparallel.step.ahead import build_ahead
+from tfparallel.step.built_optimizer import (
+    build_again,
+    check_known,
+    prepare_built,
+    trained_by,
+)
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.xla import compiled_if
 from tfparallel.strategies.writes import after_writes
@@ -26,14 +32,34 @@ __all__ = ["PlacedModel"]
 class PlacedModel(OneStep):
     """Extends a functional or Sequential model of placed layers."""
 
+    _built_by_compile: keras.Optimizer | None = None  # Which the user has not built before.
+
     def compile(self, *args, **kwargs):
         """Compiles the model, as `keras.Model.compile`; the slots are made beside their weights."""
         super().compile(*args, **kwargs)
         if self.optimizer is not None:
+            check_known(self)
+            self._prepare_optimizer()
+
+    def _prepare_optimizer(self):
+        """Has the optimizer update weights where they are, and makes its slots.
+
+        Those that no step has used are made again where other weights are trained by now.
+        """
+        optimizer = self.optimizer
+        if isinstance(optimizer, PlacedOptimizer):
             self._place_updates()
-            is_whole = all(map(_has_its_variables, self._flatten_layers()))
-            if is_whole and not self.optimizer.built and self.trainable_variables:
-                self.optimizer.build(self.trainable_variables)
+        else:
+            prepare_built(optimizer, self._place_updates)
+        weights = self.trainable_variables
+        if not weights or not all(map(_has_its_variables, self._flatten_layers())):
+            return
+        if not optimizer.built:
+            optimizer.build(weights)
+            attach(self, _built_by_compile=optimizer)
+        elif self._built_by_compile is optimizer and not int(optimizer._iterations):
+            if trained_by(optimizer).keys() != {id(weight) for weight in weights}:
+                build_again(optimizer, weights)
 
     def _place_updates(self):
         place_updates(self.optimizer)
@@ -66,11 +92,15 @@ class PlacedModel(OneStep):
             return super().predict(*args, **kwargs)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        if self.optimizer is not None and self.train_function is None:
+            self._prepare_optimizer()
         build_ahead(self, iterator, data_batch, self._beside_the_loss())
         self._tell_callbacks(iterator)
 
     def make_train_function(self, force=False):
         """Builds the step of `fit`, which waits for what was written eagerly before it."""
+        if force or self.train_function is None:
+            check_known(self)
         super().make_train_function(force)
         self.train_function = _after_writes(self.train_function)
         return self.train_function

@@ -21,6 +21,7 @@ from tfparallel.collectives.in_replica import all_gather, all_reduce
 from tfparallel.extend import extend
 from tfparallel.replication import optimizer as optimizers
 from tfparallel.strategies import keras_trainer
+from tfparallel.strategies.program import ProgramStrategy
 
 
 @tf.autograph.experimental.do_not_convert  # Which looks at its callers' frames, and has no branch.
@@ -155,7 +156,7 @@ def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
     `reduce_gradients` returns and updates every replica's copies exactly as on one device.
 
     Args:
-        optimizer: A Keras optimizer, created under the strategy's scope.
+        optimizer: A Keras optimizer; it, or this call, must be under the strategy's scope.
 
     Returns:
         The same object, its class extended.
@@ -177,10 +178,11 @@ def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
             f"{optimizer!r} (of type {type(optimizer).__name__}). Pass, for example, "
             "`keras.optimizers.Adam()`."
         )
-    if tf.distribute.has_strategy():
-        optimizers.prepare(optimizer, tf.distribute.get_strategy())
-    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizers.prepare(optimizer, optimizer._distribution_strategy)
+    is_within = tf.distribute.has_strategy()
+    strategy = tf.distribute.get_strategy() if is_within else optimizer._distribution_strategy
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if is_within or is_scaled or isinstance(strategy, ProgramStrategy):
+        optimizers.prepare(optimizer, strategy)
     return extend(optimizer, DistributedOptimizer)
 
 
@@ -193,6 +195,7 @@ class DistributedOptimizer:
         """Applies gradients that `reduce_gradients` returned."""
         if tf.distribute.in_cross_replica_context() or not tf.distribute.has_strategy():
             return super().apply(grads, trainable_variables)
+        keras_trainer.refuse_made_outside(self, tf.distribute.get_strategy())
         _refuse_unreduced(self, grads)
         apply = super().apply
 

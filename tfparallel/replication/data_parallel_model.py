@@ -32,6 +32,7 @@ from tfparallel.replication.replicated_layer import ReplicatedLayer
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.seams.keras import batches_of
 from tfparallel.step.ahead import build_ahead, types_of_batches
+from tfparallel.step.built_optimizer import check_known
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
@@ -76,6 +77,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
             super().compile(*args, **kwargs)
         checks.check_compile(self, strategy)
         checks.check_variables(self, strategy, self._made_by_function)
+        check_known(self)
         extend_parts(self)
         return None
 
@@ -182,6 +184,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
             build_ahead(self, iterator, data_batch, contextlib.nullcontext())
             return
         checks.check_variables(self, self.strategy, self._made_by_function)
+        if self.train_function is None:
+            extend_parts(self)  # Before an optimizer is built that was set since `compile`.
         if is_own(self, "train_step"):
             return  # Only the user's step knows what it calls, and what it updates.
         if iterator is not None:
@@ -191,6 +195,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
 
     def make_train_function(self, force=False):
         """Traces a step; by now the model is built."""
+        if force or self.train_function is None:
+            check_known(self)
         self._choose_all_reduce()
         self._make_ahead()
         if self.strategy is None and self.built and self.optimizer and not self.optimizer.built:
@@ -329,6 +335,7 @@ def extend_model(
         object.__setattr__(model, "_distribute_strategy", strategy)
         checks.check_model(model, strategy)
         checks.check_compile(model, strategy)
+        check_known(model)
         extend_parts(model)
     return model
 

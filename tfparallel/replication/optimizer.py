@@ -18,10 +18,10 @@ import tensorflow as tf
 
 from tfparallel.collectives import replica_sums
 from tfparallel.extend import extend
-from tfparallel.newer_keras import MultiOptimizer
 from tfparallel.replication.checks import check_updated
 from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.seams.tensorflow import PerReplica
+from tfparallel.step.built_optimizer import prepare_built, wrapped_by
 from tfparallel.strategies import keras_trainer, variables
 from tfparallel.strategies.program import ProgramStrategy
 
@@ -205,10 +205,30 @@ def prepare(
     """Makes a Keras optimizer act under `strategy`, in place.
 
     Args:
-        optimizer: Any Keras optimizer, unbuilt or built under the strategy's scope.
+        optimizer: Any Keras optimizer. The slots of one that was built outside the strategy are
+            made again, with their values.
         strategy: The `tfparallel.MirroredStrategy`.
         shard: What makes each replica update its share of the weights; None for whole updates.
     """
+    if not _has_slots_elsewhere(optimizer, strategy):
+        _extend(optimizer, strategy, shard)
+        return
+    with tf.init_scope():
+        prepare_built(optimizer, lambda: _extend(optimizer, strategy, shard))
+        hold_in_first_copy(optimizer)
+
+
+def _has_slots_elsewhere(optimizer, strategy) -> bool:
+    """Whether an optimizer has made slots that the strategy does not hold."""
+    apart = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    return any(
+        getattr(variable.value, "distribute_strategy", None) is not strategy
+        for variable in optimizer._variables
+        if optimizer.built and id(variable) not in apart
+    ) or any(_has_slots_elsewhere(inner, strategy) for inner in wrapped_by(optimizer))
+
+
+def _extend(optimizer, strategy, shard) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         extend(optimizer, ScaledProgramOptimizer)
     elif optimizer.gradient_accumulation_steps:
@@ -220,17 +240,8 @@ def prepare(
     if shard is not None:
         shard(optimizer)
     object.__setattr__(optimizer, "_distribution_strategy", strategy)
-    for inner in _wrapped_by(optimizer):
-        prepare(inner, strategy, shard)
-
-
-def _wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
-    """The optimizers that do the work of a loss-scaling one, or of one that shares it out."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return [optimizer.inner_optimizer]
-    if isinstance(optimizer, MultiOptimizer):
-        return list(optimizer.optimizers)
-    return []
+    for inner in wrapped_by(optimizer):
+        _extend(inner, strategy, shard)
 
 
 def accumulates(optimizer) -> bool:

@@ -412,9 +412,3 @@ def check_shardable(optimizer: keras.Optimizer) -> None:
             f"{optimizer.gradient_accumulation_steps}. Take "
             f"sync='accumulate:{optimizer.gradient_accumulation_steps}' in its place."
         )
-    if optimizer.built:
-        raise ValueError(
-            "Under shard_optimizer=True an optimizer makes its slots in shares. One that is not "
-            f"built is required. Received: a {cls.__name__} with slots of whole weights. Compile "
-            "the model with a new optimizer, or pass the compiled model to the builder."
-        )

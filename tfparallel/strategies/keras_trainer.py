@@ -29,6 +29,16 @@ _PASSED = ("keras", "tensorflow", "tfparallel", "contextlib", "functools", "optr
 # What an optimizer does to a gradient before the update, and must do after the reduction.
 _BEFORE_UPDATE = ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps")
 
+# Of an optimizer in a custom loop.
+MADE_OUTSIDE = (
+    "The optimizer of a custom loop was made outside the scope of the strategy that runs the step. "
+    "One that belongs to the strategy is required."
+)
+MAKE_WITHIN = (
+    "Make it within `with strategy.scope():`, or write `optimizer = "
+    "tfparallel.distribute_optimizer(optimizer)` there."
+)
+
 # The replicas, of one `strategy.run` each, in which Keras has divided a loss by their number.
 _replicas_with_divided_losses = weakref.WeakSet()
 
@@ -44,15 +54,30 @@ def compiling_model() -> keras.Model | None:
     return model if model is not None and model.compiled else None
 
 
-def refuse_unprepared_optimizer() -> None:
-    """Raises if a Keras optimizer is calling that clips or accumulates a replica's own gradient.
+def refuse_made_outside(optimizer: keras.Optimizer, strategy) -> None:
+    """Raises if an optimizer that updates in a replica belongs to another strategy, or to none.
 
     Raises:
-        ValueError: For an optimizer that was not prepared by `tfparallel.distribute_optimizer`.
+        ValueError: Since each replica would update the same slots.
+    """
+    if optimizer._distribution_strategy is not strategy:
+        raise ValueError(f"{MADE_OUTSIDE} Received: {type(optimizer).__name__}. {MAKE_WITHIN}")
+
+
+def refuse_unprepared_optimizer(strategy) -> None:
+    """Raises if a Keras optimizer is calling whose update would not be one device's.
+
+    Args:
+        strategy: The one under which it updates.
+
+    Raises:
+        ValueError: For an optimizer that was made outside the scope; or that clips or accumulates a
+            replica's own gradient, and was not prepared by `tfparallel.distribute_optimizer`.
     """
     optimizer = _caller(OPTIMIZER_MODULE, keras.Optimizer)
     if optimizer is None or getattr(optimizer, "is_distributed", False):
         return
+    refuse_made_outside(optimizer, strategy)
     received = {
         name: getattr(optimizer, name) for name in _BEFORE_UPDATE if getattr(optimizer, name, None)
     }

@@ -31,6 +31,9 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.strategies import distributed_data, keras_trainer, variables
 
 
+_OF_ANOTHER_STRATEGY = "Mixing different tf.distribute.Strategy objects"
+
+
 class ProgramExtended:
     """Mixed into a `MirroredExtended`: this package's variables, and optimizers in a program."""
 
@@ -42,7 +45,7 @@ class ProgramExtended:
             and tf.distribute.in_cross_replica_context()
         )
         if not in_program:
-            keras_trainer.refuse_unprepared_optimizer()
+            keras_trainer.refuse_unprepared_optimizer(self._container_strategy())
         return not in_program and super()._use_merge_call()
 
     def _create_variable(self, next_creator, **kwargs):
@@ -208,7 +211,17 @@ class ProgramStrategy:
             self.extend_model(model)
             with self.program():
                 return fn(*distributed_data.joined(args), **(kwargs or {}))
-        return super().run(fn, args, kwargs, options)
+        try:
+            return super().run(fn, args, kwargs, options)
+        except RuntimeError as error:
+            # What TensorFlow says of slots that an optimizer of no strategy makes in a replica.
+            said = str(error).rpartition(_OF_ANOTHER_STRATEGY)[1:]
+            if not said[0]:
+                raise
+            raise ValueError(
+                f"{keras_trainer.MADE_OUTSIDE} Received: {''.join(said)}. "
+                f"{keras_trainer.MAKE_WITHIN}"
+            ) from error
 
     def experimental_distribute_dataset(self, dataset, options=None):
         """Distributes a data set; Keras, whose steps run as programs, gets global batches."""

@@ -282,6 +282,73 @@ CASES += [
 ]
 
 
+def restored():
+    """A built optimizer with the state of another training."""
+
+    def restore(optimizer, weights):
+        optimizer.build(weights)
+        state = {}
+        optimizer.save_own_variables(state)
+        for name, value in state.items():
+            if value.ndim:  # Slots; the rest are the number of steps and the rate.
+                state[name] = 0.01 * np.cos(np.arange(value.size)).reshape(value.shape) ** 2
+        optimizer.load_own_variables(state)
+        optimizer.iterations.assign(3)
+
+    return keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=5), restore
+
+
+def built_before_compile(form, case):
+    """The optimizer is built, and a state restored, outside of any scope; then `compile`."""
+    model = form.make(case.build)
+    optimizer, restore = restored()
+    restore(optimizer, model.trainable_variables)
+    form.compile(model, compiled(lambda: optimizer))
+    return observe(model, model.fit(**fit_arguments(case)).history)
+
+
+def set_after_compile(form, case):
+    """`model.optimizer = …` puts another optimizer in the compiled one's place."""
+    model = form.model(case)
+    optimizer, restore = restored()
+    restore(optimizer, model.trainable_variables)
+    model.optimizer = optimizer
+    return observe(model, model.fit(**fit_arguments(case)).history)
+
+
+def thawed_after_compile(form, case):
+    """A layer is frozen while the model is compiled, and another one while it trains."""
+    model = form.make(case.build)
+    first, last = model.layers[0], model.layers[-1]
+    first.trainable = False
+    form.compile(model, case.compile)
+    first.trainable, last.trainable = True, False
+    return observe(model, model.fit(**fit_arguments(case)).history)
+
+
+CASES += [
+    case(
+        GROUP,
+        "an optimizer that was built, and given a state, before training",
+        "optimizer built before compile",
+        train=built_before_compile,
+    ),
+    case(
+        GROUP,
+        "an optimizer that was built, and given a state, before training",
+        "optimizer set after compile",
+        train=set_after_compile,
+    ),
+    case(
+        GROUP,
+        "a layer frozen or thawed between `compile` and `fit`",
+        "thawed after compile",
+        train=thawed_after_compile,
+        fit={"epochs": 2},
+    ),
+]
+
+
 def saved_and_loaded(form, case):
     """Saves after training, loads in plain Keras, and trains on there."""
     with tempfile.TemporaryDirectory() as directory:

@@ -1,0 +1,118 @@
+"""Optimizers that were built before they were prepared for a form, and what they know.
+
+Keras builds an optimizer in the first step. Whoever restores a state builds it before, and its
+slots then lie where plain Keras puts them: once, whole, on the first device. A form needs them
+beside their weights, so they are made again, with the same values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from tfparallel.extend import original_class
+
+__all__ = ["build_again", "check_known", "prepare_built", "trained_by", "wrapped_by"]
+
+
+def wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
+    """What an optimizer hands gradients on to."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))
+
+
+def trained_by(optimizer: keras.Optimizer | None) -> dict[int, keras.Variable]:
+    """The weights that an optimizer was built for, by their id: wholes, of parts and of shares."""
+    found = {}
+    for variable in getattr(optimizer, "_trainable_variables", ()):
+        variable = getattr(variable, "_sharded", variable)
+        variable = getattr(variable, "_whole", variable)
+        found[id(variable)] = variable
+    return found
+
+
+def prepare_built(optimizer: keras.Optimizer, prepare: Callable[[], None]) -> None:
+    """Prepares an optimizer for a form; what it has built it builds again there, with its values.
+
+    Args:
+        optimizer: One that is built or not, or wraps others that are.
+        prepare: Prepares it, in place, as if nothing were built.
+
+    Raises:
+        ValueError: If it does not make the same variables again.
+    """
+    built = [(each, _values(each), trained_by(each)) for each in _outermost_built(optimizer)]
+    for each, _, _ in built:
+        _forget_slots(each)
+    prepare()
+    for each, values, weights in built:
+        each.build(list(weights.values()))
+        _load(each, values)
+
+
+def _outermost_built(optimizer) -> list[keras.Optimizer]:
+    """Itself, or those that it wraps: Keras wraps a built one to scale the loss."""
+    if optimizer.built:
+        return [optimizer]
+    return [each for inner in wrapped_by(optimizer) for each in _outermost_built(inner)]
+
+
+def _values(optimizer) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    optimizer.save_own_variables(values)
+    return values
+
+
+def _load(optimizer, values) -> None:
+    made = optimizer.variables
+    if len(made) != len(values):
+        raise ValueError(
+            f"Optimizer '{optimizer.name}' was built before its model was compiled, and must make "
+            "its slots again on the devices of the form. An optimizer whose `build` makes all "
+            f"variables but the learning rate is required. Received: {len(values)} variables, and "
+            f"{len(made)} when it was built again. Compile the model with an optimizer that is "
+            "not built."
+        )
+    optimizer.load_own_variables(values)
+
+
+def build_again(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> None:
+    """Builds a prepared optimizer for other weights; its slots begin anew."""
+    _forget_slots(optimizer)
+    optimizer.build(list(weights))
+
+
+def _forget_slots(optimizer) -> None:
+    kept = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    for variable in list(optimizer._variables):
+        if id(variable) not in kept:
+            optimizer._tracker.untrack(variable)
+    optimizer._trainable_variables_indices.clear()
+    optimizer.built = False
+    for inner in wrapped_by(optimizer):
+        _forget_slots(inner)
+
+
+def check_known(model: keras.Model) -> None:
+    """Raises if a model trains a weight that its optimizer was not built for.
+
+    Keras says so too, of a tensor within the step.
+
+    Raises:
+        ValueError: If there is such a weight.
+    """
+    optimizer = getattr(model, "optimizer", None)  # A model that is not compiled has none.
+    if optimizer is None or not optimizer.built:
+        return
+    if original_class(model).train_step is not keras.Model.train_step:
+        return  # What it updates only the user's step knows.
+    known = trained_by(optimizer)
+    unknown = [weight.path for weight in model.trainable_variables if id(weight) not in known]
+    if unknown:
+        weights = "1 weight" if len(unknown) == 1 else f"{len(unknown)} weights"
+        raise ValueError(
+            f"Optimizer '{optimizer.name}' was built for other weights than model '{model.name}' "
+            "trains. An optimizer that is not built, or was built for all of them, is required. "
+            f"Received: {weights} that it does not know, such as {unknown[0]}. Compile the model "
+            "with a new optimizer, after `trainable` is set."
+        )
