@@ -41,6 +41,11 @@ def build_normalized():
     return keras.Sequential([keras.Input((5,)), layers.BatchNormalization(), layers.Dense(3)])
 
 
+def build_spectral():
+    dense = layers.SpectralNormalization(layers.Dense(3))
+    return keras.Sequential([keras.Input((5,)), dense])
+
+
 def data(masked=False):
     random = np.random.default_rng(0)
     if masked:
@@ -369,9 +374,15 @@ def of_the_batch(y, outputs):
         (build_of_two, "sgd", [sum_of_rows(), "mse"], "a loss with reduction='sum' beside others"),
         (build_with_losses, "sgd", sum_of_rows(), "reduction='sum' beside a regularizer"),
         (build_of_two, "sgd", [mean_by_weights(), "mse"], "losses of several outputs with a mask"),
+        # These trained to weights of no batch at all.
+        (build_normalized, "sgd", "mse", "batch normalization, whose moments are of the rows of a"),
+        (build_spectral, "sgd", "mse", "which writes 2 variables when it is called"),
     ],
-    ids=["own step", "accumulates", "joins", "sum beside a mean", "sum and losses", "divisors"],
-)
+    ids=[
+        "own step", "accumulates", "joins", "sum beside a mean", "sum and losses", "divisors",
+        "moments", "state",
+    ],
+)  # fmt: skip
 def test_what_does_not_add_up_is_refused(function, optimizer, loss, message):
     model = tfparallel.data_parallel(function, devices=["CPU:0", "CPU:1"], sync="accumulate:2")
     model.compile(optimizer, loss)

@@ -129,8 +129,8 @@ class AccumulatedSteps(OwnMetrics):
             what = "an optimizer that accumulates gradients itself"
         elif self._sync.grows and len(_with_inner(self.optimizer)) > 1:
             what = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
-        elif self._workers is not None and (layer := self._looks_at_all_rows()) is not None:
-            what = f"batch normalization of all workers' rows, in layer '{layer.name}'"
+        elif (layer := self._looks_at_all_rows()) is not None:
+            what = f"batch normalization, whose moments are of the rows of a step, in '{layer.name}'"
         else:
             return
         self._refuse("Keras's own step, and an update of whole gradients, are required", what)

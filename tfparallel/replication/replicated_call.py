@@ -146,8 +146,12 @@ class ReplicatedCall:
         needed = [needs_gradient([tensor]) for tensor in inputs.floats]
         sources = inputs.floats + [tf.convert_to_tensor(v.value) for v in self._trainable]
         results = call_with_gradient(f"replicated call of {self._layer.name}", forward, sources)
+        scopes = [replica.scope for replica in replicas]
+        is_training = getattr(self._layer, "_in_train_step", False)
+        if is_training and self._layer._accumulates:
+            self._refuse_state(call_state.written(scopes, with_sums=False))
         call_state.combine(
-            [replica.scope for replica in replicas],
+            scopes,
             [replica.shard for replica in replicas],
             self._summed if self._strategy.place is None else self._refuse_state,
         )
@@ -283,16 +287,16 @@ class ReplicatedCall:
         gathered = workers.all_gather(rows, [1] * workers.num_workers)
         return [tf.reduce_sum(each, 0) for each in gathered]
 
-    def _refuse_state(self, terms):
-        if terms:
+    def _refuse_state(self, written):
+        if written:
             raise ValueError(
-                "Workers that accumulate gradients send nothing between two updates, and what a "
-                "layer keeps of the rows of each step would be another on each. Layers without "
-                f"such a state are required. Received: layer '{self._layer.name}', which writes "
-                f"{len(terms)} variables when it is called. Take sync='every_step', with "
-                "`gradient_accumulation_steps` of the optimizer."
+                "Where the gradients of several steps are added up, a layer that changes its state "
+                "in each call does so in each step, and of a larger batch it would once an update. "
+                f"Layers without such a state are required. Received: layer '{self._layer.name}', "
+                f"which writes {len(written)} variables when it is called. Take "
+                "sync='every_step', with `gradient_accumulation_steps` of the optimizer."
             )
-        return terms
+        return written
 
     def _backward(self, replicas, upstream, sources, needed, inputs):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""

@@ -80,6 +80,22 @@ class CallState:
         for name, value in self._thread_state.items():
             set_global(name, value)
 
+    def written(
+        self, scopes: list[ReplicaScope], *, with_sums: bool = True
+    ) -> list[tuple[int, keras.Variable]]:
+        """The variables, by their id, that the replicas wrote and that may differ between them.
+
+        Args:
+            scopes: What each replica wrote.
+            with_sums: Whether those of metrics are among them, to which all rows are added.
+        """
+        return [
+            (key, variable)
+            for key, variable in scopes[0].written.items()
+            if key not in self._equal and variables.is_distributed(variable)
+            if with_sums or key not in self._sums
+        ]
+
     def combine(
         self,
         scopes: list[ReplicaScope],
@@ -93,11 +109,7 @@ class CallState:
             own_shards: Their shards.
             sum_over_workers: Sums tensors over the workers.
         """
-        written = [
-            (key, variable)
-            for key, variable in scopes[0].written.items()
-            if key not in self._equal and variables.is_distributed(variable)
-        ]
+        written = self.written(scopes)
         own_terms = []
         for key, variable in written:
             before = self._sums.get(key)

@@ -30,7 +30,6 @@ from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.strategies import distributed_data, keras_trainer, variables
 
-
 _OF_ANOTHER_STRATEGY = "Mixing different tf.distribute.Strategy objects"
 
 
