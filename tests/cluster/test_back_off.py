@@ -66,7 +66,7 @@ def elastic_job():
         made.append(
             ElasticMeetings(
                 [f"127.0.0.1:{port}"], min_nodes=1, max_nodes=2, timeout_seconds=30,
-                back_off=BackOff(first_seconds=2.0),
+                token="a-token", job="a-job", back_off=BackOff(first_seconds=2.0),
             )
         )  # fmt: skip
         return made[-1]

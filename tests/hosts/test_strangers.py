@@ -15,7 +15,7 @@ from tests.commands.command_line import ROOT
 
 from .network import hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 DEADLINE_SECONDS = 120
 PORTS = (29_561, 29_562)
 PROGRAM = """

@@ -179,8 +179,9 @@ def test_each_call_has_the_training_that_it_has_on_one_device(order, stage_of):
     model(given, training=True)
     expected, Probe.seen = sorted(Probe.seen), []
     values: Values = {id(model.inputs[0]): given}
+    masks = Masks(model, model, [given])
     for stage in cut_stages(model, stage_of, 3):
-        values |= stage.run({key: values[key] for key in stage.inputs})
+        values |= stage.run({key: values[key] for key in stage.inputs}, masks)
     assert sorted(Probe.seen) == expected
 
 
@@ -198,4 +199,4 @@ def test_a_layer_that_leaves_another_training_is_refused():
     model = keras.Model(x, layers.Dense(1, name="b")(Freezing(name="a")(x)))
     stage, _ = cut_stages(model, {"b": 1}, 2)
     with pytest.raises(ValueError, match="Received: layer 'a', which calls a layer of its own"):
-        stage.run({id(model.inputs[0]): np.zeros((2, 3))})
+        stage.run({id(model.inputs[0]): np.zeros((2, 3))}, Masks(model, model, [None]))

@@ -12,7 +12,7 @@ PROGRAM = pathlib.Path(__file__).with_name("many.py")
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", [11, pytest.param(23, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [11, pytest.param(23, marks=pytest.mark.slow)])
 def test_what_is_joined_comes_in_the_order_of_the_workers(number):
     (job,) = run_forked(PROGRAM, [number], ["collectives"])
     workers = list(range(number))
@@ -26,7 +26,7 @@ def test_what_is_joined_comes_in_the_order_of_the_workers(number):
         }
 
 
-@pytest.mark.nightly  # Eleven workers trace the steps, which takes a minute of the processor.
+@pytest.mark.slow  # Eleven workers trace the steps, which takes a minute of the processor.
 def test_eleven_workers_train_to_the_weights_of_one_device():
     ((one,), eleven) = run_forked(PROGRAM, (1, 11), ["training"], timeout_seconds=600)
     for seen in eleven:

@@ -130,7 +130,7 @@ class AccumulatedSteps(OwnMetrics):
         elif self._sync.grows and len(_with_inner(self.optimizer)) > 1:
             what = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
         elif (layer := self._looks_at_all_rows()) is not None:
-            what = f"batch normalization, whose moments are of the rows of a step, in '{layer.name}'"
+            what = f"batch normalization, whose moments are of a step's rows, in '{layer.name}'"
         else:
             return
         self._refuse("Keras's own step, and an update of whole gradients, are required", what)
