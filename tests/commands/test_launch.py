@@ -237,6 +237,16 @@ def test_whatever_a_worker_says_the_launcher_restarts_it(tmp_path):
     assert b"[0] ValueError: no file \\udc80\n" in done.stderr
 
 
+def test_a_full_folder_of_logs_does_not_end_the_job(tmp_path):
+    (tmp_path / "worker_0.log").symlink_to("/dev/full")
+    code, shown, errors = launch([f"--log_dir={tmp_path}"], "print('a'); print('b')")
+    assert (code, shown) == (0, "[0] a\n[0] b\n")
+    assert errors == (
+        f"tfparallel launch: the output is not kept whole in --log_dir={tmp_path} (No space left "
+        "on device)\n"
+    )
+
+
 def test_a_log_is_what_the_worker_wrote(tmp_path):
     code = "import os; os.write(1, bytes(range(256)) * 100); os.write(2, b'no end')"
     done = subprocess.run(

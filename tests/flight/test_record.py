@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.commands.command_line import ROOT
 from tfparallel.flight.record import Event, FlightRecord, path_of, read_record
 
 ABOUT = {"worker": 1, "num_workers": 2, "host": "here", "attempt": 0}
@@ -89,3 +90,21 @@ def test_a_disk_that_is_full_gives_an_error_and_no_signal(tmp_path):
     run = [sys.executable, "-c", program, str(tmp_path / "a.flight")]
     done = subprocess.run(run, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+FULL = """
+import os, resource, sys
+from tfparallel.flight.record import FlightRecord
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    FlightRecord(sys.argv[1] + "/worker_0.flight", {})
+except OSError:
+    print(os.listdir(sys.argv[1]))
+"""
+
+
+def test_a_record_that_has_no_room_leaves_nothing(tmp_path):
+    """Story: half a record, and `trace` refused the whole folder."""
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

@@ -31,6 +31,7 @@ from tfparallel.cluster.standby import Standbys
 from tfparallel.cluster.supervisor import Program, StopRequest, run
 from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
+from tfparallel.cluster.worker_log import WorkerLog
 from tfparallel.commands.culprit import has_lost_another, waited_for, with_errors
 from tfparallel.flight.record import FOLDER, SUFFIX
 
@@ -385,12 +386,20 @@ def _keeping(
     """Returns what keeps each worker's whole output in its file, if that is wanted."""
     if values.log_dir is None:
         return lambda worker, text: None
+
+    told: list[OSError] = []
+
+    def tell(error: OSError) -> None:
+        if not told:
+            say(f"the output is not kept whole in --log_dir={values.log_dir} ({error.strerror})")
+        told.append(error)
+
     suffix = f".restart_{attempt}" if attempt else ""
     logs = {}
     for program in programs:
         name = program.name.replace(" ", "_") or f"worker_{program.worker}"
         path = os.path.join(values.log_dir, f"{name}{suffix}.log")
-        logs[program.worker] = stack.enter_context(open(path, "wb", buffering=0))
+        logs[program.worker] = stack.enter_context(WorkerLog(path, tell))
     return lambda worker, text: logs[worker].write(text)
 
 

@@ -80,11 +80,16 @@ class FlightRecord:
         self._num_events, self._stands = 0, False
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)  # Another may write there yet.
-        with open(self.path, "x+b") as file:
-            # All of it at once: a disk that is full later would end the process by SIGBUS.
-            file.write(bytes(_SIZE))
-            file.flush()
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+        try:
+            with open(self.path, "x+b") as file:
+                # All of it at once: a disk that is full later would end the process by SIGBUS.
+                file.write(bytes(_SIZE))
+                file.flush()
+                self._map = mmap.mmap(file.fileno(), _SIZE)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)  # Half a record would spoil the others of its folder.
+            raise
         self._about = dict(about)
         self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
         self._map[: len(_MAGIC)] = _MAGIC
