@@ -316,12 +316,17 @@ def test_only_ctrl_c_shortens_the_grace(later, code):
 
 
 def test_a_killed_launcher_leaves_nothing(tmp_path):
-    process = start(["--nproc_per_node=2"], STUBBORN_FAMILY, tmp_path)
-    processes = family(tmp_path, 6) + psutil.Process(process.pid).children(recursive=True)
-    assert len(set(processes)) == 10  # With two guardians each.
+    workers, temporary = tmp_path / "workers", tmp_path / "temporary"
+    workers.mkdir(), temporary.mkdir()
+    flags, environment = ["--nproc_per_node=2"], os.environ | {"TMPDIR": str(temporary)}
+    process = start(flags, STUBBORN_FAMILY, workers, env=environment)
+    processes = family(workers, 6) + psutil.Process(process.pid).children(recursive=True)
+    # With two guardians each, and the process that removes the folder of flight records.
+    assert len(set(processes)) == 11 and len(os.listdir(temporary)) == 1
     process.kill()
     process.communicate(timeout=DEADLINE_SECONDS)
     wait_for(lambda: left(processes) == [], "all processes to end")
+    assert os.listdir(temporary) == []
 
 
 @pytest.mark.parametrize("after_seconds", [0.05, 0.1, 0.15, 0.2, 0.3])

@@ -19,7 +19,6 @@ import numbers
 import os
 import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.back_off import RestartBackOff
 from tfparallel.cluster.host_share import host_programs, meet_alone
 from tfparallel.cluster.output import Prefixer
+from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.problems import refusal, shown
 from tfparallel.cluster.screening import Screening
 from tfparallel.cluster.sendable import as_bytes
@@ -109,7 +109,8 @@ def spawn(
         timeout_seconds=timeout_seconds,
     )
     _refuse_inside_a_worker()
-    with tempfile.TemporaryDirectory(prefix="tfparallel_spawn_") as folder:
+    with OwnFolder("tfparallel_spawn_") as own:
+        folder = own.path
         if is_function:
             settings = {"num_devices": num_devices, "device_type": device_type}
             _write_call(folder, function_or_task_file, args, flags, settings)

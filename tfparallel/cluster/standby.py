@@ -17,13 +17,12 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from tfparallel.cluster.guarded import GuardedWorker, Program
+from tfparallel.cluster.own_folder import OwnFolder
 
 __all__ = ["STANDBY", "Standbys", "imports_tfparallel"]
 
@@ -86,7 +85,8 @@ class Standbys:
         self._timer: threading.Timer | None = None
         self._prepares = True
         self._num_taken = 0
-        self._folder = tempfile.mkdtemp(prefix="tfparallel_standby_")
+        self._own = OwnFolder("tfparallel_standby_")
+        self._folder = self._own.path
         self._count = 0
 
     def __enter__(self) -> "Standbys":
@@ -156,7 +156,7 @@ class Standbys:
             waiting = list(self._waiting.values())
             self._waiting.clear()
         _end(waiting)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._own.__exit__()
 
     def _start(self, programs):
         started = {}

@@ -5,9 +5,7 @@ import dataclasses
 import glob
 import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,6 +22,7 @@ from tfparallel.cluster.job_files import job_name_of
 from tfparallel.cluster.listener import LISTEN_ADDR
 from tfparallel.cluster.nodes import NodeMeeting, meet
 from tfparallel.cluster.output import Prefixer
+from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.screening import Screening
@@ -114,28 +113,31 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
         RuntimeError: If the hosts cannot meet.
         StopRequest: If a signal says so.
     """
-    environment, own_folder = dict(os.environ), None
+    environment = dict(os.environ)
     environment[WORKER_ERROR] = "1"
     if values.transport is not None:
         environment[ALL_REDUCE] = values.transport
-    if not environment.get(FOLDER):
-        own_folder = None if values.log_dir else tempfile.mkdtemp(prefix="tfparallel_flight_")
-        environment[FOLDER] = os.path.abspath(values.log_dir or own_folder)
-    code = 1
-    try:
-        ready = Standbys(tell=say) if values.standby else contextlib.nullcontext()
-        with ready as standbys:
-            start = _run_elastic if nodes.is_elastic else _run_with_restarts
-            code = start(values, command, nodes, environment, standbys)
-        return code
-    except StopRequest as request:
-        code = 0 if request.has_saved else 1
-        raise
-    finally:
-        if code and any(glob.iglob(os.path.join(environment[FOLDER], f"*{SUFFIX}"))):
-            say(f"what each worker did last: tfparallel trace {environment[FOLDER]}")
-        elif own_folder:
-            shutil.rmtree(own_folder, ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        own = None
+        if not environment.get(FOLDER) and not values.log_dir:
+            own = stack.enter_context(OwnFolder("tfparallel_flight_"))
+        folder = environment.get(FOLDER) or os.path.abspath(values.log_dir or own.path)
+        environment[FOLDER] = folder
+        code = 1
+        try:
+            ready = Standbys(tell=say) if values.standby else contextlib.nullcontext()
+            with ready as standbys:
+                start = _run_elastic if nodes.is_elastic else _run_with_restarts
+                code = start(values, command, nodes, environment, standbys)
+            return code
+        except StopRequest as request:
+            code = 0 if request.has_saved else 1
+            raise
+        finally:
+            if code and any(glob.iglob(os.path.join(folder, f"*{SUFFIX}"))):
+                say(f"what each worker did last: tfparallel trace {folder}")
+                if own is not None:
+                    own.keep()
 
 
 def _run_with_restarts(values, command, nodes, environment, standbys):
