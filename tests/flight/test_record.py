@@ -108,3 +108,15 @@ def test_a_record_that_has_no_room_leaves_nothing(tmp_path):
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "head", [b"[" * 4000, b"[1]", b'{"worker": "a"}', b'{"worker": 1, "ended": 3}']
+)
+def test_a_damaged_head_is_refused(record, head):
+    record.close()
+    with open(record.path, "r+b") as file:
+        file.seek(32)
+        file.write(head + b"\0")
+    with pytest.raises(ValueError, match="is damaged"):
+        read_record(record.path)

@@ -196,7 +196,12 @@ def read_record(path: str | os.PathLike) -> WorkerRecord:
             f"A flight record of {_SIZE} bytes is required. Received: {os.fspath(path)}, "
             f"{len(data)} bytes that are none, or of another version."
         )
-    names = _json_at(data, _NAMES) or []
+    about, names = _json_at(data, _ABOUT, {}), _json_at(data, _NAMES, [])
+    if not _is_about(about) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            "The head of a flight record says which worker wrote it. Received: "
+            f"{os.fspath(path)}, which is damaged. Remove the file."
+        )
     times = struct.unpack_from(f"<{NUM_MARKS}d", data, _MARKS)
     alive, since, step, what = _STATE.unpack_from(data, _NOW)
     events = []
@@ -207,7 +212,7 @@ def read_record(path: str | os.PathLike) -> WorkerRecord:
         if number and (number - 1) % _NUM_EVENTS == index:
             events.append((number, Event(_text(name), of_step, begin, end)))
     return WorkerRecord(
-        about=_json_at(data, _ABOUT) or {},
+        about=about,
         marks=dict(zip(names, times, strict=False)),
         now=Event(_text(what), step, since, alive),
         stack=_text(data[_NOW + _STATE.size : _EVENTS]),
@@ -215,8 +220,22 @@ def read_record(path: str | os.PathLike) -> WorkerRecord:
     )
 
 
-def _json_at(data, start):
-    return json.loads(data[start : data.index(b"\0", start)] or b"null")
+def _json_at(data, start, empty):
+    text = data[start : data.index(b"\0", start)]
+    try:
+        found = json.loads(text) if text else empty
+    except RecursionError:
+        found = None
+    return found if isinstance(found, type(empty)) else empty
+
+
+def _is_about(about):
+    """Whether what a record says of its worker is of the types that readers compare and show."""
+    kinds = {"worker": int, "num_workers": int, "num_local": int, "started": int | float}
+    kinds |= {"ended_at": int | float, "ended": str, "host": str}
+    return "worker" in about and all(
+        isinstance(about[name], kind) for name, kind in kinds.items() if name in about
+    )
 
 
 def _text(raw):
