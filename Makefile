@@ -48,12 +48,12 @@ demo: $(DEMO_READY)
 # Two processes: what takes long is tracing, which is one thread's work. Of each suite of slow tests
 # (tests/suites.py) a sample that changes with the commit; SAMPLE=WORD takes another one.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --sample$(if $(SAMPLE),=$(SAMPLE))
+	$(BIN)/python -m pytest -n 2 --sample=$(or $(SAMPLE),commit)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-# Every test, but for what `make parity` and `make networks` add: about two hours.
+# Every test but those of `make parity` and `make networks`.
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not parity and not networks"
 

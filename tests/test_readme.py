@@ -20,6 +20,7 @@ def blocks(language):
 
 
 @pytest.mark.slow
+@pytest.mark.fresh_interpreter
 def test_the_example_runs_and_saves_plain_keras(tmp_path):
     (example,) = blocks("python")
     finished = run_python(

@@ -33,7 +33,6 @@ def test_restarts_wait_longer_and_longer():
     assert [back_off.failed(90.0), back_off.failed(0.2)] == [0, 1]  # It had worked for a while.
 
 
-
 def join(meetings):
     """Meets in a thread; a list that holds what it met, once it has."""
     found = []

@@ -24,6 +24,7 @@ def last_logs(printed):
 
 
 @pytest.mark.slow
+@pytest.mark.fresh_interpreter
 def test_the_script_and_its_check_run(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "check.py").write_text(CHECK)

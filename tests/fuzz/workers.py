@@ -79,4 +79,3 @@ def main(folder: str, num_devices: int) -> None:
         if strategy.workers.worker_index == 0:
             with open(os.path.join(folder, "outcomes"), "ab") as file:
                 pickle.dump(worst, file)
-

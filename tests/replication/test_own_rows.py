@@ -189,7 +189,6 @@ def classes():
     return keras.Sequential([keras.Input((3,)), layers.Dense(3, "softmax")])
 
 
-
 def two(regularizer=None):
     def build():
         inputs = keras.Input((3,))

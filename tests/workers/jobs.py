@@ -133,4 +133,3 @@ def _main_of_worker(path, folder, timeout_seconds, num_devices, *arguments):
     result = runpy.run_path(path)["main"](*arguments)
     text = json.dumps(result)
     pathlib.Path(folder, f"{os.environ['RANK']}.json").write_text(text)
-

@@ -5,16 +5,16 @@ import pathlib
 import numpy as np
 import pytest
 
-from .forked import run_forked
+from .jobs import run_workers
 
 PROGRAM = pathlib.Path(__file__).with_name("many.py")
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", [11, pytest.param(23, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [11, 23])
 def test_what_is_joined_comes_in_the_order_of_the_workers(number):
-    (job,) = run_forked(PROGRAM, [number], ["collectives"])
+    job = run_workers(PROGRAM, number, arguments=["collectives"], timeout_seconds=300)
     workers = list(range(number))
     for worker, seen in enumerate(job):
         assert seen == {
@@ -26,9 +26,9 @@ def test_what_is_joined_comes_in_the_order_of_the_workers(number):
         }
 
 
-@pytest.mark.slow  # Eleven workers trace the steps, which takes a minute of the processor.
 def test_eleven_workers_train_to_the_weights_of_one_device():
-    ((one,), eleven) = run_forked(PROGRAM, (1, 11), ["training"], timeout_seconds=600)
+    one, *_ = run_workers(PROGRAM, 1, arguments=["training"], timeout_seconds=300)
+    eleven = run_workers(PROGRAM, 11, arguments=["training"], timeout_seconds=600)
     for seen in eleven:
         assert seen["gathered"] == [list(range(11))] * 2
         np.testing.assert_allclose(seen["losses"], one["losses"], rtol=1e-6)  # float32.
