@@ -75,3 +75,49 @@ def test_of_workers_the_number_of_their_devices(names, line):
     devices = [f"/job:worker/task:{task}/device:{name}" for task in (0, 1) for name in names]
     layout = Layout(Mesh(data=len(devices)), devices, reduction="all-reduce by mpi (MPI)")
     assert replicas_in_words(layout) == f"{line}; gradients: all-reduce by mpi (MPI)"
+
+
+def build_drawing():
+    return keras.Sequential(
+        [
+            keras.Input((4, 3)),
+            layers.Dropout(0.3),
+            layers.GaussianNoise(0.1, name="noise"),
+            layers.GaussianNoise(0.0),
+            keras.Sequential([keras.Input((4, 3)), layers.LSTM(2, dropout=0.2, name="inner")]),
+            layers.Dense(1),
+        ]
+    )
+
+
+def build_dropping():
+    return keras.Sequential([keras.Input((4, 3)), layers.Flatten(), layers.Dropout(0.3)])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda build: tfparallel.data_parallel(build, devices=TWO),
+        lambda build: tfparallel.pipeline_parallel(build, devices=TWO, num_micro_batches=2),
+    ],
+    ids=["data", "pipeline"],
+)
+def test_layers_that_draw_otherwise_are_named_once(form, capsys):
+    x = np.ones((4, 4, 3))
+    model = form(build_drawing)
+    model.compile("sgd", "mse")
+    capsys.readouterr()
+    for _ in range(2):
+        model.fit(x, np.ones((4, 1)), verbose=0)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "random numbers" in line]
+    assert line == (
+        "These layers draw other random numbers than on one device: noise (GaussianNoise), inner "
+        "(LSTM). The same seed gives the same run. `Dropout` layers draw those of one device."
+    )
+
+
+def test_dropout_layers_are_not_named(capsys):
+    model = tfparallel.data_parallel(build_dropping, devices=TWO)
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 4, 3)), np.ones((4, 12)), verbose=0)
+    assert "random numbers" not in capsys.readouterr().err

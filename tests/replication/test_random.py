@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
+import tfparallel
 from tfparallel.data import shard as shards
 from tfparallel.data.partition import row_ranges
 from tfparallel.extend import extend
@@ -119,3 +120,35 @@ def test_keras_alone_draws_one_mask_on_every_replica():
 
     first, second = strategy.experimental_local_results(step())
     np.testing.assert_array_equal(first, second)
+
+
+def of_a_function(build):
+    return tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
+
+
+def of_a_scope(build):
+    with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        return build()
+
+
+@pytest.mark.parametrize("form", [of_a_function, of_a_scope])
+def test_dropout_layers_made_outside_draw_the_masks_of_one_device(form, in_float64):
+    """Their seed had one copy, which the first replica counted up before the second read it."""
+    x = np.random.default_rng(0).normal(size=(7, 4, 3))
+
+    def trained(under):
+        keras.utils.set_random_seed(3)
+        dropped = [keras.layers.SpatialDropout1D(0.4, seed=5), keras.layers.Dropout(0.4, seed=6)]
+
+        def build():
+            hidden = [dropped[0], keras.layers.Flatten(), dropped[1], keras.layers.Dense(2)]
+            return keras.Sequential([keras.Input((4, 3)), *hidden])
+
+        model = under(build)
+        with model.distribute_strategy.scope():
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, x[:, 0, :2], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for weight, wanted in zip(trained(form), trained(lambda build: build()), strict=True):
+        np.testing.assert_allclose(weight, wanted, rtol=1e-12, atol=1e-14)

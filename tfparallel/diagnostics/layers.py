@@ -8,11 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.diagnostics.compare import difference
+from tfparallel.replication.draws import RATES, draws, is_rate
 
 __all__ = ["all_layers", "first_difference", "random_layers", "turn_off_draws"]
-
-# The attributes that say how strongly Keras's random layers draw.
-_RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout", "drop_rate")
 
 Build = Callable[[], keras.Model]
 
@@ -25,7 +23,7 @@ def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 def random_layers(model: keras.Model) -> list[str]:
     """Returns the names of the layers that draw random numbers in training."""
-    return [layer.name for layer in all_layers(model) if _draws(layer)]
+    return [layer.name for layer in all_layers(model) if draws(layer)]
 
 
 def turn_off_draws(model: keras.Model) -> keras.Model:
@@ -38,9 +36,9 @@ def turn_off_draws(model: keras.Model) -> keras.Model:
         The same model.
     """
     for layer in all_layers(model):
-        if not _draws(layer):
+        if not draws(layer):
             continue
-        rates = [name for name in _RATES if _number(getattr(layer, name, None))]
+        rates = [name for name in RATES if is_rate(getattr(layer, name, None))]
         for name in rates:
             setattr(layer, name, 0.0)
         if not rates and getattr(layer, "_call_has_training_arg", False):
@@ -173,22 +171,11 @@ def _added_losses(model: keras.Model, x: Any) -> dict[str, float]:
     return found
 
 
-def _draws(layer: keras.layers.Layer) -> bool:
-    if not any(isinstance(v, keras.random.SeedGenerator) for v in vars(layer).values()):
-        return False
-    rates = [getattr(layer, name) for name in _RATES if _number(getattr(layer, name, None))]
-    return not rates or any(rate > 0 for rate in rates)
-
-
 def _without_training(call: Callable[..., Any]) -> Callable[..., Any]:
     def inactive(*args: Any, training: bool | None = None, **kwargs: Any) -> Any:
         return call(*args, training=False, **kwargs)
 
     return inactive
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from tfparallel.placement.copies import replicas_of
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.check_rows import check_rows
+from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.state import global_seed_generator
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
@@ -57,6 +58,8 @@ class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
         """Trains the model, as `keras.Model.fit`."""
         asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
         self._check_batch_size(asked.get("x"), asked.get("batch_size"))
+        if getattr(self, "_is_chief", True):
+            note_other_draws(self)
         try:
             return super().fit(*args, **kwargs)
         except tf.errors.InvalidArgumentError as error:

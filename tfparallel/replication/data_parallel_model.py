@@ -25,6 +25,7 @@ from tfparallel.replication import (
 )
 from tfparallel.replication.accumulated_steps import AccumulatedSteps
 from tfparallel.replication.check_rows import make_quiet
+from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.local_steps import LocalSteps
 from tfparallel.replication.one_of_workers import OneOfWorkers
 from tfparallel.replication.own_rows import OwnRows
@@ -92,6 +93,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         )
         if self._shard is not None:
             sharded_optimizer.refuse_swaps(asked.get("callbacks"))
+        if self.strategy is not None and self.strategy.num_replicas > 1 and self._is_chief:
+            note_other_draws(self)
         if self._workers is None:
             return super().fit(*args, **kwargs)
         with self._knowing_batches("fit", args, kwargs, hands_on=True):
@@ -367,6 +370,7 @@ def extend_parts(model: keras.Model) -> None:
         elif isinstance(layer, keras.layers.Dropout):
             extend(layer, random.IndexedDropout)
         for generator in layer._seed_generators:
+            random.hold_state(generator, strategy)
             extend(generator, random.ReplicaSeedGenerator)
     make_quiet(model)
     cls = original_class(model)

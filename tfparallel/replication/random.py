@@ -41,6 +41,24 @@ class ReplicaSeedGenerator:
         return seed + _folded(0, shard.stream, seed.dtype)
 
 
+def hold_state(generator: keras.random.SeedGenerator, strategy) -> None:
+    """Gives each replica a copy of a generator's state, of which a layer made elsewhere has one.
+
+    Of one state the second replica would read what the first has written, and draw the next mask.
+    """
+    own = generator.state
+    if getattr(own.value, "distribute_strategy", None) is strategy:
+        return
+    with tf.init_scope(), strategy.scope(), keras.name_scope(generator.name):
+        generator.state = keras.Variable(
+            tf.convert_to_tensor(own.value).numpy(),
+            dtype=own.dtype,
+            trainable=False,
+            aggregation="none",
+            name=own.name,
+        )
+
+
 def _folded(replica, stream, dtype):
     words = [replica * _FOLD % 2**31, stream * _FOLD % 2**31]
     return tf.cast(tf.constant(words, tf.int64), dtype)
