@@ -94,6 +94,47 @@ def test_a_variable_of_two_layers_is_refused(clone):
         clone(model)
 
 
+class Tied(layers.Layer):
+    """Puts out logits of an embedding that it holds."""
+
+    def __init__(self, embedding, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding = embedding
+
+    def call(self, inputs):
+        return inputs @ keras.ops.transpose(self.embedding.embeddings)
+
+    def get_config(self):
+        held = keras.saving.serialize_keras_object(self.embedding)
+        return {**super().get_config(), "embedding": held}
+
+    @classmethod
+    def from_config(cls, config):
+        held = keras.saving.deserialize_keras_object(config["embedding"])
+        return cls(**{**config, "embedding": held})
+
+
+def tied_embedding():
+    inputs, shared = keras.Input((6,), dtype="int32"), layers.Embedding(9, 4, name="shared")
+    return keras.Model(inputs, Tied(shared, name="tied")(layers.Dense(4)(shared(inputs))))
+
+
+def nested_and_called_twice():
+    inputs, shared = keras.Input((6,)), layers.Dense(6, name="shared")
+    nested = keras.Sequential([shared, layers.Dense(2)], name="tied")
+    return keras.Model(inputs, nested(shared(shared(inputs))))
+
+
+@every_builder
+@pytest.mark.parametrize("build", [tied_embedding, nested_and_called_twice])
+def test_a_layer_that_two_others_hold_is_named(clone, build):
+    """Story: "layer 'behind the last' is a nothing", or a raw error of Keras's."""
+    model = build()
+    said = f"layer 'shared' is one layer in '{model.name}' and 'tied', of which each"
+    with pytest.raises(NotAlike, match=f"Received: {said}"):
+        clone(model)
+
+
 class Helper:
     """No value, and nothing that Keras tracks."""
 

@@ -297,6 +297,30 @@ def test_a_tf_function_has_time_stamps_wait_for_each_other():
     assert first.name in ancestors(second)
 
 
+class Tied(layers.Layer):
+    """Puts out logits of an embedding that it holds; without a `get_config`."""
+
+    def __init__(self, embedding):
+        super().__init__(name="tied")
+        self.embedding = embedding
+
+    def call(self, x):
+        return x @ keras.ops.transpose(self.embedding.embeddings)
+
+
+def tied():
+    inputs, embedding = keras.Input((7,), dtype="int32"), layers.Embedding(9, 4)
+    return keras.Model(inputs, Tied(embedding)(layers.Dense(4)(embedding(inputs))))
+
+
+def test_a_layer_that_cannot_be_copied_is_not_measured(capsys):
+    """Story: Keras's NotImplementedError, by default; where a model is cut changes no result."""
+    model = tfparallel.pipeline_parallel(lambda: seeded(tied), DEVICES[:2], 2)
+    assert len(set(model.layout.stage_of.values())) == 2
+    said = capsys.readouterr().err
+    assert "balance='memory', not 'time'" in said and "layer 'tied' of class Tied" in said
+
+
 class Counting(layers.Layer):
     """Changes its state in each call."""
 

@@ -111,11 +111,33 @@ def _pairs(model, copy) -> list[tuple[keras.Layer, keras.Layer]]:
     layers, copies = _compared(model), _compared(copy)
     kinds = [[original_class(layer).__name__ for layer in each] for each in (layers, copies)]
     if kinds[0] != kinds[1]:
+        _refuse(model, _shared_no_more(model, copy))
         both = itertools.zip_longest(*kinds, fillvalue="nothing")
         index, (kind, copied) = next((i, pair) for i, pair in enumerate(both) if len({*pair}) > 1)
         path = layers[index].path if index < len(layers) else "behind the last"
         _refuse(model, [f"layer '{path}' is a {kind}, in its clone {copied}"])
     return list(zip(layers, copies, strict=True))
+
+
+def _shared_no_more(model, copy) -> list[str]:
+    """Layers that several others hold, as a config cannot say: their clones hold one each."""
+    of_model, of_copy = _holders(model), _holders(copy)
+    return [
+        f"layer '{name}' is one layer in {' and '.join(map(repr, holders))}, of which each would "
+        "have a layer of its own in the clone"
+        for name, holders in of_model.items()
+        if len(holders) > 1 and len(of_copy.get(name, ())) < len(holders)
+    ]
+
+
+def _holders(model) -> dict[str, list[str]]:
+    """The names of what holds each layer, by the layer's name; the most for a name of several."""
+    found: dict[int, tuple[str, list[str]]] = {}
+    for holder in model._flatten_layers():
+        for layer in {id(layer): layer for layer in holder._layers}.values():
+            found.setdefault(id(layer), (layer.name, []))[1].append(holder.name)
+    ordered = sorted(found.values(), key=lambda named: len(named[1]))
+    return dict(ordered)
 
 
 def _carry_layer(source: keras.Layer, target: keras.Layer) -> None:

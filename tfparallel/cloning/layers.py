@@ -49,7 +49,7 @@ def copy_layers(
     ):
         try:
             return keras.models.clone_model(model, clone_function=make)
-        except (TypeError, NotImplementedError) as error:
+        except (TypeError, NotImplementedError, AttributeError) as error:
             raise NotAlike(
                 f"A layer of model '{model.name}' cannot be rebuilt from its config. `get_config` "
                 f"and `from_config` are required to clone it. Received: {_short(error)}. Pass the "
@@ -73,7 +73,7 @@ def rebuilt(model: keras.Model) -> keras.Model:
             copy = cls.from_config(_unbuilt(model.get_config()))
             if not copy.built and (config := model.get_build_config()):
                 copy.build_from_config(config)
-        except (TypeError, NotImplementedError, ValueError) as error:
+        except (TypeError, NotImplementedError, ValueError, AttributeError) as error:
             copy = _without_config(model, error)
     copy.compiled = False  # Some classes compile what they make.
     return copy
@@ -88,7 +88,7 @@ def _without_config(model, error) -> keras.Model:
         if not copy.built and (config := model.get_build_config()):
             copy.build_from_config(config)
         return copy
-    except (NotAlike, TypeError, ValueError) as another:
+    except (NotAlike, TypeError, ValueError, AttributeError) as another:
         if isinstance(another, NotKept) and not _has_own_config(model):
             raise another from None  # Without a config, what it lacks is the way out.
         received = _short(error)

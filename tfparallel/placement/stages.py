@@ -8,9 +8,11 @@ import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.layout.balance import NoPartition, Weighed, partition
+from tfparallel.notice import notice
 from tfparallel.placement.costs import LayerCost, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.problems import PlacementError, Problems
+from tfparallel.placement.timing import NoCopy
 from tfparallel.size_text import number_of_bytes
 
 __all__ = [
@@ -99,9 +101,14 @@ def by_balance(
     layers = layers_in_order(model)
     check_cut(layers, devices, balance)
     try:
-        costs = layer_costs(
-            model, batch_size, measure=balance != "memory", all_gradients=all_gradients
-        )
+        try:
+            costs = layer_costs(
+                model, batch_size, measure=balance != "memory", all_gradients=all_gradients
+            )
+        except NoCopy as error:  # Where it is cut changes no result.
+            notice(f"Model '{model.name}' is cut by balance='memory', not {balance!r}. {error}")
+            balance = "memory"
+            costs = layer_costs(model, batch_size, all_gradients=all_gradients)
     except (ValueError, TypeError, tf.errors.OpError) as error:
         raise PlacementError(
             f"The best cut needs the costs of a batch, which the model did not compute: {error}\n"

@@ -23,9 +23,11 @@ from tfparallel.cloning.complete import without_draws
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
+from tfparallel.placement.problems import PlacementError
 
 __all__ = [
     "LayerCall",
+    "NoCopy",
     "copy_of",
     "examples",
     "inputs_of",
@@ -280,6 +282,18 @@ def examples(specifications: Any, seed: int) -> Any:
     return keras.tree.map_structure(example, specifications)
 
 
+class NoCopy(PlacementError):
+    """A layer cannot be copied, and so cannot be run alone."""
+
+    def __init__(self, layer: keras.Layer):
+        super().__init__(
+            "A layer is measured on a copy that is made of its config, so `get_config` and "
+            f"`from_config` are required. Received: layer '{layer.name}' of class "
+            f"{original_class(layer).__name__}, which cannot be made again. Give the class a "
+            "`get_config`, or take what measures nothing, such as balance='memory'."
+        )
+
+
 class LayerCall(NamedTuple):
     """A call of a layer in a model; calls of one kind take as long.
 
@@ -303,7 +317,10 @@ class LayerCall(NamedTuple):
         self, batch_size: int, optimizer: keras.Optimizer | None, backward: bool
     ) -> Callable[..., Callable[[], Any]]:
         """What `program_of` returns, for a copy of the layer alone."""
-        alone = _alone(self.layer, self.inputs, self.node)
+        try:
+            alone = _alone(self.layer, self.inputs, self.node)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise NoCopy(self.layer) from error
         return program_of(alone, batch_size, optimizer, backward, not self.is_first)
 
 
@@ -313,7 +330,10 @@ def layer_calls(model: keras.Model) -> Iterator[LayerCall]:
     for layer in layers_in_order(model):
         for inputs, outputs, node in _nodes_of(layer, model):
             is_first = all(id(tensor) in given for tensor in keras.tree.flatten(inputs))
-            kind = _kind(layer, inputs, outputs, is_first)
+            try:
+                kind = _kind(layer, inputs, outputs, is_first)
+            except NotImplementedError as error:  # Keras's, of a layer without `get_config`.
+                raise NoCopy(layer) from error
             yield LayerCall(layer, kind, inputs, outputs, node, is_first)
 
 
