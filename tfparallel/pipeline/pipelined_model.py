@@ -173,8 +173,8 @@ class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
 
     def _check_batch_size(self, x, batch_size):
         if isinstance(x, tf.data.Dataset):
-            sizes = [spec.shape[:1] for spec in tf.nest.flatten(x.element_spec)]
-            batch_size = next((size[0] for size in sizes if size.rank), None)
+            specs = [s for s in tf.nest.flatten(x.element_spec) if hasattr(s, "shape")]
+            batch_size = next((spec.shape[0] for spec in specs if spec.shape.rank), None)
         elif batch_size is None and not hasattr(x, "__next__") and hasattr(x, "shape"):
             batch_size = KERAS_BATCH_SIZE
         of_each, replicas = self.schedule.num_micro_batches, self.layout.mesh.data

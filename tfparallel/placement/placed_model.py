@@ -23,6 +23,7 @@ from tfparallel.step.built_optimizer import (
     trained_by,
 )
 from tfparallel.step.one_step import Found, OneStep
+from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_if
 from tfparallel.strategies.writes import after_writes
 
@@ -164,6 +165,7 @@ class PlacedModel(OneStep):
         """One step of training, as Keras's own; every operation on its layer's device."""
         mark("input", keras.tree.flatten(data))
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x = read_inputs(self, x)
         found = self._passes(x, y, sample_weight)
         mark("passes", found.gradients)
         return self._trained_on(found, x, y, sample_weight)

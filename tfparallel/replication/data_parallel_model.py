@@ -34,6 +34,7 @@ from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.seams.keras import batches_of
 from tfparallel.step.ahead import build_ahead, types_of_batches
 from tfparallel.step.built_optimizer import check_known
+from tfparallel.step.read_inputs import read_inputs
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
@@ -256,6 +257,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
                     return self._train_alone(data)
                 if self._fingerprints is not None and worker_rows is None:
                     self._fingerprints.check(data, "fit")
+                data = self._read(data)
                 way = self._way(data, "fit")
                 if self._is_ever_alone:
                     self._refuse_joined(way)
@@ -271,6 +273,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         if self.strategy is None:
             return super().test_step(data)
         data, worker_rows = self._held(data, "evaluate")
+        data = self._read(data)
         way = self._way(data, "evaluate")
         data, worker_rows = self._whole_if_needed(way, data, worker_rows)
         if way.rows_stay:
@@ -282,9 +285,17 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         if self.strategy is None:
             return super().predict_step(data)
         data, worker_rows = self._held(data, "predict")
+        data = self._read(data)
         if self.built and self._predicts_as_keras:
             return self._predict_on_own_rows(data, worker_rows, gathers=self._gathers)
         return super().predict_step(sample_partition.joined(data, worker_rows, self._workers))
+
+    def _read(self, data):
+        """A batch without the inputs that the model does not read."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        read = read_inputs(self, x)
+        # As it was given, where all is read: a step of the user's own may unpack it otherwise.
+        return data if read is x else keras.utils.pack_x_y_sample_weight(read, y, sample_weight)
 
     def _partial_gradients(self):
         # A user's own step may do anything with its gradients, so they are summed at once; Keras's

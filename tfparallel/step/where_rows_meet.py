@@ -364,12 +364,20 @@ def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list
 
 def _row_counts(*structures) -> list:
     """Of each tensor with a batch axis, an int or, until it is known, a tensor."""
-    leaves = keras.tree.flatten(structures)
-    return [count_rows(leaf) for leaf in leaves if getattr(leaf, "shape", None)]
+    return [count_rows(leaf) for leaf in keras.tree.flatten(structures) if _rank(leaf) != 0]
+
+
+def _rank(leaf) -> int | None:
+    """How many axes a tensor has, if that is known; 0 of what is none."""
+    return tf.TensorShape(leaf.shape).rank if hasattr(leaf, "shape") else 0
 
 
 def why_unaligned(data) -> str | None:
     """Which other numbers of rows targets and weights have: several an example, or one for all."""
+    _, *others = keras.utils.unpack_x_y_sample_weight(data)
+    leaves = [leaf for leaf in keras.tree.flatten(others) if leaf is not None]
+    if any(_rank(leaf) == 0 for leaf in leaves):
+        return "a target, or a sample weight, of shape () is one for all rows"
     known = {n for n in _row_counts(data) if isinstance(n, int)}
     return f"inputs and targets have {sorted(known)} rows" if len(known) > 1 else None
 

@@ -302,6 +302,37 @@ def sparse_words_net():
     return keras.Model(inputs, layers.Dense(10)(layers.Dense(12)(lookup(inputs))))
 
 
+def pixels_by_name():
+    pixels = keras.Input((64,), name="pixels")
+    x = layers.Dense(12, activation="tanh")(pixels)
+    return keras.Model({"pixels": pixels}, layers.Dense(10)(x))
+
+
+def with_superfluous_keys():
+    """A scalar and a table in each batch, which the model does not read; None for weights."""
+
+    def batch(x, y):
+        return {"pixels": x, "scale": tf.constant(3.0), "table": tf.zeros((5, 2))}, y, None
+
+    return {"x": batched().map(batch)}
+
+
+def with_one_weight():
+    return {"x": batched().map(lambda x, y: ({"pixels": x}, y, tf.constant(0.5, "float64")))}
+
+
+CASES += [
+    case(GROUP, feature, f"input tf.data with {name}", build=pixels_by_name, **fields)
+    for feature, name, fields in [
+        ("input: `tf.data`", "superfluous keys", {"data": with_superfluous_keys}),
+        (
+            "input: one sample weight for all rows of a batch",
+            "one weight for all rows",
+            {"data": with_one_weight, "refused": {"pipeline_parallel": "is one for all rows"}},
+        ),
+    ]
+]
+
 CASES += [
     case(GROUP, feature, name, build=build, data=load, compile=compiled(keras.optimizers.Adam))
     for feature, name, build, load in [
