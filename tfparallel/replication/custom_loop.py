@@ -23,6 +23,14 @@ from tfparallel.replication import optimizer as optimizers
 from tfparallel.strategies import keras_trainer
 from tfparallel.strategies.program import ProgramStrategy
 
+_SHARED_MOMENTS = (
+    "BatchNormalization(synchronized=True) makes each replica's loss one of all replicas' rows, "
+    "and `reduce_gradients` can weight their gradients only if all have the same weight. Divide "
+    "each replica's loss by the examples of the global batch before the tape ends, and call "
+    "`reduce_gradients(gradients)` without a weight; or drop batches that the replicas do not "
+    "divide evenly. Received weights:"
+)
+
 
 @tf.autograph.experimental.do_not_convert  # Which looks at its callers' frames, and has no branch.
 def reduce_gradients(
@@ -54,6 +62,8 @@ def reduce_gradients(
         ValueError: With a weight, if a Keras loss object has divided its mean by the number of
             replicas before, as it does under any `tf.distribute` strategy of several. One in a
             `tf.function` of its own that was traced earlier, and is called eagerly, is not seen.
+        tf.errors.InvalidArgumentError: In the step, if the replicas have unequal weights and a
+            batch normalization takes the moments of all of them.
 
     Example:
         >>> strategy = tfparallel.MirroredStrategy(["GPU:0", "GPU:1"])
@@ -142,10 +152,24 @@ def _weigher(weight) -> Callable[[tf.Tensor], tf.Tensor]:
     if weight is None:
         return lambda tensor: tensor
     weight = tf.cast(weight, tf.float64)  # A share of 1/3 must not limit float64 gradients.
-    share = weight / all_reduce(weight)
+    checked = [_compared(weight)] if keras_trainer.moments_are_shared() else []
+    with tf.control_dependencies(checked):
+        share = weight / all_reduce(weight)
     return lambda tensor: tf.where(
         weight > 0, tensor * tf.cast(share, tensor.dtype), tf.zeros_like(tensor)
     )
+
+
+def _compared(weight) -> tf.Tensor:
+    """The same, where all replicas with examples have the same weight.
+
+    Moments of all rows make each loss one of all rows. What flows back through them is the sum of
+    the replicas' gradients, which weights that come later would have to have weighted.
+    """
+    weights = all_gather(weight[None])
+    is_equal = tf.reduce_all((weights == tf.reduce_max(weights)) | (weights == 0))
+    with tf.control_dependencies([tf.debugging.Assert(is_equal, [_SHARED_MOMENTS, weights])]):
+        return tf.identity(weight)
 
 
 def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:

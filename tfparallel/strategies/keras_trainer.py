@@ -42,6 +42,9 @@ MAKE_WITHIN = (
 # The replicas, of one `strategy.run` each, in which Keras has divided a loss by their number.
 _replicas_with_divided_losses = weakref.WeakSet()
 
+# Those in which a batch normalization has taken the moments of all.
+_replicas_with_shared_moments = weakref.WeakSet()
+
 
 def calling_model() -> keras.Model | None:
     """Returns the model whose Keras training loop is calling, or None for anyone else."""
@@ -98,7 +101,11 @@ def refuse_own_moments() -> None:
         ValueError: For one that is not synchronized, in a custom loop.
     """
     layer = _caller(BATCH_NORMALIZATION_MODULE, keras.layers.BatchNormalization)
-    if layer is None or layer.synchronized:
+    if layer is None:
+        return
+    if layer.synchronized:
+        if not tf.distribute.in_cross_replica_context():
+            _replicas_with_shared_moments.add(tf.distribute.get_replica_context())
         return
     raise ValueError(
         f"Layer '{layer.name}' normalizes each replica's rows by moments of their own in a custom "
@@ -108,6 +115,11 @@ def refuse_own_moments() -> None:
         "before the tape (`tf.nn.compute_average_loss`), then `reduce_gradients(gradients)` "
         "without a weight; or train with `model.fit`."
     )
+
+
+def moments_are_shared() -> bool:
+    """Whether a batch normalization has taken the moments of all replicas in this replica."""
+    return tf.distribute.get_replica_context() in _replicas_with_shared_moments
 
 
 def note_divided_loss() -> None:
