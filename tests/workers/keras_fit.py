@@ -50,6 +50,13 @@ def outcome(model, history, x, y):
     }
 
 
+class OwnSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """Has no config, as the one in TensorFlow's tutorial on transformers."""
+
+    def __call__(self, step):
+        return 0.05 / tf.sqrt(tf.cast(step, "float32") + 10.0)
+
+
 # --- Without files ----------------------------------------------------------------------------
 
 
@@ -58,7 +65,7 @@ def uneven_batches_clipping_and_validation(scope):
     x, y = examples()
     with scope():
         model = build_dense()
-        compile_with(model, keras.optimizers.Adam(0.01, global_clipnorm=0.5))
+        compile_with(model, keras.optimizers.Adam(OwnSchedule(), global_clipnorm=0.5))
     history = model.fit(x, y, batch_size=8, epochs=3, validation_split=0.2, verbose=0)
     return outcome(model, history, x, y)
 
@@ -177,7 +184,7 @@ def train_with_callbacks(scope, folder, epochs=4, more=()):
         keras.callbacks.ModelCheckpoint(str(folder / "{epoch:02d}.keras")),
         keras.callbacks.CSVLogger(str(folder / "log.csv")),
         keras.callbacks.TensorBoard(str(folder / "board")),
-        keras.callbacks.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False),
+        keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False),  # A path.
         *more,
     ]
     history = model.fit(

@@ -51,14 +51,14 @@ def writing_by_chief(
             name = next((n for cls, n in _PATH_OF.items() if isinstance(callback, cls)), None)
             if name is None:
                 continue
-            old = getattr(callback, name)
+            old = os.fspath(getattr(callback, name))
             new = os.path.join(folder, str(index), os.path.basename(os.path.normpath(old)))
             os.makedirs(os.path.dirname(new))
             # Callbacks keep further paths that begin with this one.
             for key, value in list(vars(callback).items()):
-                if isinstance(value, str) and value.startswith(old):
+                if isinstance(value, str | os.PathLike) and os.fspath(value).startswith(old):
                     changed.append((callback, key, value))
-                    setattr(callback, key, new + value[len(old) :])
+                    setattr(callback, key, new + os.fspath(value)[len(old) :])
         try:
             yield
         finally:

@@ -92,9 +92,9 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "LearningRateWarmup sets the rate of one optimizer. Received: a MultiOptimizer. "
                 "Give each of its optimizers a schedule."
             )
-        given = optimizer.get_config()["learning_rate"]
-        if not isinstance(given, numbers.Real):
-            name = given["class_name"] if isinstance(given, dict) else given
+        given = optimizer._learning_rate
+        if not isinstance(given, keras.Variable):
+            name = type(given).__name__
             raise ValueError(
                 "LearningRateWarmup sets the optimizer's learning rate, and a schedule does so in "
                 f"each step. A number is required. Received: learning_rate={name}. Take a schedule "

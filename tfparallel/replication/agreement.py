@@ -112,6 +112,12 @@ def _shape(leaf):
 def _configuration(optimizer):
     if optimizer is None:
         return None
-    config = dict(optimizer.get_config())
-    del config["name"]  # Keras counts its objects: one more on the chief, and "sgd" is "sgd_1".
+    try:
+        config = dict(optimizer.get_config())
+    except NotImplementedError:  # As a learning rate schedule of the user's own may.
+        rate = getattr(optimizer, "_learning_rate", None)
+        kinds = (int, float, str, type(None))
+        config = {name: own for name, own in vars(optimizer).items() if isinstance(own, kinds)}
+        config |= {"optimizer": type(optimizer).__name__, "learning_rate": type(rate).__name__}
+    config.pop("name")  # Keras counts its objects: one more on the chief, and "sgd" is "sgd_1".
     return {name: str(value) for name, value in sorted(config.items())}
