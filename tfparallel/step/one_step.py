@@ -67,6 +67,27 @@ class OneStep(CompiledByDevice):
     """
 
     layout: Layout
+    _metrics_built_ahead: Any = None  # Those that plain Keras would not have built yet.
+
+    def _symbolic_build(self, iterator=None, data_batch=None):
+        metrics = self._compile_metrics
+        is_new = metrics is not None and not metrics.built
+        super()._symbolic_build(iterator, data_batch)
+        if is_new and metrics.built:
+            attach(self, _metrics_built_ahead=metrics)
+
+    def reset_metrics(self):
+        """Resets the metrics; not those that Keras builds in the first step, as it does not then.
+
+        One that has counted before goes on from there, in the first epoch.
+        """
+        metrics = self._metrics_built_ahead
+        attach(self, _metrics_built_ahead=None)
+        is_first = metrics is not None and metrics is self._compile_metrics
+        counted = [(v, v.numpy()) for v in metrics.variables if _has_counted(v)] if is_first else []
+        super().reset_metrics()
+        for variable, value in counted:
+            variable.assign(value)
 
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`; no step waits for logs that nobody reads."""
@@ -87,6 +108,8 @@ class OneStep(CompiledByDevice):
 
     def _tell_callbacks(self, iterator) -> None:
         """Tells the callbacks of a `fit` that begins what Keras tells them, of its batches too."""
+        if iterator is None:  # A step of `train_on_batch`, in which Keras builds them.
+            attach(self, _metrics_built_ahead=None)
         told = getattr(self, "_callbacks_of_fit", None)
         if told is not None and iterator is not None:
             callbacks, params = told
@@ -126,6 +149,11 @@ class OneStep(CompiledByDevice):
         """Changes the weights as the gradients of the batch say."""
         with compiled_if(self._compiles):
             self.optimizer.apply_gradients(zip(found.gradients, found.variables, strict=True))
+
+
+def _has_counted(variable: keras.Variable) -> bool:
+    """Whether a state is not zero, in any copy of it here."""
+    return any(copy.numpy().any() for copy in getattr(variable.value, "values", [variable.value]))
 
 
 def _where_it_is(gradient):

@@ -208,3 +208,21 @@ CASES += [
         refused=refusals.MOMENTS_OF_A_BATCH,
     )
 ]
+
+
+def with_metric_in_use(model):
+    """Compiles with a metric that has counted before; Keras goes on from there, for an epoch."""
+    metric = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+    metric.update_state(np.zeros((40,)), np.ones((40, 10)))
+    compiled(metrics=[metric])(model)
+
+
+CASES += [
+    case(
+        GROUP,
+        "a metric that has counted before `fit`",
+        "metric in use",
+        compile=with_metric_in_use,
+        fit={"epochs": 2},
+    )
+]
