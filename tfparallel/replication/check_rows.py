@@ -198,11 +198,14 @@ def _coarsest_dtype(layer) -> str:
     return next((dtype for dtype in order if dtype in types), "float32")
 
 
-def _spec(leaf, is_static: bool) -> tf.TensorSpec | None:
+def _spec(leaf, is_static: bool) -> tf.TypeSpec | None:
     """Returns the type of a leaf, for batches of any size; None where it is not supported."""
     shape = tf.TensorShape(leaf.shape)
-    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) or shape.rank is None:
+    if isinstance(leaf, tf.SparseTensor) or shape.rank is None:
         return None
+    if isinstance(leaf, tf.RaggedTensor):
+        shape = [None, *shape[1:]]
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
     if not is_static:
         shape = tf.TensorShape([None] * len(shape[:1])).concatenate(shape[1:])
     return tf.TensorSpec(shape, leaf.dtype)

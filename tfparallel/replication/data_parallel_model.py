@@ -32,7 +32,7 @@ from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.replicated_layer import ReplicatedLayer
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.seams.keras import batches_of
-from tfparallel.step.ahead import build_ahead, types_of_batches
+from tfparallel.step.ahead import build_ahead, symbolic_build, types_of_batches
 from tfparallel.step.built_optimizer import check_known
 from tfparallel.step.read_inputs import read_inputs
 
@@ -195,7 +195,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         if iterator is not None:
             data_batch = sample_partition.unmarked(types_of_batches(batches_of(iterator)))
         with self.strategy.scope():
-            self._symbolic_build(data_batch=data_batch)
+            symbolic_build(self, data_batch)
 
     def make_train_function(self, force=False):
         """Traces a step; by now the model is built."""

@@ -109,6 +109,8 @@ def made_up(
         seed: Of NumPy's generator: which argument, and which batch.
         words: What the model knows among strings.
     """
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return _ragged(spec, num_rows, seed, words)
     if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
         return None
     unknown = _SIZE if spec.shape.rank >= 4 else _LENGTH
@@ -126,6 +128,19 @@ def made_up(
             spec.dtype.as_numpy_dtype
         )
     return None
+
+
+def _ragged(spec, num_rows, seed, words) -> tf.RaggedTensor | None:
+    """Rows of unequal lengths; the last one is the longest, so that a piece alone has it."""
+    if spec.ragged_rank != 1:
+        return None
+    lengths = [1 + row % 2 for row in range(num_rows - 1)] + [_LENGTH]
+    flat = made_up(tf.TensorSpec([None, *spec.shape[2:]], spec.dtype), sum(lengths), seed, words)
+    if flat is None:
+        return None
+    return tf.RaggedTensor.from_row_lengths(
+        tf.constant(flat), tf.constant(lengths, spec.row_splits_dtype)
+    )
 
 
 def first_difference(
@@ -193,7 +208,7 @@ def first_difference(
             with _restored([*changed, *made]):
                 _make_up(made)
                 wait_for_other_processes()  # Where the layers may be.
-                tensors = [tf.constant(each) for each in rows]
+                tensors = [each if tf.is_tensor(each) else tf.constant(each) for each in rows]
                 try:
                     expected = first(*tensors)
                 except Exception as error:  # Made-up rows may be none that the model takes.

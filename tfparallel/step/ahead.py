@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import is_own
-from tfparallel.seams.keras import batches_of
+from tfparallel.seams.keras import batches_of, compute_output_spec
 
-__all__ = ["build_ahead", "types_of_batches"]
+__all__ = ["build_ahead", "symbolic_build", "types_of_batches"]
 
 
 def types_of_batches(dataset: tf.data.Dataset):
@@ -39,4 +39,46 @@ def build_ahead(model: keras.Model, iterator, data_batch, scope) -> None:
         data_batch = types_of_batches(batches_of(iterator))
     # Where it cannot, the step says what is wrong, or makes them itself.
     with contextlib.suppress(Exception), scope:
+        symbolic_build(model, data_batch)
+
+
+def symbolic_build(model: keras.Model, data_batch) -> None:
+    """Builds a compiled model, its loss, metrics and optimizer, of a batch or its types.
+
+    As Keras does, who calls the model with dense tensors for ragged ones: a `call` that pads them
+    has none to pad then, so it is called with what it will be given.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data_batch)
+    if model.built or not any(map(_is_ragged, keras.tree.flatten(x))):
         model._symbolic_build(data_batch=data_batch)
+        return
+
+    @tf.function(autograph=False)
+    def outputs(x):
+        return model(x, training=False)
+
+    types = keras.tree.map_structure(_type_of, x)
+    with keras.StatelessScope():  # Whose end makes the variables, outside of the function.
+        found = outputs.get_concrete_function(types).structured_outputs
+    y_pred, y, sample_weight = keras.tree.map_structure(_symbolic, (found, y, sample_weight))
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=sample_weight)
+    if model._compile_loss is not None and not model._compile_loss.built:
+        compute_output_spec(model._compute_loss, None, y, y_pred, sample_weight, training=False)
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    model._post_build()
+
+
+def _is_ragged(leaf) -> bool:
+    return isinstance(leaf, tf.RaggedTensor | tf.RaggedTensorSpec)
+
+
+def _type_of(leaf) -> tf.TypeSpec | None:
+    return leaf if leaf is None or isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
+
+
+def _symbolic(leaf) -> keras.KerasTensor | None:
+    if leaf is None:
+        return None
+    return keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))

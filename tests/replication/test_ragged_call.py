@@ -1,0 +1,50 @@
+"""A subclassed model whose `call` pads what it is given: ragged tensors."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfparallel
+from tests.comparison import assert_equal, seeded, state_of
+
+
+class Pads(keras.Model):
+    """Sums or averages the embeddings of a text's words."""
+
+    def __init__(self, averages):
+        super().__init__()
+        self.averages = averages
+        self.embed, self.head = layers.Embedding(9, 4), layers.Dense(2)
+
+    def call(self, ids):
+        padded = ids.to_tensor()
+        x = self.embed(padded)
+        if self.averages:
+            return self.head(keras.ops.mean(x, 1))  # Over the padding of the longest, too.
+        return self.head(keras.ops.sum(x * keras.ops.cast(padded > 0, x.dtype)[..., None], 1))
+
+
+def trained(model):
+    ids = tf.ragged.constant([[1], [2, 3], [4, 5, 6, 7], [8], [1, 2], [3, 4, 5]])
+    model.compile("sgd", "mse")
+    model.fit(ids, np.ones((6, 2)), batch_size=3, shuffle=False, verbose=0)
+    return {}, state_of(model)
+
+
+def replicated(averages):
+    devices = ["CPU:0", "CPU:1"]
+    return tfparallel.data_parallel(lambda: seeded(lambda: Pads(averages)), devices=devices)
+
+
+def test_a_call_that_pads_is_built_with_ragged_tensors(in_float64):
+    """Story: Keras builds it with dense ones, which have no `to_tensor`."""
+    expected = trained(seeded(lambda: Pads(False)))
+    assert_equal(trained(replicated(False)), expected, rtol=1e-10)
+
+
+def test_what_depends_on_the_longest_of_the_batch_is_refused():
+    """Story: no ragged rows were made up, so that each replica took its own longest, silently."""
+    with pytest.raises(ValueError, match="A layer mixes examples, and the batch is divided"):
+        trained(replicated(True))
