@@ -54,6 +54,13 @@ def test_what_is_exported_predicts_as_the_model_does(form, tmp_path):
     assert served(exported, x[:1]).shape == (1, 3)
 
 
+def test_tflite_is_refused_a_model_in_parts():
+    """Story: a TypeError, since the converter drops the error of the export that it tries first."""
+    converter = tf.lite.TFLiteConverter.from_keras_model(FORMS["tensor"]())
+    with pytest.raises(ValueError, match="needs a model with whole weights.*model.keras"):
+        converter.convert()
+
+
 def served(exported, x):
     """What the program says of rows; of a model that was loaded, Keras 3.10's takes a list."""
     call = exported.signatures["serving_default"]

@@ -8,6 +8,7 @@ from tfparallel.layers.parts import between_layers, whole
 from tfparallel.layers.softmax_loss import in_parts
 from tfparallel.layers.variable import parts_of
 from tfparallel.placement.placed_model import PlacedModel
+from tfparallel.placement.problems import PlacementError
 
 __all__ = ["NestedLayer", "SplitModel"]
 
@@ -45,6 +46,20 @@ class SplitModel(NestedModel, PlacedModel):
     def compile(self, optimizer="rmsprop", loss=None, *args, **kwargs):
         """Compiles the model, as `keras.Model.compile`; a softmax loss is computed in parts."""
         super().compile(optimizer, keras.tree.map_structure(in_parts, loss), *args, **kwargs)
+
+    def save_spec(self, *args, **kwargs):
+        """Raises an error, for TFLite's converter.
+
+        It asks for this once it could not make a SavedModel, and says nothing of why.
+
+        Raises:
+            PlacementError: Always.
+        """
+        raise PlacementError(
+            "TFLite's converter needs a model with whole weights. Received: model "
+            f"'{self.name}', whose layers lie in parts on {', '.join(self.devices)}. Save it by "
+            "`model.save('model.keras')`, and convert what `keras.models.load_model` returns."
+        )
 
     def _place_updates(self):
         split_updates(self.optimizer)
