@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.extend import original_class
+from tfparallel.extend import attach, original_class
 from tfparallel.layers.parts import Parts, between_layers, is_between_layers, whole
 from tfparallel.layers.variable import split_variable
 from tfparallel.placement.copies import here
@@ -64,8 +64,8 @@ class FixedLayer:
 
     def fix(self) -> None:
         """Has the layer refuse to be quantized."""
-        # Keras gives each layer a method of its own, which hides that of a class.
-        object.__setattr__(self, "quantize", self._quantize)
+        # Before Keras 3.16 each layer has a method of its own, which hides that of a class.
+        attach(self, quantize=self._quantize)
 
 
 class SplitLayer(OnDevices, FixedLayer):
