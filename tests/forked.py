@@ -195,6 +195,7 @@ def _child(function, arguments, environment, cwd, paths):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    tempfile.tempdir = None  # Which a new interpreter would take from its environment.
     for entry in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
         if entry and entry not in sys.path:
             sys.path.insert(0, entry)

@@ -6,9 +6,11 @@ import functools
 
 import pytest
 
+# By the name by which the forked workers import it.
+from tests.parity.workers import run_cases
+
 from . import table
 from .cases import ALL
-from .workers import run_cases
 
 # Where workers may go wrong and replicas of one process may not: what is exchanged (predictions,
 # sparse gradients, divisors) and what is drawn.
