@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tfparallel.cluster import door, node_news
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.door import Door
 from tfparallel.cluster.handshake import Call, Session
@@ -430,6 +431,37 @@ def test_who_has_fallen_silent_is_told_to_the_others():
         assert news.silent == other.silent == {1} and news.gone == other.gone == {1}
         news.close()
         other.close()
+
+
+def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all(monkeypatch):
+    """Half an answer is no answer, and node 0 does not take it for one."""
+    monkeypatch.setattr(door, "_SEND_SECONDS", 0.2)
+    (slow, there), (second, second_there) = connected(), connected()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    there.settimeout(5)
+    session = Session(Secret("right"), "blobs", ("a", "b"))
+    with there, second_there:
+        door.Visitor(slow, HELLO, "127.0.0.1", session).send(b"1" * (1 << 24))
+        news = NodeNews(0, 3, {1: slow, 2: second})
+        assert not news.lines[0].listen() and news.departure.node == 1
+        assert json.loads(second_there.recv(4096)) == {"stopped": 1, "signum": None}
+        news.tell_newcomer()  # Goes to the other one alone.
+        end = b""
+        while chunk := there.recv(1 << 20):
+            end = chunk[-20:]
+        assert b"newcomer" not in end
+        news.close()
+
+
+def test_a_line_that_nobody_reads_ends_with_the_first_message_that_does_not_go_out(monkeypatch):
+    monkeypatch.setattr(node_news, "_SEND_SECONDS", 0.2)
+    news, (there,) = lines(1)
+    news.lines[0]._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with there:
+        news._tell({"text": "x" * (1 << 24)})
+        assert not news.lines[0].listen()
+        assert news.departure.node == 1 and news.silent == {1}
+        news.close()
 
 
 def test_what_a_send_finds_out_is_kept():

@@ -72,11 +72,18 @@ class Visitor:
             return True
 
     def send(self, message: dict[str, Any] | bytes) -> None:
-        """Sends a message, encoded or not; who has hung up meanwhile is missed later."""
+        """Sends a message, encoded or not.
+
+        If not all of it can be sent, the connection ends: half a line would spoil what follows.
+        Whoever reads from the connection finds that out.
+        """
         message = message if isinstance(message, bytes) else encoded(message)
-        with contextlib.suppress(OSError):
+        try:
             self.socket.settimeout(_SEND_SECONDS)
             self.socket.sendall(self.session.sealed("door", message))
+        except OSError:
+            with contextlib.suppress(OSError):  # The other side has closed it.
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Hangs up; a second time does nothing."""

@@ -220,7 +220,7 @@ class _Line:
         return False
 
     def send(self, message):
-        """Sends a message; who has hung up is found out by `listen`."""
+        """Sends a message, or ends the connection, which `listen` finds out."""
         try:
             self._socket.settimeout(_SEND_SECONDS)
             try:
@@ -228,7 +228,9 @@ class _Line:
             finally:
                 self._socket.setblocking(False)
         except OSError as error:  # The system tells it once: here, and not to `listen`.
-            self.is_silent |= error.errno in _NO_ANSWER
+            self.is_silent |= error.errno in _NO_ANSWER or isinstance(error, TimeoutError)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # Half a line would spoil what follows.
 
     def close(self):
         self._socket.close()
