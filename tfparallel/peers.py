@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfparallel.cluster.address import split_address
 from tfparallel.cluster.loopback import (
+    OPEN,
     are_loopback,
     loopback_only,
     moved_to_loopback,
@@ -76,15 +77,13 @@ def serving(addresses: Sequence[str], index: int) -> Iterator[None]:
     port = split_address(addresses[index])[1]
     if not are_loopback(addresses):
         yield
-        problems = ["the job has several hosts"]
+        # It is so in every process, and one of them says it.
+        problems = [] if index else [f"(one per process) {OPEN}; the job has several hosts"]
     else:
         with loopback_only(port) as problems:
             yield
-    if problems and index == 0:
-        notice(
-            f"TensorFlow's server in each process, here at port {port}, is open to other hosts "
-            f"and does what any caller says ({problems[0]}). {_PAGE} says what to close."
-        )
+    for problem in problems:
+        notice(f"TensorFlow's port {port} {problem}. See {_PAGE}.")
 
 
 def _go_past_proxies(addresses: Sequence[str]) -> None:

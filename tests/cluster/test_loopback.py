@@ -1,6 +1,7 @@
 """A server of a job on one host is not reached from another, from its first moment on."""
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from tests.hosts.network import hosts
+from tfparallel.cluster import loopback
 from tfparallel.cluster.loopback import (
     are_loopback,
     loopback_only,
@@ -89,8 +91,50 @@ def test_a_socket_that_cannot_be_bound_is_told():
     (port,) = free_ports(1)
     with loopback_only(port) as problems:
         pass
-    assert problems == ["its socket was not found"]
+    assert problems == [
+        "is open to other hosts and has no authentication; its socket was not found"
+    ]
     assert "TF_GRPC_REUSE_PORT" not in os.environ
+
+
+@contextlib.contextmanager
+def listening_inside(port):
+    """As TensorFlow's server does."""
+    with contextlib.ExitStack() as stack, loopback_only(port) as problems:
+        server = stack.enter_context(socket.socket())
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("0.0.0.0", port))
+        server.listen()
+        yield problems, stack.pop_all()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux's /proc")
+def test_no_descriptor_of_a_file_or_a_pipe_stays_open(tmp_path):
+    (port,) = free_ports(1)
+    pipe = os.pipe()
+    with open(tmp_path / "file", "w"):
+        before = len(os.listdir("/proc/self/fd"))
+        with loopback_only(port):
+            pass
+        assert len(os.listdir("/proc/self/fd")) == before
+    for end in pipe:
+        os.close(end)
+
+
+def test_a_port_that_was_open_for_a_moment_is_told(monkeypatch):
+    def refuse(port, stack):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    (port,) = free_ports(1)
+    monkeypatch.setattr(loopback, "_guards", refuse)
+    with listening_inside(port) as (problems, server):
+        pass
+    with server:
+        if "cannot be bound" in str(problems):
+            pytest.skip("this system does not let a socket be bound to a device")
+        (problem,) = problems
+    assert problem.startswith("was open to other hosts for a moment")
+    assert problem.endswith("(the port could not be guarded: Operation not permitted)")
 
 
 def test_which_addresses_are_the_loopbacks():

@@ -16,17 +16,19 @@ import ctypes
 import ipaddress
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 
 from tfparallel.cluster.address import join_address, split_address
 
-__all__ = ["are_loopback", "loopback_only", "moved_to_loopback", "network_name"]
+__all__ = ["OPEN", "are_loopback", "loopback_only", "moved_to_loopback", "network_name"]
 
 _LOOPBACK = "lo"
 _BIND_TO_DEVICE = getattr(socket, "SO_BINDTODEVICE", 25)
 _ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # A program of one BPF instruction, "return 0".
+OPEN = "is open to other hosts and has no authentication"
 _REUSE_PORT = "TF_GRPC_REUSE_PORT"  # TensorFlow's: its socket shares the port with ours.
 
 
@@ -74,16 +76,19 @@ def loopback_only(port: int) -> Iterator[list[str]]:
         port: The port.
 
     Yields:
-        A list, empty until the end; then it says what leaves the port open, if anything.
+        A list, empty until the end; then it says how other hosts can or could reach the port, if
+        they can or could: each text is a sentence whose subject is the port.
     """
     problems: list[str] = []
     before = os.environ.get(_REUSE_PORT)
+    unguarded = ""
     with contextlib.ExitStack() as stack:
         try:
             for guard in _guards(port, stack):
                 guard.listen(1)
             os.environ[_REUSE_PORT] = "1"
-        except OSError:  # As a rule TensorFlow's socket cannot be bound, either.
+        except OSError as error:
+            unguarded = str(error.strerror or error)
             stack.close()
         try:
             yield problems
@@ -92,6 +97,12 @@ def loopback_only(port: int) -> Iterator[list[str]]:
             if before is not None:
                 os.environ[_REUSE_PORT] = before
             problems += _bind_to_loopback(port)
+            # As a rule neither can be bound, and that TensorFlow's cannot says it all.
+            if unguarded and not problems:
+                problems.append(
+                    "was open to other hosts for a moment while the server started; it is closed "
+                    f"now (the port could not be guarded: {unguarded})"
+                )
 
 
 def _guards(port, stack):
@@ -128,6 +139,8 @@ def _bind_to_loopback(port):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.ExitStack() as stack:
                 try:
+                    if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                        continue  # `socket.socket` would raise, and leave the copy open.
                     listener = stack.enter_context(socket.socket(fileno=os.dup(int(name))))
                     if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         continue
@@ -141,8 +154,8 @@ def _bind_to_loopback(port):
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
                 is_found = True
     except OSError as error:
-        return [f"its socket cannot be bound to the loopback ({error.strerror})"]
-    return [] if is_found else ["its socket was not found"]
+        return [f"{OPEN}; its socket cannot be bound to the loopback ({error.strerror})"]
+    return [] if is_found else [f"{OPEN}; its socket was not found"]
 
 
 def _is_loopback(host):
