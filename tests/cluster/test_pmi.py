@@ -64,6 +64,19 @@ def test_what_one_puts_all_get_behind_the_barrier(server):
         assert "rc=-1" in ask(clients[2], "cmd=spawn")
 
 
+@pytest.mark.parametrize("line", [b"SSH-2.0-x", b"\xff\xfe", b"[1]", b"{}", b"[" * 60000])
+def test_a_listener_that_is_no_server_is_told(line):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        joining = pool.submit(pmi.connect, other.getsockname(), TOKEN, 1, "pmi", 5)
+        with other.accept()[0] as caller:
+            caller.sendall(line + b"\n")
+            with pytest.raises(OSError, match="no worker 0 of this job"):
+                joining.result(10)
+
+
 def test_two_jobs_never_share_a_name():
     names = set()
     for _ in range(2):

@@ -38,6 +38,7 @@ _MAX_STRANGERS = 64  # Who have not proved that they belong to the job;
 _STRANGER_SECONDS = 5.0  # and for how long each may stay.
 _RETRY_SECONDS = 0.1
 _WELCOME = "welcome"
+_NO_WORKER = "what listens there is no worker 0 of this job"
 _HOSTS_KEY = "PMI_process_mapping"
 # A host that vanishes sends no end of its connections.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -62,7 +63,7 @@ class Server(threading.Thread):
     Args:
         host: The local address to listen on.
         hosts: For each worker, a name of its host; workers of one name share memory.
-        token: The job's secret, which every connection must prove to know.
+        token: The job's secret, which every connection must prove that it knows.
     """
 
     def __init__(self, host: str, hosts: Sequence[str], token: str):
@@ -239,7 +240,7 @@ def connect(
     while True:
         try:
             return _connected(address, Secret(token), worker, role, deadline)
-        except ConnectionError:  # Among many strangers this one was hung up on.
+        except ConnectionError:  # The server dropped this one among many strangers.
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 raise
         time.sleep(_RETRY_SECONDS)
@@ -249,11 +250,14 @@ def _connected(address, secret, worker, role, deadline):
     with contextlib.ExitStack() as unless_admitted:
         connected = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
         unless_admitted.callback(connected.close)
-        nonce = json.loads(_line(connected, deadline))["nonce"]
+        try:
+            nonce = json.loads(_line(connected, deadline))["nonce"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise OSError(_NO_WORKER) from None
         hello = {"worker": worker, "role": role, "proof": secret.proof(nonce, worker, role)}
         connected.sendall(json.dumps(hello).encode() + b"\n")
         if _line(connected, deadline) != _WELCOME:
-            raise OSError("what listens there is no worker 0 of this job")
+            raise OSError(_NO_WORKER)
         connected.settimeout(None)
         keep_alive(connected)
         unless_admitted.pop_all()
@@ -270,8 +274,8 @@ def _line(connected, deadline):
             raise ConnectionResetError("the other side closed the connection")
         line += byte
         if len(line) > _MAX_BYTES:
-            raise OSError("what listens there is no worker 0 of this job")
-    return line.decode().rstrip("\n")
+            raise OSError(_NO_WORKER)
+    return line.decode(errors="replace").rstrip("\n")
 
 
 def process_mapping(hosts: Sequence[str]) -> str:
