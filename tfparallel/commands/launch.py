@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
@@ -329,8 +328,8 @@ def _identity_problems(values, nodes):
         problems.append(
             f"The launchers of several hosts need a secret of at least {_MIN_TOKEN} characters, "
             f"the same on each of them, or strangers could join. Received: {received} in {TOKEN}. "
-            f"Before `tfparallel launch`, run this line on every host: export "
-            f"{TOKEN}={secrets.token_hex(16)}"
+            f"Make a random one on one host, by `export {TOKEN}=$(openssl rand -hex 16)`, and copy "
+            "its value to every other host."
         )
     return problems
 
