@@ -104,6 +104,14 @@ def test_the_script_starts_a_launcher_on_each_node(tmp_path, code, least):
             assert f"[{worker}] worker {worker} of 4 [\"it's one\", '$HOME']" in shown, shown
 
 
+@pytest.mark.parametrize(("nnodes", "least"), [(1, None), (2, None), (4, 2)])
+def test_the_token_reaches_the_launchers_where_a_site_exports_nothing(nnodes, least):
+    """SBATCH_EXPORT=NONE holds for srun, too, unless it is told otherwise."""
+    script = slurm_script(JobFile("train", ["true"], nnodes=nnodes, min_nnodes=least))
+    (line,) = (line for line in script.splitlines() if line.startswith("srun "))
+    assert ("--export=ALL" in line) == (nnodes > 1) == ("TFPARALLEL_JOB_TOKEN" in script)
+
+
 def test_the_command_prints_the_script():
     code, script, errors = emitted(
         *("--emit=slurm", "--nnodes=2", "--nproc_per_node=4", "--gpus_per_node=4"),

@@ -150,6 +150,8 @@ def slurm_script(job: JobFile) -> str:
         lines += [f"TFPARALLEL_JOB_TOKEN=$({_RANDOM_WORD})", "export TFPARALLEL_JOB_TOKEN", ""]
     # Since Slurm 22.05, srun does not take over what sbatch was told, and would give one core.
     hosts, srun = "", 'srun ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}'
+    if job.has_several_hosts:
+        srun += " --export=ALL"  # The token, too, at sites that set SBATCH_EXPORT=NONE.
     if job.min_nnodes is not None:
         srun += " --no-kill --kill-on-bad-exit=0"
         lines += [
