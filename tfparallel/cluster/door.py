@@ -1,13 +1,14 @@
 """Where the launchers of other hosts come in: a listener, and those who have said who they are.
 
-Who comes in has proved that it belongs to the job (handshake.py). Whatever else connects is hung up
-on, and has no effect: a caller that says nothing holds nobody up, and makes room for others after
-half a minute.
+Who comes in has proved that it belongs to the job (handshake.py). Whatever else connects is
+disconnected, and has no effect: a caller that says nothing holds nobody up, and makes room for
+others after half a minute.
 """
 
 import contextlib
 import dataclasses
 import errno
+import resource
 import selectors
 import socket
 import time
@@ -26,13 +27,14 @@ from tfparallel.cluster.handshake import (
 from tfparallel.cluster.listener import everywhere
 from tfparallel.cluster.secret import Secret, new_nonce
 
-__all__ = ["Door", "Hello", "Visitor", "open_door"]
+__all__ = ["Door", "Hello", "Visitor", "allow_connections", "open_door"]
 
 _SEND_SECONDS = 2.0
 _PATIENCE_SECONDS = 30.0  # With one that has called and says nothing,
 _MAX_STRANGERS = 64  # and with so many.
 _MAX_TOLD = 3
 _LOOK_SECONDS = 0.5
+_SPARE_DESCRIPTORS = 512  # For files and the pipes of workers, beside one for each node.
 _NUMBERS = ("node_rank", "attempt", "last_node", "may_run")  # Of nodes and rounds, or None.
 _REQUIRED = {"node_rank", "nnodes", "attempt", "local_address", "ports", "master_port"}
 
@@ -249,6 +251,15 @@ def open_door(
             "Choose another port, or start node 0 on that host; if the address is a gateway's that "
             f"leads here, add --local_addr={host}."
         ) from error
+
+
+def allow_connections(number: int) -> None:
+    """Raises the limit of open files, where the system lets it, to a connection for each node."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + _SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _peer(connected):

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.back_off import BackOff
-from tfparallel.cluster.door import Door
+from tfparallel.cluster.door import Door, allow_connections
+from tfparallel.cluster.environment import too_many_workers
 from tfparallel.cluster.handshake import Call, RefusedError
 from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.nodes import NodeMeeting
@@ -33,7 +34,7 @@ __all__ = ["ElasticMeetings", "JobEndedError"]
 _CONNECT_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
 _KNOCK_SECONDS = 1.0
-_MAX_WAITING = 64
+_MAX_WAITING = 64  # Beyond as many as the job can have.
 _FIRST_CALL_SECONDS = 10.0  # Hosts do not start at the same moment;
 _LAST_CALL_SECONDS = 3.0  # launchers that run already are there at once.
 
@@ -164,6 +165,7 @@ class ElasticMeetings:
 
     def _open(self) -> bool:
         """Whether this launcher listens now, at the first endpoint that is of this host."""
+        allow_connections(self._max_nodes + _MAX_WAITING)
         for place, (host, port) in enumerate(self._endpoints):
             names = [host]
             # Node 0 may be behind a gateway, whose address the endpoint is.
@@ -263,6 +265,11 @@ class ElasticMeetings:
             if self._let_in(min(_RETRY_SECONDS, max(0.0, deadline - now))):
                 quiet_since = time.monotonic()
         taking_part = present[: self._max_nodes]
+        workers = [join_address(e.address, port) for e in taking_part for port in e.hello["ports"]]
+        if problem := too_many_workers(workers):
+            for other in present[1:]:
+                other.caller.send({"error": problem})
+            raise RuntimeError(problem)
         self._waiting = [other for other in self._waiting if other not in taking_part]
         answer = {
             "nodes": [[each.address, each.hello["ports"]] for each in taking_part],
@@ -306,7 +313,7 @@ class ElasticMeetings:
                 visitor.send({"error": self._disagreement(hello)})
                 visitor.close()
                 continue
-            if len(self._waiting) >= _MAX_WAITING:
+            if len(self._waiting) >= self._max_nodes + _MAX_WAITING:
                 visitor.close()
                 continue
             if is_running:

@@ -16,6 +16,7 @@ __all__ = [
     "available_cores",
     "core_shares",
     "job_environment",
+    "too_many_workers",
     "worker_environment",
 ]
 
@@ -73,20 +74,10 @@ def worker_environment(inherited: Mapping[str, str], place: Place) -> dict[str, 
     """
     master_host, _, master_port = place.master.rpartition(":")
     shared = job_environment(inherited, place.num_local_workers, place.token, place.restart_count)
-    config = json.dumps(
-        {
-            "cluster": {"worker": list(place.addresses)},
-            "task": {"type": "worker", "index": place.worker},
-        }
-    )
-    if len(f"TF_CONFIG={config}") >= _MAX_VARIABLE_BYTES:
-        raise RuntimeError(
-            f"TF_CONFIG, in which TensorFlow finds the workers, can hold {_MAX_VARIABLE_BYTES} "
-            f"bytes on Linux. Received: {len(place.addresses)} workers, which need {len(config)}. "
-            "Start fewer workers on each host, or name hosts by shorter addresses (--local_addr)."
-        )
+    if problem := too_many_workers(place.addresses):
+        raise RuntimeError(problem)
     return shared | {
-        "TF_CONFIG": config,
+        "TF_CONFIG": _config(place.addresses, place.worker),
         "RANK": str(place.worker),
         "WORLD_SIZE": str(len(place.addresses)),
         "LOCAL_RANK": str(place.local_rank),
@@ -96,6 +87,23 @@ def worker_environment(inherited: Mapping[str, str], place: Place) -> dict[str, 
         "MASTER_PORT": master_port,
         "TORCHELASTIC_RESTART_COUNT": str(place.restart_count),
     }
+
+
+def too_many_workers(addresses: Sequence[str]) -> str | None:
+    """Returns why TF_CONFIG cannot name these workers, "host:port" each; None if it can."""
+    size = len(f"TF_CONFIG={_config(addresses, len(addresses) - 1)}")
+    if size < _MAX_VARIABLE_BYTES:
+        return None
+    return (
+        f"TF_CONFIG, in which TensorFlow finds the workers, can hold {_MAX_VARIABLE_BYTES} "
+        f"bytes on Linux. Received: {len(addresses)} workers, which need {size}. "
+        "Start fewer workers on each host, or name hosts by shorter addresses (--local_addr)."
+    )
+
+
+def _config(addresses, worker):
+    task = {"type": "worker", "index": worker}
+    return json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
 
 
 def job_environment(

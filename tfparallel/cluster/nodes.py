@@ -12,13 +12,13 @@ others wait on. Where the number of hosts may change, launchers meet as elastic.
 
 import contextlib
 import dataclasses
-import resource
 import socket
 import time
 from collections.abc import Sequence
 
 from tfparallel.cluster.address import join_address, split_address
-from tfparallel.cluster.door import Visitor, open_door
+from tfparallel.cluster.door import Visitor, allow_connections, open_door
+from tfparallel.cluster.environment import too_many_workers
 from tfparallel.cluster.handshake import Call, encoded
 from tfparallel.cluster.node_news import NodeNews
 from tfparallel.cluster.secret import Secret, new_nonce
@@ -26,7 +26,6 @@ from tfparallel.cluster.secret import Secret, new_nonce
 __all__ = ["NodeMeeting", "meet"]
 
 _RETRY_SECONDS = 0.2
-_SPARE_DESCRIPTORS = 512  # For files and the pipes of workers, beside one for each node.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
     is_given = hello["local_address"] is not None
     host = hello["local_address"] or host
     nnodes = hello["nnodes"]
-    _allow_connections(nnodes)
+    allow_connections(nnodes)
     with contextlib.ExitStack() as stack:
         door = open_door(host, port, secret, job, may_be_gateway=is_given)
         stack.callback(door.close)
@@ -142,6 +141,15 @@ def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
         callers = [present[node] for node in range(1, nnodes)]
         addresses = [host, *(each.hello["local_address"] or each.address for each in callers)]
         ports = [hello["ports"], *(each.hello["ports"] for each in callers)]
+        workers = [
+            join_address(host_name, each)
+            for host_name, own in zip(addresses, ports, strict=True)
+            for each in own
+        ]
+        if problem := too_many_workers(workers):
+            for caller in callers:
+                caller.send({"error": problem})
+            return {"error": problem}, {}
         answer = {
             "nodes": list(zip(addresses, ports, strict=True)),
             "master": join_address(host, hello["master_port"]),
@@ -179,15 +187,6 @@ def _missing(endpoint, hello, present, door, timeout_seconds):
         f"{turned_away.replace('..', '.')} Start `tfparallel launch` there with the same --nnodes, "
         "--rdzv_endpoint, --job_name and TFPARALLEL_JOB_TOKEN."
     )
-
-
-def _allow_connections(number):
-    """Raises the limit of open files, where the system lets it, to a connection for each node."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number + _SPARE_DESCRIPTORS
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _join(endpoint, hello, secret, job, deadline, timeout_seconds):
