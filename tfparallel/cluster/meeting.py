@@ -28,7 +28,7 @@ __all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "Meeting", "Participant", "why"]
 GREETING_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 _SURVEY_SECONDS = 0.5
-# Callers that have not said who they are; beyond it the oldest is hung up on.
+# Callers that have not said who they are; beyond it the oldest is disconnected.
 _MAX_STRANGERS = 256
 _MAX_INTRUDERS = 3
 _PROTOCOL = "tfparallel rendezvous 2"

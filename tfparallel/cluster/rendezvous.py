@@ -19,7 +19,7 @@ worker k                                      worker 0, the chief
 ```
 
 Whoever does not speak this protocol, with a proof that it knows the job's token
-(secret.py), is hung up on. Messages are bounded JSON and not encrypted: who
+(secret.py), is disconnected. Messages are bounded JSON and not encrypted: who
 reads the network reads the facts, and not the token. All of it is gone when `meet` returns.
 """
 
