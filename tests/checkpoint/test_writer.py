@@ -49,6 +49,7 @@ def process_of(program, *arguments):
 def in_a_second(monkeypatch):
     """A holder on another host has one second."""
     monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(writer, "_QUIET_SECONDS", 0.5)
     monkeypatch.setattr(writer, "_LOOK_SECONDS", 0.1)
 
 
@@ -67,6 +68,34 @@ def test_the_second_is_refused_and_told_who_the_first_is(tmp_path):
     folder.prepare()
     folder.release()
     assert list(tmp_path.iterdir()) == []
+
+
+# Its own copy of the folder makes the kernel drop its lock.
+COPYING = HOLDER.replace("print", "import shutil; shutil.copytree(*sys.argv[1:]); print", 1)
+
+
+def test_a_holder_that_copied_the_folder_still_holds(tmp_path):
+    folder, path = tmp_path / "a", str(tmp_path / "a")
+    with process_of(COPYING, folder, tmp_path / "b") as process:
+        assert writer.take(path).startswith(f"process {process.pid} on")
+        process.kill()
+        wait_until_dead(process)  # Nobody has waited for it: a zombie writes nothing.
+        assert writer.take(path) is None
+        writer.release(path)
+
+
+def wait_until_dead(process):
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_who_finds_another_word_in_the_file_has_lost_it(tmp_path):
+    path = str(tmp_path)
+    assert writer.take(path) is None and not writer.is_lost(path)
+    about = json.loads((tmp_path / ".writer").read_bytes())
+    (tmp_path / ".writer").write_text(json.dumps(about | {"word": "another"}))
+    assert writer.is_lost(path)
+    writer.release(path)
+    assert (tmp_path / ".writer").exists()
 
 
 def test_a_child_of_a_killed_holder_does_not_hold(tmp_path):
@@ -91,8 +120,10 @@ time.sleep(60)
 """
 
 
-def test_a_holder_on_another_host_is_waited_for(tmp_path, in_a_second):
-    with process_of(FAR, tmp_path, 0.2), pytest.warns(UserWarning, match="Waiting up to 1 s"):
+def test_a_holder_on_another_host_is_waited_for(tmp_path, in_a_second, monkeypatch):
+    # In which it touches the file, however busy the machine is.
+    monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 5.0)
+    with process_of(FAR, tmp_path, 0.1), pytest.warns(UserWarning, match="Waiting up to 5 s"):
         assert writer.take(str(tmp_path)).startswith("process ")
     with process_of(FAR, tmp_path, 0.2) as process, pytest.warns(UserWarning):
         threading.Timer(0.3, process.kill).start()

@@ -4,11 +4,15 @@ The writer holds a lock on a file in the folder. The kernel frees it when the pr
 it dies, and a network file system passes it on to other hosts. Two things are left:
 
 * a host that lost its power may leave its lock behind, for a minute or for ever;
-* some file systems have no locks, or keep them to each host.
+* some file systems have no locks, or keep them to each host;
+* the holder itself loses its lock when it opens and closes the file once more, as a callback does
+  that copies the folder.
 
-So the writer also touches the file every two seconds. Where nobody has touched it for half a
-minute, the holder is gone, and another file takes its place. A writer that was only cut off, and
-comes back, sees before it writes again that the file is not its own any more.
+So the file also says who the writer is, and the writer touches it every two seconds. A free lock
+counts only if the process that the file names has ended, or does not touch the file. Where nobody
+has touched it for half a minute, the holder is gone, and another file takes its place. A writer
+that was only cut off, and comes back, sees before it writes again that the file is not its own any
+more: each take writes another word into it.
 """
 
 import contextlib
@@ -29,6 +33,7 @@ __all__ = ["is_lost", "release", "take"]
 _FILE = ".writer"
 _BEAT_SECONDS = 2.0
 _PATIENCE_SECONDS = 30.0  # For a holder on another host.
+_QUIET_SECONDS = 8.0  # For one that no lock speaks for: it misses four beats.
 _LOOK_SECONDS = 0.5
 
 
@@ -39,7 +44,9 @@ class _Hold:
     path: str
     descriptor: int
     process: int
+    word: str
     ends: threading.Event
+    beats: threading.Thread
 
     def is_in_place(self) -> bool:
         try:
@@ -48,14 +55,11 @@ class _Hold:
             os.stat(os.path.dirname(self.path))  # That the folder itself is gone is another error.
             return False
         try:
-            return os.path.samestat(in_place, os.fstat(self.descriptor))
+            # By its own descriptor: to close another one would give up the lock.
+            is_same = os.path.samestat(in_place, os.fstat(self.descriptor))
+            return is_same and _read(self.descriptor).get("word") == self.word
         except OSError:  # ESTALE: a server that has another file in its place.
             return False
-
-    def beat(self) -> None:
-        while not self.ends.wait(_BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # A server may be away for a while.
-                os.utime(self.descriptor)
 
 
 _holds: dict[str, _Hold] = {}  # By folder.
@@ -81,17 +85,27 @@ def take(directory: str) -> str | None:
         return None
     release(directory)
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    first_beat = None
+    first_beat = free_beat = None
+    quiet = 0.0
     while True:
         descriptor = _opened(path)
         is_free = _lock(descriptor)
         holder, beat = _read(descriptor), os.fstat(descriptor).st_mtime_ns
         if is_free:
-            if _is_at(path, descriptor):
+            if not _is_at(path, descriptor):
+                os.close(descriptor)  # Its holder has removed it meanwhile.
+                continue
+            lives = _lives(holder)
+            if lives is None and free_beat is None:
+                free_beat, quiet = beat, time.monotonic() + _QUIET_SECONDS
+            elif lives is None:
+                lives = beat != free_beat or (None if time.monotonic() < quiet else False)
+            if lives is False:
                 _keep(directory, path, descriptor)
                 return None
-            os.close(descriptor)  # Its holder has removed it meanwhile.
-            continue
+            if lives:
+                os.close(descriptor)
+                return _described(holder)  # It has lost its lock.
         os.close(descriptor)
         if is_free is None and holder == {}:
             break  # No locks here; and the file is new, or its holder died as it began.
@@ -104,7 +118,7 @@ def take(directory: str) -> str | None:
                 f"to {_PATIENCE_SECONDS:g} s for its end, or for a sign that it lives.",
                 stacklevel=2,
             )
-        if time.monotonic() > deadline:
+        if not is_free and time.monotonic() > deadline:
             if beat != first_beat:
                 return _described(holder)
             break
@@ -141,22 +155,36 @@ def release(directory: str) -> None:
     if hold is None:
         return
     hold.ends.set()
+    hold.beats.join(_BEAT_SECONDS)
     if hold.process == os.getpid():  # Not the child of a fork, which has no part in the lock.
         with contextlib.suppress(OSError):
             if hold.is_in_place():
                 os.unlink(hold.path)
-    os.close(hold.descriptor)
+    if not hold.beats.is_alive():  # It may hang, as its server does; the number must stay its own.
+        os.close(hold.descriptor)
 
 
 def _keep(directory: str, path: str, descriptor: int) -> None:
     since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    word = secrets.token_hex(8)
     about = {"host": platform.node(), "pid": os.getpid(), "since": since, "machine": _machine()}
+    about |= {"word": word, "process": _process(os.getpid())}
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(about).encode(), 0)
     os.fsync(descriptor)  # For other hosts to read.
-    hold = _Hold(path, descriptor, os.getpid(), threading.Event())
+    ends = threading.Event()
+    beats = threading.Thread(
+        target=_beat, args=(descriptor, ends), name="checkpoint_writer", daemon=True
+    )
+    hold = _Hold(path, descriptor, os.getpid(), word, ends, beats)
     _holds[os.path.realpath(directory)] = hold
-    threading.Thread(target=hold.beat, name="checkpoint_writer", daemon=True).start()
+    beats.start()
+
+
+def _beat(descriptor: int, ends: threading.Event) -> None:
+    while not ends.wait(_BEAT_SECONDS):
+        with contextlib.suppress(OSError):  # A server may be away for a while.
+            os.utime(descriptor)
 
 
 def _opened(path: str) -> int:
@@ -208,3 +236,27 @@ def _machine() -> str:
             return file.read().strip()
     except OSError:
         return platform.node()
+
+
+def _process(pid: int) -> list[str] | None:
+    """What tells a process that lives from others of its number; None if there is none.
+
+    A container may have processes of the same numbers.
+    """
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else [space, fields[19]]
+
+
+def _lives(holder: dict[str, Any]) -> bool | None:
+    """Whether another process that a file names is there; None if only its beats can tell."""
+    if not holder or (holder.get("machine"), holder.get("pid")) == (_machine(), os.getpid()):
+        return False
+    own, named = _process(os.getpid()), holder.get("process")
+    if holder.get("machine") != _machine() or not own or not named or own[0] != named[0]:
+        return None
+    return _process(holder["pid"]) == named
