@@ -123,7 +123,7 @@ about = {"worker": rank, "num_workers": 2, "num_local": 2, "host": "a", "started
 record = FlightRecord(path_of(os.environ[FOLDER], rank, 0), about)
 record.now("in a step", 3, time.time())
 if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
-for _ in range(40): record.alive(time.time()); time.sleep(0.1)
+for _ in range(80): record.alive(time.time()); time.sleep(0.1)
 sys.exit(75)
 """
 
@@ -216,6 +216,18 @@ def test_restarts_end():
     # Workers that fail at once again are given a moment.
     assert "restarting all workers (1 of 2)" in errors
     assert "restarting all workers in 1 s (2 of 2)" in errors
+
+
+def test_a_signal_between_two_restarts_keeps_what_is_saved():
+    """Story: the code was 138 then, by which the scheduler's script starts no job again."""
+    process = start(["--max_restarts=3"], "raise SystemExit(75)")
+    for line in process.stderr:
+        if "restarting all workers in" in line:
+            time.sleep(0.2)
+            process.send_signal(signal.SIGUSR1)
+            break
+    process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75
 
 
 SURROGATE = """

@@ -157,7 +157,13 @@ def _run_with_restarts(values, command, nodes, environment, standbys):
             seconds = back_off.failed(outcome.culprit.time_seconds)
             when = f" in {seconds:g} s" if seconds else ""
             say(f"restarting all workers{when} ({attempt + 1} of {values.max_restarts})")
-            time.sleep(seconds)
+            try:
+                time.sleep(seconds)
+            except StopRequest as request:
+                # Nothing runs: what workers that end with this code leave has been saved.
+                can_go_on = outcome.culprit.returncode == TRY_AGAIN
+                request.has_saved |= can_go_on and request.signum in SIGNALS
+                raise
     return outcome.culprit.exit_code
 
 
