@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -303,3 +304,39 @@ def test_one_of_a_later_version_is_refused_and_not_passed_over(tmp_path):
     with pytest.raises(ForeignCheckpointError, match="was written by a later version") as caught:
         folder.newest()
     assert "Received: format 2. Upgrade tfparallel" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_listed, is_written", [(0, False), (2, True)])
+def test_a_folder_that_cannot_be_listed_is_told_or_waited_for(
+    tmp_path, monkeypatch, num_listed, is_written
+):
+    """A stale handle of a network file system: it hid the error, or ended a run that had saved."""
+    folder = CheckpointFolder(str(tmp_path), 2)
+    folder.prepare()
+    lists, left = os.listdir, [None] * num_listed
+
+    def listdir(path):
+        if not left:
+            raise OSError(116, "Stale file handle")
+        left.pop()
+        return lists(path)
+
+    monkeypatch.setattr("tfparallel.checkpoint.folder.os.listdir", listdir)
+    if is_written:
+        assert os.path.isdir(folder.write(1, [], [], {}))
+    else:
+        with pytest.raises(CheckpointError, match="Stale file handle. The folder cannot be read"):
+            folder.write(1, [], [], {})
+    monkeypatch.undo()
+    folder.release()
+
+
+def test_one_that_cannot_be_replaced_does_not_end_later_writes(tmp_path, monkeypatch):
+    folder = CheckpointFolder(str(tmp_path), 5)
+    folder.prepare()
+    folder.write(1, [], [], {})
+    (tmp_path / "step_00000001.new").mkdir()
+    monkeypatch.setattr(folder, "_remove", lambda name: None)  # As where it cannot be renamed.
+    assert os.path.isdir(folder.write(2, [], [], {}))
+    monkeypatch.undo()
+    folder.release()

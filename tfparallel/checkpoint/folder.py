@@ -256,7 +256,9 @@ class CheckpointFolder:
             raise CheckpointError(self._failure(path, error)) from error
         for name in list(self._passed_over):
             self._remove(name)
-        behind = [name for name in self._names() if _step_of(name) <= step]
+        behind = []
+        with contextlib.suppress(OSError):  # It is written; the next one removes more.
+            behind = [name for name in self._names() if _step_of(name) <= step]
         for name in behind[: -self._keep]:
             self._remove(name)
         return path
@@ -314,8 +316,11 @@ class CheckpointFolder:
             write.result()
 
     def _failure(self, path, error):
-        names = [name for name in self._names() if name not in self._passed_over]
-        before = "There is none before it"
+        try:
+            names = [name for name in self._names() if name not in self._passed_over]
+            before = "There is none before it"
+        except OSError:
+            names, before = [], "The folder cannot be read now"
         if names:
             before = f"{os.path.join(self.directory, names[-1])} is whole"
         return (
@@ -361,7 +366,8 @@ class CheckpointFolder:
             path = os.path.join(self.directory, name)
             if name.endswith(_NEW) and name not in self._passed_over:
                 self._remove(name.removesuffix(_NEW))
-                os.rename(path, path.removesuffix(_NEW))
+                with contextlib.suppress(OSError):  # The older one is still there.
+                    os.rename(path, path.removesuffix(_NEW))
         for name in os.listdir(self.directory):
             if name.startswith(_UNFINISHED):
                 shutil.rmtree(os.path.join(self.directory, name), ignore_errors=True)
