@@ -30,6 +30,8 @@ class Preemption(keras.callbacks.Callback):
 
     It is a context manager around `fit`, in which the signals do nothing else, and after
     `Preempted` nothing at all until the program has ended; and a callback, behind the checkpoint.
+    A program that catches `Preempted` and goes on, such as a notebook, gets its signals back by
+    `signal.signal(signal.SIGTERM, signal.SIG_DFL)`, and likewise for SIGUSR1.
 
     Args:
         checkpoint: The callback that writes, which the list of callbacks has, too.

@@ -61,7 +61,11 @@ def naming_lost_worker() -> Iterator[None]:
     except tf.errors.OpError as error:
         if WorkerGroup.failure is not None:
             raise WorkerGroup.failure from None
-        if not isinstance(error, tf.errors.UnavailableError):
+        # Behind a link cut one way the heartbeat is sent, and its answer does not come.
+        is_silent = isinstance(error, tf.errors.DeadlineExceededError) and (
+            "heartbeat" in error.message.lower()
+        )
+        if not (is_silent or isinstance(error, tf.errors.UnavailableError)):
             raise
         task = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", error.message)
         silent = re.search(r"\(stopped sending heartbeats\):\s+/job:\S+/task:(\d+)", error.message)
