@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -42,7 +43,12 @@ def trained(directory, callbacks=(), **options):
 def test_it_ends_with_code_75_and_goes_on_from_there(tmp_path, capsys, number):
     before = {each: signal.getsignal(each) for each in SIGNALS}
     whole, _ = trained(tmp_path / "whole")
-    told = At(4, lambda: os.kill(os.getpid(), number))
+
+    def signal_and_wait():  # A step takes a millisecond, and the thread that hears it may be late.
+        os.kill(os.getpid(), number)
+        time.sleep(0.5)
+
+    told = At(4, signal_and_wait)
     try:
         with pytest.raises(Preempted) as ended:
             trained(tmp_path / "told", [told])
