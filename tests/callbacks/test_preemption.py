@@ -54,6 +54,8 @@ def test_it_ends_with_code_75_and_goes_on_from_there(tmp_path, capsys, number):
             trained(tmp_path / "told", [told])
         assert ended.value.code == 75
         assert {signal.getsignal(each) for each in SIGNALS} == {signal.SIG_IGN}
+        # Story: it was that of a closed socket, and then of whatever file had its number.
+        assert signal.set_wakeup_fd(-1) == -1
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -59,7 +59,7 @@ class SignalWatch:
     def __init__(self, signals: Sequence[int], told: Callable[[int], None]):
         self._signals = tuple(signals)
         self._told = told
-        self._stack = contextlib.ExitStack()
+        self._stack, self._handlers = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is not threading.main_thread():
@@ -72,12 +72,13 @@ class SignalWatch:
         for number in self._signals:
             handler = signal.signal(number, lambda *_: None)
             # Of one that C++ has set, Python knows nothing.
-            self._stack.callback(signal.signal, number, handler or signal.SIG_DFL)
+            self._handlers.callback(signal.signal, number, handler or signal.SIG_DFL)
         arguments = (read, before)
         threading.Thread(target=self._listen, args=arguments, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_):
+        self._handlers.close()
         self._stack.close()
 
     def ignore(self) -> None:
@@ -86,7 +87,8 @@ class SignalWatch:
             for number in self._signals:
                 # Python gives other handlers up seconds before TensorFlow has come to its end.
                 signal.signal(number, signal.SIG_IGN)
-            self._stack.pop_all()
+            self._handlers.pop_all()
+            self._stack.close()  # Python would write to the socket's number, which others may get.
 
     def _listen(self, read, before):
         with read:
