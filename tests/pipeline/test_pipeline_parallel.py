@@ -13,6 +13,7 @@ from tfparallel.layout.schedule import Instruction
 from tfparallel.layout.simulator import simulate
 from tfparallel.pipeline.batch_norm import grouped
 from tfparallel.pipeline.measure import measured_timelines, stage_seconds, timed_passes
+from tfparallel.placement.problems import PlacementError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 
@@ -449,7 +450,7 @@ def test_what_micro_batches_would_change_is_refused():
         model = pipelined(stack, DEVICES[:2])
         model.compile("sgd", "mse")
         model.fit(np.zeros((9, 4)), np.zeros((9, 3)), batch_size=3, verbose=0)
-    with pytest.raises(ValueError, match="returns one value for the whole batch"):
+    with pytest.raises(PlacementError, match="^Loss 'dice' returns one value for the whole batch"):
         fit_stack(pipelined(stack, DEVICES[:2]), keras.losses.Dice())
 
     def stateful():

@@ -69,7 +69,7 @@ class MicroBatchLoss:
             return find
 
         # Without metrics: what tracks each output's loss is told once, of the sums.
-        call_with(divisor, compiled, y, predictions, sample_weight)
+        _called(divisor, compiled, y, predictions, sample_weight)
 
     def divisor(self, num_rows):
         """By what all of the loss is divided, but for a factor; None where that is not one number.
@@ -95,7 +95,7 @@ class MicroBatchLoss:
 
             return find
 
-        loss = call_with(numerator, self._compiled, y, predictions, sample_weight)
+        loss = _called(numerator, self._compiled, y, predictions, sample_weight)
         return Part(loss, shares)
 
 
@@ -139,14 +139,18 @@ def check_equal(
     )
 
 
-def _values(loss, y_true, y_pred, weight) -> ExampleLosses:
-    if getattr(loss, "fn", None) is keras.losses.ctc:
-        raise PlacementError(
-            "The CTC loss fails on an empty micro-batch. The last batch of an epoch may have one, "
-            "so a loss that can be computed for no rows is required. Received: "
-            f"{loss!r}. {_WAY_OUT}"
-        )
+def _called(*args) -> tf.Tensor:
     try:
-        return values_of(loss, y_true, y_pred, weight)
+        return call_with(*args)
     except NotByPieces as error:
         raise PlacementError(f"{error} {_WAY_OUT}") from error
+
+
+def _values(loss, y_true, y_pred, weight) -> ExampleLosses:
+    if getattr(loss, "fn", None) is keras.losses.ctc:
+        raise NotByPieces(
+            "The CTC loss fails on an empty micro-batch. The last batch of an epoch may have one, "
+            "so a loss that can be computed for no rows is required. Received: "
+            f"{loss!r}."
+        )
+    return values_of(loss, y_true, y_pred, weight)

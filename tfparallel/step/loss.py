@@ -160,13 +160,22 @@ def call_with(instead: Callable, compiled: CompileLoss, y, predictions, sample_w
         predictions: In the structure of the outputs.
         sample_weight: Likewise, or one for all, or None.
         metrics: What tracks each output's loss; nothing by default.
+
+    Raises:
+        NotByPieces: If `instead` or what it returns does.
     """
     own = object.__new__(CompileLoss)  # It refuses to be copied.
     terms = [term._replace(loss=instead(term.loss)) for term in compiled._flat_losses]
     # Past Keras's tracking.
     metrics = list(metrics) or [None] * len(terms)
     vars(own).update(vars(compiled) | {"_flat_losses": terms, "_metrics": metrics})
-    return CompileLoss.call(own, y, predictions, sample_weight)
+    try:
+        return CompileLoss.call(own, y, predictions, sample_weight)
+    except ValueError as error:
+        # Keras 3.16 raises another error from that of a loss, to name the output.
+        if isinstance(error.__cause__, NotByPieces):
+            raise error.__cause__ from None
+        raise
 
 
 def _size(tensor):
