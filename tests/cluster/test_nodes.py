@@ -461,6 +461,25 @@ def test_who_has_fallen_silent_is_told_to_the_others():
         other.close()
 
 
+def test_whom_a_worker_had_lost_is_told_to_the_others():
+    """Story: behind a link cut one way, the other host blamed the worker that had lost its own."""
+    news, (there,) = lines(1)
+    connection, far = connected()
+    other = NodeNews(1, 2, {0: connection})
+    with there, far:
+        news.tell_failure(0, 75, 2.0, lost=1)
+        far.sendall(there.recv(4096))
+        far.sendall(b'{"failed":0,"worker":0,"returncode":1,"time_seconds":2.5,"lost":"me"}\n')
+        while len(other.failures) < 2:
+            assert other.lines[0].listen()
+        (told, _), (bad, _) = other.failures
+        assert told.lost == 1
+        assert "code 75 after 2.0 s (it had lost worker 1, or the network" in told.explain()
+        assert bad.lost is None and "lost" not in bad.explain()
+        news.close()
+        other.close()
+
+
 def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all(monkeypatch):
     """Half an answer is no answer, and node 0 does not take it for one."""
     monkeypatch.setattr(door, "_SEND_SECONDS", 0.2)

@@ -5,8 +5,41 @@ import pytest
 import tensorflow as tf
 
 from tfparallel.collectives import transport, worker_choice
-from tfparallel.collectives.between_workers import _size_step
+from tfparallel.collectives.between_workers import _size_step, naming_lost_worker
+from tfparallel.collectives.lost import WorkerLostError
 from tfparallel.collectives.traffic import ROWS
+
+ABORTED = "Graph execution error:\n\nDetected at node {}\n\nCollective ops is aborted by: {}\n"
+SILENT = """Error reported from /job:worker/task:1: The following tasks are unhealthy \
+(stopped sending heartbeats):
+/job:worker/replica:0/task:1
+The tasks have crashed."""
+NO_ANSWER = "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat"
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "worker", "reason"),
+    [
+        (tf.errors.UnavailableError, SILENT, 1, "stopped sending heartbeats"),
+        (tf.errors.DeadlineExceededError, NO_ANSWER, 0, "no answer to a heartbeat"),
+        (tf.errors.UnavailableError, "Socket closed", None, "Socket closed"),
+        (tf.errors.DeadlineExceededError, "Deadline Exceeded", None, None),
+        (tf.errors.InternalError, SILENT, None, None),
+    ],
+)
+def test_what_tensorflow_says_of_a_lost_worker(error, said, worker, reason):
+    """The words of TensorFlow 2.21, of links that were cut; `heartbeat` is a layer of a user's."""
+    error = error(None, None, ABORTED.format("heartbeat/MatMul", said))
+    kind = type(error) if reason is None else WorkerLostError
+    with pytest.raises(kind) as caught, naming_lost_worker():
+        raise error
+    if reason is None:
+        assert caught.value is error
+        return
+    assert caught.value.worker == worker
+    who = "another worker" if worker is None else f"worker {worker}"
+    assert str(caught.value).startswith(f"The connection to {who} was lost")
+    assert f"Received: {reason}. " in str(caught.value)
 
 
 def test_steps_of_sizes():

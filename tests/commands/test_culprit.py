@@ -5,19 +5,19 @@ import signal
 import pytest
 
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit
-from tfparallel.commands.culprit import waited_for
+from tfparallel.commands.culprit import lost_by, waited_for
 from tfparallel.flight.record import FlightRecord, path_of
 
 ALIVE = 1000.0
 
 
-def keep(folder, worker, *, step=9, alive=ALIVE, started=100.0, ended="", **about):
+def keep(folder, worker, *, step=9, alive=ALIVE, started=100.0, ended="", lost=None, **about):
     about = {"worker": worker, "num_workers": 2, "num_local": 2, "host": "a"} | about
     record = FlightRecord(path_of(folder, worker, 0), about | {"started": started})
     record.now("in a step", step, 900.0)
     record.alive(alive)
     if ended:
-        record.end(ended)
+        record.end(ended, lost)
     record.close()
 
 
@@ -51,3 +51,10 @@ def test_what_the_records_of_one_host_tell(tmp_path):
     assert waited_for(outcome(75), tmp_path, 0, 50.0) == ""
     keep(tmp_path, 1, alive=ALIVE - 10.0, **there)
     assert "Worker 1 stopped without a word" in waited_for(outcome(75), tmp_path, 0, 50.0)
+
+
+def test_whom_a_worker_had_lost(tmp_path):
+    keep(tmp_path, 0, ended="WorkerLostError: worker 1", lost=1)
+    keep(tmp_path, 1, ended="KeyError: 'x'")
+    assert [lost_by(worker, tmp_path, 0, 50.0) for worker in (0, 1, 2)] == [1, None, None]
+    assert lost_by(0, tmp_path, 0, 200.0) is None  # An older job's record.

@@ -50,6 +50,10 @@ class Hosts:
         """Takes a host's wire down."""
         _run("ip", "-n", self._names[host], "link", "set", WIRE, "down")
 
+    def mute(self, host: int) -> None:
+        """Has a host's wire carry nothing from it; what comes to it still does."""
+        _run("tc", "-n", self._names[host], *f"qdisc replace dev {WIRE} root pfifo limit 0".split())
+
     def mend(self, host: int) -> None:
         """Takes it up again."""
         _run("ip", "-n", self._names[host], "link", "set", WIRE, "up")

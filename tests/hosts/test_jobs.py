@@ -213,6 +213,21 @@ def test_a_link_that_is_cut_ends_both_sides_and_is_named(two, start, tmp_path):
     assert "connection to worker 1 was lost" in job.said(0)
 
 
+def test_of_a_link_that_is_cut_one_way_both_sides_say_whom_they_lost(two, start, tmp_path):
+    """Story: host 1 blamed worker 0, which had ended since it heard nothing of worker 1."""
+    launch = [*meeting(two), "--transport=tensorflow"]
+    train = [*LONG, f"--checkpoint_dir={tmp_path}/c", "--inject=slow:worker=0,ms=50"]
+    job = start(two, launch, train)
+    job.until(0, "Epoch 3/")
+    two.mute(1)
+    assert all(code != 0 for code in job.wait())
+    for host in (0, 1):
+        assert f"connection to worker {1 - host} was lost" in job.said(host), job.said(host)
+        told = r"worker (\d)( of node \d)? exited with code 75 .* \(it had lost worker (\d), or"
+        found = re.search(told, job.said(host))
+        assert found and {found[1], found[3]} == {"0", "1"}, job.said(host)
+
+
 def elastic(network, least, most):
     places = ",".join(f"{address}:{PORT}" for address in network.addresses)
     return [f"--nnodes={least}:{most}", f"--rdzv_endpoint={places}", "--grace_seconds=10"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from tfparallel.collectives.lost import WorkerLostError
 from tfparallel.flight.marks import Marks
 from tfparallel.flight.record import FOLDER, FlightRecord, path_of
 from tfparallel.notice import notice
@@ -99,7 +100,8 @@ class FlightRecorder(keras.callbacks.Callback):
         self._over.set()
         self._marks.read()
         self._marks.record.alive(time.time())
-        self._marks.record.end("well" if error is None else f"{kind.__name__}: {error}")
+        lost = error.worker if isinstance(error, WorkerLostError) else None
+        self._marks.record.end("well" if error is None else f"{kind.__name__}: {error}", lost)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step begins."""

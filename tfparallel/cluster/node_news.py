@@ -106,15 +106,19 @@ class NodeNews:
         """Says that this host's workers have all succeeded."""
         self._tell({"succeeded": self.node})
 
-    def tell_failure(self, worker: int, returncode: int, time_seconds: float) -> None:
+    def tell_failure(
+        self, worker: int, returncode: int, time_seconds: float, lost: int | None = None
+    ) -> None:
         """Says that a worker of this host has failed.
 
         Args:
             worker: As in `WorkerExit`, like the others.
             returncode: How it ended.
             time_seconds: When.
+            lost: Whom it had lost.
         """
         failed = {"worker": worker, "returncode": returncode, "time_seconds": time_seconds}
+        failed |= {} if lost is None else {"lost": lost}
         self._tell({"failed": self.node, **failed, "leaves": self.leaves_on_failure})
 
     def look(self) -> float | None:
@@ -149,7 +153,15 @@ class NodeNews:
                 self._unfinished.discard(node)
             case {"failed": int(node), "worker": int(worker), "returncode": int(returncode),
                   "time_seconds": float(seconds)}:  # fmt: skip
-                failure = WorkerExit(worker, returncode, seconds, stopped=False, node=node)
+                lost = message.get("lost")
+                failure = WorkerExit(
+                    worker,
+                    returncode,
+                    seconds,
+                    stopped=False,
+                    node=node,
+                    lost=lost if isinstance(lost, int) else None,
+                )
                 self.failures.append((failure, time.monotonic()))
                 if message.get("leaves") is True:
                     self.leaving.add(node)

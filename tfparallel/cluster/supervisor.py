@@ -69,6 +69,7 @@ class Job:
         grace_seconds: float = GRACE_SECONDS,
         news: NodeNews | None = None,
         on_lost: Callable[[WorkerExit], None] | None = None,
+        lost_by: Callable[[int], int | None] | None = None,
         standbys: Standbys | None = None,
     ):
         """Starts all programs.
@@ -81,9 +82,11 @@ class Job:
             grace_seconds: How long a worker that is to stop has until it is killed.
             news: How the job's other hosts fare, if it has any. The caller closes it.
             on_lost: Called with how a spare program has ended without which the job goes on.
+            lost_by: Called with a worker that failed; which other one it had lost, or None.
             standbys: Processes that wait to become a worker. New ones are started beside the job.
         """
         self._on_lost = on_lost or (lambda _: None)
+        self._lost_by = lost_by or (lambda _: None)
         self._told_lost: list[GuardedWorker] = []
         self._news = news or NodeNews()
         self._grace_seconds = grace_seconds
@@ -183,7 +186,8 @@ class Job:
         for worker in failures:
             if worker not in told:
                 seconds = worker.ended_at - self._started_at
-                self._news.tell_failure(worker.program.worker, worker.returncode, seconds)
+                index = worker.program.worker
+                self._news.tell_failure(index, worker.returncode, seconds, self._lost_by(index))
         return failures
 
     def _culprit(self):
@@ -265,6 +269,7 @@ class Job:
             stopped=self._stopping_at is not None and worker.ended_at > self._stopping_at,
             tail=tuple(last_lines(self._reader.tail(worker.program.worker), _TAIL_LINES)),
             name=worker.program.name,
+            lost=self._lost_by(worker.program.worker) if worker.returncode else None,
         )
 
 
@@ -276,6 +281,7 @@ def run(
     timeout_seconds: float | None = None,
     news: NodeNews | None = None,
     on_lost: Callable[[WorkerExit], None] | None = None,
+    lost_by: Callable[[int], int | None] | None = None,
     standbys: Standbys | None = None,
 ) -> Outcome:
     """Runs a job to its end.
@@ -287,6 +293,7 @@ def run(
         timeout_seconds: As for `Job.wait`.
         news: As for `Job`.
         on_lost: As for `Job`.
+        lost_by: As for `Job`.
         standbys: As for `Job`.
 
     Returns:
@@ -301,6 +308,7 @@ def run(
         grace_seconds=grace_seconds,
         news=news,
         on_lost=on_lost,
+        lost_by=lost_by,
         standbys=standbys,
     )
     return job.wait(timeout_seconds)

@@ -48,6 +48,7 @@ class WorkerExit:
         node: The other host that it ran on; None on this one.
         name: What to call it, if not by its index.
         told: Where the error that ended it has been shown, if it has.
+        lost: The worker whose loss ended it, if one has.
     """
 
     worker: int
@@ -58,6 +59,7 @@ class WorkerExit:
     node: int | None = None
     name: str = ""
     told: str = ""
+    lost: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -79,7 +81,9 @@ class WorkerExit:
         text = self.describe()
         if self.returncode == -signal.SIGKILL and not self.stopped:
             text += " (by hand, or by the system for want of memory: see `dmesg`)"
-        if self.returncode == TRY_AGAIN and not self.stopped:
+        if self.lost is not None:
+            text += f" (it had lost worker {self.lost}, or the network between the two)"
+        elif self.returncode == TRY_AGAIN and not self.stopped:
             text += " (to be started again: it had lost another worker, hung, or was told to end)"
         if self.node is not None:
             text += "; its output is on that host"

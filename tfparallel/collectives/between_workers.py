@@ -49,6 +49,18 @@ _PIECE_BYTES = 2**21
 _MAX_PIECES = 16
 _STOCK_PIECES = -1
 _WIDENED = (tf.bfloat16,)  # Types of which not every NCCL has sums.
+# What TensorFlow says of a worker that is lost, and of why it is.
+_LOST = (
+    re.compile(r"remote target /job:\w+/replica:\d+/task:(\d+)"),
+    re.compile(r"\(stopped sending heartbeats\):\s+/job:\S+/task:(\d+)"),
+)
+_REASON = (
+    re.compile(r'grpc_message:"([^"]*)"'),
+    re.compile(r"(stopped sending heartbeats)"),
+    re.compile(r"Collective ops is aborted by: ([^\n]*)"),
+)
+# A deadline has this line. Worker 0 takes the heartbeats of all.
+_NO_ANSWER = "\nRPC: /tensorflow.CoordinationService/Heartbeat"
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
 
@@ -62,23 +74,29 @@ def naming_lost_worker() -> Iterator[None]:
         if WorkerGroup.failure is not None:
             raise WorkerGroup.failure from None
         # Behind a link cut one way the heartbeat is sent, and its answer does not come.
-        is_silent = isinstance(error, tf.errors.DeadlineExceededError) and (
-            "heartbeat" in error.message.lower()
-        )
-        if not (is_silent or isinstance(error, tf.errors.UnavailableError)):
+        is_deadline = isinstance(error, tf.errors.DeadlineExceededError)
+        if is_deadline and _NO_ANSWER in error.message:
+            worker, reason = 0, "no answer to a heartbeat"
+        elif isinstance(error, tf.errors.UnavailableError):
+            task = _first(_LOST, error.message)
+            worker = None if task is None else int(task)
+            reason = _first(_REASON, error.message) or error.message.splitlines()[0]
+        else:
             raise
-        task = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", error.message)
-        silent = re.search(r"\(stopped sending heartbeats\):\s+/job:\S+/task:(\d+)", error.message)
-        lost = f"worker {(task or silent)[1]}" if task or silent else "another worker"
-        reason = re.search(r'grpc_message:"([^"]*)"', error.message)
-        reason = reason or re.search(r"(stopped sending heartbeats)", error.message)
+        lost = "another worker" if worker is None else f"worker {worker}"
         raise WorkerLostError(
             f"The connection to {lost} was lost: it has ended, or the network between the two. "
-            "Every worker is required, and this process cannot join it again. Received: "
-            f"{reason[1] if reason else error.message.splitlines()[0]}. The cause is in the output "
-            "of the worker that was lost; `tfparallel launch --max_restarts=3` starts all again, "
-            "and they resume from their checkpoint if there is one."
+            f"Every worker is required, and this process cannot join it again. Received: {reason}. "
+            "The cause is in the output of the worker that was lost; `tfparallel launch "
+            "--max_restarts=3` starts all again, and they resume from their checkpoint if there is "
+            "one.",
+            worker,
         ) from None
+
+
+def _first(patterns: Sequence[re.Pattern], text: str) -> str | None:
+    """What the first pattern that is in a text finds there."""
+    return next((found[1] for pattern in patterns if (found := pattern.search(text))), None)
 
 
 class WorkerGroup:

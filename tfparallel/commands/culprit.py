@@ -15,7 +15,7 @@ from tfparallel.cluster.worker_exit import Outcome, WorkerExit
 from tfparallel.flight.job import behind, elsewhere, silent
 from tfparallel.flight.record import WorkerRecord, path_of, read_record
 
-__all__ = ["has_lost_another", "waited_for", "with_errors"]
+__all__ = ["has_lost_another", "lost_by", "waited_for", "with_errors"]
 
 
 def has_lost_another(culprit: WorkerExit, folder: str, attempt: int) -> bool:
@@ -28,6 +28,21 @@ def has_lost_another(culprit: WorkerExit, folder: str, attempt: int) -> bool:
     """
     record = _record(folder, culprit.worker, attempt)
     return record is not None and record.about.get("ended", "").startswith("WorkerLostError")
+
+
+def lost_by(worker: int, folder: str, attempt: int, began: float) -> int | None:
+    """Which other worker one had lost, by its flight record; None if none, or nobody can tell.
+
+    Args:
+        worker: It, of this host.
+        folder: Where the records are.
+        attempt: How often the job had been started before.
+        began: When it started this time, in seconds since 1970.
+    """
+    record = _record(folder, worker, attempt)
+    if record is None or record.about.get("started", 0.0) < began:
+        return None
+    return record.about.get("lost")
 
 
 def waited_for(outcome: Outcome, folder: str, attempt: int, began: float) -> str:

@@ -31,7 +31,7 @@ from tfparallel.cluster.supervisor import Program, StopRequest, run
 from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.cluster.worker_log import WorkerLog
-from tfparallel.commands.culprit import has_lost_another, waited_for, with_errors
+from tfparallel.commands.culprit import has_lost_another, lost_by, waited_for, with_errors
 from tfparallel.flight.record import FOLDER, SUFFIX
 
 __all__ = ["TOKEN", "Nodes", "launched", "nodes_of", "number_problems", "say"]
@@ -359,7 +359,7 @@ def _run(
 ) -> Outcome:
     names = {program.worker: program.name for program in programs if program.name}
     screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer, names)
-    began = time.time()
+    began, folder = time.time(), programs[0].environment[FOLDER]
     with contextlib.ExitStack() as stack:
         screening = Screening(
             screen.write,
@@ -375,11 +375,12 @@ def _run(
             on_lost=lambda exit_: say(
                 f"{exit_.describe()}; the job goes on with the remaining workers"
             ),
+            lost_by=lambda worker: lost_by(worker, folder, attempt, began),
             standbys=standbys,
         )
         screening.finish()
         screen.finish()
-    why = waited_for(outcome, programs[0].environment[FOLDER], attempt, began)
+    why = waited_for(outcome, folder, attempt, began)
     if why:
         say(why)
     return with_errors(outcome, screening.errors, values.log_dir)

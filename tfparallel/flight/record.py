@@ -42,6 +42,7 @@ _MAGIC = b"tfparallel flight 1\n"
 _ABOUT, _NAMES, _MARKS, _NOW, _EVENTS = 32, 4096, 8192, 9216, 13_312
 _NUM_EVENTS = 8192
 _EVENT = struct.Struct("<Qddi52s")  # Its number, begin, end, step, what.
+_ENDED = ("ended", "ended_at", "lost")
 _STATE = struct.Struct("<ddi256s")  # When it was last seen alive, since when, step, what.
 _SIZE = _EVENTS + _NUM_EVENTS * _EVENT.size
 _STACK_BYTES = _EVENTS - _NOW - _STATE.size
@@ -130,12 +131,18 @@ class FlightRecord:
 
     def begin(self) -> None:
         """Says that what is recorded goes on."""
-        self._about = {k: v for k, v in self._about.items() if k not in ("ended", "ended_at")}
+        self._about = {k: v for k, v in self._about.items() if k not in _ENDED}
         self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
 
-    def end(self, how: str) -> None:
-        """Says that the worker has ended what is recorded, and how: "well", or an error's words."""
+    def end(self, how: str, lost: int | None = None) -> None:
+        """Says that the worker has ended what is recorded.
+
+        Args:
+            how: "well", or an error's words.
+            lost: The worker whose loss has ended it, if one has.
+        """
         self._about |= {"ended": how[:500], "ended_at": time.time()}
+        self._about |= {} if lost is None else {"lost": lost}
         with contextlib.suppress(ValueError):  # It is closed.
             self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
 
@@ -157,7 +164,8 @@ class WorkerRecord:
 
     Attributes:
         about: Who wrote it: "worker", "num_workers", "num_local", "host", "pid", "job", "attempt",
-            "started"; and "ended" and "ended_at", where it did by itself.
+            "started"; "ended" and "ended_at", where it did by itself; and "lost", where it ended
+            for the loss of this worker.
         marks: By name when each mark was passed last; 0 if never.
         now: What the worker did last, since when, and when it was last seen alive.
         stack: Where in its program it stood then, if it had for seconds; else nothing.
@@ -232,7 +240,7 @@ def _json_at(data, start, empty):
 def _is_about(about):
     """Whether what a record says of its worker is of the types that readers compare and show."""
     kinds = {"worker": int, "num_workers": int, "num_local": int, "started": int | float}
-    kinds |= {"ended_at": int | float, "ended": str, "host": str}
+    kinds |= {"ended_at": int | float, "ended": str, "lost": int, "host": str}
     return "worker" in about and all(
         isinstance(about[name], kind) for name, kind in kinds.items() if name in about
     )

@@ -87,5 +87,6 @@ def lost_error(worker: int) -> WorkerLostError:
         "two. Every worker is required, and this process cannot join it again. Received: the end "
         "of its connection. The cause is in the output of the worker that was lost; `tfparallel "
         "launch --max_restarts=3` starts all again, and they resume from their checkpoint if "
-        "there is one."
+        "there is one.",
+        worker,
     )
