@@ -346,7 +346,7 @@ def test_more_than_64_launchers_may_wait_where_the_job_can_have_more(endpoint):
 
 def test_a_thousand_hosts_of_6_workers_meet(pool, endpoint):
     """All hosts but node 0 are small. As many workers as TF_CONFIG can name, almost."""
-    number, started = 1000, time.process_time()
+    number, deadline = 1000, time.monotonic() + 60  # It takes half a second.
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
     host = pool.submit(
@@ -362,17 +362,16 @@ def test_a_thousand_hosts_of_6_workers_meet(pool, endpoint):
             connected = socket.create_connection(split_address(endpoint), timeout=20)
             nodes.append((connected, Call(connected, Secret("right"), "blobs")))
             stack.callback(connected.close)
-            nodes[-1][1].ask(hello | {"node_rank": node}, time.monotonic() + 20)
+            nodes[-1][1].ask(hello | {"node_rank": node}, deadline)
         _, first = nodes.pop()
         # To read a thousand times what each host reads once would take longest.
         answers = {read_to_the_end_of_a_line(connected)[65:] for connected, _ in nodes}
-        answer = first.answer(time.monotonic() + 20)
-        meeting = host.result(30)
+        answer = first.answer(deadline)
+        meeting = host.result(deadline - time.monotonic())
         meeting.news.close()
     assert [json.loads(each) for each in answers] == [answer]
     assert [len(ports) for _, ports in answer["nodes"]] == [6] * number
     assert [len(addresses) for addresses in meeting.addresses] == [6] * number
-    assert time.process_time() - started < 30  # Another process may hold the cores.
 
 
 def read_to_the_end_of_a_line(connected):

@@ -290,7 +290,8 @@ def _is_utf_8(text: str) -> bool:
 
 def _yaml(*objects: dict[str, Any]) -> str:
     """The objects as documents of one stream."""
-    import yaml  # 20 ms, in which a job without it has started.
+    # Here, since `launch` imports this module for the name of a job, and YAML takes 20 ms.
+    import yaml
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data):

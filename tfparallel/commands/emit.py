@@ -7,7 +7,7 @@ from absl import flags
 from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
 from tfparallel.commands.flags import UsageError
 from tfparallel.commands.help import define_choice
-from tfparallel.commands.launching import Nodes, nodes_of, number_problems
+from tfparallel.commands.job_numbers import Nodes, nodes_of, number_problems
 
 __all__ = ["emit_flags", "emit_problems", "emitted"]
 

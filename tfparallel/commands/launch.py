@@ -18,13 +18,8 @@ from tfparallel.cluster.supervisor import GRACE_SECONDS, StopRequest
 from tfparallel.commands.emit import emit_flags, emit_problems, emitted
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
 from tfparallel.commands.help import define_choice
-from tfparallel.commands.launching import (
-    TOKEN,
-    launched,
-    nodes_of,
-    number_problems,
-    say,
-)
+from tfparallel.commands.job_numbers import nodes_of, number_problems
+from tfparallel.commands.launching import TOKEN, launched, say
 
 __all__ = ["main"]
 

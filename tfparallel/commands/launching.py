@@ -1,10 +1,8 @@
 """The body of `tfparallel launch`: rounds of workers, until they succeed or nobody goes on."""
 
 import contextlib
-import dataclasses
 import glob
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,73 +30,15 @@ from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.cluster.worker_log import WorkerLog
 from tfparallel.commands.culprit import has_lost_another, lost_by, waited_for, with_errors
+from tfparallel.commands.job_numbers import Nodes
 from tfparallel.flight.record import FOLDER, SUFFIX
 
-__all__ = ["TOKEN", "Nodes", "launched", "nodes_of", "number_problems", "say"]
+__all__ = ["TOKEN", "launched", "say"]
 
 TOKEN = "TFPARALLEL_JOB_TOKEN"
 _USAGE_EXIT_CODE = 2
 # Between two starts; also at most half of what the launchers of other hosts wait for this one.
 _MOST_WAIT_SECONDS = 60.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Nodes:
-    """How many hosts a job has.
-
-    Attributes:
-        minimum, maximum: From how many to how many.
-        is_elastic: Whether that may change while it runs.
-    """
-
-    minimum: int
-    maximum: int
-    is_elastic: bool
-
-    @property
-    def are_one(self) -> bool:
-        """Whether no other host has a part in it."""
-        return self.maximum == 1 and not self.is_elastic
-
-
-def nodes_of(values: flags.FlagValues) -> Nodes:
-    """Returns what --nnodes says.
-
-    Raises:
-        ValueError: If it says nothing that can be.
-    """
-    text = values.nnodes
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if found is None:
-        raise ValueError(f"--nnodes must be a number, or MIN:MAX. Received: --nnodes={text}.")
-    least, most = int(found[1]), int(found[2] or found[1])
-    if least < 1:
-        raise ValueError(f"--nnodes must be at least 1. Received: --nnodes={text}.")
-    if most < least:
-        raise ValueError(
-            f"The maximum of --nnodes=MIN:MAX must not be less than the minimum. Received: "
-            f"--nnodes={text}."
-        )
-    return Nodes(least, most, found[2] is not None)
-
-
-def number_problems(values: flags.FlagValues) -> list[str]:
-    """What is wrong with the numbers that mean the same here and in a job's file."""
-    problems = []
-    if values.max_restarts < 0:
-        problems.append(
-            f"--max_restarts must not be negative. Received: --max_restarts={values.max_restarts}."
-        )
-    if not 0 < values.start_timeout < float("inf"):
-        problems.append(
-            f"--start_timeout must be positive. Received: --start_timeout={values.start_timeout}."
-        )
-    if values.standby and not values.max_restarts and ":" not in values.nnodes:
-        problems.append(
-            "--standby is for a job that may start again. Received: --standby, with neither "
-            "--max_restarts nor --nnodes=MIN:MAX. Add --max_restarts=3, or drop --standby."
-        )
-    return problems
 
 
 def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> int:
