@@ -14,6 +14,10 @@ SILENT = """Error reported from /job:worker/task:1: The following tasks are unhe
 (stopped sending heartbeats):
 /job:worker/replica:0/task:1
 The tasks have crashed."""
+RESET = """recvmsg:Connection reset by peer
+Additional GRPC error information from remote target /job:worker/replica:0/task:12 while calling \
+/tensorflow.WorkerService/RecvBuf:
+:UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Connection reset by peer"}"""
 NO_ANSWER = "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat"
 
 
@@ -22,13 +26,14 @@ NO_ANSWER = "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat
     [
         (tf.errors.UnavailableError, SILENT, 1, "stopped sending heartbeats"),
         (tf.errors.DeadlineExceededError, NO_ANSWER, 0, "no answer to a heartbeat"),
+        (tf.errors.UnavailableError, RESET, 12, "Connection reset by peer"),
         (tf.errors.UnavailableError, "Socket closed", None, "Socket closed"),
         (tf.errors.DeadlineExceededError, "Deadline Exceeded", None, None),
         (tf.errors.InternalError, SILENT, None, None),
     ],
 )
 def test_what_tensorflow_says_of_a_lost_worker(error, said, worker, reason):
-    """The words of TensorFlow 2.21, of links that were cut; `heartbeat` is a layer of a user's."""
+    """The words of TensorFlow 2.21, of cut links and killed workers; `heartbeat` is a user's layer."""
     error = error(None, None, ABORTED.format("heartbeat/MatMul", said))
     kind = type(error) if reason is None else WorkerLostError
     with pytest.raises(kind) as caught, naming_lost_worker():
