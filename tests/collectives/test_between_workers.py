@@ -33,7 +33,7 @@ NO_ANSWER = "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat
     ],
 )
 def test_what_tensorflow_says_of_a_lost_worker(error, said, worker, reason):
-    """The words of TensorFlow 2.21, of cut links and killed workers; `heartbeat` is a user's layer."""
+    """The words of TensorFlow 2.21, of cut links and killed workers; `heartbeat` is a layer."""
     error = error(None, None, ABORTED.format("heartbeat/MatMul", said))
     kind = type(error) if reason is None else WorkerLostError
     with pytest.raises(kind) as caught, naming_lost_worker():
