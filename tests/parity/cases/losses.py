@@ -510,6 +510,23 @@ CASES += [
 ]
 
 
+CASES += [
+    case(
+        GROUP,
+        "`loss_weights`, and outputs with divisors of their own",
+        "a loss for one of two outputs, and no targets for the other",
+        build=two_heads,
+        compile=compiled(
+            loss=lambda: {
+                "digit": losses.SparseCategoricalCrossentropy(from_logits=True),
+                "level": None,
+            },
+        ),
+        data=lambda: two_targets() | {"y": {"digit": data.flat()[1]}},
+    )
+]
+
+
 def penalized(**regularizers):
     def build():
         return keras.Sequential(
