@@ -28,6 +28,7 @@ SUITES = {
     "hosts": (20, "jobs of several hosts: network namespaces, a Slurm cluster"),
     "forms": (8, "features of each form of parallelism, trained in one process"),
     "programs": (8, "commands, tasks, examples of the pages, notebooks, benchmarks"),
+    "judge": (20, "650 small programs, of which the judge must say whether they mix examples"),
 }
 # The longest prefix of a test's path, behind `tests/`, decides; what has none is of "forms".
 FOLDERS = {
@@ -44,6 +45,7 @@ FOLDERS = {
     "diagnostics/test_inject.py": "faults",
     "diagnostics/test_networks.py": "networks",
     "docs/": "programs",
+    "engine/": "judge",
     "flight/": "workers",
     "hosts/": "hosts",
     "models/": "programs",

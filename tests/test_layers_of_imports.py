@@ -21,6 +21,7 @@ ROWS = [
     ["startup", "cluster", "cuda_driver", "device_names", "layout", "newer_keras", "seams"],
     ["device_memory"],
     ["devices", "data", "task", "extend", "logits", "notice", "flight"],
+    ["engine"],
     ["collectives", "cloning", "step", "peers"],
     ["bench"],
     ["strategies", "checkpoint"],

@@ -16,10 +16,10 @@ NUM_MICRO_BATCHES, NUM_EXAMPLES, LENGTH = 3, 12, 13  # The length names an outpu
 
 
 class OwnSquares(keras.losses.Loss):
-    """A sum over the examples, of which Keras's name says nothing."""
+    """Looks at all examples, to no effect."""
 
     def call(self, y_true, y_pred):
-        return keras.ops.mean((y_true - y_pred) ** 2, -1)
+        return keras.ops.mean((y_true - y_pred) ** 2, -1) + 0 * keras.ops.max(y_pred)
 
 
 class Largest(keras.metrics.Metric):

@@ -1,8 +1,5 @@
 """A model that mixes examples is refused before it trains to other weights."""
 
-import contextlib
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -250,35 +247,8 @@ def test_micro_batches_are_looked_at(schedule):
             model.fit(X, Y, batch_size=5, verbose=0)
 
 
-class Positive(layers.Layer):
-    """A layer that takes what no made-up row has."""
-
-    def call(self, inputs):
-        with tf.control_dependencies([tf.debugging.assert_greater(inputs, 1e9, "too small")]):
-            return tf.identity(inputs)
-
-
 @pytest.mark.slow
-def test_what_could_not_be_tried_is_told_with_the_reason(caplog):
-    caplog.set_level(logging.WARNING, logger="absl")
-    model = tfparallel.data_parallel(net(Positive), devices=TWO)
-    model.compile("sgd", "mse")
-    with contextlib.suppress(tf.errors.InvalidArgumentError):
-        model.fit(X, Y, verbose=0)
-    (told,) = [line for line in caplog.messages if "made-up rows" in line]
-    assert "InvalidArgumentError: assertion failed: [too small]" in told, told
-
-
-@pytest.mark.slow
-def test_keras_own_layers_are_known(monkeypatch):
-    from tfparallel.replication import row_probe
-
-    def never(*_):
-        raise AssertionError("probed")
-
-    monkeypatch.setattr(row_probe, "first_difference", never)
-    trained(net(layers.BatchNormalization, lambda: layers.Dropout(0.5), layers.LayerNormalization))
-
+def test_operations_of_a_functional_model_are_looked_at():
     def residual():
         inputs = keras.Input((4,))
         return keras.Model(inputs, layers.Dense(1)(ops.tanh(layers.Dense(4)(inputs)) + inputs))
@@ -296,7 +266,7 @@ def test_a_constant_with_rows_of_its_own_is_refused(declared):
 
     model = tfparallel.data_parallel(build, devices=TWO)
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="class Multiply .* computed in pieces"):
+    with pytest.raises(ValueError, match="Mul .line .* constant with rows of its own"):
         model.fit(X[:2], Y[:2], batch_size=2, verbose=0)
 
 

@@ -447,7 +447,7 @@ def test_an_output_without_a_batch_axis():
     model = compiled(
         tfparallel.data_parallel(lambda: keras.Sequential([keras.Input((3,)), Mean()]), devices=TWO)
     )
-    with pytest.raises(ValueError, match="one of them is a scalar"):
+    with pytest.raises(ValueError, match="class Mean .*output 0 .* is Mean"):
         model.fit(data()[0], np.ones(10), verbose=0)
 
 

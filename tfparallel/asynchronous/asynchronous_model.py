@@ -33,8 +33,8 @@ from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.notice import notice
 from tfparallel.seams.keras import batches_of, compute_output_spec
+from tfparallel.step.adds_up import metrics_of_rows_together
 from tfparallel.step.ahead import types_of_batches
-from tfparallel.step.by_rows import metrics_not_by_rows
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import states
 
@@ -207,6 +207,14 @@ class AsynchronousModel:
         # Losses and metrics are the chief's own.
         self._symbolic_build(data_batch=data_batch)
 
+    def _metrics_of_rows_together(self) -> dict[int, str]:
+        """The metrics that are no sums over the rows, by id, with the reason."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batch_spec)
+        x = keras.tree.map_structure(lambda v: keras.KerasTensor(v.shape, v.dtype.name), x)
+        with self._servers.scope():
+            outputs = compute_output_spec(self, x, training=False)
+        return metrics_of_rows_together(self, y, outputs, sample_weight)
+
     def make_train_function(self, force=False):
         """Makes what deals out a step, and hands over the logs of those that have ended."""
         if self.train_function is not None and not force:
@@ -215,7 +223,7 @@ class AsynchronousModel:
             version = tf.Variable(0, dtype=tf.int64, trainable=False)
             one_at_a_time = tf.CriticalSection()
         compiled = self._compile_metrics
-        metrics = StepMetrics.divided(compiled, metrics_not_by_rows(self))
+        metrics = StepMetrics.divided(compiled, self._metrics_of_rows_together())
         step = WorkerStep(self, metrics, version, one_at_a_time)
         attach(self, _step_metrics=metrics, _added_up=tf.function(self._add_up))
 

@@ -33,6 +33,7 @@ from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.values import agreed, restored, sendable
 from tfparallel.data import shard as shards
+from tfparallel.engine.judge import exchanged
 
 # Anything made of tensors: `tf.nest` knows how.
 Value = Any
@@ -61,7 +62,7 @@ def all_reduce(value: Value, op: str = "sum") -> Value:
         0.5
     """
     ranks, tensors = agreed("all_reduce", value, op=op)
-    return tf.nest.pack_sequence_as(value, _reduce(ranks, tensors, op))
+    return tf.nest.pack_sequence_as(value, list(map(exchanged, _reduce(ranks, tensors, op))))
 
 
 def all_gather(value: Value) -> Value:
@@ -89,7 +90,7 @@ def all_gather(value: Value) -> Value:
         array([4, 8], dtype=int32)
     """
     ranks, tensors = agreed("all_gather", value)
-    return tf.nest.pack_sequence_as(value, _join(ranks, tensors))
+    return tf.nest.pack_sequence_as(value, list(map(exchanged, _join(ranks, tensors))))
 
 
 def gather(value: Value, root: int = 0) -> Value:

@@ -115,8 +115,7 @@ def _positional_problems(positional: Sequence[str], values: flags.FlagValues) ->
         )
     if len(positional) > 2:
         problems.append(
-            "tfparallel bench takes at most one task file. "
-            f"Received: {list(positional[1:])}."
+            f"tfparallel bench takes at most one task file. Received: {list(positional[1:])}."
         )
     return problems
 

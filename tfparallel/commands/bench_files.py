@@ -61,9 +61,7 @@ def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> Non
         title = f"{rows[0].collective}, {rows[0].dtype}, {world.place}"
         # Matplotlib is an extra: loaded where it is asked for.
         plot = importlib.import_module("tfparallel.bench.plot")
-        plot.draw(
-            values.plot, rows, title=title, models=found, bandwidth=bandwidth, shared=shared
-        )
+        plot.draw(values.plot, rows, title=title, models=found, bandwidth=bandwidth, shared=shared)
         print(f"wrote {values.plot}")
     if values.save_profile:
         save_profile(world.names, rows)

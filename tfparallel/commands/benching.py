@@ -151,4 +151,3 @@ def _settings(collective, world, values, parts=None) -> dict[str, object]:
         "machine": f"{os.cpu_count()} logical cores, {platform.machine()}",
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
     }
-

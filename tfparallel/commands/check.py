@@ -28,6 +28,13 @@ def main(arguments: Sequence[str]) -> int:
 def _flags() -> flags.FlagValues:
     values = common_flags()
     flags.DEFINE_integer("steps", 20, "How many steps are trained.", flag_values=values)
+    flags.DEFINE_boolean(
+        "prove",
+        False,
+        "Train nothing: prove on the operations of the model that it treats each example by "
+        "itself, and print where the rows of the batch are in what each layer makes.",
+        flag_values=values,
+    )
     numbers_flags(values)
     flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
     flags.DEFINE_string(
@@ -59,4 +66,6 @@ def _problems(values: flags.FlagValues) -> list[str]:
 
 
 def _check(path: str, values: flags.FlagValues) -> int:
+    if values.prove:
+        return importlib.import_module("tfparallel.commands.proving").prove(path, values)
     return importlib.import_module("tfparallel.commands.checking").check(path, values)

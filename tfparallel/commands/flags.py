@@ -31,6 +31,7 @@ __all__ = [
     "run_command",
 ]
 
+
 class UsageError(Exception):
     """A mistake on the command line; its text is shown and the exit code is 2."""
 

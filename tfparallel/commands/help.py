@@ -18,7 +18,7 @@ _TOPICS = {
     "bind_cores start_timeout stall_timeout",
     "Several hosts": "nnodes node_rank rdzv_endpoint local_addr",
     "When a worker fails, and what is kept": "max_restarts standby grace_seconds log_dir",
-    "Training": "epochs steps_per_epoch steps global_batch_size seed callbacks stop_on_nan",
+    "Training": "prove epochs steps_per_epoch steps global_batch_size seed callbacks stop_on_nan",
     "Numbers and compilation": "precision jit_compile",
     "Sums of gradients, and when weights are updated": "all_reduce calibrate bucket_bytes "
     "compression sync shard_optimizer",

@@ -12,9 +12,7 @@ from tfparallel.commands.flags import UsageError
 __all__ = ["run_as_workers"]
 
 
-def run_as_workers(
-    name: str, arguments: Sequence[str], values: flags.FlagValues
-) -> int | None:
+def run_as_workers(name: str, arguments: Sequence[str], values: flags.FlagValues) -> int | None:
     """Runs the same command in `--num_workers` processes on this host.
 
     Args:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfparallel.data import shard as shards
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard
+from tfparallel.engine.check_rows import why_not_in_pieces
 from tfparallel.extend import attach
 from tfparallel.logits import logits_of, output_of, sources_of
 from tfparallel.notice import notice
@@ -23,7 +24,6 @@ from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.pass_scope import other_writes
 from tfparallel.placement.copies import at_work, replicas_of
 from tfparallel.placement.problems import PlacementError
-from tfparallel.replication.check_rows import why_not_in_pieces
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
 
@@ -62,8 +62,7 @@ class SpreadCall:
         call, others = super().__call__, Others(self.layout.mesh.data, self._workers)
         try:
             if self.check_rows:
-                num_rows = 2 * len(replicas_of(self.layout)) + 1
-                said = why_not_in_pieces(self, call, self._on_replicas, num_rows, args, kwargs)
+                said = why_not_in_pieces(self, call, args, kwargs)
                 if said is not None:
                     raise PlacementError(said)
             outputs, losses = self._on_replicas(self, call, args, kwargs, others)

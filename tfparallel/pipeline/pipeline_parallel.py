@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import keras
 
 from tfparallel import devices as device_lib
+from tfparallel.engine.check_rows import exchange_moments
 from tfparallel.extend import extend
 from tfparallel.layout.layout import RECOMPUTES, Layout
 from tfparallel.layout.mesh import Mesh
@@ -18,7 +19,6 @@ from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.placement.problems import PlacementError, Problems, usable_devices
-from tfparallel.replication.check_rows import make_quiet
 from tfparallel.replication.synchronization import Synchronization
 
 __all__ = [
@@ -254,7 +254,7 @@ def in_micro_batches(
         if chosen.batch_normalization is not None:
             for layer in batch_norms(model):
                 extend(layer, DeferredBatchNormalization)
-        make_quiet(model)
+        exchange_moments(model)
         spread(model)
 
     attributes = {

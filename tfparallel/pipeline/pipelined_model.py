@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.batch_size import KERAS_BATCH_SIZE
+from tfparallel.engine.check_rows import check_rows
 from tfparallel.extend import attach
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.accumulated_batches import AccumulatedBatches
@@ -15,12 +16,10 @@ from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
 from tfparallel.pipeline.others import Others
-from tfparallel.pipeline.pieces import in_two
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.copies import replicas_of
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
-from tfparallel.replication.check_rows import check_rows
 from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.state import global_seed_generator
 from tfparallel.step.one_step import Found
@@ -28,7 +27,6 @@ from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligne
 
 __all__ = ["PipelinedModel"]
 
-_ROWS_PROBED = 5  # Two micro-batches of unequal size.
 
 
 class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
@@ -124,7 +122,7 @@ class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
 
     def _passes(self, x, y, sample_weight) -> Found:
         if self.check_rows:
-            check_rows(self, self.__call__, in_two, _ROWS_PROBED, (x,), {"training": True})
+            check_rows(self, self.__call__, (x,), {"training": True})
         return self.passes(x, y, sample_weight).run(x, y, sample_weight)
 
     def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
+from tfparallel.engine.check_rows import exchange_moments
 from tfparallel.extend import attach, extend, is_own, original_class
 from tfparallel.flight.marks import mark
 from tfparallel.layout.layout import Layout
@@ -24,7 +25,6 @@ from tfparallel.replication import (
     state,
 )
 from tfparallel.replication.accumulated_steps import AccumulatedSteps
-from tfparallel.replication.check_rows import make_quiet
 from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.local_steps import LocalSteps
 from tfparallel.replication.one_of_workers import OneOfWorkers
@@ -383,7 +383,7 @@ def extend_parts(model: keras.Model) -> None:
         for generator in layer._seed_generators:
             random.hold_state(generator, strategy)
             extend(generator, random.ReplicaSeedGenerator)
-    make_quiet(model)
+    exchange_moments(model)
     cls = original_class(model)
     if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):
         # A step of the user's own calls the model's parts, which are then what is spread.

@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from tfparallel.data import provenance
 from tfparallel.data import shard as shards
-from tfparallel.extend import attach
-from tfparallel.replication import row_probe
+from tfparallel.engine.judge import note
 
 _PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.
 _FOLD = 0x9E3779B1  # Odd, so that r ↦ r·_FOLD is one-to-one modulo 2³².
@@ -70,11 +69,10 @@ class IndexedDropout:
     def call(self, inputs, training=False):
         """Drops units as one device does, on the rows that are this replica's."""
         shard = shards.current()
-        if training and 0 < self.rate < 1:
-            row_probe.note_dropout()
+        inputs = tf.convert_to_tensor(inputs)  # A layer may drop parts of a weight.
+        note(self, inputs)
         if shard is None or not training or not 0 < self.rate < 1:
             return super().call(inputs, training=training)
-        inputs = tf.convert_to_tensor(inputs)  # A layer may drop parts of a weight.
         shape, seed = self._mask_shape(inputs), self.seed_generator.next_global()
         uniform = self._uniform(inputs, shape, seed, shard)
         kept = uniform >= tf.constant(self.rate, inputs.dtype)
@@ -99,13 +97,10 @@ class IndexedDropout:
         return tf.slice(drawn, begin, tf.stack(shape))
 
     def _row_axis_of(self, inputs, shard) -> int | None:
-        """The axis that holds the rows; of an eager tensor the one that a probe's trace found."""
+        """The axis that holds the rows; of an eager tensor the one that the judge found."""
         found = getattr(self, "_row_axes", {0})
         if tf.is_symbolic_tensor(inputs):
-            axis = _row_axis(inputs, shard)
-            if row_probe.is_probing():
-                attach(self, _row_axes={axis} | getattr(self, "_row_axes", set()))
-            return axis
+            return _row_axis(inputs, shard)
         if len(found) > 1:
             raise ValueError(
                 f"Layer '{self.name}' drops parts of tensors that hold the rows of the batch on "

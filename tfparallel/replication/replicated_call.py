@@ -40,6 +40,7 @@ from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
+from tfparallel.engine.check_rows import has_rows
 from tfparallel.extend import attach
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
@@ -47,7 +48,6 @@ from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.replication.sums import Summed, Sums
 from tfparallel.seams.tensorflow import is_recording, needs_gradient
-from tfparallel.step.known_rows import is_known_by_rows
 from tfparallel.step.xla import compiled_if
 from tfparallel.strategies import variables
 
@@ -265,7 +265,7 @@ class ReplicatedCall:
         Only where each is known to have a row for each example: an output may have several.
         """
         is_whole = self._gathers and self._worker_rows is None
-        if not is_whole or not isinstance(num_rows, int) or not is_known_by_rows(self._layer):
+        if not is_whole or not isinstance(num_rows, int) or not has_rows(self._layer):
             return joined
         return [tf.ensure_shape(each, [num_rows, *each.shape[1:]]) for each in joined]
 

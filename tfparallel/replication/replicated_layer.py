@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from tfparallel.replication.check_rows import check_rows
+from tfparallel.engine.check_rows import check_rows
 from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.replication.replicated_call import ReplicatedCall
 from tfparallel.seams.keras import compute_output_spec, in_stateless_scope
@@ -40,9 +40,9 @@ class ReplicatedLayer:
         asked = getattr(self, "_check_rows", None)
         looks = self._strategy.check_rows if asked is None else asked
         looks = looks and self._strategy.place is None  # Of all workers' rows it was done before.
-        if looks and self._strategy.num_replicas > 1:
-            num_rows = 2 * self._strategy.num_replicas + 1
-            check_rows(self, call, self._on_replicas, num_rows, args, kwargs)
+        is_divided = self._strategy.num_replicas > 1
+        if looks and (is_divided or getattr(self, "_accumulates", False)):
+            check_rows(self, call, args, kwargs, shares=is_divided)
 
     def _call_on_replicas(self, call, args, kwargs, **options):
         """Calls a function of this layer's on each replica; keeps the losses that it adds."""
@@ -66,11 +66,6 @@ class ReplicatedLayer:
                 isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))
             )
         )
-
-    def _on_replicas(self, layer, call, args, kwargs):
-        """Computes a call as a step does, for a probe."""
-        with self._strategy.program():
-            return ReplicatedCall(layer, call, self._strategy)(args, kwargs)
 
     def _build_under_scope(self, args, kwargs):
         # Inside the trace of a step a variable would be created outside the strategy.

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src import losses, metrics
 from keras.src.backend import compute_output_spec, in_stateless_scope
 from keras.src.backend.common import global_state
 from keras.src.layers.layer import CallContext
@@ -14,7 +13,6 @@ from keras.src.losses.loss import (
     reduce_weighted_values,
     squeeze_or_expand_to_same_rank,
 )
-from keras.src.metrics import accuracy_metrics
 from keras.src.models import functional
 from keras.src.models.functional import Functional
 from keras.src.random import seed_generator
@@ -23,7 +21,6 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 from keras.src.trainers.data_adapters.tf_dataset_adapter import (
     make_class_weight_map_fn as class_weighting,
 )
-from keras.src.trainers.trainer import model_supports_jit
 
 __all__ = [
     "BATCH_NORMALIZATION_MODULE",
@@ -44,7 +41,6 @@ __all__ = [
     "Functional",
     "MetricsList",
     "SafeModeScope",
-    "accuracy_metrics",
     "apply_mask",
     "arguments_of",
     "batches_of",
@@ -54,11 +50,8 @@ __all__ = [
     "get_global",
     "in_stateless_scope",
     "in_training",
-    "losses",
     "make_global_seed_generator",
     "mask_epsilon",
-    "metrics",
-    "model_supports_jit",
     "reduce_weighted_values",
     "set_global",
     "squeeze_or_expand_to_same_rank",

@@ -27,8 +27,9 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 from tensorflow.python.eager import context, record
-from tensorflow.python.framework import config
+from tensorflow.python.framework import config, ops
 from tensorflow.python.framework.errors import InaccessibleTensorError
+from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2, all_to_all_v2
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.util import nest
@@ -38,6 +39,7 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "DistributedValues",
     "DistributedVariable",
+    "FuncGraph",
     "InaccessibleTensorError",
     "Mirrored",
     "MirroredExtended",
@@ -54,6 +56,8 @@ __all__ = [
     "create_mirrored_variable",
     "devices_match",
     "global_seed",
+    "gradient_function_of",
+    "graph_of",
     "is_deterministic",
     "is_recording",
     "leaves_with_paths",
@@ -62,6 +66,7 @@ __all__ = [
     "record_operation",
     "regroup",
     "replica_index",
+    "run_alone",
     "run_independently",
     "runtime_has_started",
     "wait_for_other_processes",
@@ -110,6 +115,42 @@ def devices_match(value: Any, destinations: Any) -> bool:
 def collective_keys(first_group: int) -> cross_device_utils.CollectiveKeys:
     """Makes keys of collectives, counted from `first_group` on."""
     return cross_device_utils.CollectiveKeys(group_key_start=first_group)
+
+
+def gradient_function_of(operation: tf.Operation) -> Callable | None:
+    """The function of `(operation, *upstream)` that a `tf.custom_gradient` gave it, if any did."""
+    if "_gradient_op_type" not in operation.node_def.attr:
+        return None
+    return ops.get_gradient_function(operation)
+
+
+def graph_of(graph: tf.Graph, function: str) -> tf.Graph | None:
+    """The graph of a function that a graph calls by its name; None where TensorFlow kept none."""
+    return getattr(graph._get_function(function), "graph", None)
+
+
+def run_alone(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Computes an operation of a graph of other inputs.
+
+    Args:
+        operation: One that calls no function of its graph.
+        inputs: Tensors of its inputs' types.
+    """
+    attributes = {k: v for k, v in operation.node_def.attr.items() if not k.startswith("_")}
+
+    @tf.function(autograph=False)
+    def alone(*given):
+        graph = tf.compat.v1.get_default_graph()
+        found = graph._create_op_internal(
+            operation.type,
+            [graph.capture(tensor) for tensor in given],
+            [output.dtype for output in operation.outputs],
+            attrs=attributes,
+            op_def=operation.op_def,
+        )
+        return list(found.outputs)
+
+    return alone(*inputs)
 
 
 def needs_gradient(tensors: Sequence[tf.Tensor]) -> bool:

@@ -74,8 +74,7 @@ class ExampleLosses(NamedTuple):
         if not self.follows_from_sizes:
             return None
         values = self._weighted(self.weight)
-        of_a_row = values[:1]  # Of which there is one at least: see `Shard.num_rows_used`.
-        return self.numerator() / tf.cast(num_rows * _size(of_a_row), values.dtype)
+        return self.numerator() / tf.cast(num_rows * _size_of_a_row(values), values.dtype)
 
     @property
     def follows_from_sizes(self) -> bool:
@@ -176,6 +175,13 @@ def call_with(instead: Callable, compiled: CompileLoss, y, predictions, sample_w
         if isinstance(error.__cause__, NotByPieces):
             raise error.__cause__ from None
         raise
+
+
+def _size_of_a_row(tensor):
+    sizes = tensor.shape[1:]
+    if sizes.is_fully_defined():
+        return sizes.num_elements()
+    return tf.reduce_prod(tf.shape(tensor)[1:])
 
 
 def _size(tensor):

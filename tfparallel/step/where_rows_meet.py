@@ -23,12 +23,11 @@ from tfparallel.data.batch_size import full_batch_size
 from tfparallel.data.shard import count_rows, where_it_is
 from tfparallel.device_memory import memory_bytes
 from tfparallel.device_names import canonical
+from tfparallel.engine.check_rows import has_rows
 from tfparallel.extend import attach
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.notice import notice
-from tfparallel.step.apart import Apart, apart
-from tfparallel.step.by_rows import metrics_not_by_rows, why_not_by_rows
-from tfparallel.step.known_rows import is_known_by_rows
+from tfparallel.step.adds_up import AddsUp, adds_up, why_not_by_rows
 from tfparallel.step.metrics import StepMetrics
 
 __all__ = [
@@ -161,9 +160,7 @@ class WhereRowsMeet:
         reason = why_not_by_rows(self) or why_unaligned(data)
         joined: dict[int, str] = {}
         if reason is None:
-            joined = metrics_not_by_rows(self)
-            tried = self._tried_apart(data, joined)
-            reason, joined = tried.why_not, joined | tried.metrics
+            reason, joined = self._adds_up(data)
         metrics = StepMetrics.divided(self._compile_metrics, () if reason else joined)
         return Way(reason is None, metrics, reason or next(iter(joined.values()), None))
 
@@ -229,16 +226,11 @@ class WhereRowsMeet:
         each = [f"'{name}' {size:,}" for name, size in zip(names, sizes, strict=True)]
         return f"{total}: {first_to_last(each)}"
 
-    def _tried_apart(self, data, joined: Collection[int]) -> Apart:
-        """Which losses and metrics differ of rows apart; tried once for each kind of data.
-
-        Args:
-            data: The batch.
-            joined: The ids of metrics that are not tried, since they see joined rows anyway.
-        """
+    def _adds_up(self, data) -> AddsUp:
+        """Which losses and metrics do not add up; judged once for each kind of data."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         types = keras.tree.map_structure(type_of, (x, y, sample_weight))
-        of_whom, known = getattr(self, "_known_apart", (None, {}))
+        of_whom, known = getattr(self, "_known_to_add_up", (None, {}))
         if of_whom is not self._compile_loss:
             known = {}
         if str(types) not in known:
@@ -246,11 +238,10 @@ class WhereRowsMeet:
                 outputs, masks = self._outputs_of(types[0])
             except Exception as error:  # Keras's own follows, if it is one of the program.
                 reason = f"the shapes of its outputs are not known: {str(error)[:200]}"
-                known[str(types)] = Apart(reason, {})
+                known[str(types)] = AddsUp(reason, {})
             else:
-                summed = StepMetrics.divided(self._compile_metrics, joined).summed
-                known[str(types)] = apart(self, summed, types[1], outputs, types[2], masks)
-            attach(self, _known_apart=(self._compile_loss, known))
+                known[str(types)] = adds_up(self, types[1], outputs, types[2], masks)
+            attach(self, _known_to_add_up=(self._compile_loss, known))
         return known[str(types)]
 
     def _outputs_of(self, types):
@@ -352,7 +343,7 @@ def as_many_rows(model: keras.Model, outputs: list[tf.Tensor], num_rows) -> list
         outputs: Of a piece, flat.
         num_rows: How many rows the piece has.
     """
-    if is_known_by_rows(model):
+    if has_rows(model):
         return []
     return _equal(
         [(count_rows(output), num_rows) for output in outputs],

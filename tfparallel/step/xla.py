@@ -19,7 +19,6 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from tfparallel.seams.keras import model_supports_jit
 from tfparallel.seams.tensorflow import compile_at_first_run, without_fused_kernels
 from tfparallel.step.graphs import called_by, with_inner
 
@@ -97,9 +96,8 @@ class CompiledByDevice:
     def _resolve_auto_jit_compile(self):
         if not self._has_several_devices:
             return super()._resolve_auto_jit_compile()
-        # Keras says no under any strategy, and asks for the machine's devices, not the model's.
-        has_gpu = any("GPU:" in device for device in self.layout.devices)
-        return has_gpu and model_supports_jit(self)
+        # A step on two GPUs is hundreds of programs (docs/internals/gpu.md), slower than none.
+        return False
 
     @contextlib.contextmanager
     def _not_as_one_program(self):

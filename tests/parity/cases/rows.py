@@ -274,9 +274,8 @@ def mixed(name, make, refused, feature=MIXED, **fields):
 
 
 def keeps(what):
-    refused = refusals.MIXES_EXAMPLES if what != "mean" else {}
-    make = functools.partial(KeepsState, what)
-    return mixed(f"keeps the {what}", make, refused | refusals.STATE_OF_A_CALL, KEPT)
+    refused = refusals.MIXES_EXAMPLES if what != "mean" else refusals.STATE_OF_A_CALL
+    return mixed(f"keeps the {what}", functools.partial(KeepsState, what), refused, KEPT)
 
 
 CASES += [

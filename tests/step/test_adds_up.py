@@ -1,4 +1,4 @@
-"""What is known to be computed piece by piece, held against Keras: the parts make the whole."""
+"""Which losses and metrics are computed piece by piece, held against Keras: the parts add up."""
 
 import keras
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import losses, metrics
 
-from tfparallel.step.by_rows import metrics_not_by_rows, why_not_by_rows
+from tfparallel.step.adds_up import adds_up, why_not_by_rows
 from tfparallel.step.loss import NotByPieces, values_of
 
 ROWS, CLASSES = 11, 4
@@ -96,6 +96,12 @@ def made(module, what):
     return what() if callable(what) else getattr(module, what)()
 
 
+def judged(model, y, outputs):
+    """What does not add up, of rows like these."""
+    types = [tf.TensorSpec([None, *each.shape[1:]], each.dtype) for each in (y, outputs)]
+    return adds_up(model, *types, None)
+
+
 def compiled(loss="mse", metric=None, y=NUMBERS[0], outputs=NUMBERS[1]):
     """A model with this loss and metric, which are built as a first step builds them."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
@@ -119,7 +125,7 @@ def test_a_metric_of_kerass_adds_up(in_float64, name):
         # Some are float32 alone.
         np.testing.assert_allclose(first + second, whole, rtol=1e-5, atol=1e-12)
     metric = made(metrics, what)
-    assert metrics_not_by_rows(compiled(metric=metric, y=y, outputs=outputs)) == {}
+    assert judged(compiled(metric=metric, y=y, outputs=outputs), y, outputs).metrics == {}
 
 
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"])
@@ -136,11 +142,27 @@ def test_a_loss_of_kerass_is_numerators_over_divisors(in_float64, name, reductio
     divisor = 1.0 if reduction == "sum" else sum(part.divisor(ROWS) for part in parts)
     np.testing.assert_allclose(numerator / divisor, loss(y, outputs, WEIGHTS), rtol=1e-12)
     assert why_not_by_rows(compiled(loss)) is None
+    assert judged(compiled(loss, None, y, outputs), y, outputs).why_not is None
 
 
 @pytest.mark.parametrize("name", ["Hinge", "SquaredHinge", "Dice", "Tversky", "Circle", "CTC"])
 def test_a_loss_that_looks_at_the_batch_is_joined(name):
-    assert "may look at several examples" in why_not_by_rows(compiled(getattr(losses, name)()))
+    found = judged(compiled(getattr(losses, name)()), *NUMBERS).why_not
+    assert "may look at several examples" in found or "have no loss" in found
+
+
+def own_square(y, outputs):
+    return keras.ops.mean((y - outputs) ** 2, -1)
+
+
+def less_the_mean(y, outputs):
+    return keras.ops.mean((y - outputs - keras.ops.mean(outputs, 0)) ** 2, -1)
+
+
+def test_a_loss_of_ones_own_is_judged_by_what_it_computes():
+    assert judged(compiled(own_square), *NUMBERS).why_not is None
+    found = judged(compiled(less_the_mean), *NUMBERS).why_not
+    assert "'less_the_mean' may look at several examples: operation Sub (line" in found
 
 
 def test_ctc_cannot_be_computed_for_no_examples():
@@ -152,15 +174,23 @@ def test_ctc_cannot_be_computed_for_no_examples():
 
 
 @pytest.mark.parametrize("metric", [
-    metrics.Hinge, metrics.SquaredHinge, metrics.PearsonCorrelation, metrics.ConcordanceCorrelation,
-    lambda: metrics.CosineSimilarity(axis=0), lambda: metrics.MeanMetricWrapper(lambda y, p: 1.0),
-    type("Mine", (metrics.MeanSquaredError,), {}),
+    metrics.Hinge, metrics.SquaredHinge, lambda: metrics.CosineSimilarity(axis=0),
+    lambda: metrics.MeanMetricWrapper(lambda y, p: 1.0), lambda: metrics.MeanMetricWrapper(
+        lambda y, p: tf.reduce_max(p)),
 ])  # fmt: skip
 def test_a_metric_that_may_not_add_up_is_joined(metric):
-    model = compiled(metric=metric())
-    (reason,) = metrics_not_by_rows(model).values()
+    found = judged(compiled(metric=metric()), *NUMBERS)
+    (reason,) = found.metrics.values()
     assert "may not be a sum" in reason
-    assert why_not_by_rows(model) is None  # The loss stays.
+    assert found.why_not is None  # The loss stays.
+
+
+@pytest.mark.parametrize("metric", [
+    metrics.PearsonCorrelation, metrics.ConcordanceCorrelation,
+    type("Mine", (metrics.MeanSquaredError,), {}), lambda: metrics.MeanMetricWrapper(own_square),
+])  # fmt: skip
+def test_a_metric_that_adds_up_by_what_it_computes(metric):
+    assert judged(compiled(metric=metric()), *NUMBERS).metrics == {}
 
 
 def test_what_a_user_overrides_sees_joined_outputs():

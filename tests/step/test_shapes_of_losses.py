@@ -1,4 +1,4 @@
-"""What shapes do to losses and metrics that are known by name: rows apart are tried."""
+"""What shapes do to losses and metrics: rows are broadcast, or their axis taken for the last."""
 
 import keras
 import numpy as np
@@ -6,8 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import losses, metrics
 
-from tfparallel.step.apart import apart
-from tfparallel.step.by_rows import metrics_not_by_rows, why_not_by_rows
+from tfparallel.step.adds_up import adds_up, why_not_by_rows
 from tfparallel.step.loss import NotByPieces
 from tfparallel.step.terms import growth, states, terms
 
@@ -58,7 +57,7 @@ def rows_of(shapes):
 
 def why_not_apart(model, *types):
     """Why the loss, or the metric, differs of rows apart."""
-    tried = apart(model, model._compile_metrics, *types)
+    tried = adds_up(model, *types)
     return tried.why_not or next(iter(tried.metrics.values()), None)
 
 
@@ -104,7 +103,7 @@ def test_a_metric_that_is_taken_apart_is_that_of_the_whole(in_float64, name):
         except (ValueError, tf.errors.InvalidArgumentError):
             continue
         expected = [variable.numpy() for variable in states(model._compile_metrics)]
-        if metrics_not_by_rows(model) or why_not_apart(model, *types_of(data)):
+        if why_not_apart(model, *types_of(data)):
             continue
         parts = [growth(model._compile_metrics, *piece(data, rows)) for rows in PIECES]
         for value, *own in zip(expected, *parts, strict=True):
@@ -140,14 +139,12 @@ def test_the_loss_or_the_metric_at_fault_is_named():
     data = rows_of(((), (1,), None))
     model = compiled("mse", "poisson", *data[:2])
     said = why_not_apart(model, *types_of(data))
-    assert said == "metric 'poisson' looks at several examples where shapes are these"
-    assert apart(model, None, *types_of(data)) == (None, {})
+    assert said.startswith("metric 'poisson' may not be a sum over the examples: operation ")
     data = rows_of(((), (), None))
     said = why_not_apart(compiled("mse", None, *data[:2]), *types_of(data))
-    assert said == "of an output of shape (batch,) the last axis is that of the examples"
+    assert "one value for the whole batch" in said
     data = rows_of(((3,), (3,), (4,)))
-    said = why_not_apart(compiled("mse", None, *data[:2]), *types_of(data))
-    assert said.startswith("rows apart from each other have no loss or metrics: ")
+    assert why_not_apart(compiled("mse", None, *data[:2]), *types_of(data))
     data = rows_of(((), (), None))
     with pytest.raises(NotByPieces):
         terms(compiled("mse", None, *data[:2])._compile_loss, *data, ROWS)

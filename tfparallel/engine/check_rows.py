@@ -1,0 +1,132 @@
+"""Refuses a call that mixes examples, before the first step in pieces computes anything."""
+
+from collections.abc import Callable
+
+import keras
+
+from tfparallel.engine.judge import exchanged
+from tfparallel.engine.proof import Fault, Proof, prove
+from tfparallel.extend import attach, extend, is_own, original_class
+
+_READ_LATER = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+
+__all__ = ["check_rows", "exchange_moments", "has_rows", "refusal_of", "why_not_in_pieces"]
+
+
+class ExchangedMoments:
+    """Extends `keras.layers.BatchNormalization`: the judge is told that pieces exchange moments."""
+
+    def _moments(self, inputs, mask):
+        return tuple(map(exchanged, super()._moments(inputs, mask)))
+
+
+def exchange_moments(layer: keras.Layer) -> None:
+    """Tells the judge that moments of the batch are known to each piece, as every form does it."""
+    keras_own = keras.layers.BatchNormalization._moments
+    for part in layer._flatten_layers():
+        if getattr(original_class(part), "_moments", None) is keras_own:
+            extend(part, ExchangedMoments)
+
+
+def check_rows(
+    layer: keras.Layer, call: Callable, args: tuple, kwargs: dict, *, shares: bool = False
+) -> None:
+    """Raises if a call of a layer is something else in pieces.
+
+    Args:
+        layer: The built layer, its parts extended.
+        call: Its own `__call__`.
+        args: What it is called with, tensors of shape `(batch, …)` among it.
+        kwargs: Likewise.
+        shares: Whether several pieces share the layer's attributes.
+
+    Raises:
+        ValueError: With the layer that is at fault, and the ways out.
+    """
+    said = why_not_in_pieces(layer, call, args, kwargs)
+    if said is None and shares:
+        said = why_not_shared(layer)
+    if said is not None:
+        _forget_steps(layer)
+        raise ValueError(said)
+
+
+def why_not_in_pieces(layer: keras.Layer, call: Callable, args: tuple, kwargs: dict) -> str | None:
+    """Says which layer gives something else in pieces.
+
+    Args:
+        layer: The built layer, its parts extended.
+        call: Its own `__call__`.
+        args: What it is called with, tensors of shape `(batch, …)` among it.
+        kwargs: Likewise.
+
+    Returns:
+        An error's text, with the ways out; None where all is well.
+    """
+    try:
+        proof = prove(layer, call, args, kwargs)
+    except Exception as error:
+        if _declares_its_rows(layer):
+            return _refusal(layer, layer, f"for another number of rows it fails: {error}")
+        raise  # As the step would, which is traced likewise.
+    attach(layer, _proof=proof)
+    for own, axis in proof.rows:
+        attach(own, _row_axes={axis} | getattr(own, "_row_axes", set()))
+    return None if proof.fault is None else refusal_of(layer, proof.fault)
+
+
+def why_not_shared(layer: keras.Layer) -> str | None:
+    """Says which tensor one replica would read of another; after `why_not_in_pieces`.
+
+    Replicas share the objects of Python. What a layer keeps in an attribute is, behind an exchange
+    between them, the last replica's; likewise for a method that runs when all have computed.
+    """
+    proof: Proof | None = getattr(layer, "_proof", None)
+    if proof is None:
+        return None
+    is_part = not (isinstance(layer, keras.Model) and layer.compiled)
+    reads = is_part or any(is_own(layer, method) for method in _READ_LATER)
+    for own, name, is_late in proof.kept:
+        if is_late or reads:
+            where = "behind a batch normalization" if is_late else "by a method of the model's own"
+            return (
+                "Replicas share a layer's attributes. Tensors that leave a call as its outputs are "
+                f"required. Received: layer '{own.name}' of class {original_class(own).__name__} "
+                f"keeps a tensor in `self.{name}`, which is read {where}, perhaps that of another "
+                "replica. Return it, and hand it on as an argument."
+            )
+    return None
+
+
+def has_rows(layer: keras.Layer) -> bool:
+    """Whether it is proved that each output of a layer has a row for each example."""
+    proof: Proof | None = getattr(layer, "_proof", None)
+    return proof is not None and proof.fault is None and proof.has_rows
+
+
+def refusal_of(layer: keras.Layer, fault: Fault) -> str:
+    """The text of an error for what a proof found in a layer or model."""
+    return _refusal(layer, fault.layer, str(fault))
+
+
+def _declares_its_rows(layer) -> bool:
+    """Whether a model says how many rows it takes."""
+    return any(tensor.shape[0] is not None for tensor in getattr(layer, "inputs", None) or ())
+
+
+def _refusal(layer: keras.Layer, at_fault: keras.Layer, why: str) -> str:
+    return (
+        "A layer mixes examples, and the batch is divided. Layers whose result for an example "
+        f"depends on that example alone are required. Received: layer '{at_fault.name}' of class "
+        f"{original_class(at_fault).__name__} in model '{layer.name}': {why}. Join the "
+        "rows in the layer with `tfparallel.all_gather` (under `data_parallel`), take a "
+        "`keras.layers.BatchNormalization`, or train on one device. To train anyway, to other "
+        "weights than one device's, pass `check_rows=False`."
+    )
+
+
+def _forget_steps(layer) -> None:
+    """Has a model trace its steps anew, whose trace was broken off."""
+    for name in ("train_function", "test_function", "predict_function"):
+        if isinstance(layer, keras.Model):
+            setattr(layer, name, None)

@@ -1,0 +1,418 @@
+"""Judging what holds graphs, lists and variables: functions, branches, loops, tensor lists."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.engine.placements import Listed, Mixed, Replicate, Row, Shard, Sum
+from tfparallel.engine.rules import first_mixed, joined, numbers_a_row
+from tfparallel.engine.size import ROWS, depends_on_rows, is_row_number, row_number, size_named
+from tfparallel.seams.tensorflow import gradient_function_of, graph_of
+
+__all__ = ["FLOWS"]
+
+_OF_ROW_NUMBER = "computes with the number of a row"
+_OTHER_KIND = "reads a list of another kind"
+_HANDED_ON = "hands what it found in one row on to the next"
+
+Flow = Callable[[Any, tf.Operation, Sequence], list[tuple]]
+
+
+def _bare(judged) -> tuple:
+    return judged.placement, judged.dims, judged.value
+
+
+def _inner(op, name):
+    return graph_of(op.graph, op.get_attr(name).name)
+
+
+def _called(judge, op, graph, given) -> list:
+    """What is known of a function's outputs, of what is known of its arguments."""
+    known = {own.name: each for own, each in zip(graph.inputs, given, strict=True)}
+    inner = type(judge)(graph, known, (*judge.path, op), judge.asks_gradients)
+    return [inner.of(out) for out in graph.outputs]
+
+
+def _function(judge, op, given):
+    if _inner(op, "f") is None:
+        mixed = Mixed(op, "calls a function of which nothing is known")
+        return [(mixed, None, None)] * len(op.outputs)
+    return list(map(_bare, _called(judge, op, _inner(op, "f"), given)))
+
+
+def _branches(judge, op, given):
+    condition, *arguments = given
+    if condition.placement != Replicate():
+        mixed = first_mixed([condition.placement])
+        why = "takes a branch that depends on the examples, or on their number"
+        return [(mixed or Mixed(op, why), None, None)] * len(op.outputs)
+    names = ["then_branch", "else_branch"]
+    if op.type.endswith("Case"):
+        graphs = [graph_of(op.graph, each.name) for each in op.get_attr("branches")]
+    else:
+        graphs = [_inner(op, name) for name in names]
+    found = [_called(judge, op, graph, arguments) for graph in graphs]
+    return [_either(op, ways) for ways in zip(*found, strict=True)]
+
+
+def _either(op, ways) -> tuple:
+    """What is known of an output that one of several branches makes."""
+    if any(map(numbers_a_row, ways)):
+        return Mixed(op, _OF_ROW_NUMBER), None, None
+    first, *others = ways
+    placement, dims = first.placement, first.dims
+    for other in others:
+        placement = joined(op, placement, other.placement)
+        dims = _joined_dims(dims, other.dims, (op.name, "branch"))
+    return placement, dims, None
+
+
+def _loop(judge, op, given):
+    """A loop; first it is supposed to go over the rows, if it holds a list of them."""
+    has_rows = any(_is_by_row(each.placement) for each in given)
+    found = _loop_over_rows(judge, op, given) if has_rows else None
+    return found or _loop_of_turns(judge, op, given)
+
+
+def _loop_of_turns(judge, op, given):
+    """A loop with as many turns as do not depend on the rows."""
+    state = [
+        each if is_kept else _turned(op, place, own, each)
+        for place, (each, own, is_kept) in enumerate(_states(op, given))
+    ]
+    state, _ = _settled(judge, op, state)
+    decided = _inner_judge(judge, op, "cond", state).of(_inner(op, "cond").outputs[0])
+    if decided.placement != Replicate() or numbers_a_row(decided):
+        mixed = first_mixed([decided.placement])
+        why = "runs as often as the examples, or their number, decide"
+        return [(mixed or Mixed(op, why), None, None)] * len(op.outputs)
+    return [
+        (each.placement, each.dims, each.value if is_kept else None)
+        for each, (_, _, is_kept) in zip(state, _states(op, given), strict=True)
+    ]
+
+
+def _loop_over_rows(judge, op, given):
+    """A loop with a turn for each row, from the first on; None for another one."""
+    state, counters = [], {}
+    for place, (each, own, is_kept) in enumerate(_states(op, given)):
+        starts = None if each.value is None or each.value.size != 1 else each.value.item()
+        if not is_kept and own.dtype.is_integer and own.shape.rank == 0 and starts == 0:
+            counters[place] = row_number((op.name, place))
+            each = each._replace(value=np.asarray(counters[place], object))
+        elif not is_kept and not _is_by_row(each.placement):
+            mixed = first_mixed([each.placement])
+            each = each._replace(placement=mixed or Mixed(op, _HANDED_ON), value=None)
+        state.append(each)
+    state, after = _settled(judge, op, state)
+    steps = [after[place].value for place in counters]
+    if not all(step is not None and step.size == 1 and step.item() == number + 1
+               for step, number in zip(steps, counters.values(), strict=True)):  # fmt: skip
+        return None
+    if not _ends_with_rows(_inner_judge(judge, op, "cond", state), _inner(op, "cond").outputs[0]):
+        return None
+    rows = (Replicate(1), (), np.asarray(ROWS, object))
+    return [
+        rows if place in counters else (each.placement, each.dims, each.value if is_kept else None)
+        for place, (each, (_, _, is_kept)) in enumerate(zip(state, _states(op, given), strict=True))
+    ]
+
+
+def _states(op, given) -> list[tuple]:
+    """Of each variable of a loop: what is known, its input, and whether it is never changed."""
+    body = _inner(op, "body")
+    return [
+        (each, own, _itself(out) is own)
+        for each, own, out in zip(given, body.inputs, body.outputs, strict=True)
+    ]
+
+
+def _itself(tensor) -> tf.Tensor:
+    """What `Identity` operations hand on."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _is_by_row(placement) -> bool:
+    return isinstance(placement, Listed) and placement.by_row
+
+
+def _inner_judge(judge, op, name, state):
+    graph = _inner(op, name)
+    known = {own.name: each for own, each in zip(graph.inputs, state, strict=True)}
+    return type(judge)(graph, known, (*judge.path, op), judge.asks_gradients)
+
+
+def _settled(judge, op, state):
+    """What is known of a loop's variables in all turns, and at the end of one."""
+    for _ in range(len(state) + 2):
+        inner = _inner_judge(judge, op, "body", state)
+        after = [inner.of(out) for out in _inner(op, "body").outputs]
+        new = []
+        for before, out in zip(state, after, strict=True):
+            placement = joined(op, before.placement, out.placement)
+            if isinstance(placement, Row):
+                placement = Mixed(op, _HANDED_ON)
+            dims = _lasting(op, len(new), before, out)
+            new.append(before._replace(placement=placement, dims=dims))
+        is_same = all(
+            (one.placement, one.dims) == (other.placement, other.dims)
+            for one, other in zip(state, new, strict=True)
+        )
+        state = new
+        if is_same:
+            return state, after
+    mixed = Mixed(op, "holds something else in each of its turns")
+    return [each._replace(placement=mixed) for each in state], after
+
+
+def _turned(op, place, own, judged):
+    """What is known of a variable in any turn; a whole number has a name."""
+    if numbers_a_row(judged):
+        return judged._replace(placement=Mixed(op, _OF_ROW_NUMBER), value=None)
+    is_counter = own.dtype.is_integer and own.shape.rank == 0
+    if is_counter and judged.placement == Replicate():
+        return judged._replace(value=np.asarray(size_named(("turn", op.name, place)), object))
+    return judged._replace(value=None)
+
+
+def _ends_with_rows(judge, condition) -> bool:
+    """Whether a condition is that the number of a row is less than the number of rows."""
+    op = condition.op
+    if op.type in ("Identity", "LogicalAnd"):
+        return all(_ends_with_rows(judge, each) for each in op.inputs)
+    if op.type != "Less":
+        return False
+    number, bound = (judge.of(each).value for each in op.inputs)
+    if number is None or bound is None or number.size != 1 or bound.size != 1:
+        return False
+    return is_row_number(number.item()) and bound.item() == ROWS
+
+
+def _lasting(op, place, before, after):
+    """The sizes of axes, where a turn of a loop leaves them; another one has a name."""
+    if before.dims is None or after.dims is None:
+        return before.dims if isinstance(after.placement, Listed) and before.dims else after.dims
+    return _joined_dims(before.dims, after.dims, (op.name, place))
+
+
+def _joined_dims(one, other, name):
+    """The sizes of what has one or the other."""
+    if one is None or other is None or len(one) != len(other):
+        return None
+    return tuple(
+        _joined_size(*pair, (*name, axis)) for axis, pair in enumerate(zip(one, other, strict=True))
+    )
+
+
+def _joined_size(one, other, name):
+    if one == other or other is None:
+        return one
+    if one is None:
+        return other
+    rows = ROWS if depends_on_rows(one) or depends_on_rows(other) else 1
+    return size_named(name) * rows
+
+
+def _argument(judge, op, given):
+    """What comes from outside and holds no rows: weights, states, tables, captured tensors."""
+    return [(Replicate(), None, None) for _ in op.outputs]
+
+
+def _variable(judge, op, given):
+    return [(given[0].placement, None, None)]
+
+
+def _list_of(judge, op, given):
+    placement, dims = given[0].placement, given[0].dims
+    if numbers_a_row(given[0]) or getattr(placement, "numbers", False):
+        return [(Mixed(op, _OF_ROW_NUMBER), None, None)]
+    if isinstance(placement, Shard):
+        if placement.axis == 0:
+            return [(Listed(Row(None), True), None, None)]
+        placement = Shard(placement.axis - 1, placement.power, placement.folded)
+    mixed = first_mixed([placement])
+    return [(mixed or Listed(placement), None if dims is None else dims, None)]
+
+
+def _empty_list(judge, op, given):
+    number = given[1].value
+    by_row = number is not None and number.size == 1 and number.item() == ROWS
+    if not by_row and (given[1].placement != Replicate() or numbers_a_row(given[1])):
+        return [(Mixed(op, "has as many items as the examples decide"), None, None)]
+    return [(Listed(None, by_row), _list_dims(number, given[0].value), None)]
+
+
+def _list_dims(number, shape) -> tuple | None:
+    """How many items, and their sizes."""
+    if shape is None or shape.ndim == 0:
+        return None
+    sizes = shape.tolist()
+    if any(isinstance(size, int) and size < 0 for size in sizes):
+        return None
+    return (None if number is None else number.item(), *sizes)
+
+
+def _list_item(judge, op, given):
+    listed, index = given[0].placement, given[1]
+    if not isinstance(listed, Listed):
+        return [(first_mixed([listed]) or Mixed(op, _OTHER_KIND), None, None)]
+    dims = given[0].dims[1:] if given[0].dims else None
+    if listed.by_row:
+        turn = None if index.value is None else index.value.item()
+        if not is_row_number(turn):
+            return [(Mixed(op, "takes some of the examples"), None, None)]
+        return [(Row(turn), dims, None)]
+    if index.placement != Replicate() or numbers_a_row(index):
+        mixed = first_mixed([index.placement])
+        return [(mixed or Mixed(op, "takes an item by an index of the examples"), None, None)]
+    return [(listed.item or Replicate(), dims, None)]
+
+
+def _list_set(judge, op, given):
+    listed, index, item = (each.placement for each in given)
+    dims = given[0].dims
+    if dims is None and given[2].dims is not None:
+        dims = (None, *given[2].dims)
+    mixed = first_mixed([listed, item])
+    if mixed or not isinstance(listed, Listed):
+        return [(mixed or Mixed(op, "writes a list of another kind"), None, None)]
+    if numbers_a_row(given[2]):
+        return [(Mixed(op, _OF_ROW_NUMBER), None, None)]
+    if listed.by_row:
+        turn = None if given[1].value is None else given[1].value.item()
+        if not is_row_number(turn) or not (
+            item == Replicate() or (isinstance(item, Row) and item.index == turn)
+        ):
+            return [(Mixed(op, "writes the row of another example"), None, None)]
+        return [(Listed(Row(None), True), dims, None)]
+    if index != Replicate() or numbers_a_row(given[1]):
+        return [(Mixed(op, "writes an item by an index of the examples"), None, None)]
+    if isinstance(item, Row):
+        return [(Mixed(op, "writes one row for all"), None, None)]
+    return [(_with_item(op, listed, item), dims, None)]
+
+
+def _with_item(op, listed, item):
+    one = joined(op, listed.item, item)
+    return one if isinstance(one, Mixed) else Listed(one)
+
+
+def _pushed(judge, op, given):
+    listed, item = given[0].placement, given[1].placement
+    mixed = first_mixed([listed, item])
+    if mixed or not isinstance(listed, Listed) or listed.by_row or isinstance(item, Row):
+        return [(mixed or Mixed(op, "writes a list of another kind"), None, None)]
+    if numbers_a_row(given[1]):
+        return [(Mixed(op, _OF_ROW_NUMBER), None, None)]
+    dims = None if given[1].dims is None else (None, *given[1].dims)
+    return [(_with_item(op, listed, item), dims, None)]
+
+
+def _stacked(judge, op, given):
+    listed, dims = given[0].placement, given[0].dims
+    if not isinstance(listed, Listed):
+        return [(first_mixed([listed]) or Mixed(op, _OTHER_KIND), None, None)]
+    dims = _list_dims(None, given[1].value) or dims
+    if listed.by_row:
+        return [(Shard(0), None if dims is None else (ROWS, *dims[1:]), None)]
+    item = listed.item or Replicate()
+    if isinstance(item, Shard):
+        if item.numbers:
+            return [(Mixed(op, "computes with the numbers of the rows"), None, None)]
+        item = Shard(item.axis + 1, item.power, item.folded)
+    return [(item, dims, None)]
+
+
+def _list_length(judge, op, given):
+    listed = given[0].placement
+    if isinstance(listed, Listed) and listed.by_row:
+        return [(Replicate(1), (), np.asarray(ROWS, object))]
+    return [(first_mixed([listed]) or Replicate(), (), None)]
+
+
+def _list_shape(judge, op, given):
+    listed, dims = given[0].placement, given[0].dims
+    if not isinstance(listed, Listed):
+        return [(first_mixed([listed]) or Mixed(op, _OTHER_KIND), None, None)]
+    if not dims:
+        return [(Replicate(), None, None)]
+    found = np.empty(len(dims) - 1, object)
+    found[:] = dims[1:]
+    has_rows = any(map(depends_on_rows, dims[1:]))
+    return [(Mixed(op, "is made of sizes of rows") if has_rows else Replicate(), None, found)]
+
+
+def _several(judge, op, given):
+    """`IdentityN`; where it has a gradient of the program's own, that one is judged, too."""
+    found = [_bare(each) for each in given]
+    custom = gradient_function_of(op)
+    if custom is None or not judge.asks_gradients or first_mixed(p for p, *_ in found):
+        return found
+    mixed = _gradient_mixes(judge, op, given, custom)
+    return found if mixed is None else [(mixed, dims, value) for _, dims, value in found]
+
+
+def _gradient_mixes(judge, op, given, custom):
+    """Why a gradient of the program's own is not that of each row, or no sum over the rows.
+
+    What comes back to rows is theirs, and what comes back to what is the same of all is a sum.
+    """
+    with op.graph.as_default():
+        upstream = [tf.compat.v1.placeholder(out.dtype, out.shape) for out in op.outputs]
+        try:
+            results = custom(op, *upstream)
+        except Exception as error:
+            return Mixed(op, f"has a gradient of its own that is not known: {error}"[:200])
+    results = results if isinstance(results, list | tuple) else [results]
+    known = dict(judge.known)
+    for tensor, each in zip(upstream, given, strict=True):
+        is_same = isinstance(each.placement, Replicate | Sum)
+        known[tensor.name] = each._replace(
+            placement=Sum() if is_same else each.placement, value=None
+        )
+    inner = type(judge)(op.graph, known, judge.path, asks_gradients=False)
+    for result, each in zip(results, given, strict=False):
+        if not isinstance(result, tf.Tensor) or not result.dtype.is_floating:
+            continue
+        judged = inner.of(result)
+        if isinstance(judged.placement, Mixed):
+            return judged.placement
+        is_right = (
+            judged.placement in (each.placement, Replicate())
+            if isinstance(each.placement, Shard)
+            else judged.placement == Sum()
+        )
+        if not is_right and not judged.is_zero:
+            return Mixed(op, "has a gradient of its own that is not that of each example")
+    return None
+
+
+def _nothing(judge, op, given):
+    return []
+
+
+FLOWS: dict[str, Flow] = {
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), _function),
+    **dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), _branches),
+    **dict.fromkeys(("While", "StatelessWhile"), _loop),
+    **dict.fromkeys(
+        ("Placeholder", "VarHandleOp", "HashTableV2", "Const", "IteratorGetNext"), _argument
+    ),
+    "ReadVariableOp": _variable,
+    "TensorListFromTensor": _list_of,
+    "TensorListReserve": _empty_list,
+    "EmptyTensorList": _empty_list,
+    "TensorListGetItem": _list_item,
+    "TensorListSetItem": _list_set,
+    "TensorListPushBack": _pushed,
+    "TensorListStack": _stacked,
+    "TensorListLength": _list_length,
+    "TensorListElementShape": _list_shape,
+    "IdentityN": _several,
+    "Assert": _nothing,
+    "NoOp": _nothing,
+}

@@ -1,0 +1,232 @@
+"""Whether what is computed of rows may be computed of pieces of them: judged on the traced graph.
+
+Each tensor has a placement (`placements.py`); the rows come in as `Shard(0)`, weights and states as
+`Replicate`, and each operation has a rule (`rules.py`), through loops, branches and functions. An
+operation without a rule is tried by itself, on made-up inputs (`trial.py`). Nothing is read from
+the data, and nothing of the model is computed.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.engine import flow, rules, trial, values
+from tfparallel.engine.placements import Entries, Mixed, Placement, Replicate, Row, Shard
+from tfparallel.engine.size import ROWS, depends_on_rows, power_of_rows, size_named
+from tfparallel.seams.tensorflow import FuncGraph
+
+__all__ = [
+    "Judge",
+    "Judged",
+    "exchanged",
+    "exchanges_of",
+    "is_judged",
+    "judged_graph",
+    "note",
+    "notes_of",
+]
+
+_MOST_SIZES, _MOST_KNOWN = 8, 64
+# Of a graph: names of tensors in which a form has joined what all pieces have, and what was asked.
+_EXCHANGED, _NOTES = "_tfparallel_exchanged", "_tfparallel_notes"
+
+
+class Judged(NamedTuple):
+    """What is known of a tensor.
+
+    Attributes:
+        placement: Where the rows are.
+        dims: Sizes of its axes; None if not even their number is known.
+        value: Its elements, if they are known sizes, numbers or booleans.
+    """
+
+    placement: Placement
+    dims: tuple | None
+    value: np.ndarray | None = None
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all elements are known to be zero."""
+        return self.value is not None and values.only(self.value) == 0
+
+
+def judged_graph(name: str) -> tf.Graph:
+    """A graph to trace a call in, which is judged."""
+    graph = FuncGraph(name)
+    setattr(graph, _NOTES, [])
+    return graph
+
+
+def is_judged(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is made in the trace of a call that is judged."""
+    return tf.is_symbolic_tensor(tensor) and _judged_graph_of(tensor.graph) is not None
+
+
+def _judged_graph_of(graph) -> tf.Graph | None:
+    while graph is not None and not hasattr(graph, _NOTES):
+        graph = getattr(graph, "outer_graph", None)
+    return graph
+
+
+def exchanged(tensor: tf.Tensor) -> tf.Tensor:
+    """Tells the judge that a tensor is the same on all pieces, which exchange what they know.
+
+    Args:
+        tensor: Any tensor; only in a trace that is judged it is told.
+    """
+    if not is_judged(tensor):
+        return tensor
+    tensor = tf.identity(tensor)
+    setattr(tensor.graph, _EXCHANGED, {*getattr(tensor.graph, _EXCHANGED, ()), tensor.name})
+    return tensor
+
+
+def exchanges_of(graph: tf.Graph) -> list[str]:
+    """The operations behind which each piece knows what all pieces do, by name."""
+    return [name.rpartition(":")[0] for name in getattr(graph, _EXCHANGED, ())]
+
+
+def note(layer: keras.Layer, tensor: tf.Tensor) -> None:
+    """Has the judge tell a layer which axis of a tensor holds the rows, where that is traced."""
+    if tf.is_symbolic_tensor(tensor) and hasattr(tensor.graph, _NOTES):
+        getattr(tensor.graph, _NOTES).append((layer, tensor))
+
+
+def notes_of(graph: tf.Graph) -> list[tuple[keras.Layer, tf.Tensor]]:
+    """What was noted in a trace."""
+    return getattr(graph, _NOTES)
+
+
+class Judge:
+    """Judges the tensors of a graph.
+
+    Args:
+        graph: The graph of a function, traced.
+        known: What is known of its tensors, by name: of its inputs at first. Other inputs are
+            `Replicate`.
+        path: The operations of which this is an inner graph, the outermost first.
+        asks_gradients: Whether gradients of the program's own are judged, too.
+        roots: Arguments of sparse or ragged rows.
+    """
+
+    def __init__(
+        self,
+        graph: tf.Graph,
+        known: dict[str, Judged],
+        path: Sequence = (),
+        asks_gradients: bool = True,
+        roots: Sequence = (),
+    ):
+        self.roots = tuple(roots)
+        self.graph = graph
+        self.asks_gradients = asks_gradients
+        self.path = tuple(path)
+        self.known = dict(known)
+
+    @classmethod
+    def of_rows(cls, graph: tf.Graph, rows: Iterable[tf.Tensor]) -> "Judge":
+        """Judges a graph of which these inputs hold the rows on axis 0."""
+        known = {}
+        for tensor in rows:
+            dims = None
+            if tensor.shape.rank is not None:
+                dims = tuple(
+                    ROWS if axis == 0 else _dim(tensor, axis) for axis in range(tensor.shape.rank)
+                )
+            known[tensor.name] = Judged(Shard(0), dims)
+        return cls(graph, known)
+
+    def of(self, tensor: tf.Tensor) -> Judged:
+        """What is known of a tensor of the graph."""
+        waiting = [tensor.op]
+        while waiting:
+            op = waiting[-1]
+            if all(out.name in self.known for out in op.outputs):
+                waiting.pop()
+                continue
+            missing = [each.op for each in op.inputs if each.name not in self.known]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            given = [self.known[each.name] for each in op.inputs]
+            for out, judged in zip(op.outputs, self._judged(op, given), strict=True):
+                self.known.setdefault(out.name, judged)
+        return self.known[tensor.name]
+
+    def _judged(self, op: tf.Operation, given: list[Judged]) -> list[Judged]:
+        marked = getattr(op.graph, _EXCHANGED, ())
+        if any(out.name in marked for out in op.outputs):
+            return [Judged(Replicate(), _static(out)) for out in op.outputs]
+        value = values.value_of(op, given)
+        if value is not None and not any(isinstance(p, Entries) for p, *_ in given):
+            return [Judged(_of_value(op, value), value.shape, value)]
+        if op.type in flow.FLOWS:
+            return [
+                _completed(out, *judged)
+                for out, judged in zip(
+                    op.outputs, flow.FLOWS[op.type](self, op, given), strict=True
+                )
+            ]
+        placements, dims = rules.apply(op, given, self.known)
+        if any(isinstance(p, Entries) for p, *_ in given) and op.type in trial.ENDS:
+            if any(isinstance(p, Entries | Mixed) for p in placements):
+                placements, dims = trial.tried_with_rows(op, self), [None] * len(placements)
+        return [
+            _completed(out, placement, size)
+            for out, placement, size in zip(op.outputs, placements, dims, strict=True)
+        ]
+
+
+def _of_value(op, value) -> Placement:
+    """The placement of known elements."""
+    flat = value.ravel().tolist() if value.size <= _MOST_KNOWN else [value.flat[0]]
+    if not any(map(depends_on_rows, flat)):
+        return Replicate()
+    power = power_of_rows(flat[0]) if len(flat) == 1 else None
+    if power is None:
+        return Mixed(op, "is made of the number of rows")
+    return Replicate(power)
+
+
+def _completed(out, placement, dims, value=None) -> Judged:
+    """Fills in what the graph itself knows of a tensor's shape, and names what nobody knows."""
+    if value is None and placement == Replicate() and _may_be_size(out):
+        value = np.empty(out.shape, object)
+        for place in np.ndindex(value.shape):
+            value[place] = size_named((out.name, *place))
+    if out.shape.rank is None:
+        return Judged(placement, dims, value)
+    sizes = list(dims or [None] * out.shape.rank)
+    if len(sizes) != out.shape.rank:
+        sizes = [None] * out.shape.rank
+    for axis, size in enumerate(out.shape):
+        if size is not None and not depends_on_rows(sizes[axis]):
+            sizes[axis] = size
+        elif sizes[axis] is None:
+            decided = () if isinstance(placement, Replicate | Shard | Row) else (ROWS,)
+            sizes[axis] = _dim(out, axis, *decided)
+            if isinstance(placement, Shard) and placement.axis == axis:
+                sizes[axis] = ROWS * sizes[axis]
+    return Judged(placement, tuple(sizes), value)
+
+
+def _may_be_size(out) -> bool:
+    """Whether a tensor may be a size, or several, which get names."""
+    known = out.dtype in (tf.int32, tf.int64) and out.shape.is_fully_defined()
+    return known and out.shape.num_elements() <= _MOST_SIZES
+
+
+def _dim(tensor, axis, *decided):
+    """The size of an axis, or its name, with what decides it."""
+    size = tensor.shape[axis]
+    return size_named((tensor.name, axis, *decided)) if size is None else size
+
+
+def _static(tensor) -> tuple | None:
+    if tensor.shape.rank is None:
+        return None
+    return tuple(_dim(tensor, axis) for axis in range(tensor.shape.rank))

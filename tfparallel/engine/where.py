@@ -1,0 +1,39 @@
+"""Where in a program an operation of a graph was made: the layer, and the line."""
+
+import re
+
+import keras
+import tensorflow as tf
+
+__all__ = ["line_of", "place_in"]
+
+_LIBRARIES = re.compile(r"[/\\](keras|tensorflow|tfparallel)[/\\]|^<|importlib|contextlib\.py$")
+
+
+def line_of(operation: tf.Operation) -> str:
+    """`" of line 12 of model.py"`; empty where no line of the program's own made it."""
+    own = [frame for frame in operation.traceback or () if not _LIBRARIES.search(frame.filename)]
+    if not own:
+        return ""
+    path = own[-1].filename.replace("\\", "/")
+    return f" (line {own[-1].lineno} of {path.rpartition('/')[2]})"
+
+
+def place_in(layer: keras.Layer, operation: tf.Operation) -> tuple[keras.Layer, str]:
+    """The innermost layer that made an operation, by the scopes in its name, and its path.
+
+    Args:
+        layer: The layer, or model, in whose call it was made.
+        operation: The operation.
+    """
+    found, path = layer, []
+    for scope in operation.name.split("/")[:-1]:
+        inner = [
+            part
+            for part in found._flatten_layers(include_self=False)
+            if re.fullmatch(re.escape(part.name) + r"(_\d+)?", scope)
+        ]
+        if inner:
+            found = min(inner, key=lambda part: len(scope) - len(part.name))
+            path.append(found.name)
+    return found, "/".join(path)
