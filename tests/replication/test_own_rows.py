@@ -244,7 +244,8 @@ SHAPES = {
         column(), lambda: {"loss": Callable()}, NUMBERS, SUMS, None,
     ),
     "a loss with a call of its own": (
-        column(), lambda: {"loss": with_a_call_of_its_own()}, NUMBERS, SUMS[:, None], None,
+        column(), lambda: {"loss": with_a_call_of_its_own()}, NUMBERS, SUMS[:, None],
+        "may look at several examples",
     ),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ COLLECTIVES = ("CollectiveReduceV2", "CollectiveGatherV2", "PyFunc")
 
 class OfTheBatch(keras.losses.Loss):
     def call(self, y, outputs):
-        return keras.ops.mean((y - outputs) ** 2, -1)
+        return keras.ops.mean((y - outputs) ** 2, -1) + 0 * keras.ops.max(outputs)
 
 
 def main():

@@ -33,7 +33,7 @@ from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.values import agreed, restored, sendable
 from tfparallel.data import shard as shards
-from tfparallel.engine.judge import exchanged
+from tfparallel.engine.judge import exchanged, is_judged
 
 # Anything made of tensors: `tf.nest` knows how.
 Value = Any
@@ -61,8 +61,10 @@ def all_reduce(value: Value, op: str = "sum") -> Value:
         >>> float(logs["loss"])  # Of one process: its own.
         0.5
     """
+    if any(map(is_judged, tf.nest.flatten(value))):
+        return tf.nest.map_structure(exchanged, value)
     ranks, tensors = agreed("all_reduce", value, op=op)
-    return tf.nest.pack_sequence_as(value, list(map(exchanged, _reduce(ranks, tensors, op))))
+    return tf.nest.pack_sequence_as(value, _reduce(ranks, tensors, op))
 
 
 def all_gather(value: Value) -> Value:
@@ -89,8 +91,10 @@ def all_gather(value: Value) -> Value:
         >>> strategy.run(contrast, [tf.ones((2, 8))]).values[0].numpy()
         array([4, 8], dtype=int32)
     """
+    if any(map(is_judged, tf.nest.flatten(value))):
+        return tf.nest.map_structure(exchanged, value)  # Of the judge nobody receives anything.
     ranks, tensors = agreed("all_gather", value)
-    return tf.nest.pack_sequence_as(value, list(map(exchanged, _join(ranks, tensors))))
+    return tf.nest.pack_sequence_as(value, _join(ranks, tensors))
 
 
 def gather(value: Value, root: int = 0) -> Value:

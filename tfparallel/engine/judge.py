@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _MOST_SIZES, _MOST_KNOWN = 8, 64
+_REPLICA = "replica_id_in_sync_group"  # As TensorFlow names what its replica contexts tell.
 # Of a graph: names of tensors in which a form has joined what all pieces have, and what was asked.
 _EXCHANGED, _NOTES = "_tfparallel_exchanged", "_tfparallel_notes"
 
@@ -161,6 +162,8 @@ class Judge:
         marked = getattr(op.graph, _EXCHANGED, ())
         if any(out.name in marked for out in op.outputs):
             return [Judged(Replicate(), _static(out)) for out in op.outputs]
+        if op.type == "Const" and _REPLICA in op.name:
+            return [Judged(Mixed(op, "is the number of the replica"), ())]
         value = values.value_of(op, given)
         if value is not None and not any(isinstance(p, Entries) for p, *_ in given):
             return [Judged(_of_value(op, value), value.shape, value)]

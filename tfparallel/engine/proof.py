@@ -184,6 +184,10 @@ class _Trace(NamedTuple):
 def _traced(layer, call, given_args, places, specs) -> _Trace:
     graph = judged_graph(layer.name)
     leaves = keras.tree.flatten(given_args)
+    strategy, in_replica = getattr(layer, "_strategy", None), contextlib.nullcontext()
+    if strategy is not None and strategy.workers is None:
+        # A layer that asks which replica it is in is found out by the name of what it is told.
+        in_replica = tf.distribute.ReplicaContext(strategy, 0)
     with graph.as_default():
         given = [_placeholders(spec) for spec in specs]
         for place, (tensor, _) in zip(places, given, strict=True):
@@ -191,7 +195,7 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
         args, kwargs = keras.tree.pack_sequence_as(given_args, leaves)
         zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in _sums(layer)]
         scope = keras.StatelessScope(zeros, collect_losses=True)
-        with _attributes_kept(layer) as kept, scope:
+        with _attributes_kept(layer) as kept, in_replica, scope:
             outputs = call(*args, **kwargs)
             kept.extend(_kept_tensors(layer))
     known = {name: each for _, own in given for name, each in own.items()}

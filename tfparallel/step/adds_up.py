@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.engine.judge import Judge, Judged, judged_graph
+from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph
 from tfparallel.engine.placements import Mixed, Replicate, Sum
 from tfparallel.engine.rules.draws import draws
 from tfparallel.engine.where import line_of
@@ -104,6 +104,8 @@ def _faults_of_loss(model, given) -> Iterator[str]:
         found = terms(compiled, y, outputs, sample_weight, num_rows)
     if any(map(draws, graph.get_operations())):
         yield "a loss draws random numbers, which one device draws for the whole batch"
+    if exchanges_of(graph):
+        yield "a loss calls a collective, which is for the whole batch"
     judge = Judge(graph, known)
     for loss, of_loss in zip(compiled._flat_losses, found, strict=True):
         for term in of_loss:
@@ -118,6 +120,8 @@ def _fault_of_metric(alone, given) -> str | None:
         grown = growth(alone, y, outputs, sample_weight)
     if any(map(draws, graph.get_operations())):
         return "it draws random numbers"
+    if exchanges_of(graph):
+        return "it calls a collective"
     judge = Judge(graph, known)
     return next(filter(None, (_no_sum(judge.of(value)) for value in grown)), None)
 
