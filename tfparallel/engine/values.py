@@ -272,6 +272,7 @@ _RULES: dict[str, Callable] = {
     "Mul": lambda op, x, y: x * y,
     "Add": lambda op, x, y: x + y,
     "AddV2": lambda op, x, y: x + y,
+    "AddN": lambda op, *xs: sum(xs),
     "Sub": lambda op, x, y: x - y,
     "Neg": lambda op, x: -x,
     "FloorDiv": lambda op, x, y: x // y,

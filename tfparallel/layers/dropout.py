@@ -58,7 +58,7 @@ def _share(rate, tensor, sizes, k, axis, seed):
     if rate >= 1:
         return tf.zeros_like(tensor)
     axis %= len(tensor.shape)
-    shape = tf.unstack(tf.shape(tensor), num=len(tensor.shape))
+    shape = [tf.shape(tensor)[place] for place in range(len(tensor.shape))]
     shape[axis] = tf.add_n([tf.convert_to_tensor(size) for size in sizes])
     # As `keras.random` narrows a seed.
     seed = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
