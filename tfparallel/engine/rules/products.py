@@ -68,7 +68,11 @@ def _contracted(call, terms, result):
         if any(depends_on_rows(dims.get(each)) for each in result):
             return call.mixed("adds rows that are padded to the longest of the piece")
         return Sum(power)
-    return Shard(result.index(label), power), tuple(dims.get(each) for each in result)
+    folds = {p.folded for p in placements if isinstance(p, Shard)}
+    if len(folds) > 1:
+        return call.mixed("pairs each example with the others")
+    shard = Shard(result.index(label), power, folds.pop())
+    return shard, tuple(dims.get(each) for each in result)
 
 
 def matmul(call: Call):

@@ -32,6 +32,15 @@ def reshaped(call: Call):
     new = shape.ravel().tolist()
     axis = placement.axis
     before = _times(dims[:axis])
+    if placement.folded:
+        undone = (f"behind {new[0]}",)
+        if axis == 0 and placement.folded[-1:] == undone and _times(new[:2]) == dims[0]:
+            return Shard(1, placement.power, placement.folded[:-1]), tuple(new)
+        return call.mixed("works on rows that lie apart, in several views")
+    if axis and len(new) > 1 and _times(new[1:]) == _times(dims[axis + 1 :]):
+        if new[0] in (-1, before * dims[axis]):  # As `tensordot` folds what is before the rows.
+            folded = (f"behind {before}",)
+            return Shard(0, placement.power, folded), (before * dims[axis], *new[1:])
     place, prefix = 0, 1
     while prefix != before and place < len(new):
         prefix, place = prefix * new[place], place + 1
