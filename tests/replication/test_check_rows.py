@@ -8,6 +8,7 @@ from keras import layers, ops
 
 import tfparallel
 from tests.parity.cases.rows import AddsLoss, Centred, Constant, Doubled, KeepsState
+from tfparallel.replication import replicated_layer
 
 TWO = ["CPU:0", "CPU:1"]
 X = np.random.default_rng(0).normal(size=(9, 4)).astype("float32")
@@ -230,6 +231,36 @@ def test_an_eager_step_is_looked_at():
     model.compile("sgd", "mse", run_eagerly=True)
     with pytest.raises(ValueError, match="class Centred"):
         model.fit(X, Y, batch_size=5, verbose=0)
+
+
+class MayCentre(layers.Layer):
+    """Mixes examples once somebody has said so."""
+
+    centres = False
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0) if self.centres else x
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_layer_that_was_changed_is_looked_at_again(eagerly):
+    model = tfparallel.data_parallel(net(MayCentre), devices=TWO)
+    model.compile("sgd", "mse", run_eagerly=eagerly)
+    model.fit(X, Y, batch_size=5, verbose=0)
+    model.layers[1].centres = True
+    model.compile("sgd", "mse", run_eagerly=eagerly)
+    with pytest.raises(ValueError, match="class MayCentre"):
+        model.fit(X, Y, batch_size=5, verbose=0)
+
+
+def test_eager_steps_are_judged_once_a_fit(monkeypatch):
+    judged = []
+    monkeypatch.setattr(replicated_layer, "check_rows", lambda *_, **__: judged.append(1))
+    model = tfparallel.data_parallel(net(), devices=TWO)
+    model.compile("sgd", "mse", run_eagerly=True)
+    for _ in range(2):
+        model.fit(X, Y, batch_size=3, epochs=2, verbose=0)
+    assert len(judged) == 2
 
 
 @pytest.mark.slow

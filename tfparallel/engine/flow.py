@@ -32,7 +32,8 @@ def _called(judge, op, graph, given) -> list:
     """What is known of a function's outputs, of what is known of its arguments."""
     known = {own.name: each for own, each in zip(graph.inputs, given, strict=True)}
     inner = type(judge)(graph, known, (*judge.path, op), judge.asks_gradients)
-    return [inner.of(out) for out in graph.outputs]
+    # A gradient has TensorFlow append what it needs to the outputs of a graph that others call.
+    return [inner.of(out) for out in graph.outputs[: len(op.outputs)]]
 
 
 def _function(judge, op, given):

@@ -1,7 +1,7 @@
 """Whether what is computed of rows may be computed of pieces of them: judged on the traced graph.
 
 Each tensor has a placement (`placements.py`); the rows come in as `Shard(0)`, weights and states as
-`Replicate`, and each operation has a rule (`rules.py`), through loops, branches and functions. An
+`Replicate`, and each operation has a rule (`rules/`), through loops, branches and functions. An
 operation without a rule is tried by itself, on made-up inputs (`trial.py`). Nothing is read from
 the data, and nothing of the model is computed.
 """
@@ -154,7 +154,12 @@ class Judge:
                 continue
             waiting.pop()
             given = [self.known[each.name] for each in op.inputs]
-            for out, judged in zip(op.outputs, self._judged(op, given), strict=True):
+            try:
+                found = self._judged(op, given)
+            except Exception as error:  # What is not shown to be right is refused, by name.
+                mixed = Mixed(op, f"cannot be judged ({type(error).__name__}: {error})"[:200])
+                found = [_completed(out, mixed, None) for out in op.outputs]
+            for out, judged in zip(op.outputs, found, strict=True):
                 self.known.setdefault(out.name, judged)
         return self.known[tensor.name]
 

@@ -21,7 +21,7 @@ from tfparallel.engine.size import ROWS
 from tfparallel.engine.where import line_of, place_in
 from tfparallel.seams.tensorflow import graph_of
 
-__all__ = ["Fault", "Judged", "Proof", "is_judged", "prove"]
+__all__ = ["Fault", "OfLayer", "Proof", "explained", "prove"]
 
 # c·B is a sum over the rows, and c a mean.
 _MEANS, _SUMS = (Replicate(), Sum(-1)), (Replicate(1), Sum())
@@ -61,8 +61,6 @@ class Proof(NamedTuple):
     Attributes:
         fault: What is at fault first; None where nothing is.
         outputs: What is known of the outputs, flat.
-        losses: The placements of the losses that layers add.
-        draws: Of each draw, the layer's path.
         rows: Of layers that asked, which axis of their input holds the rows; None for none.
         num_operations: How many operations were looked at.
         kept: Of each tensor that a layer keeps in an attribute: the layer, the attribute, and
@@ -71,8 +69,6 @@ class Proof(NamedTuple):
 
     fault: Fault | None
     outputs: list[Judged]
-    losses: list[Placement]
-    draws: list[str]
     rows: list[tuple[keras.Layer, int | None]]
     num_operations: int
     kept: list[tuple[keras.Layer, str, bool]]
@@ -126,8 +122,7 @@ def prove(
     specs = [_spec(leaves[place]) for place in places]
     trace = _traced(layer, call, (args, kwargs), places, specs)
     if trace.kept and exchanges_of(trace.judge.graph):
-        names = [(part, name) for part, name in trace.kept]
-        with _reads_noted(names, exchanges_of) as late:
+        with _reads_noted(trace.kept) as late:
             trace = _traced(layer, call, (args, kwargs), places, specs)
         trace = trace._replace(late=late)
     if traces is not None:
@@ -211,7 +206,7 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
 
 
 @contextlib.contextmanager
-def _reads_noted(kept, exchanges_of) -> Iterator[list]:
+def _reads_noted(kept) -> Iterator[list]:
     """Notes which of the attributes are read behind an exchange that came after they were set."""
     late, classes = [], [(part, type(part)) for part, _ in kept]
     for part, name in kept:
@@ -301,11 +296,10 @@ def _judged(layer, trace: _Trace) -> Proof:
         if mask is not None and judge.of(mask).placement != Shard(0):
             faults.append(_fault(layer, f"the mask of output {i}", judge.of(mask).placement, mask))
     added = [tf.convert_to_tensor(loss) for loss in scope.losses]
-    losses = [judge.of(loss).placement for loss in added]
     faults += [
-        _fault(layer, "a loss that it adds", placement, loss)
-        for placement, loss in zip(losses, added, strict=True)
-        if placement not in _MEANS
+        _fault(layer, "a loss that it adds", judge.of(loss).placement, loss)
+        for loss in added
+        if judge.of(loss).placement not in _MEANS
     ]
     faults += [_fault(layer, *each) for each in _written(judge, scope, layer, sums)]
     for operation, placement in _raw_writes(judge):
@@ -316,12 +310,10 @@ def _judged(layer, trace: _Trace) -> Proof:
     for own, tensor in notes_of(judge.graph):
         placement = judge.of(tensor).placement
         rows.append((own, placement.axis if isinstance(placement, Shard) else None))
-    operations = judge.graph.get_operations()
-    drawing = [place_in(layer, op)[1] for op in operations if draws(op)]
     outputs = [each for each in judged if each is not None]
     held = [(own, name, (own, name) in late) for own, name in kept]
     fault = faults[0] if faults else None
-    return Proof(fault, outputs, losses, drawing, rows, len(operations), held)
+    return Proof(fault, outputs, rows, len(judge.graph.get_operations()), held)
 
 
 def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Tensor]]:
@@ -336,7 +328,7 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
                 continue
             placement = judge.of(value).placement
             if id(variable) in sums:
-                allowed = (*_SUMS, *([Replicate()] if _is_zero(judge.of(value)) else []))
+                allowed = (*_SUMS, *([Replicate()] if judge.of(value).is_zero else []))
             elif variable.dtype.startswith(("float", "bfloat")):
                 allowed = _MEANS
             else:
@@ -345,16 +337,12 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
                 yield f"variable '{variable.path}'", placement, value
 
 
-def _is_zero(judged) -> bool:
-    return judged.is_zero
-
-
 def _raw_writes(judge) -> Iterator[tuple[tf.Operation, Placement]]:
     """Writes of variables that Keras does not know, of what is not the same for all pieces."""
     for op in judge.graph.get_operations():
         if op.type.startswith(_WRITES):
             for each in op.inputs[1:]:
-                if judge.of(each).placement not in (Replicate(),) and judge.of(each).value is None:
+                if judge.of(each).placement != Replicate():
                     yield op, judge.of(each).placement
         for inner in _called_by(op):
             if inner.type.startswith(_WRITES):

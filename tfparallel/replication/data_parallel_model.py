@@ -29,7 +29,7 @@ from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.local_steps import LocalSteps
 from tfparallel.replication.one_of_workers import OneOfWorkers
 from tfparallel.replication.own_rows import OwnRows
-from tfparallel.replication.replicated_layer import ReplicatedLayer
+from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.seams.keras import batches_of
 from tfparallel.step.ahead import build_ahead, symbolic_build, types_of_batches
@@ -96,6 +96,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
             sharded_optimizer.refuse_swaps(asked.get("callbacks"))
         if self.strategy is not None and self.strategy.num_replicas > 1 and self._is_chief:
             note_other_draws(self)
+        for layer in self._flatten_layers():
+            judge_anew(layer)
         if self._workers is None:
             return super().fit(*args, **kwargs)
         with self._knowing_batches("fit", args, kwargs, hands_on=True):

@@ -4,17 +4,19 @@ import keras
 import tensorflow as tf
 
 from tfparallel.engine.check_rows import check_rows
+from tfparallel.extend import attach
 from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.replication.replicated_call import ReplicatedCall
 from tfparallel.seams.keras import compute_output_spec, in_stateless_scope
 
-__all__ = ["ReplicatedLayer"]
+__all__ = ["ReplicatedLayer", "judge_anew"]
 
 
 class ReplicatedLayer:
     """Extends a layer or a model: a call in a program is spread over the replicas."""
 
     _owner_compiles = False  # Whether XLA compiles the model whose step calls the layer.
+    _judged_eagerly = frozenset()  # The kinds of arguments that eager calls were given.
 
     @property
     def _compiles(self) -> bool:
@@ -41,8 +43,14 @@ class ReplicatedLayer:
         looks = self._strategy.check_rows if asked is None else asked
         looks = looks and self._strategy.place is None  # Of all workers' rows it was done before.
         is_divided = self._strategy.num_replicas > 1
-        if looks and (is_divided or getattr(self, "_accumulates", False)):
+        if not looks or not (is_divided or getattr(self, "_accumulates", False)):
+            return
+        # A step that is traced is judged each time; an eager one would be in every call.
+        kind = str(keras.tree.map_structure(_type_of, (args, kwargs)))
+        if not tf.executing_eagerly() or kind not in self._judged_eagerly:
             check_rows(self, call, args, kwargs, shares=is_divided)
+        if tf.executing_eagerly():
+            attach(self, _judged_eagerly=self._judged_eagerly | {kind})
 
     def _call_on_replicas(self, call, args, kwargs, **options):
         """Calls a function of this layer's on each replica; keeps the losses that it adds."""
@@ -75,6 +83,16 @@ class ReplicatedLayer:
 
     def _partial_gradients(self) -> PendingTerms | None:
         return None
+
+
+def judge_anew(layer: keras.Layer) -> None:
+    """Has a layer's eager calls be judged again, since it may have been changed."""
+    if isinstance(layer, ReplicatedLayer):
+        attach(layer, _judged_eagerly=frozenset())
+
+
+def _type_of(leaf):
+    return (tuple(leaf.shape[1:]), leaf.dtype) if hasattr(leaf, "shape") else leaf
 
 
 def _symbolic(leaf):

@@ -219,8 +219,6 @@ RULES: dict[str, Rule] = {
         lambda call: [Entries("computed")] * len(call.op.outputs),
     ),
 }  # fmt: skip
-# What makes a row for each of what is the same of all.
-_SPREAD = ("Fill", "Tile", "BroadcastTo")
 # What may have rows in one input alone, and in which.
 _ALONE = {
     **dict.fromkeys(
