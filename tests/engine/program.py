@@ -141,3 +141,18 @@ def made(argument):
 def centred(x):
     """Subtracts the mean of the batch: what no part of the batch can do alone."""
     return x - keras.ops.mean(x, axis=0)
+
+
+class TwoDense(keras.Model):
+    """A subclassed model with two layers, `hidden` and `head`."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(4), layers.Dense(1)
+
+    def build(self, shape):
+        self.hidden.build(shape)
+        self.head.build((None, 4))
+
+    def call(self, x):
+        return self.head(self.hidden(x))

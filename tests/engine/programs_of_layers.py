@@ -14,6 +14,7 @@ from tests.engine.program import (
     REFUSED,
     Make,
     Of,
+    TwoDense,
     centred,
     integers,
     net,
@@ -1022,7 +1023,7 @@ program("kept: in a local list", EXACT, Normed)
 
 
 # Whole models with a step of their own.
-class OwnStep(keras.Model):
+class OwnStep(TwoDense):
     """A head over Dense, with the loss of a function of its own.
 
     Args:
@@ -1032,14 +1033,6 @@ class OwnStep(keras.Model):
     def __init__(self, loss):
         super().__init__()
         self.own_loss = loss
-        self.hidden, self.head = layers.Dense(4), layers.Dense(1)
-
-    def build(self, shape):
-        self.hidden.build(shape)
-        self.head.build((None, 4))
-
-    def call(self, x):
-        return self.head(self.hidden(x))
 
     def train_step(self, data):
         x, y = data

@@ -13,6 +13,7 @@ from tests.engine.program import (
     REFUSED,
     Make,
     Of,
+    TwoDense,
     centred,
     net,
     numbers,
@@ -275,15 +276,10 @@ program(
 
 
 # Outputs.
-class Several(keras.Model):
+class Several(TwoDense):
     def __init__(self, function):
         super().__init__()
         self.function = function
-        self.hidden, self.head = layers.Dense(4), layers.Dense(1)
-
-    def build(self, shape):
-        self.hidden.build(shape)
-        self.head.build((None, 4))
 
     def call(self, x):
         x = self.hidden(x)

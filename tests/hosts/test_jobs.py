@@ -198,11 +198,18 @@ def test_a_killed_worker_is_started_again(two, start, alone, tmp_path):
     are_equal(tmp_path / "a.keras", alone(4))
 
 
-def test_a_link_that_is_cut_ends_both_sides_and_is_named(two, start, tmp_path):
+@pytest.fixture
+def slow_job(two, start, tmp_path):
+    """A job over TensorFlow's transport that is in its third epoch, and takes its time."""
     launch = [*meeting(two), "--transport=tensorflow"]
     train = [*LONG, f"--checkpoint_dir={tmp_path}/c", "--inject=slow:worker=0,ms=50"]
     job = start(two, launch, train)
     job.until(0, "Epoch 3/")
+    return job
+
+
+def test_a_link_that_is_cut_ends_both_sides_and_is_named(two, slow_job):
+    job = slow_job
     two.cut(1)
     started = time.monotonic()
     assert all(code != 0 for code in job.wait())
@@ -213,12 +220,9 @@ def test_a_link_that_is_cut_ends_both_sides_and_is_named(two, start, tmp_path):
     assert "connection to worker 1 was lost" in job.said(0)
 
 
-def test_of_a_link_that_is_cut_one_way_both_sides_say_whom_they_lost(two, start, tmp_path):
+def test_of_a_link_that_is_cut_one_way_both_sides_say_whom_they_lost(two, slow_job):
     """Story: host 1 blamed worker 0, which had ended since it heard nothing of worker 1."""
-    launch = [*meeting(two), "--transport=tensorflow"]
-    train = [*LONG, f"--checkpoint_dir={tmp_path}/c", "--inject=slow:worker=0,ms=50"]
-    job = start(two, launch, train)
-    job.until(0, "Epoch 3/")
+    job = slow_job
     two.mute(1)
     assert all(code != 0 for code in job.wait())
     for host in (0, 1):

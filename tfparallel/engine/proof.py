@@ -6,16 +6,16 @@ of all, states must not depend on single examples, and a metric's must grow by a
 """
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfparallel.engine.judge import Judge, Judged, exchanges_of, is_judged, judged_graph, notes_of
-from tfparallel.engine.placements import Entries, Mixed, Placement, Replicate, Shard, Sum
+from tfparallel.engine.arguments import placeholder_of, type_of_argument
+from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph, notes_of
+from tfparallel.engine.kept import attributes_kept, kept_tensors, reads_noted
+from tfparallel.engine.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.engine.rules.draws import draws
 from tfparallel.engine.size import ROWS
 from tfparallel.engine.where import line_of, place_in
@@ -26,7 +26,6 @@ __all__ = ["Fault", "OfLayer", "Proof", "explained", "prove"]
 # c·B is a sum over the rows, and c a mean.
 _MEANS, _SUMS = (Replicate(), Sum(-1)), (Replicate(1), Sum())
 _HOLD_FUNCTIONS: dict[str, bool] = {}  # By an operation's type.
-_DEPTH = 3  # Of lists in lists, in which a tensor may be kept.
 _WRITES = (
     *("AssignVariable", "AssignAdd", "AssignSub", "ResourceScatter", "ResourceApply"),
     *("ResourceSparse", "ResourceStridedSliceAssign", "LookupTableInsert", "LookupTableImport"),
@@ -119,10 +118,10 @@ def prove(
     """
     leaves = keras.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-    specs = [_spec(leaves[place]) for place in places]
+    specs = [type_of_argument(leaves[place]) for place in places]
     trace = _traced(layer, call, (args, kwargs), places, specs)
     if trace.kept and exchanges_of(trace.judge.graph):
-        with _reads_noted(trace.kept) as late:
+        with reads_noted(trace.kept) as late:
             trace = _traced(layer, call, (args, kwargs), places, specs)
         trace = trace._replace(late=late)
     if traces is not None:
@@ -184,15 +183,15 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
         # A layer that asks which replica it is in is found out by the name of what it is told.
         in_replica = tf.distribute.ReplicaContext(strategy, 0)
     with graph.as_default():
-        given = [_placeholders(spec) for spec in specs]
+        given = [placeholder_of(spec) for spec in specs]
         for place, (tensor, _) in zip(places, given, strict=True):
             leaves[place] = tensor
         args, kwargs = keras.tree.pack_sequence_as(given_args, leaves)
         zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in _sums(layer)]
         scope = keras.StatelessScope(zeros, collect_losses=True)
-        with _attributes_kept(layer) as kept, in_replica, scope:
+        with attributes_kept(layer) as kept, in_replica, scope:
             outputs = call(*args, **kwargs)
-            kept.extend(_kept_tensors(layer))
+            kept.extend(kept_tensors(layer))
     known = {name: each for _, own in given for name, each in own.items()}
     roots = [own for own, _ in given if not isinstance(own, tf.Tensor)]
     return _Trace(
@@ -203,82 +202,6 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
         kept,
         [],
     )
-
-
-@contextlib.contextmanager
-def _reads_noted(kept) -> Iterator[list]:
-    """Notes which of the attributes are read behind an exchange that came after they were set."""
-    late, classes = [], [(part, type(part)) for part, _ in kept]
-    for part, name in kept:
-        part.__class__ = type(type(part).__name__, (_noting(type(part), part, name, late),), {})
-    try:
-        yield late
-    finally:
-        for part, cls in reversed(classes):
-            part.__class__ = cls
-
-
-def _noting(cls, part, name, late):
-    """A class of which the attribute notes when it is set and read."""
-    at = {}
-
-    def number() -> int:
-        return len(exchanges_of(tf.compat.v1.get_default_graph()))
-
-    def get(self):
-        if name in at and number() > at[name]:
-            late.append((part, name))
-        return vars(self)[name]
-
-    def put(self, value):
-        at[name] = number()
-        vars(self)[name] = value
-
-    return type(cls.__name__, (cls,), {name: property(get, put)})
-
-
-@contextlib.contextmanager
-def _attributes_kept(layer) -> Iterator[list]:
-    """Gives the layers back the attributes that they had: a judge changes nothing."""
-    before = [(vars(part), dict(vars(part))) for part in layer._flatten_layers()]
-    lists = [
-        (own, list(own))
-        for _, attributes in before
-        for own in attributes.values()
-        if isinstance(own, list)
-    ]
-    try:
-        yield []
-    finally:
-        for own, elements in lists:
-            if len(own) != len(elements) or any(map(operator.is_not, own, elements)):
-                list.__setitem__(own, slice(None), elements)
-        for attributes, old in before:
-            for name in set(attributes) - set(old):
-                del attributes[name]
-            for name, value in old.items():
-                if attributes.get(name) is not value:
-                    attributes[name] = value
-
-
-def _kept_tensors(layer) -> Iterator[tuple[keras.Layer, str]]:
-    """The tensors of the trace that layers keep in attributes, and others may read."""
-    for part in layer._flatten_layers():
-        for name, value in vars(part).items():
-            for leaf in _leaves(value, _DEPTH):
-                if isinstance(leaf, tf.Tensor) and is_judged(leaf):
-                    yield part, name
-                    break
-
-
-def _leaves(value, depth) -> Iterator:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list | tuple):
-        yield value
-    elif depth:
-        for each in value:
-            yield from _leaves(each, depth - 1)
 
 
 def _judged(layer, trace: _Trace) -> Proof:
@@ -377,57 +300,3 @@ def _sums(layer) -> list[keras.Variable]:
 def _fault(layer, what, placement, tensor) -> Fault:
     operation = placement.operation if isinstance(placement, Mixed) else tensor.op
     return Fault(place_in(layer, operation)[0], what, placement)
-
-
-def _spec(leaf) -> tf.TypeSpec:
-    """The type of a leaf, for batches of any size."""
-    shape = tf.TensorShape(leaf.shape)
-    if isinstance(leaf, tf.SparseTensor | tf.SparseTensorSpec):
-        return tf.SparseTensorSpec([None, *shape[1:]], leaf.dtype)
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(
-            [None, *shape[1:]], leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype
-        )
-    if isinstance(leaf, tf.RaggedTensorSpec):
-        return leaf
-    return tf.TensorSpec([None, *shape[1:]] if shape.rank else shape, leaf.dtype)
-
-
-def _placeholders(spec) -> tuple[Any, dict[str, Judged]]:
-    """A value of a type, and what is known of its tensors, by name."""
-    value = (
-        tf.nest.map_structure(
-            lambda own: tf.compat.v1.placeholder(own.dtype, own.shape), spec._component_specs
-        )
-        if not isinstance(spec, tf.TensorSpec)
-        else None
-    )
-    if value is None:
-        tensor = tf.compat.v1.placeholder(spec.dtype, spec.shape)
-        if tensor.shape.rank == 0:
-            return tensor, {tensor.name: Judged(Replicate(), ())}
-        return tensor, Judge.of_rows(tensor.graph, [tensor]).known
-    composed = spec._from_components(value)
-    if isinstance(composed, tf.SparseTensor):
-        return composed, _of_sparse(composed)
-    return composed, _of_ragged(composed)
-
-
-def _of_sparse(tensor) -> dict[str, Judged]:
-    sizes = np.empty(tensor.shape.rank, object)
-    sizes[:] = [ROWS, *tensor.shape[1:]]
-    known = {
-        tensor.indices.name: Judged(Entries("indices"), None),
-        tensor.values.name: Judged(Entries("values"), None),
-    }
-    if None not in tensor.shape[1:].as_list():
-        known[tensor.dense_shape.name] = Judged(Entries("sizes"), None, sizes)
-    else:
-        known[tensor.dense_shape.name] = Judged(Entries("sizes"), None)
-    return known
-
-
-def _of_ragged(tensor) -> dict[str, Judged]:
-    known = {tensor.flat_values.name: Judged(Entries("values"), None)}
-    known |= {splits.name: Judged(Entries("splits"), None) for splits in tensor.nested_row_splits}
-    return known

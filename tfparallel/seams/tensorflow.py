@@ -52,6 +52,7 @@ __all__ = [
     "all_to_all_v2",
     "collective_keys",
     "compile_at_first_run",
+    "composite_of",
     "coordination_service",
     "create_mirrored_variable",
     "devices_match",
@@ -122,6 +123,11 @@ def gradient_function_of(operation: tf.Operation) -> Callable | None:
     if "_gradient_op_type" not in operation.node_def.attr:
         return None
     return ops.get_gradient_function(operation)
+
+
+def composite_of(spec: tf.TypeSpec, make: Callable[[tf.TensorSpec], tf.Tensor]) -> Any:
+    """A sparse or ragged tensor of a type, whose parts `make` gives for theirs."""
+    return spec._from_components(tf.nest.map_structure(make, spec._component_specs))
 
 
 def graph_of(graph: tf.Graph, function: str) -> tf.Graph | None:
