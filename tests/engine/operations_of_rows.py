@@ -224,7 +224,13 @@ case("Reshape", lambda x: tf.reshape(x, (1, num_rows(x), 3)), rows(B, 3), Shard(
 case("Reshape", lambda x: tf.reshape(x, (4, 3)), mean(3, 4), Sum(-1))
 case("Reshape", lambda x: tf.reshape(x, (-1, 12)), rows(B, 4))
 case("Reshape", lambda x: tf.reshape(x, (3, -1)), rows(B, 3))
-case("Reshape", lambda x: tf.reshape(x, (-1,)), rows(3, B, axis=1))
+case("Reshape", lambda x: tf.reshape(tf.tanh(tf.reshape(x, (-1,))), (3, tf.shape(x)[1])),
+     rows(3, B, axis=1), Shard(1))  # fmt: skip
+case("Reshape", lambda x: tf.reshape(tf.tanh(tf.reshape(x, (-1, 4))), (3, tf.shape(x)[1], 4)),
+     rows(3, B, 4, axis=1), Shard(1))  # fmt: skip
+case("Reshape", lambda x: tf.reshape(tf.tanh(tf.reshape(x, (-1,))), (tf.shape(x)[1], 3)),
+     rows(3, B, axis=1))  # fmt: skip
+case("Reshape", lambda x: tf.reshape(tf.reshape(x, (-1, 4)), (-1, 12)), rows(3, B, 4, axis=1))
 case("Reshape", lambda x: tf.reshape(x, (num_rows(x) // 2, 8)), rows(B, 4))
 case("Reshape", lambda x: tf.reshape(x, (tf.cast(num_rows(x) / 2, "int32"), 8)), rows(B, 4))
 case("Reshape", lambda x, c: tf.reshape(c, (num_rows(x), -1)), [rows(B, 4), same(12)])

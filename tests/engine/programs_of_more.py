@@ -1,6 +1,8 @@
 """Programs that got past the judge once: side arguments, sizes, loops over rows, padded rows."""
 
+import keras
 import tensorflow as tf
+from keras import ops
 
 from tests.engine.program import EITHER, EXACT, net, program
 
@@ -124,3 +126,63 @@ MORE = {
 for name, function in MORE.items():
     program(f"more: {name}", EITHER, net(function))
 program("more: rows", EXACT, net(by_rows(0, lambda row, i: tf.tanh(row))))
+
+
+# Those that a second reader found.
+def in_views(x):
+    views = tf.concat([x, 2 * x], 0)
+    return x + tf.matmul(views, tf.reshape(x, (-1, 2)), transpose_a=True)[0, 0]
+
+
+def pooled(views):
+    return tf.reduce_mean(tf.expand_dims(tf.reshape(views, (-1, 4)), 2), 2)
+
+
+@tf.function(autograph=False)
+def drawn_loss(y, outputs):
+    errors = tf.reduce_mean(tf.square(y - outputs), -1)
+    return errors * tf.random.stateless_normal(tf.shape(errors), [1, 2], dtype=errors.dtype)
+
+
+class Decays(keras.metrics.Metric):
+    """Forgets half of what it was, in each step."""
+
+    def __init__(self):
+        super().__init__(name="decays")
+        self.kept = self.add_variable((), "zeros", name="kept")
+
+    def update_state(self, y, outputs, sample_weight=None):
+        added = ops.cast(ops.sum(ops.abs(y - outputs)), self.kept.dtype)
+        self.kept.assign(0.5 * self.kept + added)
+
+    def result(self):
+        return self.kept
+
+
+program(
+    "more: rows over their number, one by one",
+    EITHER,
+    net(lambda x: tf.map_fn(lambda row: row * 2.0, x / share(x))),
+)
+program("more: views contracted", EITHER, net(in_views))
+program(
+    "more: views pooled, and apart again",
+    EXACT,
+    net(lambda x: tf.add_n(tf.split(pooled(tf.tanh(tf.concat([x, -2 * x], 0))), 2, axis=0))),
+)
+program(
+    "more: first places by the rows' numbers",
+    EITHER,
+    net(lambda x: tf.gather(tf.reshape(x, (-1, 2)), tf.range(rows_of(x)))),
+)
+program(
+    "more: a loss that draws in a function", EITHER, net(), compile=lambda: {"loss": drawn_loss}
+)
+program(
+    "more: a metric that forgets",
+    EITHER,
+    net(),
+    batch_size=3,
+    compile=lambda: {"loss": "mse", "metrics": [Decays()]},
+)
+program("more: pictures of a batch in a batch", EXACT, net(lambda x: tf.reshape(x[None], (-1, 4))))

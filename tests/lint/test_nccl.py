@@ -13,8 +13,8 @@ from tfparallel.collectives import between_workers, choice, cross_device, vector
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.nccl import refusal, refusal_between
 from tfparallel.collectives.reducer import Reducer
+from tfparallel.engine.graphs import with_inner
 from tfparallel.seams import tensorflow as seam
-from tfparallel.step.graphs import with_inner
 
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"

@@ -1,4 +1,4 @@
-"""Refuses a call that mixes examples, before the first step in pieces computes anything."""
+"""Raises an error, before the first step, if a call mixes examples."""
 
 from collections.abc import Callable
 

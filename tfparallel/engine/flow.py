@@ -54,10 +54,10 @@ def _branches(judge, op, given):
     else:
         graphs = [_inner(op, name) for name in names]
     found = [_called(judge, op, graph, arguments) for graph in graphs]
-    return [_either(op, ways) for ways in zip(*found, strict=True)]
+    return [_either(judge, op, ways) for ways in zip(*found, strict=True)]
 
 
-def _either(op, ways) -> tuple:
+def _either(judge, op, ways) -> tuple:
     """What is known of an output that one of several branches makes."""
     if any(map(numbers_a_row, ways)):
         return Mixed(op, OF_ROW_NUMBER), None, None
@@ -65,7 +65,7 @@ def _either(op, ways) -> tuple:
     placement, dims = first.placement, first.dims
     for other in others:
         placement = joined(op, placement, other.placement)
-        dims = _joined_dims(dims, other.dims, (op.name, "branch"))
+        dims = _joined_dims(dims, other.dims, (*judge.names, op.name, "branch"))
     return placement, dims, None
 
 
@@ -79,7 +79,7 @@ def _loop(judge, op, given):
 def _loop_of_turns(judge, op, given):
     """A loop with as many turns as do not depend on the rows."""
     state = [
-        each if is_kept else _turned(op, place, own, each)
+        each if is_kept else _turned(judge, op, place, own, each)
         for place, (each, own, is_kept) in enumerate(_states(op, given))
     ]
     state, _ = _settled(judge, op, state)
@@ -100,7 +100,7 @@ def _loop_over_rows(judge, op, given):
     for place, (each, own, is_kept) in enumerate(_states(op, given)):
         starts = None if each.value is None or each.value.size != 1 else each.value.item()
         if not is_kept and own.dtype.is_integer and own.shape.rank == 0 and starts == 0:
-            counters[place] = row_number((op.name, place))
+            counters[place] = row_number((*judge.names, op.name, place))
             each = each._replace(value=np.asarray(counters[place], object))
         elif not is_kept and not _is_by_row(each.placement):
             mixed = first_mixed([each.placement])
@@ -156,7 +156,7 @@ def _settled(judge, op, state):
             placement = joined(op, before.placement, out.placement)
             if isinstance(placement, Row):
                 placement = Mixed(op, _HANDED_ON)
-            dims = _lasting(op, len(new), before, out)
+            dims = _lasting((*judge.names, op.name, len(new)), before, out)
             new.append(before._replace(placement=placement, dims=dims))
         is_same = all(
             (one.placement, one.dims) == (other.placement, other.dims)
@@ -169,13 +169,15 @@ def _settled(judge, op, state):
     return [each._replace(placement=mixed) for each in state], after
 
 
-def _turned(op, place, own, judged):
+def _turned(judge, op, place, own, judged):
     """What is known of a variable in any turn; a whole number has a name."""
     if numbers_a_row(judged):
         return judged._replace(placement=Mixed(op, OF_ROW_NUMBER), value=None)
     is_counter = own.dtype.is_integer and own.shape.rank == 0
     if is_counter and judged.placement == Replicate():
-        return judged._replace(value=np.asarray(size_named(("turn", op.name, place)), object))
+        return judged._replace(
+            value=np.asarray(size_named(("turn", *judge.names, op.name, place)), object)
+        )
     return judged._replace(value=None)
 
 
@@ -192,11 +194,11 @@ def _ends_with_rows(judge, condition) -> bool:
     return is_row_number(number.item()) and bound.item() == ROWS
 
 
-def _lasting(op, place, before, after):
+def _lasting(name, before, after):
     """The sizes of axes, where a turn of a loop leaves them; another one has a name."""
     if before.dims is None or after.dims is None:
         return before.dims if isinstance(after.placement, Listed) and before.dims else after.dims
-    return _joined_dims(before.dims, after.dims, (op.name, place))
+    return _joined_dims(before.dims, after.dims, name)
 
 
 def _joined_dims(one, other, name):
@@ -250,12 +252,12 @@ def _gradient_mixes(judge, op, given, custom):
     results = results if isinstance(results, list | tuple) else [results]
     known = dict(judge.known)
     for tensor, each in zip(upstream, given, strict=True):
-        is_same = isinstance(each.placement, Replicate | Sum)
-        known[tensor.name] = each._replace(
-            placement=Sum() if is_same else each.placement, value=None
-        )
+        known[tensor.name] = each._replace(placement=_of_gradient(each.placement), value=None)
     inner = type(judge)(op.graph, known, judge.path, asks_gradients=False)
     for result, each in zip(results, given, strict=False):
+        if isinstance(result, tf.IndexedSlices):
+            with op.graph.as_default():
+                result = tf.convert_to_tensor(result)
         if not isinstance(result, tf.Tensor) or not result.dtype.is_floating:
             continue
         judged = inner.of(result)
@@ -264,11 +266,18 @@ def _gradient_mixes(judge, op, given, custom):
         is_right = (
             judged.placement in (each.placement, Replicate())
             if isinstance(each.placement, Shard)
-            else judged.placement == Sum()
+            else judged.placement == _of_gradient(each.placement)
         )
         if not is_right and not judged.is_zero:
             return Mixed(op, "has a gradient of its own that is not that of each example")
     return None
+
+
+def _of_gradient(placement):
+    """Of what comes back: to what is the same of all a sum, and of a sum the same to all."""
+    if isinstance(placement, Replicate):
+        return Sum()
+    return Replicate() if isinstance(placement, Sum) else placement
 
 
 def _nothing(judge, op, given):

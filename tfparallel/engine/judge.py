@@ -81,17 +81,19 @@ def exchanged(tensor: tf.Tensor) -> tf.Tensor:
     if not is_judged(tensor):
         return tensor
     tensor = tf.identity(tensor)
-    setattr(tensor.graph, _EXCHANGED, {*getattr(tensor.graph, _EXCHANGED, ()), tensor.name})
+    for graph in {tensor.graph, _judged_graph_of(tensor.graph)}:
+        setattr(graph, _EXCHANGED, {*getattr(graph, _EXCHANGED, ()), tensor.name})
     return tensor
 
 
 def exchanges_of(graph: tf.Graph) -> list[str]:
-    """The operations behind which each piece knows what all pieces do, by name."""
-    return [name.rpartition(":")[0] for name in getattr(graph, _EXCHANGED, ())]
+    """The operations, in whatever function, behind which each piece knows what all pieces do."""
+    found = getattr(_judged_graph_of(graph), _EXCHANGED, ())
+    return [name.rpartition(":")[0] for name in found]
 
 
 def note(layer: keras.Layer, tensor: tf.Tensor) -> None:
-    """Has the judge tell a layer which axis of a tensor holds the rows, where that is traced."""
+    """Asks the judge, if it traces this, which axis of a layer's tensor holds the rows."""
     if tf.is_symbolic_tensor(tensor) and hasattr(tensor.graph, _NOTES):
         getattr(tensor.graph, _NOTES).append((layer, tensor))
 
@@ -125,6 +127,8 @@ class Judge:
         self.graph = graph
         self.asks_gradients = asks_gradients
         self.path = tuple(path)
+        # A function that is called twice has sizes of each call.
+        self.names = tuple(op.name for op in self.path)
         self.known = dict(known)
 
     @classmethod
@@ -158,7 +162,7 @@ class Judge:
                 found = self._judged(op, given)
             except Exception as error:  # What is not shown to be right is refused, by name.
                 mixed = Mixed(op, f"cannot be judged ({type(error).__name__}: {error})"[:200])
-                found = [_completed(out, mixed, None) for out in op.outputs]
+                found = [self._completed(out, mixed, None) for out in op.outputs]
             for out, judged in zip(op.outputs, found, strict=True):
                 self.known.setdefault(out.name, judged)
         return self.known[tensor.name]
@@ -166,7 +170,7 @@ class Judge:
     def _judged(self, op: tf.Operation, given: list[Judged]) -> list[Judged]:
         marked = getattr(op.graph, _EXCHANGED, ())
         if any(out.name in marked for out in op.outputs):
-            return [Judged(Replicate(), _static(out)) for out in op.outputs]
+            return [Judged(Replicate(), self._static(out)) for out in op.outputs]
         if op.type == "Const" and _REPLICA in op.name:
             return [Judged(Mixed(op, "is the number of the replica"), ())]
         value = values.value_of(op, given)
@@ -174,7 +178,7 @@ class Judge:
             return [Judged(_of_value(op, value), value.shape, value)]
         if op.type in flow.FLOWS:
             return [
-                _completed(out, *judged)
+                self._completed(out, *judged)
                 for out, judged in zip(
                     op.outputs, flow.FLOWS[op.type](self, op, given), strict=True
                 )
@@ -184,9 +188,35 @@ class Judge:
             if any(isinstance(p, Entries | Mixed) for p in placements):
                 placements, dims = trial.tried_with_rows(op, self), [None] * len(placements)
         return [
-            _completed(out, placement, size)
+            self._completed(out, placement, size)
             for out, placement, size in zip(op.outputs, placements, dims, strict=True)
         ]
+
+    def _completed(self, out, placement, dims, value=None) -> Judged:
+        """Fills in what the graph itself knows of a tensor's shape, and names what nobody knows."""
+        if value is None and placement == Replicate() and _may_be_size(out):
+            value = np.empty(out.shape, object)
+            for place in np.ndindex(value.shape):
+                value[place] = size_named((*self.names, out.name, *place))
+        if out.shape.rank is None:
+            return Judged(placement, dims, value)
+        sizes = list(dims or [None] * out.shape.rank)
+        if len(sizes) != out.shape.rank:
+            sizes = [None] * out.shape.rank
+        for axis, size in enumerate(out.shape):
+            if size is not None and not depends_on_rows(sizes[axis]):
+                sizes[axis] = size
+            elif sizes[axis] is None:
+                decided = () if isinstance(placement, Replicate | Shard | Row) else (ROWS,)
+                sizes[axis] = _dim(out, axis, *self.names, *decided)
+                if isinstance(placement, Shard) and placement.axis == axis:
+                    sizes[axis] = ROWS * sizes[axis]
+        return Judged(placement, tuple(sizes), value)
+
+    def _static(self, tensor) -> tuple | None:
+        if tensor.shape.rank is None:
+            return None
+        return tuple(_dim(tensor, axis, *self.names) for axis in range(tensor.shape.rank))
 
 
 def _of_value(op, value) -> Placement:
@@ -200,28 +230,6 @@ def _of_value(op, value) -> Placement:
     return Replicate(power)
 
 
-def _completed(out, placement, dims, value=None) -> Judged:
-    """Fills in what the graph itself knows of a tensor's shape, and names what nobody knows."""
-    if value is None and placement == Replicate() and _may_be_size(out):
-        value = np.empty(out.shape, object)
-        for place in np.ndindex(value.shape):
-            value[place] = size_named((out.name, *place))
-    if out.shape.rank is None:
-        return Judged(placement, dims, value)
-    sizes = list(dims or [None] * out.shape.rank)
-    if len(sizes) != out.shape.rank:
-        sizes = [None] * out.shape.rank
-    for axis, size in enumerate(out.shape):
-        if size is not None and not depends_on_rows(sizes[axis]):
-            sizes[axis] = size
-        elif sizes[axis] is None:
-            decided = () if isinstance(placement, Replicate | Shard | Row) else (ROWS,)
-            sizes[axis] = _dim(out, axis, *decided)
-            if isinstance(placement, Shard) and placement.axis == axis:
-                sizes[axis] = ROWS * sizes[axis]
-    return Judged(placement, tuple(sizes), value)
-
-
 def _may_be_size(out) -> bool:
     """Whether a tensor may be a size, or several, which get names."""
     known = out.dtype in (tf.int32, tf.int64) and out.shape.is_fully_defined()
@@ -232,9 +240,3 @@ def _dim(tensor, axis, *decided):
     """The size of an axis, or its name, with what decides it."""
     size = tensor.shape[axis]
     return size_named((tensor.name, axis, *decided)) if size is None else size
-
-
-def _static(tensor) -> tuple | None:
-    if tensor.shape.rank is None:
-        return None
-    return tuple(_dim(tensor, axis) for axis in range(tensor.shape.rank))

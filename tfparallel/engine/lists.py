@@ -18,6 +18,8 @@ def _list_of(judge, op, given):
         return [(Mixed(op, OF_ROW_NUMBER), None, None)]
     if isinstance(placement, Shard):
         if placement.axis == 0:
+            if placement != Shard(0) or dims is None or dims[0] != ROWS:
+                return [(Mixed(op, "takes apart what holds several places a row"), None, None)]
             return [(Listed(Row(None), True), None, None)]
         placement = Shard(placement.axis - 1, placement.power, placement.folded)
     mixed = first_mixed([placement])

@@ -54,7 +54,8 @@ class Shard(Placement):
     numbers: bool = False
 
     def __str__(self):
-        return f"Shard({self.axis}){_times(self.power)}"
+        inside = ", ".join([str(self.axis), *self.folded])
+        return f"Shard({inside}){_times(self.power)}"
 
 
 @dataclasses.dataclass(frozen=True)

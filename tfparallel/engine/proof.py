@@ -13,19 +13,18 @@ import keras
 import tensorflow as tf
 
 from tfparallel.engine.arguments import placeholder_of, type_of_argument
+from tfparallel.engine.graphs import called_by, with_inner
+from tfparallel.engine.growth import SUMS, growth_of
 from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph, notes_of
 from tfparallel.engine.kept import attributes_kept, kept_tensors, reads_noted
 from tfparallel.engine.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.engine.rules.draws import draws
 from tfparallel.engine.size import ROWS
 from tfparallel.engine.where import line_of, place_in
-from tfparallel.seams.tensorflow import graph_of
 
 __all__ = ["Fault", "OfLayer", "Proof", "explained", "prove"]
 
-# c·B is a sum over the rows, and c a mean.
-_MEANS, _SUMS = (Replicate(), Sum(-1)), (Replicate(1), Sum())
-_HOLD_FUNCTIONS: dict[str, bool] = {}  # By an operation's type.
+_MEANS = (Replicate(), Sum(-1))
 _WRITES = (
     *("AssignVariable", "AssignAdd", "AssignSub", "ResourceScatter", "ResourceApply"),
     *("ResourceSparse", "ResourceStridedSliceAssign", "LookupTableInsert", "LookupTableImport"),
@@ -162,7 +161,7 @@ class _Trace(NamedTuple):
         judge: Of its graph.
         outputs: What it returned.
         scope: What it wrote, and added to the loss.
-        sums: By the ids of variables to which rows are added, the zeros that they began with.
+        sums: By the ids of variables to which rows are added, what they were before.
         kept: The attributes that hold a tensor of the trace, with their layers.
         late: Those that were read behind an exchange which came after they were set.
     """
@@ -187,8 +186,8 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
         for place, (tensor, _) in zip(places, given, strict=True):
             leaves[place] = tensor
         args, kwargs = keras.tree.pack_sequence_as(given_args, leaves)
-        zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in _sums(layer)]
-        scope = keras.StatelessScope(zeros, collect_losses=True)
+        sums = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in _sums(layer)]
+        scope = keras.StatelessScope(sums, collect_losses=True)
         with attributes_kept(layer) as kept, in_replica, scope:
             outputs = call(*args, **kwargs)
             kept.extend(kept_tensors(layer))
@@ -198,7 +197,7 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
         Judge(graph, known, roots=roots),
         outputs,
         scope,
-        {id(v): zero for v, zero in zeros},
+        {id(v): before for v, before in sums},
         kept,
         [],
     )
@@ -249,13 +248,12 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
                 continue
             if value is sums.get(id(variable)):
                 continue
-            placement = judge.of(value).placement
             if id(variable) in sums:
-                allowed = (*_SUMS, *([Replicate()] if judge.of(value).is_zero else []))
-            elif variable.dtype.startswith(("float", "bfloat")):
-                allowed = _MEANS
+                placement, allowed = growth_of(judge, value, sums[id(variable)]), SUMS
             else:
-                allowed = (Replicate(),)
+                is_float = variable.dtype.startswith(("float", "bfloat"))
+                placement = judge.of(value).placement
+                allowed = _MEANS if is_float else (Replicate(),)
             if placement not in allowed:
                 yield f"variable '{variable.path}'", placement, value
 
@@ -263,31 +261,18 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
 def _raw_writes(judge) -> Iterator[tuple[tf.Operation, Placement]]:
     """Writes of variables that Keras does not know, of what is not the same for all pieces."""
     for op in judge.graph.get_operations():
-        if op.type.startswith(_WRITES):
+        if _writes(op):
             for each in op.inputs[1:]:
                 if judge.of(each).placement != Replicate():
                     yield op, judge.of(each).placement
-        for inner in _called_by(op):
-            if inner.type.startswith(_WRITES):
+        for graph in called_by(op):
+            inner = next(filter(_writes, with_inner(graph.get_operations())), None)
+            if inner is not None:
                 yield op, Mixed(inner, "writes a variable in a function, a branch or a loop")
 
 
-def _called_by(operation) -> Iterator[tf.Operation]:
-    """The operations of all functions that an operation calls."""
-    if operation.type not in _HOLD_FUNCTIONS:
-        kinds = {attribute.type for attribute in operation.op_def.attr}
-        _HOLD_FUNCTIONS[operation.type] = not kinds.isdisjoint(("func", "list(func)"))
-    if not _HOLD_FUNCTIONS[operation.type]:
-        return
-    for attribute in operation.op_def.attr:
-        if attribute.type not in ("func", "list(func)"):
-            continue
-        value = operation.get_attr(attribute.name)
-        for called in value if attribute.type == "list(func)" else [value]:
-            graph = graph_of(operation.graph, called.name)
-            for inner in () if graph is None else graph.get_operations():
-                yield inner
-                yield from _called_by(inner)
+def _writes(operation) -> bool:
+    return operation.type.startswith(_WRITES)
 
 
 def _sums(layer) -> list[keras.Variable]:

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator
 
 import tensorflow as tf
 
+from tfparallel.engine.graphs import called_by, with_inner
 from tfparallel.pipeline.pass_scope import STATEFUL_DRAWS
-from tfparallel.step.graphs import called_by, with_inner
 
 __all__ = ["computes_the_same"]
 

@@ -86,13 +86,15 @@ class ReplicatedLayer:
 
 
 def judge_anew(layer: keras.Layer) -> None:
-    """Has a layer's eager calls be judged again, since it may have been changed."""
+    """Forgets which eager calls of a layer were judged: it may have been changed since."""
     if isinstance(layer, ReplicatedLayer):
         attach(layer, _judged_eagerly=frozenset())
 
 
 def _type_of(leaf):
-    return (tuple(leaf.shape[1:]), leaf.dtype) if hasattr(leaf, "shape") else leaf
+    if not hasattr(leaf, "shape"):
+        return leaf
+    return type(leaf).__name__, len(leaf.shape), tuple(leaf.shape[1:]), leaf.dtype
 
 
 def _symbolic(leaf):

@@ -5,20 +5,23 @@ terms of each loss (`terms.py`) must be sums over the rows, and so must what the
 grow by. That holds for losses and metrics of the user's own as for Keras's.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from tfparallel.engine.graphs import with_inner
+from tfparallel.engine.growth import SUMS, growth_of
 from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph
-from tfparallel.engine.placements import Mixed, Replicate, Sum
+from tfparallel.engine.placements import Mixed, Placement, Replicate, Sum
 from tfparallel.engine.rules.draws import draws
 from tfparallel.engine.where import line_of
 from tfparallel.extend import is_own
 from tfparallel.step.loss import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.terms import growth, terms
+from tfparallel.step.terms import terms
 
 __all__ = ["AddsUp", "adds_up", "metrics_of_rows_together", "why_not_by_rows"]
 
@@ -102,7 +105,7 @@ def _faults_of_loss(model, given) -> Iterator[str]:
     with graph.as_default():
         num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch: known to all.
         found = terms(compiled, y, outputs, sample_weight, num_rows)
-    if any(map(draws, graph.get_operations())):
+    if any(map(draws, with_inner(graph.get_operations()))):
         yield "a loss draws random numbers, which one device draws for the whole batch"
     if exchanges_of(graph):
         yield "a loss calls a collective, which is for the whole batch"
@@ -117,20 +120,31 @@ def _faults_of_loss(model, given) -> Iterator[str]:
 def _fault_of_metric(alone, given) -> str | None:
     graph, known, (y, outputs, sample_weight) = _placeholders("metric", given)
     with graph.as_default():
-        grown = growth(alone, y, outputs, sample_weight)
-    if any(map(draws, graph.get_operations())):
+        before = [tf.compat.v1.placeholder(v.dtype, v.shape) for v in alone.variables]
+        after = alone.stateless_update_state(before, y, outputs, sample_weight=sample_weight)
+    if any(map(draws, with_inner(graph.get_operations()))):
         return "it draws random numbers"
     if exchanges_of(graph):
         return "it calls a collective"
     judge = Judge(graph, known)
-    return next(filter(None, (_no_sum(judge.of(value)) for value in grown)), None)
+    for new, old in itertools.zip_longest(map(tf.convert_to_tensor, after), before):
+        # One that the first update makes, as that of a number of classes, begins at zero.
+        judged = judge.of(new)
+        is_new = old is None and (judged.placement in SUMS or judged.is_zero)
+        placement = Sum() if is_new else judged.placement
+        if old is not None:
+            placement = growth_of(judge, new, old)
+        if placement not in SUMS:
+            return _in_words(placement)
+    return None
 
 
 def _no_sum(judged: Judged) -> str | None:
     """Why a tensor is no sum over the rows."""
-    placement = judged.placement
-    if placement in (Sum(), Replicate(1)) or judged.is_zero:
-        return None
+    return None if judged.placement in SUMS or judged.is_zero else _in_words(judged.placement)
+
+
+def _in_words(placement: Placement) -> str:
     if not isinstance(placement, Mixed):
         return f"it is {placement}, and no sum over the rows"
     return f"operation {placement.operation.type}{line_of(placement.operation)} {placement.why}"

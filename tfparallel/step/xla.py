@@ -19,8 +19,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tfparallel.engine.graphs import called_by, with_inner
 from tfparallel.seams.tensorflow import compile_at_first_run, without_fused_kernels
-from tfparallel.step.graphs import called_by, with_inner
 
 __all__ = ["CompiledByDevice", "compiled_if"]
 

@@ -168,21 +168,9 @@ def images(call: Call):
     if call.op.type == "MaxPoolWithArgmax" and call.op.get_attr("include_batch_in_index"):
         return call.mixed("numbers what it finds through all examples")
     dims = call.dims()
-    if _has_one_image(call):
-        return call.mixed("takes the axis of the examples for one of the image's own")
     rank = call.op.outputs[0].shape.rank
     own = None if dims is None or rank is None else (dims[0], *[None] * (rank - 1))
     return [(Shard(0, 0, placement.folded), own)] * len(call.op.outputs)
-
-
-def _has_one_image(call) -> bool:
-    """Whether axis 0 is no batch of images, or places are counted through all of them."""
-    kind, op = call.op.type, call.op
-    if kind == "AdjustContrastv2":
-        return (call.rank() or 0) < 4
-    if kind == "Conv":
-        return op.get_attr("batch_dims") < 1
-    return kind == "MaxPoolWithArgmax" and op.get_attr("include_batch_in_index")
 
 
 def biased(call: Call):
@@ -221,9 +209,9 @@ def recurrent(call: Call):
     axis = int(not is_v3 or call.op.get_attr("time_major"))
     rows, h, c, weights, *lengths = [each.placement for each in call.given]
     states = {p for p in (h, c) if p != Replicate()}
-    if rows != Shard(axis) or states - {Shard(1)} or weights != Replicate():
+    if rows != Shard(axis) or states - {Shard(axis)} or weights != Replicate():
         return call.mixed("takes sequences whose axis does not hold the examples")
     if any(p not in (Shard(0), Replicate()) for p in lengths):
         return call.mixed("takes lengths that are no rows")
     mixed = call.mixed("keeps for its gradient what is of all rows")
-    return [Shard(axis), Shard(1), Shard(1), *[mixed] * (len(call.op.outputs) - 3)]
+    return [Shard(axis), Shard(axis), Shard(axis), *[mixed] * (len(call.op.outputs) - 3)]

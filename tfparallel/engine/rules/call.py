@@ -1,4 +1,4 @@
-"""What a rule is given, and what several rules ask of it."""
+"""What a rule is given, and helpers that several rules share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -50,7 +50,8 @@ def gathered(call: Call):
     elif call.dims(1) is not None:
         sizes = (*call.dims(1), *[None] * (rank - 1))
     if isinstance(params, Shard):
-        if params.axis == place == 0 and are_numbers(indices) and rank_of_indices == 1:
+        has_rows = params == Shard(0) and call.dims(0)[0] == ROWS
+        if has_rows and place == 0 and are_numbers(indices) and rank_of_indices == 1:
             return params, call.dims(0)
         if params.axis == place or are_numbers(indices):
             return call.mixed("looks up some of the examples")
@@ -99,7 +100,8 @@ def gathered_nd(call: Call):
     params, indices = call.placement(0), call.placement(1)
     rank = call.rank(1)
     if are_numbers(indices) and without_numbers(indices) == params == Shard(0) and rank > 1:
-        return Shard(0), None
+        if call.dims(0) is not None and call.dims(0)[0] == ROWS:
+            return Shard(0), None
     if are_numbers(indices):
         return call.mixed("computes with the numbers of the rows")
     if params == Replicate() and isinstance(indices, Shard) and indices.axis < rank - 1:

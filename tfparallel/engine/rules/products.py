@@ -64,13 +64,13 @@ def _contracted(call, terms, result):
     if any(depends_on_rows(size) and each not in result and each != label
            for each, size in dims.items()):  # fmt: skip
         return call.mixed("adds along an axis whose size depends on the rows")
+    folds = {p.folded for p in placements if isinstance(p, Shard)}
+    if len(folds) > 1:
+        return call.mixed("pairs each example with the others")
     if label not in result:
         if any(depends_on_rows(dims.get(each)) for each in result):
             return call.mixed("adds rows that are padded to the longest of the piece")
         return Sum(power)
-    folds = {p.folded for p in placements if isinstance(p, Shard)}
-    if len(folds) > 1:
-        return call.mixed("pairs each example with the others")
     shard = Shard(result.index(label), power, folds.pop())
     return shard, tuple(dims.get(each) for each in result)
 

@@ -33,12 +33,11 @@ def reshaped(call: Call):
     axis = placement.axis
     before = _times(dims[:axis])
     if placement.folded:
-        undone = (f"behind {new[0]}",)
-        if axis == 0 and placement.folded[-1:] == undone and _times(new[:2]) == dims[0]:
-            return Shard(1, placement.power, placement.folded[:-1]), tuple(new)
-        return call.mixed("works on rows that lie apart, in several views")
-    if axis and len(new) > 1 and _times(new[1:]) == _times(dims[axis + 1 :]):
-        if new[0] in (-1, before * dims[axis]):  # As `tensordot` folds what is before the rows.
+        return _reshaped_views(call, placement, dims, new)
+    if axis and before != 1 and -1 not in new[1:]:
+        is_alike = _times(new[1:]) == _times(dims[axis + 1 :])
+        if is_alike and new[0] in (-1, before * dims[axis]):
+            # As `tensordot` folds what is before the rows.
             folded = (f"behind {before}",)
             return Shard(0, placement.power, folded), (before * dims[axis], *new[1:])
     place, prefix = 0, 1
@@ -64,6 +63,19 @@ def reshaped(call: Call):
         after = [rest if each == -1 else each for each in after]
     after = [None if isinstance(each, int) and each < 0 else each for each in after]
     return Shard(place, placement.power, placement.folded), (*new[:place], size, *after)
+
+
+def _reshaped_views(call, placement, dims, new):
+    """Of rows that lie apart, other axes than theirs; or what was folded in before them undone."""
+    undone = (f"behind {new[0]}",)
+    if placement.axis == 0 and placement.folded[-1:] == undone and -1 not in new:
+        if _times(new[:2]) == dims[0]:
+            return Shard(1, placement.power, placement.folded[:-1]), tuple(new)
+    is_alike = -1 not in new[1:] and _times(new[1:]) == _times(dims[1:])
+    if placement.axis == 0 and (new[0] == dims[0] or (new[0] == -1 and is_alike)):
+        sizes = tuple(None if size == -1 else size for size in new[1:])
+        return placement, (dims[0], *sizes)
+    return call.mixed("works on rows that lie apart, in several views")
 
 
 def _times(sizes):

@@ -236,9 +236,9 @@ _KNOW_NUMBERS = frozenset(
 )
 # What is right of rows that lie apart, and works on each of them.
 _KNOW_FOLDS = frozenset(
-    (*BY_ELEMENT, *IMAGES, "ZerosLike", "OnesLike", "BatchToSpaceND", "SpaceToBatchND", "Split",
-     "ExpandDims", "Squeeze", "Reshape", "MatMul", "BiasAdd", "Pad", "PadV2", "MirrorPad", "Shape",
-     "Softmax", "FusedBatchNormV3")
+    (*BY_ELEMENT, *IMAGES, *REDUCTIONS, "ZerosLike", "OnesLike", "BatchToSpaceND", "SpaceToBatchND",
+     "Split", "ExpandDims", "Squeeze", "Reshape", "MatMul", "BiasAdd", "Pad", "PadV2", "MirrorPad",
+     "Shape", "Softmax", "FusedBatchNormV3")
 )  # fmt: skip
 # What is right of rows that are padded to the longest of a piece, and keeps track of that.
 _KNOW_LENGTHS = frozenset(
