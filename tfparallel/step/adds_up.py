@@ -120,7 +120,8 @@ def _faults_of_loss(model, given) -> Iterator[str]:
 def _fault_of_metric(alone, given) -> str | None:
     graph, known, (y, outputs, sample_weight) = _placeholders("metric", given)
     with graph.as_default():
-        before = [tf.compat.v1.placeholder(v.dtype, v.shape) for v in alone.variables]
+        states = {id(v): tf.compat.v1.placeholder(v.dtype, v.shape) for v in alone.variables}
+        before = [states[id(v)] for v in alone.variables]  # Two outputs may share a metric.
         after = alone.stateless_update_state(before, y, outputs, sample_weight=sample_weight)
     if any(map(draws, with_inner(graph.get_operations()))):
         return "it draws random numbers"
