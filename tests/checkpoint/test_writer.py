@@ -122,8 +122,8 @@ time.sleep(60)
 
 def test_a_holder_on_another_host_is_waited_for(tmp_path, in_a_second, monkeypatch):
     # In which it touches the file, however busy the machine is.
-    monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 5.0)
-    with process_of(FAR, tmp_path, 0.1), pytest.warns(UserWarning, match="Waiting up to 5 s"):
+    monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 3.0)
+    with process_of(FAR, tmp_path, 0.1), pytest.warns(UserWarning, match="Waiting up to 3 s"):
         assert writer.take(str(tmp_path)).startswith("process ")
     with process_of(FAR, tmp_path, 0.2) as process, pytest.warns(UserWarning):
         threading.Timer(0.3, process.kill).start()

@@ -147,12 +147,12 @@ def assert_same(model, expected):
     ("form", "make"),
     [
         ("data", classifier),
-        ("model", classifier),
-        ("pipeline", classifier),
+        pytest.param("model", classifier, marks=pytest.mark.slow),
+        pytest.param("pipeline", classifier, marks=pytest.mark.slow),
         ("tensor", classifier),
         # Who copies a graph does not call the class.
         ("data", around_the_graph),
-        ("pipeline by time", around_the_graph),
+        pytest.param("pipeline by time", around_the_graph, marks=pytest.mark.slow),
         pytest.param("pipeline by time", around_the_model, marks=pytest.mark.slow),
         pytest.param("model", around_the_graph, marks=pytest.mark.slow),
         pytest.param("tensor", around_the_graph, marks=pytest.mark.slow),

@@ -250,6 +250,7 @@ def test_other_numbers_are_refused(start, tmp_path, other):
     assert f"Received: 1:1 on the host that listens, {other} here" in refused.said
 
 
+@pytest.mark.slow  # The first round waits 10 s for a third host.
 def test_strangers_start_no_round(start, endpoint, tmp_path):
     """A thousand of them. A third say all that a launcher says, but do not know the secret."""
     running, other = (

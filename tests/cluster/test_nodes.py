@@ -148,7 +148,7 @@ def test_who_contradicts_is_told_and_the_others_wait_on(pool, endpoint, changes,
 
 
 def test_who_was_turned_away_is_told_at_the_end(pool, endpoint):
-    host = start(pool, endpoint, 0, timeout_seconds=6)
+    host = start(pool, endpoint, 0, timeout_seconds=3)
     with pytest.raises(RuntimeError, match="agree on --nnodes"):
         start(pool, endpoint, 1, nnodes=3).result(30)
     with pytest.raises(RuntimeError) as caught:
@@ -184,7 +184,7 @@ def test_another_token_does_not_come_in(pool, endpoint):
 @pytest.mark.parametrize("token", ["right", "other"])
 def test_two_jobs_at_one_endpoint_refuse_each_other_by_name(pool, endpoint, token):
     """Also where one user has one token for all."""
-    host = start(pool, endpoint, 0, timeout_seconds=6)
+    host = start(pool, endpoint, 0, timeout_seconds=3)
     message = "the launcher there is of the job 'blobs', and this one of 'digits'"
     with pytest.raises(RuntimeError, match=message):
         start(pool, endpoint, 1, job="digits", token=token, timeout_seconds=2).result(30)
@@ -292,7 +292,7 @@ def test_what_was_said_once_lets_nobody_in_again(pool, endpoint):
                 node.sendall(there.recv(1 << 16))
             assert joining.result(30) == host.result(30)
     assert b"right" not in heard
-    host = start(pool, endpoint, 0, timeout_seconds=6)
+    host = start(pool, endpoint, 0, timeout_seconds=3)
     with until_it_listens(endpoint) as stranger:
         stranger.sendall(heard)
         lines = stranger.makefile("rb").read().splitlines()

@@ -128,15 +128,16 @@ def test_a_secret_is_not_shown_and_a_proof_lets_nobody_in_twice(server):
         assert b"welcome" not in again.makefile("rb").read()
 
 
-def test_strangers_are_few_and_none_stays_for_long(server, monkeypatch):
-    """More than a process may have files open."""
+@pytest.mark.parametrize("num_strangers", [120, pytest.param(1200, marks=pytest.mark.slow)])
+def test_strangers_are_few_and_none_stays_for_long(server, monkeypatch, num_strangers):
+    """Up to more than a process may have files open."""
     monkeypatch.setattr(pmi, "_STRANGER_SECONDS", 1.0)
     with contextlib.ExitStack() as stack:
         belongs = stack.enter_context(client(server, 1))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-        for number in range(1200):
+        for number in range(num_strangers):
             stranger = socket.create_connection(("127.0.0.1", server.port), 5)
             stack.enter_context(stranger)
             if number % 3:

@@ -123,7 +123,9 @@ about = {"worker": rank, "num_workers": 2, "num_local": 2, "host": "a", "started
 record = FlightRecord(path_of(os.environ[FOLDER], rank, 0), about)
 record.now("in a step", 3, time.time())
 if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
-for _ in range(80): record.alive(time.time()); time.sleep(0.1)
+while not os.path.exists(path_of(os.environ[FOLDER], 1, 0)): time.sleep(0.01)
+time.sleep(0.5)
+record.alive(time.time() + 10)  # As if it had waited for so long.
 sys.exit(75)
 """
 
@@ -341,7 +343,10 @@ def test_a_killed_launcher_leaves_nothing(tmp_path):
     assert os.listdir(temporary) == []
 
 
-@pytest.mark.parametrize("after_seconds", [0.05, 0.1, 0.15, 0.2, 0.3])
+@pytest.mark.parametrize(
+    "after_seconds",
+    [0.05, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.1, 0.15, 0.3)), 0.2],
+)
 def test_a_launcher_killed_while_it_starts_leaves_nothing(tmp_path, after_seconds):
     mark = str(tmp_path)
     process = start(["--nproc_per_node=4"], "import time; time.sleep(600)", mark)
@@ -516,7 +521,7 @@ def test_a_job_has_succeeded_once_it_has_on_every_node(endpoint):
     )
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "signum, code, how",
     [(signal.SIGTERM, 143, "was stopped by SIGTERM"), (signal.SIGKILL, 1, "is gone: it failed")],

@@ -33,6 +33,8 @@ NOT_RUN = {
     "devices.set_memory_growth": "it needs a GPU",
     "devices.split_gpu": "it needs a GPU",
 }
+# What trains in forms that fast tests train in, too.
+SLOWLY = {"check", "hybrid_parallel", "pipeline_parallel"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "reference"
 
@@ -106,7 +108,13 @@ def test_the_example_runs_as_a_script(name, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(NOT_RUN) - set(APART)))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOWLY else name
+        for name in sorted(set(NAMES) - set(NOT_RUN) - set(APART))
+    ],
+)
 def test_the_example_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")

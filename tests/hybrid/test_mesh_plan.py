@@ -113,7 +113,11 @@ def test_one_device_needs_no_other():
 
 @pytest.mark.parametrize(
     ("loss", "outputs"),
-    [("mse", 4), ("binary_crossentropy", 1), ("sparse_categorical_crossentropy", 4)],
+    [
+        pytest.param("mse", 4, marks=pytest.mark.slow),
+        pytest.param("binary_crossentropy", 1, marks=pytest.mark.slow),
+        ("sparse_categorical_crossentropy", 4),
+    ],
 )
 def test_losses_of_keras_are_measured(loss, outputs):
     model = keras.Sequential([keras.Input((8,)), layers.Dense(outputs, "sigmoid")])

@@ -53,7 +53,11 @@ def test_a_task_builds_compiles_and_trains_a_step(name):
     assert all(changed), "a layer that gets no gradient is not part of the net"
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name",
+    # It reads the whole standard library.
+    [pytest.param(n, marks=pytest.mark.slow) if n == "recommender" else n for n in TASKS],
+)
 def test_data_and_split_are_the_same_in_every_run(name):
     first, second = load(name).load_data(), load(name).load_data()
     for part, same_part in zip(first, second, strict=True):

@@ -43,8 +43,6 @@ WAYS = [
 # A case for each form, where it is most likely to go wrong. They are in no suite.
 ALWAYS = {
     ("optimizer Adam global_clipnorm", "data_parallel", 3),
-    ("reduction mean_with_sample_weight of SparseCategoricalCrossentropy", "data_parallel", 2),
-    ("random Dropout", "data_parallel", 4),
     ("fewer examples than replicas", "MirroredStrategy", 3),
     ("ignore_class", "model_parallel", 2),
     ("optimizer Nadam", "tensor_parallel", 2),

@@ -61,7 +61,9 @@ def test_keras_synchronized_variance_of_a_large_mean_is_lost():
     assert off.max() > 0.5
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(
+    "num_rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3, 4)), 7]
+)
 def test_an_idle_replica_counts_for_nothing(num_rows, in_float64):
     x = 5 + np.random.default_rng(num_rows).normal(size=(num_rows, 3))
     mean, variance = moments_after_one_step(

@@ -98,7 +98,10 @@ def build_dropping():
     "form",
     [
         lambda build: tfparallel.data_parallel(build, devices=TWO),
-        lambda build: tfparallel.pipeline_parallel(build, devices=TWO, num_micro_batches=2),
+        pytest.param(
+            lambda build: tfparallel.pipeline_parallel(build, devices=TWO, num_micro_batches=2),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["data", "pipeline"],
 )

@@ -36,6 +36,10 @@ def dropped_in(model):
 
 WAYS = FORMS | {"drop-in": dropped_in}
 ON_SEVERAL = [way for way in WAYS if way != "one device"]
+ALL_BUT_TWO_SLOWLY = [
+    way if way in ("data", "pipeline") else pytest.param(way, marks=pytest.mark.slow)
+    for way in WAYS
+]
 X = np.random.default_rng(0).normal(size=(10, 6)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(10, 2)).astype("float32")
 
@@ -100,7 +104,7 @@ def test_a_model_that_was_loaded_beside_a_gpu_trains(form, beside_a_gpu, tmp_pat
     assert keras.saving.load_model(tmp_path / "again.keras").jit_compile
 
 
-@pytest.mark.parametrize("form", WAYS)
+@pytest.mark.parametrize("form", ALL_BUT_TWO_SLOWLY)
 def test_a_model_that_nobody_compiled_predicts_beside_a_gpu(form, beside_a_gpu):
     expected = build()(X).numpy()
     found = WAYS[form](build()).predict(X, batch_size=4, verbose=0)
@@ -297,7 +301,7 @@ class DrawsFromAConstant(layers.Layer):
         return x + tf.random.stateless_uniform(tf.shape(x), [1, 2])
 
 
-@pytest.mark.parametrize("form", ["model", "tensor"])
+@pytest.mark.parametrize("form", ["model", pytest.param("tensor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("layer", "message"),
     [

@@ -60,8 +60,14 @@ def test_the_model_is_found(strategy, method):
     assert any(found is other for found in strategy.models)
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize(
+    ("run_eagerly", "steps_per_execution"),
+    [
+        (True, 1),
+        (False, 2),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in [(False, 1), (True, 2)]),
+    ],
+)
 def test_the_model_is_found_however_its_step_is_traced(strategy, run_eagerly, steps_per_execution):
     with strategy.scope():
         model = plain_model()

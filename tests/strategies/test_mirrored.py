@@ -238,7 +238,10 @@ def test_train_on_batch_of_a_model_that_was_compiled_outside_the_scope():
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lion", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "lion", "adamw"))],
+)
 def test_an_optimizer_that_knows_no_strategy_writes_all_copies(optimizer):
     """A plain model, trained on its one device, whose layers are a replicated model's."""
 
