@@ -1,9 +1,10 @@
 """docs/parity.md: what the parity tests saw, written by them and held against them.
 
-    python -m tests.parity.table --write      runs every pair and writes the page anew
-    pytest -m parity                          runs every pair and compares
+    python -m tests.parity.table --write                 runs every pair and writes the page anew
+    python -m tests.parity.table --write --rows=Dropout  those of rows that match; keeps the others
+    pytest -m parity                                     runs every pair and compares
 
-The first runs the pairs in two processes, which leave what they saw in one file of JSON lines.
+The first two run the pairs in two processes, which leave what they saw in one file of JSON lines.
 
 `make test` runs a sample of the pairs (tests/suites.py). Every pair that a session runs
 must be no worse than its cell says. The page prints no digits that another machine would not
@@ -14,7 +15,6 @@ it is seen a hundred times larger.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import json
 import math
@@ -45,6 +45,8 @@ JOBS = {"2": (2, 1), "3": (3, 1), "2 x 2": (2, 2)}
 
 # Where every process of a session that writes appends what it saw.
 SEEN_FILE = "TFPARALLEL_PARITY_SEEN"
+# A regular expression of the rows that a session runs; all of them if empty.
+ROWS = "TFPARALLEL_PARITY_ROWS"
 
 SMALLEST = 1e-12  # Differences below are rounding noise of one step.
 SLACK = 100.0  # Between machines, noise differs by less than this.
@@ -112,6 +114,11 @@ def first_sentence(message: str) -> str:
 
 
 SEEN: dict[tuple[str, str, str, int | str], Cell] = {}
+
+
+def is_asked_for(feature: str) -> bool:
+    """Whether this session runs a row."""
+    return re.search(os.environ.get(ROWS, ""), feature) is not None
 
 
 def record(
@@ -223,18 +230,20 @@ device. The largest relative difference of any weight, rounded to a power of ten
 """
 
 
-def runs() -> list[str]:
+def runs(cases: list[Case]) -> list[str]:
     """How many cases each form and number of replicas ran."""
-    counts = collections.Counter((form, replicas) for _, _, form, replicas in SEEN)
+    ways = {(form, replicas) for _, _, form, replicas in SEEN}
+    counts = {way: sum(case.runs_under(way[0]) for case in cases) for way in ways}
     return ["What ran:", ""] + [
         f"- `{form}` on {replicas}{UNITS.get(form, ' replicas')}: {number} cases"
         for (form, replicas), number in sorted(counts.items(), key=str)
     ]
 
 
-def render(cases: list[Case], peers: list[str]) -> str:
-    """The page, from everything seen in this session."""
-    lines = [INTRODUCTION, *runs()]
+def render(cases: list[Case], peers: list[str], page: str = "") -> str:
+    """The page, from everything seen in this session, and rows that it did not run from `page`."""
+    kept = {line.split(" | ")[0][2:]: line for line in page.splitlines() if line[:2] == "| "}
+    lines = [INTRODUCTION, *runs(cases)]
     group = None
     for case in unique_rows(cases):
         if case.group != group:
@@ -242,7 +251,10 @@ def render(cases: list[Case], peers: list[str]) -> str:
             lines.append(f"\n## {group}\n")
             lines.append(f"| feature | {' | '.join(f'`{form}`' for form in COLUMNS)} |")
             lines.append("| --- |" + " --- |" * len(COLUMNS))
-        lines.append(f"| {case.feature} | {' | '.join(map(str, row(case.feature)))} |")
+        if is_asked_for(case.feature):
+            lines.append(f"| {case.feature} | {' | '.join(map(str, row(case.feature)))} |")
+        else:
+            lines.append(kept[case.feature])
     return "\n".join(lines) + "\n" + UPSTREAM + "\n".join(peers) + "\n"
 
 
@@ -269,18 +281,25 @@ def write(cases: list[Case]) -> None:
         f"{case.name} under {form}"
         for case in cases
         for form in COLUMNS
+        if is_asked_for(case.feature)
         if case.runs_under(form) and (case.name, form) not in seen
     ]
     if failed:
         raise AssertionError(f"docs/parity.md is not written: no verdict for {failed}")
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(render(cases, [upstream.table_row(name) for name in upstream.TASKS]))
+    if os.environ.get(ROWS):
+        page = PAGE.read_text()
+        PAGE.write_text(render(cases, page.partition(UPSTREAM)[2].splitlines(), page))
+    else:
+        PAGE.write_text(render(cases, [upstream.table_row(name) for name in upstream.TASKS]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="run every pair and write the page")
     parser.add_argument("--seen", help="keep what is seen here; a run that broke off goes on")
+    parser.add_argument(
+        "--rows", default="", help="run rows that match this regular expression, and keep the rest"
+    )
     parser.add_argument(
         "--workers", default=",".join(JOBS), help=f"numbers of workers to run: {', '.join(JOBS)}"
     )
@@ -293,9 +312,11 @@ def main() -> int:
             arguments.seen or os.path.join(folder, "seen.jsonl")
         )
         os.environ[ONE_DEVICE_FOLDER] = folder
+        os.environ[ROWS] = arguments.rows
+        tests = "tests/parity/test_parity.py" if arguments.rows else "tests/parity"
         result = subprocess.run(
             # A case's pairs follow one another in one process, and share what it traced.
-            [sys.executable, "-m", "pytest", "-q", "-n", "2", "tests/parity"],
+            [sys.executable, "-m", "pytest", "-q", "-n", "2", tests],
             cwd=Path(__file__).parents[2],
             env={**os.environ, "TFPARALLEL_PARITY": "write"},
             check=False,
@@ -304,7 +325,8 @@ def main() -> int:
             from .cases import ALL  # TensorFlow, which the processes above do not inherit.
 
             read_seen()
-            run_workers(ALL, arguments.workers.split(","))
+            asked = [case for case in ALL if is_asked_for(case.feature)]
+            run_workers(asked, arguments.workers.split(","))
             write(ALL)
     return result.returncode
 

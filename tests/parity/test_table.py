@@ -99,3 +99,28 @@ def test_a_stale_cell_is_refused(monkeypatch, tmp_path):
     page.write_text("")
     with pytest.raises(AssertionError, match="says “None”"):
         table.refuse_stale(case, "data_parallel", 3)
+
+
+def test_rows_that_were_not_asked_for_stay_as_they_are(monkeypatch, tmp_path):
+    row = next(case.feature for case in ALL if case.feature == "`Dice`")
+    cases = [case for case in ALL if case.feature == row]
+    before = table.PAGE.read_text()
+    page = tmp_path / "parity.md"
+    page.write_text(before)
+    monkeypatch.setattr(table, "PAGE", page)
+    monkeypatch.setattr(table, "SEEN", {})
+    monkeypatch.setenv(table.ROWS, f"^{row}$")
+    monkeypatch.delenv(table.SEEN_FILE, raising=False)
+    for form in table.COLUMNS[:-1]:
+        for case in cases:
+            table.record(case, form, 2, EXACT, 1e-6)
+    with pytest.raises(AssertionError, match="is not written: no verdict for .*loss Dice under w"):
+        table.write(ALL)
+    for case in cases:
+        table.record(case, table.WORKERS, "2", EXACT, 1e-6)
+    table.write(ALL)
+    counts = ("- `",)  # Those of this session's numbers of replicas.
+    old, new = ([line for line in text.splitlines() if not line.startswith(counts)]
+                for text in (before, page.read_text()))  # fmt: skip
+    (changed,) = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
+    assert changed[1] == f"| {row} |" + " exact, ≤ 1e-06 |" * len(table.COLUMNS)
