@@ -181,7 +181,7 @@ def test_another_token_does_not_come_in(pool, endpoint):
     assert start(pool, endpoint, 1).result(30) == host.result(30)
 
 
-@pytest.mark.parametrize("token", ["right", "other"])
+@pytest.mark.parametrize("token", ["right", pytest.param("other", marks=pytest.mark.slow)])
 def test_two_jobs_at_one_endpoint_refuse_each_other_by_name(pool, endpoint, token):
     """Also where one user has one token for all."""
     host = start(pool, endpoint, 0, timeout_seconds=3)

@@ -184,7 +184,9 @@ def test_processes_meet(num_workers):
             assert json.loads(output) == [{"seed": 7}] * num_workers
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize(
+    "late", [0, *(pytest.param(worker, marks=pytest.mark.slow) for worker in (1, 2))]
+)
 def test_a_late_comer(late):
     workers = free_addresses(3)
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
@@ -329,7 +331,14 @@ def test_two_chiefs_are_told_apart():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the owner is read from /proc")
-@pytest.mark.parametrize("where", ["127.0.0.1", "0.0.0.0", "127.0.0.2"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "127.0.0.2",  # The least like the port's own address; each waits a second.
+        pytest.param("127.0.0.1", marks=pytest.mark.slow),
+        pytest.param("0.0.0.0", marks=pytest.mark.slow),
+    ],
+)
 def test_a_taken_port_names_its_owner(where):
     """TensorFlow listens on every address: 127.0.0.2 is in its way too."""
     workers = free_addresses(2)
@@ -473,7 +482,7 @@ def test_two_that_say_they_are_the_same_worker():
         assert expected in chief.result(20)
 
 
-@pytest.mark.parametrize("longer", [False, True])
+@pytest.mark.parametrize("longer", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_one_too_many(longer):
     """It comes when all have come: it says that it is worker 1 too, or its list is longer."""
     workers = free_addresses(3)
@@ -507,7 +516,7 @@ def test_another_job_on_the_same_port():
 # Somebody dies
 
 
-@pytest.mark.parametrize("dying", [0, 1])
+@pytest.mark.parametrize("dying", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_death_is_named_at_once(dying):
     workers = free_addresses(3)
     with process(workers, dying, timeout_seconds=120) as victim:
