@@ -9,6 +9,9 @@ import signal
 # workers they start. TensorFlow reads both when it starts, in sub-processes too.
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "2")
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
+# XLA keeps some hundred maps of memory for each program on a CPU, and a process has 65,530 of them:
+# without this a process that compiles a hundred models ends itself.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 # The tests are of logical CPUs, on a machine with GPUs too: the one device that a form is held
 # against must not be a GPU. What is marked `gpu` shows them to a process of its own.
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"

@@ -71,7 +71,9 @@ class Step:
         called = [
             attr.func.name for attr in node.attr.values() if attr.WhichOneof("value") == "func"
         ]
-        if node.op in _CALLS and called[0] in functions:
+        # XLA's programs are looked at from outside.
+        is_program = node.attr["_XlaMustCompile"].b
+        if node.op in _CALLS and called[0] in functions and not is_program:
             body, results = _body(node, functions[called[0]])
             self._results[node.name] = results
             for inner in body:
@@ -79,7 +81,7 @@ class Step:
                 if inner.op == "_Arg":
                     self._arguments[inner.name] = node
                 self._add(inner, functions)
-        elif called and _place(node.device) != HOST:
+        elif called and not is_program and _place(node.device) != HOST:
             self.not_entered.append(f"{node.op} {node.name} of {called}")
 
     def on_gpus(self) -> list:
@@ -88,13 +90,15 @@ class Step:
 
     def kinds(self) -> set[str]:
         """What these do, under the names that TensorFlow's own kernels have."""
-        # What a function would have XLA compile is part of a program when the function is called.
-        operations = [
-            node
-            for node in self.on_gpus()
-            if node.name not in self._inside or not node.attr["_XlaCompile"].b
-        ]
-        return {_plain(node.op).lstrip("_") for node in operations}
+        return {_plain(node.op).lstrip("_") for node in self.on_gpus()}
+
+    def num_programs(self, device: str) -> int:
+        """How many XLA programs a device runs."""
+        return sum(
+            node.attr["_XlaMustCompile"].b
+            for node in self._nodes.values()
+            if _place(node.device) == device and node.name not in self._inside
+        )
 
     def without_kernel(self) -> dict[str, str]:
         """Of these, the ones that a GPU has no kernel for: what they do, and one's name."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 
 import keras
 import numpy as np
@@ -11,8 +12,8 @@ from keras import layers
 
 import tfparallel
 from tests.lint import edges
-from tfparallel.seams.tensorflow import compile_at_first_run, without_fused_kernels
-from tfparallel.step.xla import CompiledByDevice, compiled_if
+from tfparallel.engine.programs.compilable import is_compilable
+from tfparallel.step.xla import CompiledByDevice
 
 DEVICES = ["CPU:0", "CPU:1"]
 FORMS = {
@@ -52,19 +53,6 @@ def build():
 def compiled(model, **options):
     model.compile("sgd", "mse", **options)
     return model
-
-
-def marked(function) -> list[str]:
-    """The types of operations that TensorFlow was told to compile, in a function of tensors."""
-    graph = function.get_concrete_function().graph
-    return [op.type for op in graph.get_operations() if _is_marked(op)]
-
-
-def _is_marked(operation) -> bool:
-    try:
-        return operation.get_attr("_XlaCompile")
-    except ValueError:
-        return False
 
 
 def loss_after_two_epochs(model):
@@ -146,7 +134,8 @@ def test_one_program_of_several_devices_is_none(monkeypatch):
         loss_after_two_epochs(model)
 
 
-# "auto" is no on several devices, also where a layout says GPUs.
+# What "auto" means is asked of the model's devices, not of the machine's: here those of a layout
+# that says GPUs.
 
 
 class Unsupported(layers.Layer):
@@ -170,10 +159,20 @@ def test_auto_is_no_on_cpus(way):
 
 
 @pytest.mark.parametrize("way", ON_SEVERAL)
-def test_auto_is_no_on_several_gpus(way, monkeypatch):
+def test_auto_is_yes_on_gpus(way, monkeypatch):
     model = on_gpus(WAYS[way](compiled(build())), monkeypatch)
-    assert not compiled(model).jit_compile
-    assert compiled(model, jit_compile=True).jit_compile
+    assert compiled(model).jit_compile
+    assert not compiled(model, run_eagerly=True).jit_compile
+
+
+@pytest.mark.parametrize("way", ON_SEVERAL)
+def test_auto_is_no_of_a_layer_that_xla_cannot_compile(way, monkeypatch):
+    network = [keras.Input((6,)), layers.Dense(4), Unsupported(), layers.Dense(2)]
+    with keras.saving.custom_object_scope({"Unsupported": Unsupported}):
+        model = on_gpus(WAYS[way](compiled(keras.Sequential(network))), monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # Nobody has asked for it.
+        assert not compiled(model).jit_compile
 
 
 def test_a_layer_that_xla_cannot_compile_is_said():
@@ -205,6 +204,53 @@ def test_a_compiled_dropout_draws_what_it_draws_on_one_device(form):
     np.testing.assert_allclose(losses(FORMS[form], True), expected, rtol=1e-5)
 
 
+def traced_steps(form, jit_compile=True, build=build):
+    """What a step does on which device, and how many programs each of them runs."""
+    keras.backend.clear_session()
+    placed = ["CPU:1", "CPU:2"]  # The lint takes the first device for the host.
+    make = {
+        "one replica": lambda model: under_scope(model, placed[:1]),
+        "data": lambda model: tfparallel.data_parallel(model, devices=placed),
+        "own moments": lambda model: tfparallel.data_parallel(
+            model, devices=placed, synchronize_batch_norm=False
+        ),
+        "model": lambda model: tfparallel.model_parallel(model, placed),
+        "tensor": lambda model: tfparallel.tensor_parallel(model, placed),
+        "pipeline": lambda model: tfparallel.pipeline_parallel(model, placed, 2),
+    }[form]
+    return edges.traced(lambda: compiled(make(build()), jit_compile=jit_compile), X, Y)
+
+
+def under_scope(model, devices):
+    with tfparallel.MirroredStrategy(devices).scope():
+        return keras.models.clone_model(model)
+
+
+def with_batch_norm():
+    keras.utils.set_random_seed(5)
+    network = [layers.Dense(4), layers.BatchNormalization(), layers.Dense(2)]
+    return keras.Sequential([keras.Input((6,)), *network])
+
+
+PROGRAMS = [
+    ("one replica", build, [1, 0]),
+    ("one replica", with_batch_norm, [1, 0]),
+    ("data", build, [2, 2]),
+    ("data", with_batch_norm, [4, 4]),
+    ("own moments", with_batch_norm, [2, 2]),
+    ("model", build, [2, 2]),
+    ("tensor", build, [2, 2]),
+    ("pipeline", build, [6, 12]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "network", "number"), PROGRAMS)
+def test_a_step_is_cut_at_its_exchanges_alone(form, network, number):
+    step = traced_steps(form, build=network)
+    assert [step.num_programs(device) for device in ("CPU:1", "CPU:2")] == number
+
+
 # Of a forward pass, of a backward pass, and of an update.
 PASSES = {"MatMul", "BiasAddGrad", "TanhGrad"}
 INSIDE = PASSES | {"AssignSubVariableOp"}
@@ -216,73 +262,10 @@ FUSED = {"BiasAdd", "Tanh"}
 @pytest.mark.parametrize("form", ["data", "model", "tensor", "pipeline"])
 def test_no_pass_and_no_update_stays_outside(form):
     def kinds(jit_compile):
-        keras.backend.clear_session()
-        placed = ["CPU:1", "CPU:2"]  # The lint takes the first device for the host.
-        make = {
-            "data": lambda model: tfparallel.data_parallel(model, devices=placed),
-            "model": lambda model: tfparallel.model_parallel(model, placed),
-            "tensor": lambda model: tfparallel.tensor_parallel(model, placed),
-            "pipeline": lambda model: tfparallel.pipeline_parallel(model, placed, 2),
-        }[form]
-        step = edges.traced(lambda: compiled(make(build()), jit_compile=jit_compile), X, Y)
-        return {kind.removeprefix("Fused") for kind in step.kinds()}
+        return {kind.removeprefix("Fused") for kind in traced_steps(form, jit_compile).kinds()}
 
     assert INSIDE <= kinds(False)
-    compiled_kinds = kinds(True)
-    assert "XlaRun" in compiled_kinds
-    assert not (INSIDE | FUSED) & compiled_kinds
-
-
-def test_tensorflow_loses_the_marks_of_what_it_fuses():
-    """The canary of `without_fused_kernels`."""
-
-    def kinds():
-        @tf.function
-        def function(x, w, b):
-            with tf.device("CPU:1"), compiled_if(True):
-                return tf.tanh(tf.nn.bias_add(x @ w, b))
-
-        return edges.graphs_of(lambda: function(x, w, b)).kinds()
-
-    x, w, b = tf.ones([3, 3]), tf.ones([3, 3]), tf.ones([3])
-    assert "FusedMatMul" in kinds()
-    with without_fused_kernels():
-        assert "XlaRun" in kinds()
-    assert "FusedMatMul" in kinds()
-
-
-def test_checks_and_sums_are_not_compiled():
-    @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
-    def function(x):
-        with compiled_if(True):
-            tf.raw_ops.Assert(condition=x > 0, data=[x])
-            x = tf.raw_ops.CollectiveReduceV2(
-                input=x,
-                group_size=1,
-                group_key=1,
-                instance_key=1,
-                ordering_token=[],
-                merge_op="Add",
-                final_op="Id",
-            )
-            return x * 2
-
-    kinds = marked(function)
-    assert "Mul" in kinds
-    assert not {"Assert", "CollectiveReduceV2"} & {*kinds}
-
-
-def test_a_check_in_what_is_compiled_raises():
-    @tf.function
-    def function(x):
-        with compiled_if(True):
-            with tf.control_dependencies([tf.debugging.assert_positive(x, "not positive")]):
-                y = tf.sqrt(x) + 1
-            return y
-
-    assert float(function(tf.constant(4.0))) == 3
-    with pytest.raises(tf.errors.InvalidArgumentError, match="not positive"):
-        function(tf.constant(-4.0))
+    assert not (INSIDE | FUSED) & kinds(True)
 
 
 class DrawsInABranch(layers.Layer):
@@ -301,59 +284,120 @@ class DrawsFromAConstant(layers.Layer):
         return x + tf.random.stateless_uniform(tf.shape(x), [1, 2])
 
 
-@pytest.mark.parametrize("form", ["model", pytest.param("tensor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (DrawsInABranch, "draws random numbers in a loop, a branch or a function"),
-        (DrawsFromAConstant, "draws random numbers from a seed that never changes"),
-    ],
-)
-def test_a_draw_that_xla_would_not_make_is_refused(form, layer, message):
-    def with_one():
-        return keras.Sequential([keras.Input((6,)), layers.Dense(4), layer(), layers.Dense(2)])
+class DrawsBesideAString(layers.Layer):
+    def call(self, x):
+        def drawn():
+            number = tf.strings.to_number(tf.strings.as_string(tf.random.uniform([])))
+            return x + number
 
-    model = FORMS[form](with_one())
-    with pytest.raises(ValueError, match=f"(?s){message}.*compile with `jit_compile=False`"):
+        return tf.cond(tf.reduce_sum(x) > 1e9, lambda: x, drawn)
+
+
+def with_layer(layer):
+    keras.utils.set_random_seed(5)
+    network = [layers.Dense(4), layer(), layers.Dense(2)]
+    return keras.Sequential([keras.Input((6,)), *network])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["model", "tensor"])
+def test_what_xla_draws_from_a_constant_is_one_devices(form):
+    expected = loss_after_two_epochs(compiled(with_layer(DrawsFromAConstant), jit_compile=True))
+    model = compiled(FORMS[form](with_layer(DrawsFromAConstant)), jit_compile=True)
+    np.testing.assert_allclose(loss_after_two_epochs(model), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [DrawsInABranch, DrawsBesideAString])
+def test_a_draw_that_xla_cannot_make_is_refused(layer):
+    model = FORMS["model"](with_layer(layer))
+    message = "(?s)A layer draws random numbers.*compile with `jit_compile=False`"
+    with pytest.raises(ValueError, match=message):
         loss_after_two_epochs(compiled(model, jit_compile=True))
     loss_after_two_epochs(compiled(model, jit_compile=False))
 
 
-def test_nothing_is_marked_unless_it_is_wanted():
-    @tf.function(input_signature=[tf.TensorSpec([3], tf.float32)])
-    def function(x):
-        with compiled_if(False):
-            return x * 2
+class Branches(layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
 
-    assert not marked(function)
-    with compiled_if(True):  # Eagerly there is nothing to mark.
-        assert float(tf.constant(2.0) * 2) == 4
+    def call(self, x):
+        return tf.cond(self.scale > 0.5, lambda: x * self.scale, lambda: tf.tanh(x))
 
 
-def test_tensorflow_draws_other_numbers_before_it_compiles():
-    """The canary of `compile_at_first_run`: shapes that come for the first time run uncompiled."""
+class MapsRows(layers.Layer):
+    def call(self, x):
+        return tf.map_fn(lambda row: 2 * tf.tanh(row), x)
 
-    def drawn(sizes):
-        @tf.function(reduce_retracing=True, input_signature=[tf.TensorSpec([None], tf.float32)])
-        def function(x):
-            with tf.xla.experimental.jit_scope():
-                return x + tf.random.stateless_uniform(tf.shape(x), [1, 2])
 
-        return [function(tf.zeros(size)).numpy() for size in sizes]
+class Counts(layers.Layer):
+    """Writes what it has read, and reads what it has written."""
 
-    @tf.function(jit_compile=True)
-    def by_xla(x):
-        return x + tf.random.stateless_uniform(tf.shape(x), [1, 2])
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
 
-    sizes = [5, 6]
-    expected = [by_xla(tf.zeros(size)).numpy() for size in sizes]
-    before = compile_at_first_run(False)
-    try:
-        late = drawn(sizes)
-        compile_at_first_run()
-        at_once = drawn(sizes)
-    finally:
-        compile_at_first_run(before)
-    np.testing.assert_array_equal(at_once[0], expected[0])
-    np.testing.assert_array_equal(at_once[1], expected[1])
-    assert not np.array_equal(late[1], expected[1])
+    def call(self, x):
+        self.count.assign(self.count + 1.0)
+        doubled = 2 * self.count
+        self.count.assign_add(doubled)
+        return x + 0.1 * self.count
+
+
+@tf.function
+def squashed(x):
+    return 2 * tf.tanh(x)
+
+
+class CallsTwice(layers.Layer):
+    def call(self, x):
+        return squashed(squashed(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["data", "model", "tensor", "pipeline"])
+@pytest.mark.parametrize("layer", [Branches, MapsRows, Counts, CallsTwice])
+def test_branches_loops_functions_and_states_are_those_of_one_device(form, layer):
+    if (form, layer) == ("pipeline", Counts):
+        pytest.skip("A state that each micro-batch would change is refused.")
+
+    def predictions(make):
+        model = compiled(make(with_layer(layer)), jit_compile=True)
+        loss_after_two_epochs(model)
+        return model.predict(X, batch_size=4, verbose=0)
+
+    np.testing.assert_allclose(
+        predictions(FORMS[form]), predictions(lambda plain: plain), rtol=1e-4, atol=1e-6
+    )
+
+
+class Checks(layers.Layer):
+    def call(self, x):
+        with tf.control_dependencies([tf.debugging.assert_less(x, 100.0, "too large")]):
+            return tf.identity(x)
+
+
+@pytest.mark.parametrize("form", ["data", "model"])
+def test_a_check_raises_where_xla_compiles(form):
+    model = compiled(FORMS[form](with_layer(Checks)), jit_compile=True)
+    loss_after_two_epochs(model)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        model.fit(1e6 * X, Y, batch_size=4, verbose=0)
+
+
+def test_what_xla_can_compile_has_a_kernel():
+    """What the plan asks of TensorFlow's registry: by operation, by type, within functions."""
+
+    @tf.function
+    def function(x, text):
+        tf.matmul(x, x, name="product")
+        tf.strings.length(text, name="length")
+        tf.argmax(tf.cast(x, tf.int32), 0, name="argmax")
+        tf.cond(tf.reduce_any(x > 0), lambda: x + 1, lambda: x, name="compiles")
+        tf.cond(tf.reduce_any(x > 0), lambda: tf.strings.to_number(text), lambda: 0.0, name="no")
+
+    graph = function.get_concrete_function(tf.ones([2, 2]), tf.constant("a")).graph
+    found = {
+        name: is_compilable(graph.get_operation_by_name(name))
+        for name in ("product", "length", "argmax", "compiles", "no")
+    }
+    expected = {"product": True, "length": False, "argmax": True, "compiles": True, "no": False}
+    assert found == expected

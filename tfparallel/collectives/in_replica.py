@@ -26,9 +26,14 @@ class Replicas:
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str) -> Sequence[tf.Tensor]:
         # Not `context.all_reduce`, which is a `tf.custom_gradient`.
+        combine = {"sum": tf.add_n, "max": _maximum, "min": _minimum}[op]
+        strategy = tf.distribute.get_strategy()
+        is_program = getattr(strategy, "program_is_running", False)
+        if is_program and strategy.workers is None:
+            return [combine(own) for own in of_all_here(tensors)]
+
         def reduce(strategy, *values):
             transport = getattr(getattr(strategy, "workers", None), "transport", "ring")
-            is_program = getattr(strategy, "program_is_running", False)
             if op == "sum" and transport.startswith("ring") and not is_program:
                 # In a custom loop, TensorFlow's own collectives.
                 return strategy.extended.batch_reduce_to(
@@ -36,7 +41,6 @@ class Replicas:
                 )
             parts = [strategy.experimental_local_results(value) for value in values]
             workers = _workers(strategy, len(parts[0]))
-            combine = {"sum": tf.add_n, "max": _maximum, "min": _minimum}[op]
             reduced = [combine(own) for own in parts]
             return reduced if workers is None else workers.all_reduce(reduced, op)
 
@@ -57,6 +61,16 @@ class Replicas:
 def _apart(tensors):
     """A tensor of each replica's own: one that all give, `merge_call` would hand on once."""
     return tuple(map(tf.identity, tensors))
+
+
+def of_all_here(tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+    """Of each tensor, what all replicas of this process have, in their order; each gets it."""
+
+    def hand_out(strategy, *values):
+        return tuple(tuple(strategy.experimental_local_results(value)) for value in values)
+
+    found = tf.distribute.get_replica_context().merge_call(hand_out, args=_apart(tensors))
+    return [list(each) for each in found]
 
 
 def all_reduce(tensor: tf.Tensor) -> tf.Tensor:

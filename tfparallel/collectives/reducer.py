@@ -84,7 +84,7 @@ class Reducer:
         mirrored = [i for i, own in listed if self._ops is not None and _are_all(tf.Tensor, own)]
         found = replica_sums.sums(self._ops, [by_variable[i] for i in mirrored])
         by_index = dict(zip(mirrored, found, strict=True))
-        return [by_index[i] if i in by_index else _on_the_first(own) for i, own in listed]
+        return [by_index[i] if i in by_index else replica_sums.added(own) for i, own in listed]
 
     def _sparse(self, terms, kinds) -> tf.IndexedSlices:
         by_reading = indexed_slices.joined(terms, kinds)
@@ -101,10 +101,6 @@ def over_workers(
         return reading._replace(values=workers.all_reduce([reading.values])[0])
     values, indices = workers.all_gather_uneven([reading.values, reading.indices], SLICES)
     return indexed_slices.merged(reading._replace(values=values, indices=indices))
-
-
-def _on_the_first(terms: Terms) -> tf.Tensor:
-    return tf.add_n([tf.convert_to_tensor(term) for term in terms])
 
 
 def _are_all(cls: type, terms: Terms) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfparallel.collectives import cross_device
+from tfparallel.engine.graphs import is_of_programs
 from tfparallel.seams.tensorflow import PerReplica
 
 _COPIES = "_replica_copies"
@@ -29,6 +30,25 @@ def sums(
     """
     results = cross_device.all_reduce(ops, terms) if terms else []
     return [_first(copies) for copies in results]
+
+
+def added(terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
+    """Sums one tensor over the replicas, on the first device.
+
+    Where XLA compiles what each device does, all devices add all terms: else the others would wait
+    for the first, until it has done all that it can.
+
+    Args:
+        terms: One term on each replica's device.
+    """
+    terms = [tf.convert_to_tensor(term) for term in terms]
+    if len(terms) == 1 or not is_of_programs(tf.compat.v1.get_default_graph()):
+        return tf.add_n(terms)
+    copies = []
+    for term in terms:
+        with tf.device(term.device):
+            copies.append(tf.add_n(terms))
+    return _first(copies)
 
 
 def on_each_device(value):

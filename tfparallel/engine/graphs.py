@@ -1,10 +1,15 @@
 """The operations of a graph, and of the functions that they call."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import tensorflow as tf
 
-__all__ = ["called_by", "with_inner"]
+from tfparallel.seams.tensorflow import FuncGraph, graph_of
+
+__all__ = ["called_by", "calls_unknown", "is_of_programs", "of_programs", "with_inner"]
+
+_OF_PROGRAMS = "_tfparallel_of_programs"
 
 # Of an operation's type: its attributes that are functions, and whether they are lists of them.
 _KINDS: dict[str, dict[str, str]] = {}
@@ -20,14 +25,40 @@ def with_inner(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
 
 def called_by(operation: tf.Operation) -> Iterator[tf.Graph]:
     """Yields the graphs of the functions that an operation calls: loops, branches, functions."""
+    return filter(None, _graphs_of(operation))
+
+
+def calls_unknown(operation: tf.Operation) -> bool:
+    """Whether it calls a function of which TensorFlow kept no graph."""
+    return None in _graphs_of(operation)
+
+
+def _graphs_of(operation) -> list[tf.Graph | None]:
     kinds = _KINDS.get(operation.type)
     if kinds is None:
         found = {each.name: each.type for each in operation.op_def.attr}
         kinds = {name: kind for name, kind in found.items() if kind in ("func", "list(func)")}
         _KINDS[operation.type] = kinds
-    for name, kind in kinds.items():
-        value = operation.get_attr(name)
-        for called in value if kind == "list(func)" else [value]:
-            inner = getattr(operation.graph._get_function(called.name), "graph", None)
-            if inner is not None:
-                yield inner
+    values = [(operation.get_attr(name), kind) for name, kind in kinds.items()]
+    called = [each for value, kind in values for each in (value if "list" in kind else [value])]
+    return [graph_of(operation.graph, each.name) for each in called]
+
+
+def of_programs(function: Callable) -> Callable:
+    """Marks the graph that a function is traced into: XLA compiles its parts, device by device."""
+
+    @functools.wraps(function)
+    def marked(*args):
+        setattr(tf.compat.v1.get_default_graph(), _OF_PROGRAMS, True)
+        return function(*args)
+
+    return marked
+
+
+def is_of_programs(graph: tf.Graph) -> bool:
+    """Whether a graph, or one that it is traced in, is so marked."""
+    while isinstance(graph, FuncGraph):
+        if hasattr(graph, _OF_PROGRAMS):
+            return True
+        graph = graph.outer_graph
+    return False

@@ -54,7 +54,6 @@ from tfparallel.placement.gradients import gradients_of_a_part
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import aligned, of_the_batch
-from tfparallel.step.xla import compiled_if
 
 __all__ = ["Step"]
 
@@ -85,7 +84,6 @@ class Step:
         metrics: The compiled metrics, where the loss is that of the micro-batches, added up; None
             where the outputs meet.
         traces_each: Whether each micro-batch is traced, or only the first.
-        compiles: Whether XLA compiles what a stage computes.
         has_parts: Whether a stage is on several devices, which its gradients follow.
         gradients_stay: Whether gradients are those of this process's replicas, of the loss of all.
         timed: Whether to note when each instruction begins and ends.
@@ -107,7 +105,6 @@ class Step:
         recompute: str = "never",
         metrics: StepMetrics | None = None,
         traces_each: bool = False,
-        compiles: bool = False,
         has_parts: bool = False,
         gradients_stay: bool = False,
         timed: bool = False,
@@ -131,7 +128,6 @@ class Step:
         self._upstream: dict[tuple, list] = {}  # Gradients that have come back, by tensor.
         self._metrics = metrics
         self._traces_each = traces_each
-        self._compiles = compiles
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
         self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, likewise.
         self._kinds: dict[int, Any] = {}
@@ -151,7 +147,7 @@ class Step:
             y, sample_weight = aligned(x, y, sample_weight)
         self._batch = Batch(self._model, x, y, sample_weight, number, others)
         batch, memory = self._batch, self._memory
-        traced = {"each": self._traces_each, "compiles": self._compiles}
+        traced = {"each": self._traces_each}
         trained = self._model._trained()
         self._calls, self._losses = [], []  # By replica: each reads its own weights.
         for replica in self._replicas:
@@ -305,10 +301,9 @@ class Step:
 
     def _gradients(self, tape, targets, sources, seeds):
         try:
-            with compiled_if(self._compiles):
-                if self._has_parts and not tf.executing_eagerly():
-                    return gradients_of_a_part(*map(tf.nest.flatten, (targets, sources, seeds)))
-                return tape.gradient(targets, sources, output_gradients=seeds)
+            if self._has_parts and not tf.executing_eagerly():
+                return gradients_of_a_part(*map(tf.nest.flatten, (targets, sources, seeds)))
+            return tape.gradient(targets, sources, output_gradients=seeds)
         except Exception as error:
             if self._traces_each or tf.executing_eagerly():
                 raise

@@ -147,7 +147,6 @@ class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
             recompute=self.layout.recompute,
             metrics=way.metrics if way.rows_stay else None,
             traces_each=self._traces_each or not self._may_begin_anew,
-            compiles=self._compiles,
             has_parts=self.layout.mesh.tensor > 1,
             gradients_stay=self._accumulates,
             timed=timed,

@@ -48,7 +48,6 @@ class StageCall:
         scope: Returns what looks at the layers' writes.
         weights: The stage's, that are trained.
         each: Whether each micro-batch is traced.
-        compiles: Whether XLA compiles it.
     """
 
     def __init__(
@@ -60,16 +59,13 @@ class StageCall:
         weights: Iterable[keras.Variable],
         *,
         each: bool,
-        compiles: bool,
     ):
         self._stage = stage
         self._batch = batch
         self._memory = memory
         self._scope = scope
         values = [weight._value for weight in weights]
-        self._call = TracedOnce(
-            self._run, batch.shards, values, each=each, compiles=compiles
-        )
+        self._call = TracedOnce(self._run, batch.shards, values, each=each)
         self._given: list[Key] = []
         # What `_run` returns: values by these keys, losses, and the moments of batch norms.
         self._made: list[Key] = []
@@ -128,7 +124,6 @@ class LossCall:
         metrics: Those of which it is wanted what they grow by; None for none, in a step whose
             outputs all meet.
         each: Whether each micro-batch is traced.
-        compiles: Whether XLA compiles it.
     """
 
     def __init__(
@@ -138,12 +133,11 @@ class LossCall:
         *,
         metrics: StepMetrics | None,
         each: bool,
-        compiles: bool,
     ):
         self._model = model
         self._batch = batch
         self._metrics = metrics
-        self._call = TracedOnce(self._run, batch.shards, each=each, compiles=compiles)
+        self._call = TracedOnce(self._run, batch.shards, each=each)
         self._loss: MicroBatchLoss | None = None
         self._given: list[Key] = []
         self._num_shares: int | None = None

@@ -19,7 +19,6 @@ from tfparallel.data.shard import Shard
 from tfparallel.pipeline.as_function import computes_the_same
 from tfparallel.placement.stages import PlacementError
 from tfparallel.seams.tensorflow import InaccessibleTensorError
-from tfparallel.step.xla import compiled_if
 
 __all__ = ["MustTraceEach", "TracedOnce"]
 
@@ -47,7 +46,6 @@ class TracedOnce:
         shards: The rows of all micro-batches.
         weights: Variables that are trained.
         each: Whether to trace each micro-batch all the same.
-        compiles: Whether XLA compiles what is traced.
 
     Attributes:
         targets: The places of floating-point tensors for which a gradient must come; none where
@@ -61,11 +59,9 @@ class TracedOnce:
         weights: Iterable[tf.Variable] = (),
         *,
         each: bool = False,
-        compiles: bool = False,
     ):
         self.targets: frozenset[int] = frozenset()
         self._function = function
-        self._compiles = compiles
         # Known, and the same for all: then a layer knows that no micro-batch is without rows.
         sizes = {s.num_rows if isinstance(s.num_rows, int) else None for s in shards}
         self._num_rows = sizes.pop() if len(sizes) == 1 else None
@@ -92,8 +88,7 @@ class TracedOnce:
             except _NoFunction:
                 self._is_direct = True
         if self._is_direct:
-            with compiled_if(self._compiles):
-                found, _ = self._function(list(tensors), shard)
+            found, _ = self._function(list(tensors), shard)
             return found
         given = [*_told(shard), *_with_masks(tensors)]
         if not all(t.is_compatible_with(each) for t, each in zip(self._types, given, strict=True)):
@@ -119,8 +114,7 @@ class TracedOnce:
         def body(*arguments):
             _stand_for(arguments, given)
             here = _without_masks(arguments[3:], tensors)
-            with compiled_if(self._compiles):
-                found, targets = self._function(here, self._own_shard(shard, arguments[:3]))
+            found, targets = self._function(here, self._own_shard(shard, arguments[:3]))
             graph = tf.compat.v1.get_default_graph()
             weights = [here for there, here in graph.captures if id(there) in self._handles]
             if not computes_the_same(graph, weights):

@@ -24,7 +24,7 @@ from tfparallel.step.built_optimizer import (
 )
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.read_inputs import read_inputs
-from tfparallel.step.xla import compiled_if
+from tfparallel.step.xla import compiled_by_device
 from tfparallel.strategies.writes import after_writes
 
 __all__ = ["PlacedModel"]
@@ -161,6 +161,7 @@ class PlacedModel(OneStep):
         """Where the outputs are."""
         return self.layout.device(pipeline=self.layout.mesh.pipeline - 1)
 
+    @compiled_by_device
     def train_step(self, data):
         """One step of training, as Keras's own; every operation on its layer's device."""
         mark("input", keras.tree.flatten(data))
@@ -170,22 +171,21 @@ class PlacedModel(OneStep):
         mark("passes", found.gradients)
         return self._trained_on(found, x, y, sample_weight)
 
+    @compiled_by_device
     def test_step(self, data):
         """One step of evaluation, as Keras's own."""
-        with compiled_if(self._compiles):
-            return super().test_step(data)
+        return super().test_step(data)
 
+    @compiled_by_device
     def predict_step(self, data):
         """One step of prediction, as Keras's own."""
-        with compiled_if(self._compiles):
-            return super().predict_step(data)
+        return super().predict_step(data)
 
     def _passes(self, x, y, sample_weight) -> Found:
         """All rows forward and backward."""
         # `run_eagerly`: a tape alone can differentiate, and takes no care of devices.
         tape = tf.GradientTape() if tf.executing_eagerly() else None
-        compiled = compiled_if(self._compiles)
-        with compiled, self._beside_the_loss(), tape or contextlib.nullcontext():
+        with self._beside_the_loss(), tape or contextlib.nullcontext():
             y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
             loss = self._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True

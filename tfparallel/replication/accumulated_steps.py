@@ -31,7 +31,6 @@ from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import Found
-from tfparallel.step.xla import compiled_if
 
 __all__ = ["AccumulatedSteps"]
 
@@ -290,10 +289,9 @@ class AccumulatedSteps(OwnMetrics):
         if not found:
             self._forget_gradients()
             return
-        with compiled_if(self._compiles):
-            self.optimizer.apply_gradients(
-                zip(gradients, [variable for variable, _ in pairs], strict=True)
-            )
+        self.optimizer.apply_gradients(
+            zip(gradients, [variable for variable, _ in pairs], strict=True)
+        )
         self._forget_gradients()
 
     def _of_all_workers(self, variables, sums, divisor):

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.gradient import call_with_gradient
-from tfparallel.collectives.in_replica import all_reduce
+from tfparallel.collectives.in_replica import all_reduce, of_all_here
 from tfparallel.data import shard as shards
 
 
@@ -63,6 +63,25 @@ def in_rows(counts):
     return counts if counts.shape.rank == 2 else counts[:, None]
 
 
+def _of_all_replicas(*tensors):
+    """Each tensor of all replicas, a row each; every replica combines them itself.
+
+    Where one did it for all, the others would wait for it, under XLA for all else that it does.
+    """
+    context = tf.distribute.get_replica_context()
+    here = [tf.stack(own) for own in of_all_here(tensors)]
+    workers = context.strategy.workers
+    if workers is None:
+        return here
+
+    def of_all_workers(strategy, *stacked):
+        rows = [strategy.experimental_local_results(each)[0] for each in stacked]
+        counts = [len(strategy.devices)] * workers.num_workers
+        return tuple(workers.all_gather(rows, counts))
+
+    return context.merge_call(of_all_workers, args=tuple(here))
+
+
 def _global_moments(shard, count, mean, deviations, correction):
     """Combines (n_k, m_k, M_k) of all replicas; returns the global mean and variance."""
     if shard.may_be_idle:
@@ -71,26 +90,14 @@ def _global_moments(shard, count, mean, deviations, correction):
     num_channels = mean.shape[0]
 
     def combine(mean, deviations):
-        def on_all(strategy, count, mean, deviations):
-            local = strategy.experimental_local_results
-            counts = in_rows(tf.stack(local(count)))
-            means, squares = tf.stack(local(mean)), local(deviations)
-            if strategy.workers is not None:
-                num_workers = strategy.workers.num_workers
-                counts, means, squares = strategy.workers.all_gather(
-                    [counts, means, tf.stack(squares)], [len(squares)] * num_workers
-                )
-                squares = tf.unstack(squares)
-            n = tf.reduce_sum(counts, 0) + correction
-            m = tf.reduce_sum(counts * means, 0) / n
-            spread = counts * tf.math.squared_difference(means, m)
-            v = (tf.add_n(squares) + tf.reduce_sum(spread, 0)) / n
-            # What is left of Σ n_k (m_k − m) / n; 0 but for the correction.
-            return n, m, v, m * correction / n
-
-        n, m, v, rest = tf.distribute.get_replica_context().merge_call(
-            on_all, args=(count, mean, deviations)
-        )
+        counts, means, squares = _of_all_replicas(count, mean, deviations)
+        counts = in_rows(counts)
+        n = tf.reduce_sum(counts, 0) + correction
+        m = tf.reduce_sum(counts * means, 0) / n
+        spread = counts * tf.math.squared_difference(means, m)
+        v = tf.reduce_sum(squares + spread, 0) / n
+        # What is left of Σ n_k (m_k − m) / n; 0 but for the correction.
+        rest = m * correction / n
 
         def backward(upstream):
             dm, dv = tf.split(all_reduce(upstream), 2)

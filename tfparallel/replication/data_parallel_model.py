@@ -35,6 +35,7 @@ from tfparallel.seams.keras import batches_of
 from tfparallel.step.ahead import build_ahead, symbolic_build, types_of_batches
 from tfparallel.step.built_optimizer import check_known
 from tfparallel.step.read_inputs import read_inputs
+from tfparallel.step.xla import compiled_by_device
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
@@ -61,6 +62,10 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
     @property
     def _has_several_devices(self) -> bool:
         return self.strategy is not None
+
+    @property
+    def _devices_of_programs(self):
+        return self.strategy.devices
 
     @property
     def layout(self) -> Layout:
@@ -230,6 +235,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         if self._workers is not None and self.built:
             self.strategy.choose_all_reduce(self.trainable_variables)
 
+    @compiled_by_device
     def train_step(self, data):
         """One step of training, for the global batch."""
         if self.strategy is None:
@@ -270,6 +276,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         finally:
             object.__setattr__(self, "_in_train_step", False)
 
+    @compiled_by_device
     def test_step(self, data):
         """One step of evaluation, for the global batch."""
         if self.strategy is None:
@@ -282,6 +289,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
             return self._test_on_own_rows(data, way.metrics, worker_rows)
         return super().test_step(data)
 
+    @compiled_by_device
     def predict_step(self, data):
         """One step of prediction, for the global batch."""
         if self.strategy is None:
@@ -396,7 +404,6 @@ def extend_parts(model: keras.Model) -> None:
                 _strategy=strategy,
                 _synchronize_batch_norm=model._synchronize_batch_norm,
                 _check_rows=model._check_rows,
-                _owner_compiles=model.compiled and model._compiles,
             )
     for found in _optimizers(model):
         optimizer.prepare(found, strategy, model._shard)

@@ -48,7 +48,6 @@ from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.replication.sums import Summed, Sums
 from tfparallel.seams.tensorflow import is_recording, needs_gradient
-from tfparallel.step.xla import compiled_if
 from tfparallel.strategies import variables
 
 
@@ -86,7 +85,6 @@ class ReplicatedCall:
         worker_rows: How many rows each worker has, if the arguments hold this worker's alone: a
             scalar tensor a worker, equal on all.
         gathers: Whether the outputs are joined with those of the other workers.
-        compiles: Whether XLA compiles what each replica computes.
     """
 
     def __init__(
@@ -97,7 +95,6 @@ class ReplicatedCall:
         partial_gradients: PendingTerms | None = None,
         worker_rows: Sequence[tf.Tensor] | None = None,
         gathers: bool = True,
-        compiles: bool = False,
     ):
         self._layer = layer
         self._call = call
@@ -105,7 +102,6 @@ class ReplicatedCall:
         self._partial_gradients = partial_gradients
         self._worker_rows = worker_rows
         self._gathers = gathers
-        self._compiles = compiles
         self._trainable = [variable for variable in layer.variables if variable.trainable]
         self._waiting: list[tf.Tensor] = []  # Sums of this worker that travel with the gradients,
         self._arrived: list[tf.Tensor] | None = None  # and what the backward pass made of them.
@@ -202,8 +198,7 @@ class ReplicatedCall:
                 shard, tape, own, logits, sources, losses, sums, masks, scope, structure
             )
 
-        with compiled_if(self._compiles):
-            self._strategy.run(on_replica)
+        self._strategy.run(on_replica)
         inputs.take_off_masks(parts[0])
         return [replicas[k] for k in range(len(own_shards))]
 
@@ -328,8 +323,7 @@ class ReplicatedCall:
                     [dy for _, dy in targets],
                 )
 
-        with compiled_if(self._compiles):
-            self._strategy.run(on_replica)
+        self._strategy.run(on_replica)
         by_source = list(zip(*[gradients[k] for k in range(len(replicas))], strict=True))
         num_inputs = len(replicas[0].inputs)
         own_shards = [replica.shard for replica in replicas]

@@ -15,13 +15,7 @@ __all__ = ["ReplicatedLayer", "judge_anew"]
 class ReplicatedLayer:
     """Extends a layer or a model: a call in a program is spread over the replicas."""
 
-    _owner_compiles = False  # Whether XLA compiles the model whose step calls the layer.
     _judged_eagerly = frozenset()  # The kinds of arguments that eager calls were given.
-
-    @property
-    def _compiles(self) -> bool:
-        """Whether XLA compiles what each replica computes."""
-        return self._owner_compiles
 
     def __call__(self, *args, **kwargs):
         """Calls the layer, on the replicas if it is a program that calls it."""
@@ -55,7 +49,6 @@ class ReplicatedLayer:
     def _call_on_replicas(self, call, args, kwargs, **options):
         """Calls a function of this layer's on each replica; keeps the losses that it adds."""
         partial = self._partial_gradients()
-        options["compiles"] = self._compiles
         replicated = ReplicatedCall(self, call, self._strategy, partial, **options)
         outputs, losses = replicated(args, kwargs)
         self._clear_losses()

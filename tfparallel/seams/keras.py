@@ -21,6 +21,7 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 from keras.src.trainers.data_adapters.tf_dataset_adapter import (
     make_class_weight_map_fn as class_weighting,
 )
+from keras.src.trainers.trainer import model_supports_jit
 
 __all__ = [
     "BATCH_NORMALIZATION_MODULE",
@@ -52,6 +53,7 @@ __all__ = [
     "in_training",
     "make_global_seed_generator",
     "mask_epsilon",
+    "model_supports_jit",
     "reduce_weighted_values",
     "set_global",
     "squeeze_or_expand_to_same_rank",

@@ -1,14 +1,10 @@
 """Private names of TensorFlow."""
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import rewriter_config_pb2
-from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import (
     cross_device_ops,
     cross_device_utils,
@@ -27,9 +23,10 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 from tensorflow.python.eager import context, record
-from tensorflow.python.framework import config, ops
+from tensorflow.python.framework import config, kernels, ops
 from tensorflow.python.framework.errors import InaccessibleTensorError
-from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.framework.func_graph import FuncGraph, func_graph_from_py_func
+from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2, all_to_all_v2
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.util import nest
@@ -51,8 +48,8 @@ __all__ = [
     "all_reduce_v2",
     "all_to_all_v2",
     "collective_keys",
-    "compile_at_first_run",
     "composite_of",
+    "copy_handle_data",
     "coordination_service",
     "create_mirrored_variable",
     "devices_match",
@@ -65,13 +62,15 @@ __all__ = [
     "needs_gradient",
     "not_recording",
     "record_operation",
+    "registered_kernels",
     "regroup",
     "replica_index",
     "run_alone",
     "run_independently",
     "runtime_has_started",
+    "share_functions",
+    "traced_graph",
     "wait_for_other_processes",
-    "without_fused_kernels",
 ]
 
 
@@ -131,8 +130,53 @@ def composite_of(spec: tf.TypeSpec, make: Callable[[tf.TensorSpec], tf.Tensor]) 
 
 
 def graph_of(graph: tf.Graph, function: str) -> tf.Graph | None:
-    """The graph of a function that a graph calls by its name; None where TensorFlow kept none."""
-    return getattr(graph._get_function(function), "graph", None)
+    """The graph of a function that a graph calls by its name; None where TensorFlow kept none.
+
+    A graph knows the functions of those that it is traced in, too.
+    """
+    found = None
+    while graph is not None and found is None:
+        found = graph._get_function(function)
+        graph = getattr(graph, "outer_graph", None)
+    return getattr(found, "graph", None)
+
+
+def traced_graph(name: str, function: Callable[..., Any], args: Sequence[Any]) -> FuncGraph:
+    """Traces a function of nested tensors into a graph within the one that is being built."""
+    return func_graph_from_py_func(name, function, tuple(args), {})
+
+
+def share_functions(source: tf.Graph, target: tf.Graph, used_by=None) -> None:
+    """Has a graph know the functions of another.
+
+    Args:
+        source: The other.
+        target: The graph.
+        used_by: A `GraphDef`, of whose nodes alone; None for all.
+    """
+    wanted = None if used_by is None else _functions_named_in(used_by)
+    for name, function in source._functions.items():
+        if wanted is None or name in wanted:
+            target._add_function_recursive(function)
+
+
+def _functions_named_in(definition) -> set[str]:
+    found = set()
+    for node in definition.node:
+        for value in node.attr.values():
+            found.add(value.func.name)
+            found.update(each.name for each in value.list.func)
+    return found
+
+
+def copy_handle_data(source: tf.Tensor, target: tf.Tensor) -> None:
+    """Says of a handle, or of a list, what another holds."""
+    handle_data_util.copy_handle_data(source, target)
+
+
+def registered_kernels(operation_type: str) -> list:
+    """The kernels of an operation: messages of type `KernelDef`."""
+    return list(kernels.get_registered_kernels_for_op(operation_type).kernel)
 
 
 def run_alone(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -184,41 +228,6 @@ def record_operation(
 def leaves_with_paths(structure: Any) -> Iterator[tuple[str, Any]]:
     """The leaves of a nested structure, each with its path, "a/0/b"."""
     return nest.flatten_with_joined_string_paths(structure)
-
-
-def compile_at_first_run(is_wanted: bool = True) -> bool:
-    """Has TensorFlow compile what is marked for XLA before it first runs, in this process.
-
-    By default, a program runs uncompiled until its shapes have come several times; and its draws
-    are others then.
-
-    Returns:
-        Whether it did so before.
-    """
-    return not pywrap_tf_session.TF_SetXlaEnableLazyCompilation(not is_wanted)
-
-
-@contextlib.contextmanager
-def without_fused_kernels() -> Iterator[None]:
-    """Has functions that run for the first time here, on this thread, keep their operations apart.
-
-    TensorFlow puts one kernel in place of a product, its bias and its activation, before it looks
-    for what is marked for XLA; and that kernel has no mark.
-    """
-    eager = context.context()
-    before = eager.function_call_options
-    eager.function_call_options = _apart(before.config_proto_serialized, before.executor_type)
-    try:
-        yield
-    finally:
-        eager.function_call_options = before
-
-
-@functools.lru_cache(maxsize=8)
-def _apart(serialized, executor_type):
-    config = tf.compat.v1.ConfigProto.FromString(serialized)
-    config.graph_options.rewrite_options.remapping = rewriter_config_pb2.RewriterConfig.OFF
-    return context.FunctionCallOptions(executor_type, config)
 
 
 def run_independently(operation: tf.Operation) -> None:

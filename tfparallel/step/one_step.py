@@ -21,7 +21,7 @@ from tfparallel.extend import attach, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.xla import CompiledByDevice, compiled_if
+from tfparallel.step.xla import CompiledByDevice
 
 __all__ = ["Found", "OneStep"]
 
@@ -147,8 +147,7 @@ class OneStep(CompiledByDevice):
 
     def _apply_found(self, found: Found) -> None:
         """Changes the weights as the gradients of the batch say."""
-        with compiled_if(self._compiles):
-            self.optimizer.apply_gradients(zip(found.gradients, found.variables, strict=True))
+        self.optimizer.apply_gradients(zip(found.gradients, found.variables, strict=True))
 
 
 def _has_counted(variable: keras.Variable) -> bool:

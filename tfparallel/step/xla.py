@@ -1,84 +1,34 @@
-"""XLA on several devices: what each of them computes becomes programs of its own.
+"""XLA on several devices: a step of `fit` is few programs on each of them.
 
 Keras compiles a step (`jit_compile=True`) as one program, which holds the variables of one device
-alone. Here a step is traced as always, with its passes and its update marked
-(`tf.xla.experimental.jit_scope`), and TensorFlow makes programs of neighbouring operations on one
-device. What it cannot compile stays outside: strings, Python's functions. So do sums between
-devices and workers, and checks, which XLA would leave out; and loops, branches and functions of the
-model's own, since a mark ends where another graph begins.
-
-XLA draws other random numbers than TensorFlow's kernels do. What is marked is compiled before it
-first runs, so that its draws are XLA's from the first step on, as they are where Keras compiles. A
-draw in a loop, or from a constant seed, would not be, and is refused.
+alone. Here a step is traced as always, and its graph is cut where devices exchange something, and
+around what XLA cannot compile: strings, Python's functions, sums between workers, checks. What is
+between the cuts is one program on each device (`engine/programs/`).
 """
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.engine.graphs import called_by, with_inner
-from tfparallel.seams.tensorflow import compile_at_first_run, without_fused_kernels
+from tfparallel.engine.programs.step import in_programs
+from tfparallel.seams.keras import model_supports_jit
 
-__all__ = ["CompiledByDevice", "compiled_if"]
-
-
-@contextlib.contextmanager
-def compiled_if(is_wanted: bool) -> Iterator[None]:
-    """Has XLA compile the operations that are traced in it, each device's by themselves.
-
-    Raises:
-        ValueError: If a loop, a branch or a function in it draws random numbers, or something
-            draws them from a constant seed.
-    """
-    if not is_wanted or tf.executing_eagerly():
-        yield
-        return
-    compile_at_first_run()
-    graph = tf.compat.v1.get_default_graph()
-    num_before = len(graph.get_operations())
-    with tf.xla.experimental.jit_scope(compile_ops=_may_be_compiled):
-        yield
-    _refuse_draws_not_by_xla(graph.get_operations()[num_before:])
+__all__ = ["CompiledByDevice", "compiled_by_device"]
 
 
-def _may_be_compiled(node) -> bool:
-    # XLA drops what only raises an error, and has sums between devices of its own. A function is
-    # not compiled as a whole, with the checks in it: that of a stage marks what it computes itself.
-    checks, calls = ("Assert", "CheckNumerics"), ("PartitionedCall", "StatefulPartitionedCall")
-    return node.op not in (*checks, *calls) and not node.op.startswith("Collective")
+def compiled_by_device(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Has XLA compile a method that takes a step of a `CompiledByDevice`, if it asks for it."""
 
+    @functools.wraps(step)
+    def called(self, data):
+        if tf.executing_eagerly() or not self._compiles:
+            return step(self, data)
+        return in_programs(functools.partial(step, self), self._devices_of_programs, data)
 
-def _refuse_draws_not_by_xla(operations) -> None:
-    inner = itertools.chain.from_iterable(map(called_by, operations))
-    within = itertools.chain.from_iterable(graph.get_operations() for graph in inner)
-    for operation in with_inner(within):
-        if "Random" in operation.type and not _is_marked(operation):
-            raise ValueError(_refusal(operation, "in a loop, a branch or a function of its own"))
-    for operation in operations:
-        # TensorFlow computes beforehand what is the same in each step.
-        is_seeded = operation.type == "StatelessRandomGetKeyCounter"
-        if is_seeded and tf.get_static_value(operation.inputs[0]) is not None:
-            raise ValueError(_refusal(operation, "from a seed that never changes"))
-
-
-def _refusal(operation, where: str) -> str:
-    return (
-        f"A layer draws random numbers {where}, which XLA does not compile on several devices; on "
-        "one it does, and draws others. A draw in the layer's `call`, by a "
-        "`keras.random.SeedGenerator`, or a model that XLA does not compile, is required. "
-        f"Received: '{operation.name}', and `jit_compile=True` (on GPUs \"auto\" means it). Draw "
-        "before the loop, as `LSTM(dropout=…)` does, or compile with `jit_compile=False`."
-    )
-
-
-def _is_marked(operation) -> bool:
-    try:
-        return operation.get_attr("_XlaCompile")
-    except ValueError:
-        return False
+    return called
 
 
 class CompiledByDevice:
@@ -93,11 +43,17 @@ class CompiledByDevice:
         """Whether XLA compiles what each device does."""
         return self._has_several_devices and self.jit_compile
 
+    @property
+    def _devices_of_programs(self) -> Sequence[str]:
+        """This process's devices."""
+        return self.layout.devices
+
     def _resolve_auto_jit_compile(self):
         if not self._has_several_devices:
             return super()._resolve_auto_jit_compile()
-        # A step on two GPUs is hundreds of programs (docs/internals/gpu.md), slower than none.
-        return False
+        # Keras says no under any strategy, and asks for the machine's devices, not the model's.
+        has_gpu = any("GPU:" in device for device in self.layout.devices)
+        return has_gpu and model_supports_jit(self)
 
     @contextlib.contextmanager
     def _not_as_one_program(self):
@@ -114,29 +70,18 @@ class CompiledByDevice:
 
     def make_train_function(self, force=False):
         """Makes the function of a step of `fit`, of which each device's part may be compiled."""
-        return self._made("train_function", super().make_train_function, force)
+        with self._not_as_one_program():
+            super().make_train_function(force)
+        return self.train_function
 
     def make_test_function(self, force=False):
         """Makes the function of a step of `evaluate`, likewise."""
-        return self._made("test_function", super().make_test_function, force)
+        with self._not_as_one_program():
+            super().make_test_function(force)
+        return self.test_function
 
     def make_predict_function(self, force=False):
         """Makes the function of a step of `predict`, likewise."""
-        return self._made("predict_function", super().make_predict_function, force)
-
-    def _made(self, name, make, force):
-        known = getattr(self, name)
         with self._not_as_one_program():
-            make(force)
-        if self._compiles and getattr(self, name) is not known:
-            setattr(self, name, _keeping_marks(getattr(self, name)))
-        return getattr(self, name)
-
-
-def _keeping_marks(function):
-    @functools.wraps(function)
-    def called(*arguments):
-        with without_fused_kernels():
-            return function(*arguments)
-
-    return called
+            super().make_predict_function(force)
+        return self.predict_function

@@ -1,0 +1,225 @@
+"""Counts the XLA programs of a step, and times compiling and training, on one device and on two.
+
+    .venv/bin/python benchmarks/xla.py --kind=GPU --report=xla.jsonl
+    .venv/bin/python benchmarks/xla.py resnet50 --ways=plain,one --precision=mixed_bfloat16
+    .venv/bin/python benchmarks/xla.py --kind=GPU --together --memory_mib=5000
+
+Two devices are the halves of one, so that two replicas do twice the work of one on it. Each way is
+a process of its own with a deadline, one after the other; or `--together`, which saves time: all
+compile side by side, and then train one after the other with nothing beside them. On CPUs the
+networks are small: it is the programs that are counted there.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import contest
+
+PROGRAM = contest.PAGE.with_name("xla_run.py")
+NETWORKS = {
+    "resnet50": ("plain", "one", "two_own", "two", "two_uncompiled", "mirrored"),
+    "transformer": (
+        *("plain", "one", "two", "two_uncompiled", "mirrored"),
+        *("model", "tensor", "pipeline"),
+    ),
+}
+TITLES = {
+    "plain": "plain Keras",
+    "one": "`MirroredStrategy` of ours, one device",
+    "two": "`data_parallel`, two replicas",
+    "two_own": "`data_parallel`, two replicas, own moments",
+    "two_uncompiled": "`data_parallel`, two replicas, without XLA",
+    "mirrored": "`tf.distribute.MirroredStrategy`, without XLA",
+    "model": "`model_parallel`",
+    "tensor": "`tensor_parallel`",
+    "pipeline": "`pipeline_parallel`, M = 2",
+}
+TRAINING_SECONDS = 120
+COLUMNS = (
+    "",
+    "XLA programs",
+    "first step, s",
+    "its processor time, s",
+    "step, ms",
+    "over plain",
+    "peak memory, MiB",
+    "first losses",
+)
+
+
+def main(arguments):
+    options = parse(arguments)
+    end = time.monotonic() + options.total_seconds
+    found = []
+    for network in options.networks:
+        ways = [way for way in options.ways or NETWORKS[network] if way in NETWORKS[network]]
+        for index in range(options.repeat):
+            in_order = ways if index % 2 == 0 else ways[::-1]
+            for group in [in_order] if options.together else [[way] for way in in_order]:
+                for told in measured(network, group, options, end):
+                    found.append(told | {"round": index + 1, "kind": options.kind})
+                    print(json.dumps(found[-1]), flush=True)
+                    if options.report:
+                        with open(options.report, "a") as file:
+                            print(json.dumps(found[-1]), file=file)
+    print("\n".join(page(found)))
+    return int(any("error" in told for told in found))
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=" or ".join(NETWORKS))
+    parser.add_argument("--kind", choices=("GPU", "CPU"), default="CPU", help="of device")
+    parser.add_argument(
+        "--ways", type=lambda text: text.split(","), help=f"of {', '.join(TITLES)}; by default all"
+    )
+    parser.add_argument(
+        "--precision", choices=("float32", "mixed_bfloat16"), default="float32", help="float32"
+    )
+    parser.add_argument("--steps", type=contest.positive, default=20, help="timed ones (20)")
+    parser.add_argument("--warm_steps", type=contest.positive, default=5, help="before them (5)")
+    parser.add_argument("--repeat", type=contest.positive, default=1, help="rounds (1)")
+    parser.add_argument("--together", action="store_true", help="compile side by side")
+    parser.add_argument(
+        "--memory_mib", type=contest.positive, default=0, help="of each part of a GPU; all of it"
+    )
+    parser.add_argument("--seconds", type=float, default=300, help="to compile in (300)")
+    parser.add_argument("--total_seconds", type=float, default=3600, help="for all (3600)")
+    parser.add_argument("--report", metavar="PATH", help="append a line of JSON for each")
+    options = parser.parse_args(arguments)
+    options.networks = options.networks or list(NETWORKS)
+    for what, known, received in (
+        ("network", NETWORKS, options.networks),
+        ("way", TITLES, options.ways or ()),
+    ):
+        if unknown := [name for name in received if name not in known]:
+            parser.error(
+                f"each {what} must be one of {', '.join(known)}. Received: {', '.join(unknown)}"
+            )
+    if options.report and not pathlib.Path(options.report).resolve().parent.is_dir():
+        parser.error(f"the folder of a file to write must exist. Received: {options.report}")
+    return options
+
+
+def measured(network, ways, options, end):
+    """Yields what each way told: all, or what it knew when it failed or its time was over."""
+    with contextlib.ExitStack() as stack:
+        running = [Run(stack, network, way, options) for way in ways]
+        compiled_by = min(end, time.monotonic() + options.seconds)
+        for run in running:
+            run.wait_until_compiled(compiled_by)
+        for run in running:
+            run.train(min(end, time.monotonic() + TRAINING_SECONDS))
+            yield run.told()
+
+
+class Run:
+    """A process of `xla_run.py`.
+
+    Args:
+        stack: An `ExitStack`, which ends it.
+        network: Key of `NETWORKS`.
+        way: Key of `TITLES`.
+        options: What `parse` returned.
+    """
+
+    def __init__(self, stack, network, way, options):
+        self._told = {"network": network, "way": way, "precision": options.precision}
+        self._output, self._log = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        # This checkout is what is measured, not another that may be installed.
+        folders = filter(None, [str(contest.TOP), os.environ.get("PYTHONPATH")])
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+        if options.kind == "CPU":
+            variables |= {"CUDA_VISIBLE_DEVICES": "-1"}
+        words = (network, way, options.kind, options.precision, options.memory_mib)
+        self._process = subprocess.Popen(
+            [sys.executable, PROGRAM, *map(str, (*words, options.warm_steps, options.steps))],
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=self._log,
+            env=variables,
+        )
+        stack.callback(self._end)
+        self._error = None
+
+    def wait_until_compiled(self, end):
+        """Waits for the line that the process prints after its first step; or stops it."""
+        while not self._printed() and self._process.poll() is None:
+            if time.monotonic() > end:
+                self._error = "not compiled when its time was over"
+                self._end()
+            time.sleep(0.05)
+
+    def train(self, end):
+        """Lets the process train, and waits for its end."""
+        try:
+            self._process.communicate(b"go\n", max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._error = "stopped while it trained"
+            self._end()
+        if self._process.returncode and not self._error:
+            lines = read(self._log).strip().splitlines()
+            self._error = f"exit code {self._process.returncode}: " + "\n".join(lines[-5:])[-600:]
+
+    def told(self):
+        """Returns the last that it printed, and what went wrong."""
+        told = json.loads(self._printed()[-1]) if self._printed() else self._told
+        return told | ({"error": self._error} if self._error else {})
+
+    def _printed(self):
+        return [line for line in read(self._output).splitlines() if line.startswith('{"network"')]
+
+    def _end(self):
+        self._process.kill()
+        self._process.wait()
+
+
+def read(file):
+    """Returns the text that another process has written so far, its whole lines."""
+    size = os.fstat(file.fileno()).st_size
+    text = os.pread(file.fileno(), size, 0).decode(errors="replace")
+    return text[: text.rfind("\n") + 1]
+
+
+def page(found):
+    """The lines of a table for each network; times over `plain` of the same round."""
+    lines = []
+    for network in dict.fromkeys(told["network"] for told in found):
+        rows = [told for told in found if told["network"] == network]
+        plain = {told["round"]: told.get("step_ms") for told in rows if told["way"] == "plain"}
+        lines += ["", f"### {network}, {rows[0]['precision']}, {rows[0]['kind']}", ""]
+        lines += [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
+        lines += [f"| {' | '.join(cells(told, plain.get(told['round'])))} |" for told in rows]
+    return lines
+
+
+def cells(told, plain_ms):
+    def by_device(counts):
+        return ", ".join(f"{name} {number}" for name, number in counts.items()) or "none"
+
+    step_ms, title = told.get("step_ms"), TITLES[told["way"]]
+    if "error" in told:
+        title += f": {told['error'].splitlines()[-1][:160]}"
+    return [
+        title,
+        by_device(told["programs"]) if "programs" in told else "",
+        str(told.get("first_seconds", "")),
+        str(told.get("first_cpu_seconds", "")),
+        f"{step_ms:.1f}" if step_ms else "",
+        f"{step_ms / plain_ms:.2f}" if step_ms and plain_ms else "",
+        by_device(told["peak_mib"]) if "peak_mib" in told else "",
+        ", ".join(f"{loss:.5f}" for loss in told.get("losses", ())),
+    ]
+
+
+if __name__ == "__main__":
+    contest.run(main)

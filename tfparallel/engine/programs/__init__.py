@@ -1,0 +1,1 @@
+"""A traced step as few XLA programs on each device as its exchanges allow."""

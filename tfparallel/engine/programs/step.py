@@ -1,0 +1,141 @@
+"""A step whose parts XLA compiles, device by device.
+
+The step is traced into a graph of its own, which is divided (`plan.py`), and made again in the
+graph of the caller: each program as a function that XLA compiles as a whole, the rest as it was.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.engine.graphs import is_of_programs, of_programs, with_inner
+from tfparallel.engine.programs.compilable import refuse_draw
+from tfparallel.engine.programs.plan import plan_of
+from tfparallel.engine.programs.units import Outside, Program
+from tfparallel.seams.tensorflow import copy_handle_data, share_functions, traced_graph
+
+__all__ = ["in_programs"]
+
+
+def in_programs(step: Callable[..., Any], devices: Sequence[str], *args: Any) -> Any:
+    """Calls a step while a function is traced, and has XLA compile what each device does in it.
+
+    Args:
+        step: Takes and returns nested tensors.
+        devices: Names of the devices.
+        *args: Its arguments.
+
+    Raises:
+        ValueError: If something draws random numbers that XLA cannot compile.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if is_of_programs(graph):
+        return step(*args)
+    traced = traced_graph("step", of_programs(step), args)
+    found = iter(_Caller(traced, graph, devices).call(_tensors(args)))
+    return tf.nest.map_structure(
+        lambda each: next(found) if tf.is_tensor(each) else each,
+        traced.structured_outputs,
+        expand_composites=True,
+    )
+
+
+def _tensors(args) -> list[tf.Tensor]:
+    return [each for each in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(each)]
+
+
+class _Caller:
+    """Makes a divided graph again in another."""
+
+    def __init__(self, traced, graph, devices: Sequence[str]):
+        self._traced = traced
+        self._graph = graph
+        self._devices = devices
+        self._made: dict[tuple[str, int], tf.Tensor] = {}  # By operation and output in the trace.
+        self._done: dict[Any, tf.Operation] = {}  # By unit.
+
+    def call(self, args: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        traced = self._traced
+        captured = {id(inner): outer for outer, inner in traced.captures}
+        of_caller = iter(args)
+        homes = {}
+        for inner in traced.inputs:
+            outer = captured[id(inner)] if id(inner) in captured else next(of_caller)
+            self._made[inner.op.name, 0] = outer
+            if inner.dtype == tf.resource:
+                homes[inner.op.name] = outer.device
+        share_functions(traced, self._graph)
+        with tf.device(None):
+            for unit in plan_of(traced, self._devices, homes):
+                before = [self._done[each] for each in unit.after]
+                with self._graph.control_dependencies(before):
+                    make = self._outside if isinstance(unit, Outside) else self._program
+                    self._done[unit.unit] = make(unit)
+        return [self._tensor(each) for each in traced.outputs]
+
+    def _tensor(self, tensor) -> tf.Tensor:
+        return self._made[tensor.op.name, tensor.value_index]
+
+    def _outside(self, unit: Outside) -> tf.Operation:
+        op = unit.operation
+        attributes = {k: v for k, v in op.node_def.attr.items() if k != "_class"}
+        if unit.device is None:
+            refuse_draw(op, with_inner([op]))
+            made = self._again(op, op.device or None, attributes)
+            for each in unit.same:
+                self._keep(each.outputs, made.outputs)
+            return made
+        attributes["_XlaMustCompile"] = tf.compat.v1.AttrValue(b=True)
+        return self._again(op, self._devices[unit.device], attributes)
+
+    def _again(self, op, device, attributes) -> tf.Operation:
+        with tf.device(device):
+            made = self._graph.create_op(
+                op.type,
+                [self._tensor(each) for each in op.inputs],
+                [each.dtype for each in op.outputs],
+                name=op.name.replace("/", "_"),
+                attrs=attributes,
+                op_def=op.op_def,
+            )
+        self._keep(op.outputs, made.outputs)
+        return made
+
+    def _program(self, unit: Program) -> tf.Operation:
+        names = {(t.op.name, t.value_index): f"given_{i}" for i, t in enumerate(unit.inputs)}
+        own = {op.name for op in unit.operations}
+        definition = tf.compat.v1.GraphDef()
+        definition.versions.CopyFrom(self._traced.graph_def_versions)
+        for op in unit.operations:
+            node = definition.node.add()
+            node.CopyFrom(op.node_def)
+            node.ClearField("device")
+            node.attr.pop("_class", None)
+            del node.input[:]
+            for tensor in op.inputs:
+                name = tensor.op.name
+                inside = f"{name}:{tensor.value_index}" if tensor.value_index else name
+                node.input.append(inside if name in own else names[name, tensor.value_index])
+            node.input.extend(f"^{each.name}" for each in op.control_inputs if each.name in own)
+
+        def program():
+            graph = tf.compat.v1.get_default_graph()
+            share_functions(self._traced, graph, definition)
+            given = {name: graph.capture(self._made[key]) for key, name in names.items()}
+            returned = [each.name for each in unit.outputs]
+            return tf.graph_util.import_graph_def(definition, given, returned, name="")
+
+        function = tf.function(program, autograph=False, jit_compile=True)
+        with tf.device(self._devices[unit.device]):
+            found = function()
+        self._keep(unit.outputs, found or [])
+        return found[0].op if found else self._graph.get_operations()[-1]
+
+    def _keep(self, traced, made) -> None:
+        for inner, outer in zip(traced, made, strict=True):
+            if inner.dtype in (tf.resource, tf.variant):
+                copy_handle_data(inner, outer)
+            elif not outer.shape.is_fully_defined():
+                outer.set_shape(inner.shape)
+            self._made[inner.op.name, inner.value_index] = outer
