@@ -141,22 +141,29 @@ def forward_graph(num_layers, **arguments):
     return forward.get_concrete_function(tf.TensorSpec((9, 3))).graph
 
 
-@pytest.mark.parametrize("num_layers", [0, 1, 3])
-def test_one_reduction_a_layer(num_layers):
-    if num_layers == 0:
-        graph = forward_graph(1, synchronize_batch_norm=False)
-        sums = sums_over_replicas(graph)
-        # No exchange in the forward pass; the two moving averages are averaged after it.
-        assert [operation.outputs[0].shape.rank for operation in sums] == [1, 1]
-        return
-    sums = sums_over_replicas(forward_graph(num_layers))
-    # The sum of M_k, three channels each; n_k and m_k are taken along.
-    assert [operation.outputs[0].shape.as_list() for operation in sums] == [[3]] * num_layers
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_one_exchange_a_layer(num_layers):
+    # m_k and M_k, three channels each, and n_k.
+    shapes = received(forward_graph(num_layers))
+    assert sorted(shapes) == sorted([(3,), (3,), ()] * num_layers)
 
 
-def sums_over_replicas(graph):
-    return [
-        operation
+def test_no_exchange_in_the_forward_pass_of_own_moments():
+    graph = forward_graph(1, synchronize_batch_norm=False)
+    assert received(graph) == []
+    # The two moving averages are averaged after it.
+    sums = [each for each in graph.get_operations() if each.type == "AddN"]
+    assert [each.outputs[0].shape.as_list() for each in sums if len(each.inputs) == 3] == [[3], [3]]
+
+
+def received(graph):
+    """The shapes of what the first replica reads of the second one."""
+    first, second = (f"/device:{name}" for name in THREE[:2])
+    found = {
+        (tensor.op.name, tensor.value_index): tuple(tensor.shape)
         for operation in graph.get_operations()
-        if operation.type == "AddN" and len(operation.inputs) == len(THREE)
-    ]
+        if operation.device.endswith(first)
+        for tensor in operation.inputs
+        if tensor.op.device.endswith(second) and tensor.dtype == tf.float32
+    }
+    return [shape for shape in found.values() if None not in shape]
