@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tests.engine.program import EITHER, EXACT, net, program
+from tests.engine.program import EITHER, EXACT, REFUSED, net, program
 
 
 def rows_of(x):
@@ -186,3 +186,21 @@ program(
     compile=lambda: {"loss": "mse", "metrics": [Decays()]},
 )
 program("more: pictures of a batch in a batch", EXACT, net(lambda x: tf.reshape(x[None], (-1, 4))))
+
+
+class CountsInFunction(keras.layers.Layer):
+    """Its function is traced once before there are replicas, and again after."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    @tf.function
+    def counted(self, x):
+        self.count.assign(self.count.value + 1)
+        return x * (1 + 0.1 * self.count.value)
+
+    def call(self, x):
+        return self.counted(x)
+
+
+program("more: a state that a function changes", REFUSED, net(CountsInFunction))

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfparallel.seams.tensorflow import FuncGraph, graph_of
 
-__all__ = ["called_by", "calls_unknown", "is_of_programs", "of_programs", "with_inner"]
+__all__ = ["called_by", "calls_unknown", "is_of_programs", "is_within", "of_programs", "with_inner"]
 
 _OF_PROGRAMS = "_tfparallel_of_programs"
 
@@ -42,6 +42,13 @@ def _graphs_of(operation) -> list[tf.Graph | None]:
     values = [(operation.get_attr(name), kind) for name, kind in kinds.items()]
     called = [each for value, kind in values for each in (value if "list" in kind else [value])]
     return [graph_of(operation.graph, each.name) for each in called]
+
+
+def is_within(graph: tf.Graph, other: tf.Graph) -> bool:
+    """Whether a graph is traced in another, at any depth."""
+    while graph is not None and graph is not other:
+        graph = getattr(graph, "outer_graph", None)
+    return graph is other
 
 
 def of_programs(function: Callable) -> Callable:

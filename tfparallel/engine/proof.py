@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.engine.arguments import placeholder_of, type_of_argument
-from tfparallel.engine.graphs import called_by, with_inner
+from tfparallel.engine.graphs import called_by, is_within, with_inner
 from tfparallel.engine.growth import SUMS, growth_of
 from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph, notes_of
 from tfparallel.engine.kept import attributes_kept, kept_tensors, reads_noted
@@ -244,7 +244,12 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
         own = [*part.variables, *(v for metric in part.metrics for v in metric.variables)]
         for variable in {id(v): v for v in own}.values():
             value = scope.get_current_value(variable)
-            if value is None or not tf.is_symbolic_tensor(value) or value.graph is not judge.graph:
+            if value is None or not tf.is_symbolic_tensor(value):
+                continue
+            if value.graph is not judge.graph:
+                if is_within(value.graph, judge.graph):
+                    why = "writes a variable in a function, a branch or a loop"
+                    yield f"variable '{variable.path}'", Mixed(value.op, why), value
                 continue
             if value is sums.get(id(variable)):
                 continue
