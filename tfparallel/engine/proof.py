@@ -240,14 +240,16 @@ def _judged(layer, trace: _Trace) -> Proof:
 
 def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Tensor]]:
     """What the call leaves in variables, of what it must not."""
-    for part in layer._flatten_layers():
+    parts = layer._flatten_layers()
+    seeds = {id(own.state) for part in parts for own in part._seed_generators}
+    for part in parts:
         own = [*part.variables, *(v for metric in part.metrics for v in metric.variables)]
         for variable in {id(v): v for v in own}.values():
             value = scope.get_current_value(variable)
             if value is None or not tf.is_symbolic_tensor(value):
                 continue
             if value.graph is not judge.graph:
-                if is_within(value.graph, judge.graph):
+                if is_within(value.graph, judge.graph) and id(variable) not in seeds:
                     why = "writes a variable in a function, a branch or a loop"
                     yield f"variable '{variable.path}'", Mixed(value.op, why), value
                 continue
