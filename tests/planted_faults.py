@@ -9,7 +9,7 @@ import functools
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.collectives import reducer
+from tfparallel.collectives import replica_sums
 from tfparallel.data.partition import row_ranges
 
 __all__ = ["FAULTS", "data_parallel_on"]
@@ -85,8 +85,8 @@ def _of_rows(compute_loss, y, y_pred, start, end):
 
 
 def _with_first_term_alone(fit, *args, **kwargs):
-    whole = reducer._on_the_first
-    reducer._on_the_first = lambda terms: whole(terms[:1])
+    whole = replica_sums.added
+    replica_sums.added = lambda terms: whole(terms[:1])
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, reducer, "_on_the_first", whole)
+        stack.callback(setattr, replica_sums, "added", whole)
         return fit(*args, **kwargs)
