@@ -239,3 +239,16 @@ def test_what_waits_for_a_value_that_a_later_program_reads_is_done():
     batch = np.array([[1.0], [2.0]], "float32")
     np.testing.assert_allclose(function(batch), np.cos(np.sin(batch)) * 4.4, rtol=1e-5)
     assert counter.numpy() == 3
+
+
+def test_a_number_that_is_drawn_is_drawn_by_xla():
+    """Outside of all programs, where other numbers alone stay, it would be refused."""
+
+    def step(x):
+        with tf.device(DEVICES[0]):
+            drawn = tf.random.uniform([])
+        with tf.device(DEVICES[1]):
+            return x * drawn
+
+    function = tf.function(lambda x: in_programs(step, DEVICES[:2], x), autograph=False)
+    assert 0 <= function(tf.constant(1.0)).numpy() < 1

@@ -15,6 +15,7 @@ __all__ = [
     "has_list_of_any_size",
     "holds_loop",
     "is_compilable",
+    "is_draw",
     "name_of",
     "refuse_draw",
 ]
@@ -111,6 +112,11 @@ def _allows(constraint, operation) -> bool:
     return not allowed or all(each in allowed for each in asked)
 
 
+def is_draw(operation: tf.Operation) -> bool:
+    """Whether it draws random numbers, and does not only make a key of a seed."""
+    return "Random" in operation.type and "KeyCounter" not in operation.type
+
+
 def refuse_draw(operation: tf.Operation, within) -> None:
     """Refuses random numbers that XLA draws on one device, and would not here.
 
@@ -122,7 +128,7 @@ def refuse_draw(operation: tf.Operation, within) -> None:
         ValueError: If one of these draws.
     """
     for each in within:
-        if "Random" in each.type and "KeyCounter" not in each.type:
+        if is_draw(each):
             raise ValueError(
                 "A layer draws random numbers where XLA does not compile them on several devices; "
                 "on one it does, and draws others. A draw of which XLA can compile all that "

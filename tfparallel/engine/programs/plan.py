@@ -34,12 +34,14 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfparallel.devices import resolve
+from tfparallel.engine.graphs import called_by
 from tfparallel.engine.programs.compilable import (
     CALLS,
     CHECKS,
     has_list_of_any_size,
     holds_loop,
     is_compilable,
+    is_draw,
     name_of,
 )
 from tfparallel.engine.programs.trace import Trace, has_handle
@@ -130,7 +132,7 @@ class _Planner:
                         self._alone[op.name] = place
 
     def _move_rows_outside(self) -> None:
-        """Takes out the sizes and rows of the batch that another device needs, or nobody's."""
+        """Takes out the sizes and rows of the batch that are read on another device, or outside."""
         of_batch = set()
         for op in self._operations:
             sources = [tensor.op.name for tensor in op.inputs]
@@ -232,6 +234,8 @@ class _Planner:
 
     def _is_little(self, name: str) -> bool:
         op = self._trace.by_name[name]
+        if is_draw(op) or any(called_by(op)):
+            return False
         return op.type == "Identity" or all(out.shape.num_elements() == 1 for out in op.outputs)
 
 
