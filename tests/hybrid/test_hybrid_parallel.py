@@ -9,10 +9,10 @@ from keras import layers
 import tfparallel
 from tests import comparison
 from tests.comparison import seeded, state_of
-from tfparallel.layers.variable import parts_of
+from tfparallel.engine.audit import device_of, short
 from tfparallel.pipeline.batch_norm import grouped
-from tfparallel.placement.audit import device_of, short
-from tfparallel.placement.copies import copies_of
+from tfparallel.variables.copies import copies_of
+from tfparallel.variables.split import parts_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 

@@ -8,9 +8,9 @@ from tfparallel.hybrid import mesh_plan
 from tfparallel.layout.calibration import TinySteps
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.ranking import Choices
-from tfparallel.placement.problems import PlacementError
 from tfparallel.placement.step_timing import measured_loss
 from tfparallel.placement.timing import measured_side_by_side
+from tfparallel.problems import PlacementError
 
 ROWS = 16
 

@@ -14,7 +14,7 @@ from tests.forked import run_python
 from tests.replication import test_accumulated_steps as accumulated
 from tests.replication import test_sharded_optimizer as sharded
 from tfparallel import Mesh
-from tfparallel.placement.copies import copies_of
+from tfparallel.variables.copies import copies_of
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,7 @@ def test_each_replica_may_keep_its_share_of_the_optimizer(in_float64, tmp_path, 
     model.save(path)
     loaded = keras.models.load_model(path)
     assert difference(loaded.optimizer.variables, one.optimizer.variables) < 1e-9
-    shares = [v for v in model.optimizer._variables if hasattr(v, "_slot_of")]
+    shares = [v for v in model.optimizer._variables if hasattr(v, "_sharded")]
     held = sum(int(np.prod(copies_of(share)[0].shape)) for share in shares)
     whole = sum(int(np.prod(share._sharded.shape)) for share in shares)
     assert whole / 2 <= held < 0.6 * whole

@@ -13,7 +13,7 @@ from tfparallel.layout.schedule import Instruction
 from tfparallel.layout.simulator import simulate
 from tfparallel.pipeline.batch_norm import grouped
 from tfparallel.pipeline.measure import measured_timelines, stage_seconds, timed_passes
-from tfparallel.placement.problems import PlacementError
+from tfparallel.problems import PlacementError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
 

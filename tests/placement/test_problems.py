@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfparallel.placement.problems import PlacementError, Problems
+from tfparallel.problems import PlacementError, Problems
 
 
 def test_one_is_raised_as_it_is_and_several_together():

@@ -75,14 +75,14 @@ def test_the_step_leaves_the_terms_with_the_optimizer_that_takes_them(monkeypatc
         seen = []
 
         def apply(*args, optimizer=optimizer, seen=seen, apply=optimizer.apply):
-            seen.append({key: len(terms) for key, terms in optimizer.pending_terms.items()})
+            seen.append({key: len(terms) for key, terms in optimizer.pending_sums().items()})
             return apply(*args)
 
         monkeypatch.setattr(optimizer, "apply", apply)
         model.fit(x, y, batch_size=9, epochs=2, verbose=0)
         assert seen == [{id(variable): len(THREE) for variable in model.trainable_variables}]
-        assert not optimizer.pending_terms
-    assert first.pending_terms is not second.pending_terms
+        assert not optimizer.pending_sums()
+    assert first.pending_sums() is not second.pending_sums()
 
 
 # --- built before training ---------------------------------------------------------------------

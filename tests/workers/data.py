@@ -40,7 +40,9 @@ def dataset(batches):
 
 
 def of_the_batch(y, outputs):
-    return keras.ops.mean((y - outputs) ** 2, -1)
+    """A loss that compares examples, so that the outputs of all rows meet."""
+    each = keras.ops.mean((y - outputs) ** 2, -1)
+    return each * (1 + keras.ops.mean(each))
 
 
 def build(loss="mse"):

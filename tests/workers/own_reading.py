@@ -50,7 +50,9 @@ def build(loss):
 
 
 def of_the_batch(y, outputs):
-    return keras.losses.sparse_categorical_crossentropy(y, outputs)
+    """A loss that compares examples, so that the outputs of all rows meet."""
+    each = keras.losses.sparse_categorical_crossentropy(y, outputs)
+    return each * (1 + keras.ops.mean(each))
 
 
 def train(loss, scope=None, **options):

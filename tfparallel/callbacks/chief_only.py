@@ -17,6 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.update.files import is_in_pieces
+
 _PATH_OF = {
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.TensorBoard: "log_dir",
@@ -87,12 +89,12 @@ def send_state(model: keras.Model, workers) -> None:
     if getattr(model, "optimizer", None) is not None:
         known = {id(variable) for variable in found}
         found += [v for v in model.optimizer.variables if id(v) not in known]
-    in_shares = [v for v in found if hasattr(v, "_sharded")]  # Of which each worker has its own.
-    found = [v for v in found if not hasattr(v, "_sharded")]
+    in_pieces = list(filter(is_in_pieces, found))  # Of which each worker has its own.
+    found = [variable for variable in found if not is_in_pieces(variable)]
     sent = workers.broadcast([tf.convert_to_tensor(variable.value) for variable in found])
     for variable, value in zip(found, sent, strict=True):
         variable.assign(value)
-    if in_shares:
+    if in_pieces:
         loaded, kept = model.optimizer.loaded_values(), model.optimizer.variables
         store: dict[str, Any] = {}
         if not workers.exchange(loaded is not None)[0]:

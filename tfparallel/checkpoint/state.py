@@ -30,6 +30,7 @@ from tfparallel.seams.keras import (
     get_global,
     make_global_seed_generator,
 )
+from tfparallel.update.files import holds_pieces
 
 __all__ = [
     "GROUPS",
@@ -45,7 +46,6 @@ __all__ = [
 
 GROUPS = ("training", "metrics", "seeds", "unsent")
 _SHOWN = 8
-_PLAIN = keras.optimizers.Optimizer  # Its slots are saved and loaded one by one.
 
 
 def build(model: keras.Model) -> None:
@@ -117,7 +117,7 @@ def summed_values(model: keras.Model) -> dict[int, np.ndarray]:
     """
     values = {}
     for optimizer in _optimizers(model):
-        if type(optimizer).save_own_variables is _PLAIN.save_own_variables:
+        if not holds_pieces(optimizer):
             continue
         store: dict[str, np.ndarray] = {}
         optimizer.save_own_variables(store)
@@ -131,11 +131,7 @@ def restore_training(
 ) -> None:
     """Gives a built model, its optimizers and Keras's generator the values of `capture`."""
     by_id: dict[int, np.ndarray] = {}
-    with_own_way = [
-        optimizer
-        for optimizer in _optimizers(model)
-        if type(optimizer).load_own_variables is not _PLAIN.load_own_variables
-    ]
+    with_own_way = list(filter(holds_pieces, _optimizers(model)))
     kept = {id(variable) for optimizer in with_own_way for variable in optimizer.variables}
     with model.distribute_strategy.scope():
         for variable, array in zip(_training_variables(model), training, strict=True):

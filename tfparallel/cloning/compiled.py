@@ -7,6 +7,7 @@ import keras
 
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import classes_of, original_class
+from tfparallel.update.files import holds_pieces
 
 __all__ = ["compile_alike", "metric_like"]
 
@@ -81,7 +82,7 @@ def _carry_state(model, copy) -> None:
             f"optimizer that was built for what the model trains is required. Received: "
             f"{len(slots)} variables, in its clone {len(copied)}. Compile the model again."
         )
-    if any(hasattr(variable, "_sharded") for variable in (*slots, *copied)):
+    if holds_pieces(model.optimizer) or holds_pieces(copy.optimizer):
         store: dict[str, Any] = {}
         model.optimizer.save_own_variables(store)
         copy.optimizer.load_own_variables(store)

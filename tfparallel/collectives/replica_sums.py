@@ -5,7 +5,7 @@ kept with it, so that each device updates its own copy of a variable with its ow
 all-reduce is then one from end to end, and not a reduction whose result is sent once more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -52,41 +52,12 @@ def added(terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
 
 
 def on_each_device(value):
-    """Returns each device's own copy of what `sums` returned, for `extended.update`.
+    """Returns each device's own copy of what `sums` returned.
 
     Anything else is returned as it is.
     """
     copies = getattr(value, _COPIES, None)
     return value if copies is None else PerReplica(copies)
-
-
-def map_copies(function: Callable[[list], list], tensors: Sequence[tf.Tensor]) -> list:
-    """Applies a function to what `sums` returned, on each device to the copies there.
-
-    Args:
-        function: Of a list of tensors; returns as many.
-        tensors: Its argument on the first device.
-
-    Returns:
-        What it returns on the first device. Of each tensor that came from `sums`,
-        `on_each_device` finds the others; the rest, sparse ones, is only there.
-    """
-    copies = [getattr(tensor, _COPIES, None) for tensor in tensors]
-    mirrored = [of_all for of_all in copies if of_all is not None]
-    if not mirrored:
-        return function(list(tensors))
-    by_device = []
-    for rank, one in enumerate(mirrored[0]):
-        with tf.device(one.device):
-            here = [
-                tensor if of_all is None else of_all[rank]
-                for tensor, of_all in zip(tensors, copies, strict=True)
-            ]
-            by_device.append(function(here))
-    return [
-        results[0] if of_all is None else _first(results)
-        for results, of_all in zip(zip(*by_device, strict=True), copies, strict=True)
-    ]
 
 
 def _first(copies):

@@ -15,7 +15,7 @@ from tfparallel.commands.plan_flags import device_memory
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.hybrid.mesh_plan import MeshPlan, plan_meshes
 from tfparallel.layout.ranking import BALANCES, Candidate, Choices, seconds_text
-from tfparallel.placement.problems import PlacementError
+from tfparallel.problems import PlacementError
 from tfparallel.size_text import size_text
 from tfparallel.task import Task, load_task
 

@@ -4,17 +4,17 @@ import inspect
 
 import keras
 
-from tfparallel.hybrid.optimizer import update_copies
-from tfparallel.hybrid.sharded_copies import shard_copies
+from tfparallel.hybrid.places import MeshPlaces, check_shares
 from tfparallel.hybrid.spread_call import SpreadCall
-from tfparallel.layers.optimizer import split_updates
 from tfparallel.layers.split_model import NestedModel
-from tfparallel.layers.variable import parts_of
 from tfparallel.pipeline.pipelined_model import PipelinedModel
-from tfparallel.placement.copies import copy_to, replicas_of
-from tfparallel.placement.problems import PlacementError
+from tfparallel.problems import PlacementError
+from tfparallel.replication.checks import refuse_swaps
 from tfparallel.replication.one_of_workers import OneOfWorkers
-from tfparallel.replication.sharded_optimizer import refuse_swaps
+from tfparallel.update.optimizer import prepare
+from tfparallel.update.places import Places
+from tfparallel.variables.copies import copy_to, replicas_of
+from tfparallel.variables.split import parts_of
 
 __all__ = ["HybridModel"]
 
@@ -107,15 +107,12 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
         self.strategy.choose_all_reduce(self._trained())
 
     def _place_updates(self):
-        if self.layout.mesh.tensor > 1:
-            split_updates(self.optimizer)
-        else:
-            super()._place_updates()
-        replicas = replicas_of(self.layout)
-        if len(replicas) > 1 or self._shards_optimizer:
-            update_copies(self.optimizer, replicas)
-        if self._shards_optimizer:
-            shard_copies(self.optimizer, self._workers)
+        replicas, shares = replicas_of(self.layout), self._shards_optimizer
+        if shares:
+            check_shares(self.optimizer)
+        is_one = len(replicas) == 1 and not shares
+        places = Places() if is_one else MeshPlaces(replicas, self._workers)
+        prepare(self.optimizer, places, shares=shares, parts=self.layout.mesh.tensor > 1)
 
     def _parts(self, variables):
         return parts_of(variables)

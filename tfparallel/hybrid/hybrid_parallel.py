@@ -17,8 +17,8 @@ from tfparallel.notice import notice
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pipeline_parallel import Choices, accumulating, in_micro_batches
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.placement.stages import read_limits
+from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 
 __all__ = ["hybrid_parallel"]

@@ -18,7 +18,6 @@ from tfparallel.collectives.cost_model import CostModel
 from tfparallel.devices import list_devices
 from tfparallel.hybrid.form_overhead import measured_tiny_steps
 from tfparallel.hybrid.part_timing import measured_whole_shares
-from tfparallel.layers.optimizer import split_updates
 from tfparallel.layers.tensor_parallel import parts_planned
 from tfparallel.layout.calibration import calibrated
 from tfparallel.layout.costs import LayerCosts, Line, Machine, ModelCosts
@@ -29,14 +28,14 @@ from tfparallel.pipeline.pass_scope import check_state
 from tfparallel.placement.costs import bytes_of, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order, row_bytes
 from tfparallel.placement.model_parallel import check_model
-from tfparallel.placement.problems import PlacementError
 from tfparallel.placement.step_timing import measured_loss, measured_sum, measured_update
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 from tfparallel.placement.timing import (
-    copy_of,
     measured_seconds,
     measured_side_by_side,
 )
+from tfparallel.problems import PlacementError
+from tfparallel.update.elementwise import check_elementwise
 
 __all__ = ["MeshPlan", "plan_meshes"]
 
@@ -262,7 +261,7 @@ def _refusal(model, mesh: Mesh, batch_normalization: str | None) -> str | None:
         if form in ("pipeline", "hybrid"):
             check_state(model, batch_normalization)
         if mesh.tensor > 1:
-            split_updates(copy_of(model.optimizer))
+            check_elementwise(model.optimizer, shares=False)
     except PlacementError as error:
         if form in ("pipeline", "hybrid") and batch_norms(model) and batch_normalization is None:
             return "batch normalization, unless --batch_normalization=deferred"

@@ -22,10 +22,10 @@ from tfparallel.logits import logits_of, output_of, sources_of
 from tfparallel.notice import notice
 from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.pass_scope import other_writes
-from tfparallel.placement.copies import at_work, replicas_of
-from tfparallel.placement.problems import PlacementError
+from tfparallel.problems import PlacementError
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
+from tfparallel.variables.copies import at_work, replicas_of
 
 __all__ = ["SpreadCall"]
 

@@ -8,7 +8,7 @@ from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.dropout import share_draws
 from tfparallel.layers.layer import FixedLayer, SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parts import on_each, pieces, whole
-from tfparallel.layers.variable import split_variable
+from tfparallel.variables.split import split_variable
 
 __all__ = ["ParallelMultiHeadAttention"]
 

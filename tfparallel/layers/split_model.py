@@ -3,12 +3,13 @@
 import keras
 
 from tfparallel.layers.layer import WholeLayer
-from tfparallel.layers.optimizer import split_updates
 from tfparallel.layers.parts import between_layers, whole
 from tfparallel.layers.softmax_loss import in_parts
-from tfparallel.layers.variable import parts_of
 from tfparallel.placement.placed_model import PlacedModel
-from tfparallel.placement.problems import PlacementError
+from tfparallel.problems import PlacementError
+from tfparallel.update.optimizer import prepare
+from tfparallel.update.places import Places
+from tfparallel.variables.split import parts_of
 
 __all__ = ["NestedLayer", "SplitModel"]
 
@@ -62,7 +63,7 @@ class SplitModel(NestedModel, PlacedModel):
         )
 
     def _place_updates(self):
-        split_updates(self.optimizer)
+        prepare(self.optimizer, Places(), parts=True)
 
     def _parts(self, variables):
         return parts_of(variables)

@@ -24,7 +24,7 @@ from tfparallel.extend import original_class
 from tfparallel.layers.by_hand import written_as
 from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.problems import PlacementError, Problems
+from tfparallel.problems import PlacementError, Problems
 
 __all__ = ["KINDS", "Graph", "plan"]
 

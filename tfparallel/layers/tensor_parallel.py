@@ -22,8 +22,8 @@ from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import check_model, model_of, seen_model
-from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
+from tfparallel.problems import PlacementError, Problems, usable_devices
 
 __all__ = ["Asked", "parts_planned", "split_in_place", "tensor_parallel"]
 

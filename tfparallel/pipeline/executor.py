@@ -49,11 +49,11 @@ from tfparallel.pipeline.pass_scope import PassScope, writable
 from tfparallel.pipeline.stage_call import LossCall, StageCall
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
-from tfparallel.placement.copies import Replica, at_work, copies_of
 from tfparallel.placement.gradients import gradients_of_a_part
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import aligned, of_the_batch
+from tfparallel.variables.copies import Replica, at_work, copies_of
 
 __all__ = ["Step"]
 

@@ -18,7 +18,7 @@ from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place, seen_model
-from tfparallel.placement.problems import PlacementError, Problems, usable_devices
+from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.synchronization import Synchronization
 
 __all__ = [

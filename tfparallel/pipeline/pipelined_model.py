@@ -17,13 +17,13 @@ from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
 from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.traced_once import MustTraceEach
-from tfparallel.placement.copies import replicas_of
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.state import global_seed_generator
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
+from tfparallel.variables.copies import replicas_of
 
 __all__ = ["PipelinedModel"]
 

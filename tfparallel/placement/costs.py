@@ -15,10 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.placement.audit import noting, recording
+from tfparallel.engine.audit import noting, recording
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.timing import copy_of, inputs_of, measured_seconds, specs
-from tfparallel.placement.update_order import LARGE
+from tfparallel.update.order import LARGE
 
 __all__ = ["LayerCost", "bytes_of", "held_bytes", "layer_costs"]
 
@@ -38,7 +38,7 @@ class LayerCost:
         layer: Its name.
         parameter_bytes: Of all its variables.
         gradient_bytes: Of those that are trained and held together; each large one is gone before
-            the next is made (`update_order.py`), unless the optimizer needs all of them at once.
+            the next is made (`update/order.py`), unless the optimizer needs all of them at once.
         slot_bytes: Of the optimizer's variables for them.
         activation_bytes: What is made forward and read backward, for one batch.
         seconds: Forward and backward, for one batch; 0 where it was not measured.

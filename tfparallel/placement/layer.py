@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from tfparallel.placement.audit import noting
-from tfparallel.placement.copies import here
+from tfparallel.engine.audit import noting
+from tfparallel.variables.copies import here
 
 __all__ = ["PlacedLayer"]
 

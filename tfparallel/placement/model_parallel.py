@@ -16,8 +16,8 @@ from tfparallel.placement import stages
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
 from tfparallel.placement.placed_model import PlacedModel
-from tfparallel.placement.problems import PlacementError, Problems, usable_devices
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel, move_variables
+from tfparallel.problems import PlacementError, Problems, usable_devices
 
 __all__ = ["check_model", "model_of", "model_parallel", "place", "seen_model"]
 

@@ -12,20 +12,16 @@ from tfparallel.data.shard import count_rows
 from tfparallel.extend import attach, original_class
 from tfparallel.flight.marks import mark
 from tfparallel.placement.gradients import gradients
-from tfparallel.placement.optimizer import PlacedOptimizer, place_updates
 from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
 from tfparallel.step.ahead import build_ahead
-from tfparallel.step.built_optimizer import (
-    build_again,
-    check_known,
-    prepare_built,
-    trained_by,
-)
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.strategies.writes import after_writes
+from tfparallel.update.built import build_again, check_known, trained_by
+from tfparallel.update.optimizer import prepare
+from tfparallel.update.places import Places
 
 __all__ = ["PlacedModel"]
 
@@ -48,10 +44,7 @@ class PlacedModel(OneStep):
         Those that no step has used are made again where other weights are trained by now.
         """
         optimizer = self.optimizer
-        if isinstance(optimizer, PlacedOptimizer):
-            self._place_updates()
-        else:
-            prepare_built(optimizer, self._place_updates)
+        self._place_updates()
         weights = self.trainable_variables
         if not weights or not all(map(_has_its_variables, self._flatten_layers())):
             return
@@ -63,7 +56,7 @@ class PlacedModel(OneStep):
                 build_again(optimizer, weights)
 
     def _place_updates(self):
-        place_updates(self.optimizer)
+        prepare(self.optimizer, Places())
 
     def _trained(self):
         """The variables that hold what is trained."""

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.device_memory import peak_bytes_of_gpus
-from tfparallel.placement.audit import Noted, recording, short
+from tfparallel.engine.audit import Noted, recording, short
 from tfparallel.placement.costs import bytes_of
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.processes import peak_memory_bytes

@@ -11,8 +11,8 @@ from tfparallel.layout.balance import NoPartition, Weighed, partition
 from tfparallel.notice import notice
 from tfparallel.placement.costs import LayerCost, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
-from tfparallel.placement.problems import PlacementError, Problems
 from tfparallel.placement.timing import NoCopy
+from tfparallel.problems import PlacementError, Problems
 from tfparallel.size_text import number_of_bytes
 
 __all__ = [

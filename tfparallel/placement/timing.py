@@ -23,7 +23,7 @@ from tfparallel.cloning.complete import without_draws
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.problems import PlacementError
+from tfparallel.problems import PlacementError
 
 __all__ = [
     "LayerCall",

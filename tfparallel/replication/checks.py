@@ -5,6 +5,7 @@ import numbers
 import keras
 import tensorflow as tf
 
+from tfparallel.callbacks import chief_only
 from tfparallel.collectives import cross_device
 from tfparallel.newer_keras import ACTIVITY_IS_SUMMED
 
@@ -241,4 +242,19 @@ def _check_dataset(dataset, steps_per_epoch, method):
             f"The data set given to `{method}` is infinite, so an epoch would never end. "
             "`steps_per_epoch` is required with it. Received: steps_per_epoch=None. Pass "
             "steps_per_epoch, or take the `.repeat()` out of the data set."
+        )
+
+
+def refuse_swaps(callbacks) -> None:
+    """Raises for a callback of a `fit` that swaps what the optimizer holds with the weights.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    flat = chief_only.flatten(callbacks)
+    if any(isinstance(callback, keras.callbacks.SwapEMAWeights) for callback in flat):
+        raise ValueError(
+            "SwapEMAWeights swaps the weights with averages that, under shard_optimizer=True, "
+            "each replica has a share of. An optimizer with whole averages is required. "
+            "Received: SwapEMAWeights with shard_optimizer=True. Leave one of them out."
         )

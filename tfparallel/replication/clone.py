@@ -8,7 +8,6 @@ from tfparallel.cloning.arguments import unbuilt_parts
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.complete import complete
 from tfparallel.cloning.layers import rebuilt
-from tfparallel.replication.optimizer import hold_in_first_copy
 
 
 def clone_under(
@@ -43,7 +42,5 @@ def clone_under(
     complete(model, copy, strategy.scope)
     with strategy.scope():
         compile_alike(model, copy, prepare)
-    if copy.compiled and copy.optimizer is not None and copy.optimizer.built:
-        hold_in_first_copy(copy.optimizer)
     return copy
 

@@ -19,9 +19,10 @@ import tensorflow as tf
 from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.in_replica import all_gather, all_reduce
 from tfparallel.extend import extend
-from tfparallel.replication import optimizer as optimizers
+from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.strategies import keras_trainer
 from tfparallel.strategies.program import ProgramStrategy
+from tfparallel.update.optimizer import prepare
 
 _SHARED_MOMENTS = (
     "BatchNormalization(synchronized=True) makes each replica's loss one of all replicas' rows, "
@@ -204,9 +205,8 @@ def distribute_optimizer(optimizer: keras.Optimizer) -> keras.Optimizer:
         )
     is_within = tf.distribute.has_strategy()
     strategy = tf.distribute.get_strategy() if is_within else optimizer._distribution_strategy
-    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if is_within or is_scaled or isinstance(strategy, ProgramStrategy):
-        optimizers.prepare(optimizer, strategy)
+    if isinstance(strategy, ProgramStrategy):
+        prepare(optimizer, ReplicaPlaces(strategy))
     return extend(optimizer, DistributedOptimizer)
 
 

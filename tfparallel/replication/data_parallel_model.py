@@ -17,11 +17,9 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import (
     batch_norm,
     checks,
-    optimizer,
     predictions,
     random,
     sample_partition,
-    sharded_optimizer,
     state,
 )
 from tfparallel.replication.accumulated_steps import AccumulatedSteps
@@ -29,13 +27,15 @@ from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.local_steps import LocalSteps
 from tfparallel.replication.one_of_workers import OneOfWorkers
 from tfparallel.replication.own_rows import OwnRows
+from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.seams.keras import batches_of
 from tfparallel.step.ahead import build_ahead, symbolic_build, types_of_batches
-from tfparallel.step.built_optimizer import check_known
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
+from tfparallel.update.built import check_known
+from tfparallel.update.optimizer import prepare
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
@@ -51,7 +51,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
     checks of the input remain.
     """
 
-    _shard = None  # What makes each replica update its share of the weights.
+    _shards_optimizer = False  # Whether each replica updates its share of the weights.
     _made_by_function = False  # Whether the builder was given the function that makes the model.
 
     @property
@@ -97,8 +97,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         checks.check_data(
             asked.get("x"), asked.get("batch_size"), asked.get("steps_per_epoch"), "fit"
         )
-        if self._shard is not None:
-            sharded_optimizer.refuse_swaps(asked.get("callbacks"))
+        if self._shards_optimizer:
+            checks.refuse_swaps(asked.get("callbacks"))
         if self.strategy is not None and self.strategy.num_replicas > 1 and self._is_chief:
             note_other_draws(self)
         for layer in self._flatten_layers():
@@ -249,8 +249,8 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         if not self._is_silent:
             data, worker_rows = sample_partition.held(data, self.strategy)
         object.__setattr__(self, "_in_train_step", True)
-        if getattr(self.optimizer, "pending_terms", None):
-            self.optimizer.pending_terms.clear()  # Of a trace that failed.
+        if self.optimizer is not None:
+            self.optimizer.forget_pending()
         try:
             # Of a step whose data has run out, ops that need no data (the count of the steps, the
             # reset of an accumulator) must not run either. A dependency on an argument, or on its
@@ -312,10 +312,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         # hands them straight to the optimizer.
         if not self._in_train_step or is_own(self, "train_step") or self._accumulates:
             return None
-        leaves = optimizer.accumulates(self.optimizer) or sharded_optimizer.sums_in_shares(
-            self.optimizer, self._workers
-        )
-        return self.optimizer.pending_terms if leaves else None
+        return self.optimizer.pending_sums()
 
 
 def extend_model(
@@ -350,7 +347,7 @@ def extend_model(
         _check_rows=check_rows,
         _sync=sync,
         _made_by_function=made_by_function,
-        _shard=sharded_optimizer.shard if shard_optimizer else None,
+        _shards_optimizer=shard_optimizer,
         _in_train_step=False,
         _gathers=True,
         _predict_own_rows=(None, None),
@@ -368,9 +365,7 @@ def preparing(strategy, shard_optimizer: bool) -> Callable[[keras.Optimizer], No
     """What makes an optimizer fit the strategy before it is built; None where nothing must."""
     if not shard_optimizer:
         return None
-    return functools.partial(
-        optimizer.prepare, strategy=strategy, shard=sharded_optimizer.shard
-    )
+    return functools.partial(prepare, places=ReplicaPlaces(strategy), shares=True)
 
 
 def extend_parts(model: keras.Model) -> None:
@@ -405,8 +400,8 @@ def extend_parts(model: keras.Model) -> None:
                 _synchronize_batch_norm=model._synchronize_batch_norm,
                 _check_rows=model._check_rows,
             )
-    for found in _optimizers(model):
-        optimizer.prepare(found, strategy, model._shard)
+    for optimizer in _optimizers(model):
+        prepare(optimizer, ReplicaPlaces(strategy), shares=model._shards_optimizer)
 
 
 def _optimizers(model):

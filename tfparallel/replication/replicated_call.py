@@ -45,10 +45,10 @@ from tfparallel.extend import attach
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
-from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.replication.sums import Summed, Sums
 from tfparallel.seams.tensorflow import is_recording, needs_gradient
 from tfparallel.strategies import variables
+from tfparallel.update.pending import PendingSums
 
 
 class _Replica(NamedTuple):
@@ -92,7 +92,7 @@ class ReplicatedCall:
         layer: keras.Layer,
         call: Callable[..., Any],
         strategy,
-        partial_gradients: PendingTerms | None = None,
+        partial_gradients: PendingSums | None = None,
         worker_rows: Sequence[tf.Tensor] | None = None,
         gathers: bool = True,
     ):

@@ -5,9 +5,9 @@ import tensorflow as tf
 
 from tfparallel.engine.check_rows import check_rows
 from tfparallel.extend import attach
-from tfparallel.replication.pending_terms import PendingTerms
 from tfparallel.replication.replicated_call import ReplicatedCall
 from tfparallel.seams.keras import compute_output_spec, in_stateless_scope
+from tfparallel.update.pending import PendingSums
 
 __all__ = ["ReplicatedLayer", "judge_anew"]
 
@@ -74,7 +74,7 @@ class ReplicatedLayer:
         with tf.init_scope(), self._strategy.scope():
             compute_output_spec(super().__call__, *args, **kwargs)
 
-    def _partial_gradients(self) -> PendingTerms | None:
+    def _partial_gradients(self) -> PendingSums | None:
         return None
 
 

@@ -13,6 +13,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
+from tensorflow.python.distribute.distribute_lib import UpdateContext
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.distribute.values import (
     DistributedValues,
@@ -70,6 +71,7 @@ __all__ = [
     "runtime_has_started",
     "share_functions",
     "traced_graph",
+    "updating_replica",
     "wait_for_other_processes",
 ]
 
@@ -77,6 +79,11 @@ __all__ = [
 def replica_index() -> int | None:
     """The index of the replica that is running, or updated; None outside of any."""
     return values_util.get_current_replica_id_as_int()
+
+
+def updating_replica(index: int) -> AbstractContextManager[None]:
+    """Within it a strategy's variable is its copy on one device of this process."""
+    return UpdateContext(index)
 
 
 def create_mirrored_variable(

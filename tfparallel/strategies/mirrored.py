@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.collectives import choice, cross_device, replica_sums
+from tfparallel.collectives import choice, cross_device
 from tfparallel.collectives.choice import ChosenAllReduce
 from tfparallel.seams.tensorflow import MirroredExtended
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
@@ -33,10 +33,6 @@ class _MirroredExtended(ProgramExtended, MirroredExtended):
             found = super()._batch_reduce_to(reduce_op, own, options)
             results.update(zip(indices, found, strict=True))
         return [results[index] for index in range(len(pairs))]
-
-    def _update(self, var, fn, args, kwargs, group):
-        args = tuple(replica_sums.on_each_device(arg) for arg in args)
-        return super()._update(var, fn, args, kwargs, group)
 
 
 def _terms(value):

@@ -28,6 +28,7 @@ from tfparallel.device_names import canonical
 from tfparallel.layout.in_words import replicas_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
+from tfparallel.seams.tensorflow import replica_index
 from tfparallel.strategies import distributed_data, keras_trainer, variables
 
 _OF_ANOTHER_STRATEGY = "Mixing different tf.distribute.Strategy objects"
@@ -46,6 +47,12 @@ class ProgramExtended:
         if not in_program:
             keras_trainer.refuse_unprepared_optimizer(self._container_strategy())
         return not in_program and super()._use_merge_call()
+
+    def _update(self, var, fn, args, kwargs, group):
+        index = replica_index()
+        if index is None:
+            return super()._update(var, fn, args, kwargs, group)
+        return fn(variables.copies(var)[index], *args, **kwargs)  # Of an update at one place.
 
     def _create_variable(self, next_creator, **kwargs):
         strategy, model = self._container_strategy(), keras_trainer.compiling_model()
@@ -191,6 +198,10 @@ class ProgramStrategy:
         if model is not None and model.compiled:
             # `train_on_batch` builds an optimizer that was made outside before it runs a step.
             self.extend_model(model)
+        return super().scope()
+
+    def scope_of_variables(self):
+        """As `scope`, for variables of a model that is this strategy's by now."""
         return super().scope()
 
     @contextlib.contextmanager

@@ -1,15 +1,15 @@
-"""Gradients that a step leaves to its optimizer unsummed, which sums them in its own way."""
+"""Gradients that a step leaves to its optimizer unsummed, which sums them when it needs the sum."""
 
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
-__all__ = ["PendingTerms"]
+__all__ = ["PendingSums"]
 
 
-class PendingTerms(dict[int, list[tf.Tensor]]):
-    """By the id of a weight, a term of each replica here; who applies them takes them out.
+class PendingSums(dict[int, list[tf.Tensor]]):
+    """By the id of a weight, a term of each place here; who applies them takes them out.
 
     Args:
         takes_sparse: Whether terms may be those of an embedding's rows; else the step sums such.
@@ -34,3 +34,20 @@ class PendingTerms(dict[int, list[tf.Tensor]]):
         for k, term in enumerate(terms):
             with tf.device(term.device):
                 known[k] = tf.convert_to_tensor(known[k]) + tf.convert_to_tensor(term)
+
+    def take(self, variable: keras.Variable, whole: tf.Tensor | None) -> list[tf.Tensor] | None:
+        """Takes out the terms of a weight; None if there are none.
+
+        Args:
+            variable: The weight.
+            whole: What is added to the first term: a gradient that each worker has the whole of, as
+                that of a regularizer. None on all workers but the first.
+        """
+        terms = self.pop(id(variable), None)
+        if terms is None:
+            return None
+        terms = [tf.convert_to_tensor(term) for term in terms]
+        if whole is not None:
+            with tf.device(terms[0].device):
+                terms[0] += tf.convert_to_tensor(whole)
+        return terms

@@ -1,78 +1,39 @@
-"""What a share of a weight is, who holds it, and how all shares are joined.
+"""What a share of a weight is, and how all shares are joined.
+
+    gradient of a weight, of all rows     g₀ g₁ │ g₂ g₃ │ g₄ ·        in N equal shares
+                                            │       │       │
+    slots (momentum, …), 1/N a place       m₀ m₁   m₂ m₃   m₄ ·
+                                            ▼       ▼       ▼
+    updated share of the weight           θ₀ θ₁ │ θ₂ θ₃ │ θ₄ ·        joined, at each place
+
+To the optimizer the shares are its variables: of each weight one, a copy of which at a place holds
+the place's own share. It is filled from the weight before an update, and the weight from all shares
+behind it; so whoever else writes the weight need not know. Files hold whole slots.
 
 A matrix is shared out by rows, so that a sparse gradient, of an embedding's rows, stays sparse:
 Keras's optimizers treat a row that a batch reads twice as two. Everything else is flat. Shares are
 of one size, and zeros stand behind the last element.
+
+It is stage 1 of ZeRO: Samyam Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", SC 2020, arXiv:1910.02054.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfparallel.extend import extend
-from tfparallel.seams.tensorflow import PerReplica
-from tfparallel.strategies import variables
+from tfparallel.update.places import Places
 
 __all__ = [
-    "Holders",
-    "Shares",
     "cut_out",
     "cut_share",
     "joined",
     "mark",
     "shape_shared_out",
 ]
-
-
-class Shares(PerReplica):
-    """What each replica here has of a gradient."""
-
-
-class Holders:
-    """The replicas that hold shares: those of a strategy.
-
-    Args:
-        strategy: What holds their variables.
-    """
-
-    def __init__(self, strategy):
-        self._strategy = strategy
-        self.number = strategy.num_replicas
-        self.workers = strategy.workers
-
-    def scope(self) -> AbstractContextManager:
-        """Where shares are made."""
-        return self._strategy.scope()
-
-    def program(self) -> AbstractContextManager:
-        """Where variables are read and written outside of a step."""
-        return self._strategy.program()
-
-    def bounds(self, size: int) -> Iterator[tuple[int, int]]:
-        """Of each replica here, the first element, or row, of its share, and the end.
-
-        Args:
-            size: Of a share.
-        """
-        first = self._strategy.first_replica
-        for k in range(first, first + len(self._strategy.devices)):
-            yield k * size, (k + 1) * size
-
-    def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
-        """What each replica here has of a variable."""
-        return variables.copies(variable)
-
-    def alone(self, index: int) -> AbstractContextManager:
-        """Where writing the copy of a replica, by its index here, writes no other."""
-        return contextlib.nullcontext()
-
-    def beside(self, weight: keras.Variable) -> AbstractContextManager:
-        """Where the shares of a weight are joined."""
-        return contextlib.nullcontext()
 
 
 class Shared:
@@ -91,22 +52,22 @@ def mark(variable: keras.Variable, weight: keras.Variable) -> None:
     extend(variable, Shared, _sharded=weight, _shown=getattr(weight, "_whole", weight))
 
 
-def joined(found, holders: Holders) -> list[tf.Tensor]:
+def joined(found, places: Places) -> list[tf.Tensor]:
     """Joins what all replicas hold of shares, or of slots, to the shapes of the weights."""
     if not found:
         return []
     rows = []
     for variable in found:
-        own = [tf.convert_to_tensor(copy) for copy in holders.copies(variable)]
-        with holders.beside(variable._sharded):
+        own = [tf.convert_to_tensor(copy) for copy in places.copies(variable)]
+        with places.beside(variable._sharded):
             rows.append(tf.concat(own, 0)[None])
-    workers = holders.workers
+    workers = places.workers
     if workers is not None:
         rows = workers.all_gather(rows, [1] * workers.num_workers)
     wholes = []
     for row, variable in zip(rows, found, strict=True):
-        shape = shape_shared_out(variable._sharded.shape, holders.number)
-        with holders.beside(variable._sharded):
+        shape = shape_shared_out(variable._sharded.shape, places.number)
+        with places.beside(variable._sharded):
             flat = tf.reshape(row, [-1, *shape[1:]])[: shape[0]]
             wholes.append(tf.reshape(flat, variable._sharded.shape))
     return wholes

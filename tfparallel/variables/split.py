@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import extend
-from tfparallel.placement.stages import PlacementError
+from tfparallel.problems import PlacementError
 
 __all__ = ["SplitVariable", "cut", "parts_of", "split_variable", "whole_of"]
 

@@ -1,0 +1,91 @@
+"""The places of an optimizer on a mesh: its replicas, each on several devices."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.device_names import canonical
+from tfparallel.extend import original_class
+from tfparallel.problems import PlacementError
+from tfparallel.update.built import wrapped_by
+from tfparallel.update.optimizer import updates_alike
+from tfparallel.update.places import Places
+from tfparallel.variables.copies import Replica, at_work, copies_of, copy_to, first_copy
+
+__all__ = ["MeshPlaces", "check_shares"]
+
+
+class MeshPlaces(Places):
+    """The replicas of a mesh, in each of which every variable has a copy.
+
+    Args:
+        replicas: Those of this process.
+        workers: Each of which has as many; None for one process.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], workers: WorkerGroup | None):
+        self._replicas = replicas
+        self.workers = workers
+
+    @property
+    def _key(self) -> Any:
+        return [dict(replica.devices) for replica in self._replicas], id(self.workers)
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def copy(self, variables: Iterable[keras.Variable]) -> None:
+        """Gives variables a copy in each replica, with the value that they have in the first."""
+        copy_to(self._replicas, variables)
+
+    def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
+        """What each replica has of a variable."""
+        return copies_of(variable)
+
+    def at(self, index: int) -> AbstractContextManager:
+        """In one replica, on its devices."""
+        return at_work(self._replicas[index])
+
+    def known_as(self, variable: keras.Variable | tf.Variable) -> keras.Variable | tf.Variable:
+        """The copy in the first replica."""
+        return first_copy(variable)
+
+    def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
+        """A dense gradient on the device of the unit in one replica."""
+        copies = copies_of(unit)
+        if not isinstance(gradient, tf.Tensor) or index >= len(copies):
+            return gradient
+        with tf.device(copies[index].device):
+            return tf.identity(gradient)
+
+    def may_differ(self, gradients: Sequence[Any]) -> bool:
+        """Devices of several kinds round in their own ways; a GPU adds up rows in any order."""
+        names = [canonical(name) for each in self._replicas for name in each.devices.values()]
+        kinds = {name.rpartition("/device:")[2].partition(":")[0] for name in names}
+        is_sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        return len(kinds) > 1 or (is_sparse and kinds != {"CPU"})
+
+
+def check_shares(optimizer: keras.Optimizer) -> None:
+    """Raises for an optimizer of which the replicas of a mesh cannot hold shares.
+
+    Raises:
+        PlacementError: If it wraps others, or has a schedule of the user's own.
+    """
+    if wrapped_by(optimizer):
+        raise PlacementError(
+            "Under shard_optimizer=True a mesh takes an optimizer that wraps no others. Received: "
+            f"{original_class(optimizer).__name__}. Take another, `data_parallel`, or leave "
+            "shard_optimizer out."
+        )
+    if not updates_alike(optimizer):
+        raise PlacementError(
+            "Under shard_optimizer=True each replica of a mesh computes the learning rate. A "
+            "number, or a schedule of Keras's, is required. Received: a "
+            f"{type(optimizer._learning_rate).__name__}. Take one of these, or leave "
+            "shard_optimizer out."
+        )

@@ -1,0 +1,110 @@
+"""The places of an optimizer under a strategy: its devices."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfparallel.collectives import replica_sums
+from tfparallel.replication.checks import check_updated
+from tfparallel.seams.tensorflow import PerReplica, updating_replica
+from tfparallel.strategies import keras_trainer, variables
+from tfparallel.update.places import Places
+
+__all__ = ["ReplicaPlaces"]
+
+
+class ReplicaPlaces(Places):
+    """The devices of a strategy, each with a copy of every variable that was made under it.
+
+    Args:
+        strategy: A `tfparallel.MirroredStrategy`, of one worker or of several.
+    """
+
+    sums_late = True
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+
+    @property
+    def _key(self) -> Any:
+        return id(self.strategy)
+
+    def __len__(self) -> int:
+        return len(self.strategy.devices)
+
+    @property
+    def workers(self):
+        """The workers of the job, unless the strategy is apart from them."""
+        return self.strategy.workers
+
+    @property
+    def all_reduce_ops(self):
+        """The algorithm that sums over the devices here."""
+        return self.strategy.all_reduce_ops
+
+    def check(self, weights: Sequence[keras.Variable]) -> None:
+        """Raises for weights that the strategy does not hold."""
+        known = [weight for weight in weights if isinstance(weight, keras.Variable)]
+        check_updated(known, self.strategy, keras_trainer.calling_model())
+
+    def hold(self, slots: Sequence[keras.Variable]) -> bool:
+        """Whether the strategy made slots."""
+        return all(getattr(v.value, "distribute_strategy", None) is self.strategy for v in slots)
+
+    @contextlib.contextmanager
+    def make(self) -> Iterator[None]:
+        """Outside of a step that is traced, on all devices."""
+        with tf.init_scope(), self.strategy.scope_of_variables():
+            yield
+
+    def copy(self, found: Iterable[keras.Variable]) -> None:
+        """Gives those a copy on each device that were made outside of the scope."""
+        for variable in found:
+            held = getattr(variable, "_value", None)
+            if not isinstance(held, tf.Variable) or variables.is_distributed(held):
+                continue
+            with self.make():
+                variable._value = tf.Variable(
+                    held,
+                    trainable=held.trainable,
+                    dtype=held.dtype,
+                    name=held.name.partition(":")[0],
+                    aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+                )
+
+    def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
+        """What each device has of a variable."""
+        return variables.copies(variable)
+
+    def all(self) -> AbstractContextManager:
+        """The program of the strategy."""
+        if self.strategy.program_is_running and tf.distribute.in_cross_replica_context():
+            return contextlib.nullcontext()
+        return self.strategy.program()
+
+    @contextlib.contextmanager
+    def at(self, index: int) -> Iterator[None]:
+        """On one device, whose copies are then read and written."""
+        with tf.device(self.strategy.devices[index]), updating_replica(index):
+            yield
+
+    def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
+        """A gradient on one device: what an all-reduce has left there, or what is sent there."""
+        found = replica_sums.on_each_device(gradient)
+        if isinstance(found, PerReplica):
+            return found.values[index]
+        if index == 0 or not isinstance(gradient, tf.Tensor):
+            return gradient
+        return tf.identity(gradient)
+
+    def beside(self, variable: keras.Variable) -> AbstractContextManager:
+        """Anywhere: a strategy knows where slots belong."""
+        return contextlib.nullcontext()
+
+    def updating(self, gradient: Any, held: tf.Variable) -> AbstractContextManager:
+        """On the device at hand: gradients of all weights come at once, in no order."""
+        return contextlib.nullcontext()

@@ -1,0 +1,74 @@
+"""Which of Keras's optimizers treat each element of a weight by itself.
+
+Their update is the same for a part of a weight as for the whole: parts lie on several devices, or
+each replica updates a share.
+LAMB's and Adafactor's norms and Muon's matrices are of whole weights.
+"""
+
+import keras
+
+from tfparallel.extend import original_class
+from tfparallel.newer_keras import MultiOptimizer, ScheduleFreeAdamW
+from tfparallel.problems import PlacementError
+
+__all__ = ["NAMES", "check_elementwise", "is_elementwise"]
+
+_optimizers = keras.optimizers
+# Looked through one by one: their `update_step` is element by element.
+_ELEMENTWISE = (
+    _optimizers.SGD, _optimizers.Adam, _optimizers.AdamW, _optimizers.RMSprop, _optimizers.Adagrad,
+    _optimizers.Adadelta, _optimizers.Adamax, _optimizers.Nadam, _optimizers.Ftrl,
+    _optimizers.Lion, ScheduleFreeAdamW,
+)  # fmt: skip
+NAMES = ", ".join(sorted(cls.__name__ for cls in _ELEMENTWISE))
+
+
+def is_elementwise(cls: type) -> bool:
+    """Whether an optimizer of this class, and not of one derived from it, is known to be so."""
+    return cls in _ELEMENTWISE
+
+
+def check_elementwise(optimizer: keras.Optimizer, *, shares: bool) -> None:
+    """Raises for an optimizer that cannot update parts of weights, or shares of them.
+
+    Args:
+        optimizer: Any optimizer; of one that hands gradients on to others, they are looked at.
+        shares: Whether it is shares.
+
+    Raises:
+        PlacementError: Of parts, if its update looks at more than one element at a time, or is not
+            known.
+        ValueError: Of shares, likewise; or if it accumulates gradients.
+    """
+    cls = original_class(optimizer)
+    wrapped = _known_wrapped(optimizer, cls)
+    for inner in wrapped:
+        check_elementwise(inner, shares=shares)
+    if wrapped or (shares and cls is MultiOptimizer):
+        return
+    if not is_elementwise(cls):
+        form, error = (
+            ("shard_optimizer=True", ValueError) if shares else ("tensor_parallel", PlacementError)
+        )
+        other = "leave shard_optimizer out" if shares else "`tfparallel.model_parallel`"
+        raise error(
+            f"{form} supports optimizers that update each element independently ({NAMES}). "
+            f"Received: {cls.__name__}, which looks at whole weights, or is not known. Take one of "
+            f"these, or {other}."
+        )
+    if shares and optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            "Under shard_optimizer=True gradients are accumulated by the step, and an update in "
+            "each call of the optimizer is required. Received: gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}. Take "
+            f"sync='accumulate:{optimizer.gradient_accumulation_steps}' in its place."
+        )
+
+
+def _known_wrapped(optimizer, cls) -> list[keras.Optimizer]:
+    """What an optimizer hands its variables on to; those that a function makes are not known."""
+    if cls is _optimizers.LossScaleOptimizer:
+        return [optimizer.inner_optimizer]
+    if cls is MultiOptimizer and hasattr(optimizer._optimizer_map, "values"):
+        return optimizer.optimizers
+    return []
