@@ -4,8 +4,10 @@ The new class keeps the name, the module and the documentation of the old one, s
 saved names the user's class, and plain Keras can load it.
 """
 
+import contextlib
 import functools
 import types
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import keras
@@ -61,6 +63,17 @@ def attach(instance: Any, **attributes: Any) -> None:
         attributes[_ATTRIBUTES] = extended_attributes(instance) | {*attributes, _ATTRIBUTES}
     for name, value in attributes.items():
         object.__setattr__(instance, name, value)  # Past Keras's tracking.
+
+
+@contextlib.contextmanager
+def attached(instance: Any, **attributes: Any) -> Iterator[None]:
+    """Within it an object has attributes of this package's; then those that it had before."""
+    before = {name: getattr(instance, name, None) for name in attributes}
+    attach(instance, **attributes)
+    try:
+        yield
+    finally:
+        attach(instance, **before)
 
 
 def extended_attributes(instance: Any) -> frozenset[str]:

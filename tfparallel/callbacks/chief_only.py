@@ -27,13 +27,6 @@ _PATH_OF = {
 }
 
 
-def flatten(callbacks) -> list[keras.callbacks.Callback]:
-    """The callbacks that a user gave to `fit`: none, one, a list or a `CallbackList`."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return list(callbacks.callbacks)
-    return keras.tree.flatten(callbacks) if callbacks is not None else []
-
-
 @contextlib.contextmanager
 def writing_by_chief(
     callbacks: Iterable[keras.callbacks.Callback], is_chief: bool

@@ -1,9 +1,5 @@
 """The Keras model with several replicas, each of which has its layers on several devices."""
 
-import inspect
-
-import keras
-
 from tfparallel.hybrid.places import MeshPlaces, check_shares
 from tfparallel.hybrid.spread_call import SpreadCall
 from tfparallel.layers.split_model import NestedModel
@@ -35,27 +31,10 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
         """How each split layer is split, by name; the others are on their stage's first device."""
         return self.layout.split_of
 
-    def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit`; batch sizes are global."""
-        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
-        if self._shards_optimizer:
-            refuse_swaps(asked.get("callbacks"))
-        if self._workers is None:
-            return super().fit(*args, **kwargs)
-        with self._knowing_batches("fit", args, kwargs, hands_on=True):
-            return self._fit_as_worker(asked)
-
-    def evaluate(self, *args, **kwargs):
-        """Evaluates the model, as `keras.Model.evaluate`; all workers do, together."""
-        with self._guarded(keras.Model.evaluate, args, kwargs) as asked:
-            self._read_own_rows(asked, "x", "evaluate")
-            return super().evaluate(**asked)
-
-    def predict(self, *args, **kwargs):
-        """Predicts, as `keras.Model.predict`; all workers do, and each gets all predictions."""
-        with self._guarded(keras.Model.predict, args, kwargs) as asked:
-            self._read_own_rows(asked, "x", "predict")
-            return super().predict(**asked)
+    def _look_at(self, call):
+        if call.kind == "fit" and self._shards_optimizer:
+            refuse_swaps(call.callbacks)
+        super()._look_at(call)
 
     def train_step(self, data):
         """One step of training, for the global batch."""

@@ -1,8 +1,8 @@
 """The Keras model whose stages work on several micro-batches at once."""
 
+import contextlib
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -28,7 +28,6 @@ from tfparallel.variables.copies import replicas_of
 __all__ = ["PipelinedModel"]
 
 
-
 class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
     """Extends a functional or Sequential model of placed layers; training takes micro-batches.
 
@@ -52,19 +51,17 @@ class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
         if self.schedule.name != "gpipe":
             check_decomposes(self, self.schedule.name)
 
-    def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit`."""
-        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
-        self._check_batch_size(asked.get("x"), asked.get("batch_size"))
-        if getattr(self, "_is_chief", True):
-            note_other_draws(self)
-        try:
-            return super().fit(*args, **kwargs)
-        except tf.errors.InvalidArgumentError as error:
-            said = said_in(error, COMPARES)
-            if said is None:
-                raise
-            raise PlacementError(said) from None
+    def _look_at(self, call):
+        if call.kind == "fit":
+            self._check_batch_size(call.asked.get("x"), call.asked.get("batch_size"))
+            if self._is_chief:
+                note_other_draws(self)
+        super()._look_at(call)
+
+    def _begin(self, call):
+        if call.kind == "fit":
+            call.enter(_in_plain_words())
+        super()._begin(call)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         super()._maybe_symbolic_build(iterator, data_batch)
@@ -183,3 +180,15 @@ class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
                 f"fewer). Received: batches of {batch_size} for {of_all} micro-batches. Take "
                 f"batch_size={number} or more, or fewer micro-batches."
             )
+
+
+@contextlib.contextmanager
+def _in_plain_words() -> Iterator[None]:
+    """Has what a comparison of losses asserts in a graph raised as a `PlacementError`."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        said = said_in(error, COMPARES)
+        if said is None:
+            raise
+        raise PlacementError(said) from None

@@ -70,20 +70,9 @@ class PlacedModel(OneStep):
         """Compiles the model as a saved one, or another, was."""
         self.compile(**keras.saving.deserialize_keras_object(config))
 
-    def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit`."""
-        with naming_lost_process(self._by_device):
-            return super().fit(*args, **kwargs)
-
-    def evaluate(self, *args, **kwargs):
-        """Tells loss and metrics, as `keras.Model.evaluate`."""
-        with naming_lost_process(self._by_device):
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args, **kwargs):
-        """Returns the outputs, as `keras.Model.predict`."""
-        with naming_lost_process(self._by_device):
-            return super().predict(*args, **kwargs)
+    def _begin(self, call):
+        call.enter(naming_lost_process(self._by_device))
+        super()._begin(call)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         if self.optimizer is not None and self.train_function is None:

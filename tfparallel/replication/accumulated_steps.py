@@ -15,14 +15,14 @@ draws the masks of each step's batch. `gradient_accumulation_steps` of Keras's o
 takes the mean of the steps' gradients, which is another number where batches differ.
 """
 
-import inspect
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfparallel.callbacks import chief_only
 from tfparallel.data.shard import Place
 from tfparallel.extend import attach, is_own
 from tfparallel.notice import notice
@@ -73,21 +73,23 @@ class AccumulatedSteps(OwnMetrics):
     def _is_silent(self) -> bool:
         return self._accumulates or super()._is_silent
 
-    def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit`; an update is of several steps."""
-        if not self._accumulates:
-            return super().fit(*args, **kwargs)
-        if is_own(self, "fit"):
-            self._refuse("Keras's own `fit` is required", "a model with a `fit` of its own")
-        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
-        asked = {name: value for name, value in asked.items() if name != "self"}
-        callbacks = [*chief_only.flatten(asked.get("callbacks")), BeginsEpochs()]
-        self._check_callbacks(callbacks)
+    def _begin(self, call):
+        if call.kind == "fit" and self._accumulates:
+            if call.is_own:
+                self._refuse("Keras's own `fit` is required", "a model with a `fit` of its own")
+            call.add_callbacks(BeginsEpochs())
+            self._check_callbacks(call.callbacks)
+            call.enter(self._holding_gradients())
+            call.enter(self._training_silently())
+        super()._begin(call)
+
+    @contextlib.contextmanager
+    def _holding_gradients(self) -> Iterator[None]:
+        """Around a `fit`: none are held before and behind it."""
         self._forget_gradients()
         self._gradient_noise.forget_first()
         try:
-            with self._training_silently():
-                return super().fit(**asked | {"callbacks": callbacks})
+            yield
         finally:
             self._forget_gradients()
 

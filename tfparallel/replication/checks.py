@@ -5,7 +5,6 @@ import numbers
 import keras
 import tensorflow as tf
 
-from tfparallel.callbacks import chief_only
 from tfparallel.collectives import cross_device
 from tfparallel.newer_keras import ACTIVITY_IS_SUMMED
 
@@ -251,8 +250,7 @@ def refuse_swaps(callbacks) -> None:
     Raises:
         ValueError: If there is one.
     """
-    flat = chief_only.flatten(callbacks)
-    if any(isinstance(callback, keras.callbacks.SwapEMAWeights) for callback in flat):
+    if any(isinstance(callback, keras.callbacks.SwapEMAWeights) for callback in callbacks):
         raise ValueError(
             "SwapEMAWeights swaps the weights with averages that, under shard_optimizer=True, "
             "each replica has a share of. An optimizer with whole averages is required. "

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable
 
 import keras
@@ -10,7 +9,7 @@ import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.engine.check_rows import exchange_moments
-from tfparallel.extend import attach, extend, is_own, original_class
+from tfparallel.extend import attach, attached, extend, is_own, original_class
 from tfparallel.flight.marks import mark
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -52,6 +51,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
     """
 
     _shards_optimizer = False  # Whether each replica updates its share of the weights.
+    _received: predictions.PredictionsOfWorkers | None = None  # What `predict` is to gather.
     _made_by_function = False  # Whether the builder was given the function that makes the model.
 
     @property
@@ -88,33 +88,22 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
         extend_parts(self)
         return None
 
-    def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit`; batch sizes are global."""
-        args, kwargs = self._of_whole_batches(keras.Model.fit, args, kwargs)
-        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
-        if self.strategy is not None:
-            checks.check_scope(self.strategy, "`fit` of what `data_parallel` returned")
-        checks.check_data(
-            asked.get("x"), asked.get("batch_size"), asked.get("steps_per_epoch"), "fit"
-        )
-        if self._shards_optimizer:
-            checks.refuse_swaps(asked.get("callbacks"))
-        if self.strategy is not None and self.strategy.num_replicas > 1 and self._is_chief:
-            note_other_draws(self)
-        for layer in self._flatten_layers():
-            judge_anew(layer)
-        if self._workers is None:
-            return super().fit(*args, **kwargs)
-        with self._knowing_batches("fit", args, kwargs, hands_on=True):
-            return self._fit_as_worker(asked)
-
-    def evaluate(self, *args, **kwargs):
-        """Evaluates the model, as `keras.Model.evaluate`; the chief alone shows progress."""
-        args, kwargs = self._of_whole_batches(keras.Model.evaluate, args, kwargs)
-        knowing = self._knowing_batches("evaluate", args, kwargs, hands_on=True)
-        with knowing, self._guarded(keras.Model.evaluate, args, kwargs) as asked:
-            self._read_own_rows(asked, "x", "evaluate")
-            return super().evaluate(**asked)
+    def _look_at(self, call):
+        self._take_whole_batches(call)
+        if call.kind == "fit":
+            asked = call.asked
+            if self.strategy is not None:
+                checks.check_scope(self.strategy, "`fit` of what `data_parallel` returned")
+            checks.check_data(
+                asked.get("x"), asked.get("batch_size"), asked.get("steps_per_epoch"), "fit"
+            )
+            if self._shards_optimizer:
+                checks.refuse_swaps(call.callbacks)
+            if self.strategy is not None and self.strategy.num_replicas > 1 and self._is_chief:
+                note_other_draws(self)
+            for layer in self._flatten_layers():
+                judge_anew(layer)
+        super()._look_at(call)
 
     def predict(self, *args, gather_to: str | None = "all", **kwargs):
         """Predicts, as `keras.Model.predict`.
@@ -132,16 +121,18 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
                 `predict_step` of its own.
         """
         predictions.check_gather_to(gather_to, self._predicts_as_keras)
-        args, kwargs = self._of_whole_batches(keras.Model.predict, args, kwargs)
-        with self._guarded(keras.Model.predict, args, kwargs) as asked:
-            self._read_own_rows(asked, "x", "predict")
-            if self._workers is None or gather_to == "all":
-                return super().predict(**asked)
-            received = predictions.PredictionsOfWorkers(self._workers)
-            asked["callbacks"] = [*asked["callbacks"], received]
-            with self._keeping_rows():
-                own = super().predict(**asked)
-            return own if gather_to is None else received.at_chief(own)
+        if self._workers is None or gather_to == "all":
+            return super().predict(*args, **kwargs)
+        received = predictions.PredictionsOfWorkers(self._workers)
+        with attached(self, _received=received):
+            own = super().predict(*args, **kwargs)
+        return own if gather_to is None else received.at_chief(own)
+
+    def _begin(self, call):
+        super()._begin(call)
+        if call.kind == "predict" and self._received is not None:
+            call.add_callbacks(self._received)
+            call.enter(self._keeping_rows())
 
     @property
     def _predicts_as_keras(self) -> bool:

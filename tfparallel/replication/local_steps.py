@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.callbacks import chief_only
 from tfparallel.data.shard import count_rows
 from tfparallel.extend import attach, is_own
 from tfparallel.replication import sample_partition
@@ -69,16 +68,14 @@ class LocalSteps(OwnMetrics):
         """Whether the next step is one of this worker alone."""
         return self._is_ever_alone and (self._has_begun or not self._sync.start)
 
-    def _fit_as_worker(self, asked):
-        if self._is_ever_alone:
+    def _begin(self, call):
+        if call.kind == "fit" and self._is_ever_alone:
             self._check_sync()
             attach(self, _has_begun=self._num_updates >= self._sync.start)
-            # Behind those of the user, of which one may restore a run.
-            callbacks = [*chief_only.flatten(asked.get("callbacks")), BeginsEpochs()]
-            self._check_callbacks(callbacks)
-            asked = asked | {"callbacks": callbacks}
-        with self._training_silently():
-            return super()._fit_as_worker(asked)
+            call.add_callbacks(BeginsEpochs())  # Behind those of which one may restore a run.
+            self._check_callbacks(call.callbacks)
+            call.enter(self._training_silently())
+        super()._begin(call)
 
     @property
     def _num_updates(self) -> int:

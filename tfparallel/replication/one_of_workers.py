@@ -8,8 +8,8 @@
 """
 
 import contextlib
-import inspect
 import os
+from contextlib import AbstractContextManager
 
 import keras
 
@@ -19,10 +19,12 @@ from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.whole_file import moved_into_place
 from tfparallel.collectives.between_workers import naming_lost_worker
 from tfparallel.data import share
+from tfparallel.data.batch_size import full_batch_size
 from tfparallel.extend import attach
 from tfparallel.replication import agreement, sample_partition
 from tfparallel.seams.keras import class_weighting
 from tfparallel.step.ahead import types_of_batches
+from tfparallel.step.call import Call
 from tfparallel.strategies.distributed_data import whole_batches
 
 __all__ = ["OneOfWorkers"]
@@ -37,24 +39,19 @@ class OneOfWorkers:
     def _workers(self):
         return self.strategy.workers if self.strategy is not None else None
 
-    def _of_whole_batches(self, method, args, kwargs):
-        """The arguments of a method; in the place of a distributed data set, what it was made of.
+    def _take_whole_batches(self, call: Call) -> None:
+        """Puts what a distributed data set was made of in its place.
 
         Raises:
             ValueError: If another strategy has distributed it, or, where its batches are the rows
                 of this worker, it has no known length.
         """
-        asked = dict(inspect.signature(method).bind(self, *args, **kwargs).arguments)
-        found = {}
         for name in ("x", "validation_data"):
-            data, is_of_worker = whole_batches(asked.get(name), self.strategy)
-            if data is not asked.get(name):
+            given = call.asked.get(name)
+            data, is_of_worker = whole_batches(given, self.strategy)
+            if data is not given:
                 by_worker = is_of_worker and self._workers is not None
-                found[name] = sample_partition.by_sample(data) if by_worker else data
-        if not found:
-            return args, kwargs
-        del asked["self"]
-        return (), asked | asked.pop("kwargs", {}) | found
+                call.asked[name] = sample_partition.by_sample(data) if by_worker else data
 
     def _path_to_write(self, path, overwrite):
         """Where to write a file that other workers may write too, at the same time."""
@@ -62,50 +59,42 @@ class OneOfWorkers:
             return contextlib.nullcontext(path)
         return moved_into_place(os.fspath(path))
 
-    def _quiet_unless_chief(self, asked):
-        return asked if self._is_chief else asked | {"verbose": 0}
+    def _begin(self, call):
+        if call.kind == "fit":
+            if self._workers is not None:
+                self._begin_fit(call)
+        else:
+            # `fit` validates within its own guard, whose callbacks Keras hands on.
+            if self._workers is not None and not call.is_within_fit:
+                self._compare_batches(call.kind)
+                self._guard(call)
+            self._read_own_rows(call.asked, "x", call.kind)
+        super()._begin(call)
 
-    @contextlib.contextmanager
-    def _guarded(self, method, args, kwargs):
-        """The arguments of a method that makes steps, with a guard that they go on."""
-        asked = dict(inspect.signature(method).bind(self, *args, **kwargs).arguments)
-        del asked["self"]
-        asked |= asked.pop("kwargs", {})
-        # `fit` validates within its own guard, whose callbacks Keras hands on.
-        if self._workers is None or isinstance(
-            asked.get("callbacks"), keras.callbacks.CallbackList
-        ):
-            yield asked
-            return
-        timeout, own = self.strategy.stall_timeout, self._workers.worker_index
-        self._compare_batches(method.__name__)
-        with StallGuard(timeout, own) as guard, naming_lost_worker(), agreement.in_plain_words():
-            callbacks = [*chief_only.flatten(asked.get("callbacks")), guard]
-            yield self._quiet_unless_chief(asked | {"callbacks": callbacks})
+    def _guard(self, call: Call, *around: AbstractContextManager) -> None:
+        """Has steps go on, or end with who is at fault; the chief alone speaks."""
+        guard = StallGuard(self.strategy.stall_timeout, self._workers.worker_index)
+        call.add_callbacks(guard)
+        if not self._is_chief:
+            call.asked["verbose"] = 0
+        for context in (*around, guard, naming_lost_worker(), agreement.in_plain_words()):
+            call.enter(context)
 
-    def _fit_as_worker(self, asked):
-        """Trains as one of several workers, of which the chief alone speaks and writes."""
+    def _begin_fit(self, call):
         self._choose_all_reduce()
         if hasattr(self.optimizer, "loaded_values"):
             self.optimizer.loaded_values()  # Which takes memory, and nobody sends any more.
-        asked = {name: value for name, value in asked.items() if name != "self"}
-        callbacks = chief_only.flatten(asked.get("callbacks"))
-        restores = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
-        if restores:
-            callbacks = [*callbacks, chief_only.RestoredByChief(self._workers)]
-        agreement.check_fit(self._workers, self, asked)
-        workers = self._workers
-        guard = StallGuard(self.strategy.stall_timeout, workers.worker_index)
+        workers, callbacks = self._workers, call.callbacks
+        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
+            call.add_callbacks(chief_only.RestoredByChief(workers))
+        agreement.check_fit(workers, self, call.asked)
         recorder = FlightRecorder.wanted(workers.worker_index, workers.num_workers)
-        asked["callbacks"] = [*callbacks, guard]
-        if isinstance(recorder, FlightRecorder):
-            asked["callbacks"] = [recorder.step_end, *asked["callbacks"], recorder]
         self._compare_batches("fit", "evaluate")
-        self._read_own_rows(asked, "x", "fit")
-        self._read_own_rows(asked, "validation_data", "evaluate")
-        writing = chief_only.writing_by_chief(callbacks, self._is_chief)
-        with recorder, guard, writing, naming_lost_worker(), agreement.in_plain_words():
-            return super().fit(**self._quiet_unless_chief(asked))
+        self._read_own_rows(call.asked, "x", "fit")
+        self._read_own_rows(call.asked, "validation_data", "evaluate")
+        self._guard(call, recorder, chief_only.writing_by_chief(callbacks, self._is_chief))
+        if isinstance(recorder, FlightRecorder):
+            call.asked["callbacks"] = [recorder.step_end, *call.callbacks, recorder]
 
     def _compare_batches(self, *kinds):
         """Has the first steps of these methods compare the workers' batches."""
@@ -147,7 +136,7 @@ class OneOfWorkers:
             stay = self.built and self._predicts_as_keras
         else:
             self._maybe_symbolic_build(data_batch=spec)
-            with self._knowing_batches(kind, x=asked[name]):
+            with self._knowing_batches(kind, full_batch_size(asked[name])):
                 stay = self._way(spec, kind).all_stay
         if not stay:  # All rows on each worker: what is read need not be sent.
             return

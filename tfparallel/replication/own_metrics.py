@@ -44,22 +44,25 @@ class OwnMetrics:
     def _begin_own_step(self) -> None:
         """Called before each step of `fit`."""
 
-    def evaluate(self, *args, **kwargs):
-        """Evaluates the model, as `keras.Model.evaluate`, with what all workers have."""
+    def _begin(self, call):
+        if call.kind == "evaluate":
+            call.enter(self._outside_of_epochs())
+        elif call.kind == "predict":
+            self.settle_workers()
+        super()._begin(call)
+
+    @contextlib.contextmanager
+    def _outside_of_epochs(self):
+        """Within it all workers have what is of all, and metrics are of all rows."""
         was_in_epoch = self._is_in_epoch
         attach(self, _is_in_epoch=False)
         self.settle_workers()
         try:
-            return super().evaluate(*args, **kwargs)
+            yield
         finally:
             if was_in_epoch:  # Keras has reset the metrics, and all workers have the same now.
                 self.metrics_were_restored()
             attach(self, _is_in_epoch=was_in_epoch)
-
-    def predict(self, *args, **kwargs):
-        """Predicts, as `keras.Model.predict`, with what all workers have."""
-        self.settle_workers()
-        return super().predict(*args, **kwargs)
 
     @contextlib.contextmanager
     def settled_workers(self):

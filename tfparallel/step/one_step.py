@@ -8,17 +8,17 @@
 """
 
 import contextlib
-import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfparallel.extend import attach, original_class
+from tfparallel.extend import attach, attached
 from tfparallel.layout.layout import Layout
+from tfparallel.step.call import Call
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.xla import CompiledByDevice
@@ -90,21 +90,37 @@ class OneStep(CompiledByDevice):
             variable.assign(value)
 
     def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit`; no step waits for logs that nobody reads."""
-        if original_class(self).fit is not keras.Model.fit:  # Which may do anything with its list.
-            return super().fit(*args, **kwargs)
-        asked = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
-        asked = {name: value for name, value in asked.items() if name != "self"}
-        if not isinstance(asked.get("callbacks"), keras.callbacks.CallbackList):
-            epochs, most = asked.get("epochs", 1), keras.config.max_epochs()
-            epochs = epochs if most is None else min(epochs, most)  # As Keras tells its callbacks.
-            params = {"verbose": asked.get("verbose", "auto"), "epochs": epochs}
-            asked["callbacks"] = LogsWhereTheyAre(asked.get("callbacks"), params["verbose"])
-            attach(self, _callbacks_of_fit=(asked["callbacks"], params))
-        try:
-            return super().fit(**asked)
-        finally:
-            attach(self, _callbacks_of_fit=None)
+        """Trains the model, as `keras.Model.fit`; batch sizes are global."""
+        return self._run(Call(self, "fit", args, kwargs), super().fit)
+
+    def evaluate(self, *args, **kwargs):
+        """Evaluates the model, as `keras.Model.evaluate`."""
+        return self._run(Call(self, "evaluate", args, kwargs), super().evaluate)
+
+    def predict(self, *args, **kwargs):
+        """Predicts, as `keras.Model.predict`."""
+        return self._run(Call(self, "predict", args, kwargs), super().predict)
+
+    def _run(self, call: Call, method: Callable) -> Any:
+        with call:
+            self._look_at(call)
+            self._begin(call)
+            return call.run(method)
+
+    def _look_at(self, call: Call) -> None:
+        """Checks the arguments of a call, or puts others in their place."""
+
+    def _begin(self, call: Call) -> None:
+        """Enters what is around a call. Of `fit`: no step waits for logs that nobody reads."""
+        # A `fit` of the user's own may do anything with its list.
+        if call.kind != "fit" or call.is_own or call.is_within_fit:
+            return
+        epochs, most = call.asked.get("epochs", 1), keras.config.max_epochs()
+        epochs = epochs if most is None else min(epochs, most)  # As Keras tells its callbacks.
+        params = {"verbose": call.asked.get("verbose", "auto"), "epochs": epochs}
+        callbacks = LogsWhereTheyAre(call.asked.get("callbacks"), params["verbose"])
+        call.asked["callbacks"] = callbacks
+        call.enter(attached(self, _callbacks_of_fit=(callbacks, params)))
 
     def _tell_callbacks(self, iterator) -> None:
         """Tells the callbacks of a `fit` that begins what Keras tells them, of its batches too."""

@@ -10,21 +10,20 @@ and the other metrics stay where the rows are.
 """
 
 import contextlib
-import inspect
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 from absl import logging
 
-from tfparallel.data.batch_size import full_batch_size
 from tfparallel.data.shard import count_rows, where_it_is
 from tfparallel.device_memory import memory_bytes
 from tfparallel.device_names import canonical
 from tfparallel.engine.check_rows import has_rows
-from tfparallel.extend import attach
+from tfparallel.extend import attach, attached
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.notice import notice
 from tfparallel.step.adds_up import AddsUp, adds_up, why_not_by_rows
@@ -70,50 +69,22 @@ class WhereRowsMeet:
     """Extends a compiled Keras model of which a step takes the batch in pieces, by rows."""
 
     _workers = None  # What joins the workers of the job; None for one process.
+    _batch_sizes: Mapping[str, int | None] = {}  # How many rows a full one has, by method.
 
-    def fit(self, *args, **kwargs):
-        """Trains the model, as `keras.Model.fit`."""
-        with self._knowing_batches("fit", args, kwargs), _in_plain_words():
-            return super().fit(*args, **kwargs)
+    def _look_at(self, call):
+        if call.kind != "predict":
+            # What a step with a short last batch cannot see.
+            call.enter(self._knowing_batches(call.kind, call.full_batch_size()))
+        super()._look_at(call)
 
-    def evaluate(self, *args, **kwargs):
-        """Evaluates the model, as `keras.Model.evaluate`."""
-        with self._knowing_batches("evaluate", args, kwargs), _in_plain_words():
-            return super().evaluate(*args, **kwargs)
+    def _begin(self, call):
+        if call.kind != "predict":
+            call.enter(_in_plain_words())
+        super()._begin(call)
 
-    @contextlib.contextmanager
-    def _knowing_batches(
-        self, kind: str, args=(), kwargs=None, *, hands_on: bool = False, **asked
-    ) -> Iterator[None]:
-        """Keeps how many rows a full batch has, which a step with a short last one cannot see.
-
-        Args:
-            kind: "fit" or "evaluate".
-            args: What the method was given.
-            kwargs: Likewise.
-            hands_on: Whether the method calls the one of this class, with other arguments.
-            **asked: Or, instead of both, its `x`.
-        """
-        known = getattr(self, "_batch_sizes", {})
-        handed_on = getattr(self, "_handed_on", frozenset())
-        if kind in handed_on and not asked:
-            # The same call, of which the method around this one knows what was given.
-            attach(self, _handed_on=handed_on - {kind})
-            yield
-            return
-        if not asked:
-            # What does not fit the signature is refused by the method itself.
-            with contextlib.suppress(TypeError):
-                signature = inspect.signature(getattr(keras.Model, kind))
-                asked = signature.bind(self, *args, **(kwargs or {})).arguments
-        names = ("x", "batch_size", "validation_split")
-        size = full_batch_size(**{name: asked[name] for name in names if name in asked})
-        handed_now = handed_on | {kind} if hands_on else handed_on
-        attach(self, _batch_sizes=known | {kind: size}, _handed_on=handed_now)
-        try:
-            yield
-        finally:
-            attach(self, _batch_sizes=known, _handed_on=handed_on)
+    def _knowing_batches(self, kind: str, size: int | None) -> AbstractContextManager[None]:
+        """Keeps how many rows a full batch of "fit" or "evaluate" has."""
+        return attached(self, _batch_sizes=self._batch_sizes | {kind: size})
 
     @property
     def _meeting_device(self) -> str:
@@ -204,7 +175,7 @@ class WhereRowsMeet:
             return ""
         num_rows = next(iter(_row_counts(x)), None)
         if not isinstance(num_rows, int):
-            num_rows = getattr(self, "_batch_sizes", {}).get(kind)
+            num_rows = self._batch_sizes.get(kind)
         if num_rows is None:
             return f" ({self._sizes_in_words(sizes, 'a row')})"
         memory, whose = _memory_of(self._meeting_device)
