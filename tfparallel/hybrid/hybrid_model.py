@@ -1,14 +1,14 @@
 """The Keras model with several replicas, each of which has its layers on several devices."""
 
-from tfparallel.hybrid.places import MeshPlaces, check_shares
+from tfparallel.hybrid.places import MeshPlaces
 from tfparallel.hybrid.spread_call import SpreadCall
 from tfparallel.layers.split_model import NestedModel
 from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.problems import PlacementError
 from tfparallel.replication.checks import refuse_swaps
 from tfparallel.replication.one_of_workers import OneOfWorkers
-from tfparallel.update.optimizer import prepare
 from tfparallel.update.places import Places
+from tfparallel.update.prepare import prepare
 from tfparallel.variables.copies import copy_to, replicas_of
 from tfparallel.variables.split import parts_of
 
@@ -87,8 +87,6 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
 
     def _place_updates(self):
         replicas, shares = replicas_of(self.layout), self._shards_optimizer
-        if shares:
-            check_shares(self.optimizer)
         is_one = len(replicas) == 1 and not shares
         places = Places() if is_one else MeshPlaces(replicas, self._workers)
         prepare(self.optimizer, places, shares=shares, parts=self.layout.mesh.tensor > 1)

@@ -9,14 +9,10 @@ import tensorflow as tf
 
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.device_names import canonical
-from tfparallel.extend import original_class
-from tfparallel.problems import PlacementError
-from tfparallel.update.built import wrapped_by
-from tfparallel.update.optimizer import updates_alike
 from tfparallel.update.places import Places
 from tfparallel.variables.copies import Replica, at_work, copies_of, copy_to, first_copy
 
-__all__ = ["MeshPlaces", "check_shares"]
+__all__ = ["MeshPlaces"]
 
 
 class MeshPlaces(Places):
@@ -68,24 +64,3 @@ class MeshPlaces(Places):
         kinds = {name.rpartition("/device:")[2].partition(":")[0] for name in names}
         is_sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
         return len(kinds) > 1 or (is_sparse and kinds != {"CPU"})
-
-
-def check_shares(optimizer: keras.Optimizer) -> None:
-    """Raises for an optimizer of which the replicas of a mesh cannot hold shares.
-
-    Raises:
-        PlacementError: If it wraps others, or has a schedule of the user's own.
-    """
-    if wrapped_by(optimizer):
-        raise PlacementError(
-            "Under shard_optimizer=True a mesh takes an optimizer that wraps no others. Received: "
-            f"{original_class(optimizer).__name__}. Take another, `data_parallel`, or leave "
-            "shard_optimizer out."
-        )
-    if not updates_alike(optimizer):
-        raise PlacementError(
-            "Under shard_optimizer=True each replica of a mesh computes the learning rate. A "
-            "number, or a schedule of Keras's, is required. Received: a "
-            f"{type(optimizer._learning_rate).__name__}. Take one of these, or leave "
-            "shard_optimizer out."
-        )

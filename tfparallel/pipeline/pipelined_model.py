@@ -11,7 +11,7 @@ from tfparallel.data.batch_size import KERAS_BATCH_SIZE
 from tfparallel.engine.check_rows import check_rows
 from tfparallel.extend import attach
 from tfparallel.layout.schedule import Schedule
-from tfparallel.pipeline.accumulated_batches import AccumulatedBatches
+from tfparallel.pipeline.accumulate import AccumulateBatches
 from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
@@ -20,6 +20,7 @@ from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.draws import note_other_draws
+from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.state import global_seed_generator
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
@@ -28,7 +29,7 @@ from tfparallel.variables.copies import replicas_of
 __all__ = ["PipelinedModel"]
 
 
-class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
+class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     """Extends a functional or Sequential model of placed layers; training takes micro-batches.
 
     Attributes:
@@ -115,7 +116,10 @@ class PipelinedModel(AccumulatedBatches, WhereRowsMeet, PlacedModel):
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data):
         """One step of training: all micro-batches forward and backward, then one update."""
-        return super().train_step(data)
+        return self._policy.step(data, super().train_step)
+
+    def _make_policy(self, sync) -> EveryStep:
+        return AccumulateBatches(self, sync) if sync.accumulates else EveryStep(self, sync)
 
     def _passes(self, x, y, sample_weight) -> Found:
         if self.check_rows:

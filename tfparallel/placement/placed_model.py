@@ -20,8 +20,8 @@ from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.strategies.writes import after_writes
 from tfparallel.update.built import build_again, check_known, trained_by
-from tfparallel.update.optimizer import prepare
 from tfparallel.update.places import Places
+from tfparallel.update.prepare import prepare
 
 __all__ = ["PlacedModel"]
 

@@ -279,7 +279,7 @@ def examples(specifications: Any, seed: int) -> Any:
             return tf.fill(spec.shape, str(seed % 2))
         if seed % 2 or spec.shape.rank < 2:
             return tf.cast(tf.fill(spec.shape, seed % 2), spec.dtype)
-        # What may be padding stands behind words: cuDNN refuses any other, and rows of it alone.
+        # Padding, if it is one, stands behind words: cuDNN takes no other.
         is_word = tf.range(spec.shape[-1]) < max(1, spec.shape[-1] - 1)
         return tf.cast(tf.broadcast_to(is_word, spec.shape), spec.dtype)
 

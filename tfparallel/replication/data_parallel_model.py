@@ -21,12 +21,13 @@ from tfparallel.replication import (
     sample_partition,
     state,
 )
-from tfparallel.replication.accumulated_steps import AccumulatedSteps
+from tfparallel.replication.accumulate import Accumulate
 from tfparallel.replication.draws import note_other_draws
-from tfparallel.replication.local_steps import LocalSteps
+from tfparallel.replication.local_sgd import LocalSgd
 from tfparallel.replication.one_of_workers import OneOfWorkers
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.places import ReplicaPlaces
+from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.seams.keras import batches_of
@@ -34,7 +35,7 @@ from tfparallel.step.ahead import build_ahead, symbolic_build, types_of_batches
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.update.built import check_known
-from tfparallel.update.optimizer import prepare
+from tfparallel.update.prepare import prepare
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
@@ -43,7 +44,7 @@ def _is_symbolic(leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and tf.is_symbolic_tensor(leaf)
 
 
-class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, ReplicatedLayer):
+class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
     """Extends the user's model class: the same methods, on all replicas.
 
     `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, on which only the
@@ -237,7 +238,7 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
                 return super().train_step(data)
         extend_parts(self)
         worker_rows = None
-        if not self._is_silent:
+        if not self._policy.is_silent:
             data, worker_rows = sample_partition.held(data, self.strategy)
         object.__setattr__(self, "_in_train_step", True)
         if self.optimizer is not None:
@@ -250,22 +251,26 @@ class DataParallelModel(LocalSteps, OneOfWorkers, AccumulatedSteps, OwnRows, Rep
             arrived = [tf.raw_ops.OptionalFromValue(components=tensors)] if tensors else []
             arrived += mark("input", tensors) if tensors else []
             with tf.control_dependencies(arrived):
-                if self._accumulates:
-                    return self._train_accumulating(data)
-                if self._steps_alone:
-                    return self._train_alone(data)
-                if self._fingerprints is not None and worker_rows is None:
-                    self._fingerprints.check(data, "fit")
-                data = self._read(data)
-                way = self._way(data, "fit")
-                if self._is_ever_alone:
-                    self._refuse_joined(way)
-                data, worker_rows = self._whole_if_needed(way, data, worker_rows)
-                if way.rows_stay:
-                    return self._train_on_own_rows(data, way.metrics, worker_rows)
-                return super().train_step(data)
+                return self._policy.step(data, lambda data: self._train_on(data, worker_rows))
         finally:
             object.__setattr__(self, "_in_train_step", False)
+
+    def _train_on(self, data, worker_rows):
+        """A step of all workers' rows."""
+        if self._fingerprints is not None and worker_rows is None:
+            self._fingerprints.check(data, "fit")
+        data = self._read(data)
+        way = self._way(data, "fit")
+        self._policy.check_way(way)
+        data, worker_rows = self._whole_if_needed(way, data, worker_rows)
+        if way.rows_stay:
+            return self._train_on_own_rows(data, way.metrics, worker_rows)
+        return super().train_step(data)
+
+    def _make_policy(self, sync) -> EveryStep:
+        if sync.accumulates:
+            return Accumulate(self, sync)
+        return LocalSgd(self, sync) if sync.is_local else EveryStep(self, sync)
 
     @compiled_by_device
     def test_step(self, data):

@@ -9,7 +9,8 @@
                          Keras's `apply`, at each place on its own copies
     weight  ◄─contract── shares joined, constraints of wholes
 
-What looks at several weights at once, a learning rate, a moving average, a count of the steps: each
-place computes it of its own copies, so that nothing is sent. Where two runs of an update may
-differ, the first place alone makes it, and sends what comes of it.
+Whatever looks at several weights at once (a norm, a moving average, the count of the steps) each
+place computes from its own copies, so that an update sends nothing but shares. Where two runs of an
+update may differ, because the optimizer, its schedule or a constraint is the user's own, the first
+place alone makes it and sends the result.
 """

@@ -12,13 +12,26 @@ import keras
 
 from tfparallel.extend import original_class
 
-__all__ = ["build_again", "check_known", "prepare_built", "trained_by", "wrapped_by"]
+__all__ = [
+    "build_again",
+    "check_known",
+    "own_variables",
+    "prepare_built",
+    "trained_by",
+    "wrapped_by",
+]
 
 
 def wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """What an optimizer hands gradients on to."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))
+
+
+def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
+    """The variables of an optimizer, without the model's."""
+    trained = {id(variable) for variable in getattr(optimizer, "_trainable_variables", ())}
+    return [variable for variable in optimizer._variables if id(variable) not in trained]
 
 
 def trained_by(optimizer: keras.Optimizer | None) -> dict[int, keras.Variable]:

@@ -44,7 +44,7 @@ def check_elementwise(optimizer: keras.Optimizer, *, shares: bool) -> None:
     wrapped = _known_wrapped(optimizer, cls)
     for inner in wrapped:
         check_elementwise(inner, shares=shares)
-    if wrapped or (shares and cls is MultiOptimizer):
+    if wrapped:
         return
     if not is_elementwise(cls):
         form, error = (

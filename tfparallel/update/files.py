@@ -3,7 +3,7 @@
 | | |
 | --- | --- |
 | a slot of a weight in parts | the slots of the parts, side by side |
-| a slot of a weight in shares | what all places hold, joined; of all workers |
+| a slot of a weight in shares | what the places of all workers hold, joined |
 | an accumulator of terms | the sum of its copies, over all workers |
 """
 
@@ -16,13 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives.barrier import wait_for_all
-from tfparallel.extend import attach
+from tfparallel.extend import attach, extend
 from tfparallel.update.places import Places
 from tfparallel.update.shares import cut_out, joined, mark, shape_shared_out
 from tfparallel.variables.split import split_variable, whole_of
 
 __all__ = [
     "assign",
+    "grouped",
     "holds_pieces",
     "is_in_pieces",
     "mark_slot",
@@ -59,9 +60,35 @@ def mark_slot(slot: keras.Variable, unit: keras.Variable, name: str, slots: dict
         attach(known[0], _joined=_side_by_side(known, whole))
 
 
-def mark_sum(variable: keras.Variable) -> None:
-    """Says of an accumulator that its value is the sum of its copies."""
-    attach(variable, _is_sum=True)
+class SumOfCopies:
+    """Extends an accumulator: its value is the sum of its copies at places, where it has any."""
+
+    _summed_at: Places | None = None
+
+    def _serialize_to_tensors(self):
+        # What `tf.train.Checkpoint` writes: the accumulator of one device.
+        if self._summed_at is None:
+            return super()._serialize_to_tensors()
+        if self._summed_at.workers is not None:
+            raise ValueError(
+                "`tf.train.Checkpoint` would write what one worker has accumulated. The sum over "
+                f"all workers is required. Received: '{self.path}'. Take `tfparallel.callbacks."
+                "Checkpoint`, or `model.save`, which write it."
+            )
+        return {"VARIABLE_VALUE": _summed([self], self._summed_at)[0]}
+
+    def _restore_from_tensors(self, restored_tensors):
+        if self._summed_at is None:
+            return super()._restore_from_tensors(restored_tensors)
+        self.assign(restored_tensors["VARIABLE_VALUE"])
+        _hold_in_first_copy(self, self._summed_at)
+        return self.value
+
+
+def mark_sum(variable: keras.Variable, places: Places | None) -> None:
+    """Says of an accumulator that its value is the sum of its copies at places; None: it is not."""
+    if places is not None or isinstance(variable, SumOfCopies):
+        extend(variable, SumOfCopies, _summed_at=places)
 
 
 def is_in_pieces(variable: keras.Variable) -> bool:
@@ -80,7 +107,7 @@ def shown(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
     A slot in parts is one variable; one in shares stands for them all, with the shape of its share.
     """
     found = {}
-    for group in _grouped(variables):
+    for group in grouped(variables):
         first = group[0]
         if hasattr(first, "_sharded"):
             found[id(first)] = first
@@ -93,7 +120,7 @@ def shown(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 
 def values(variables: Sequence[keras.Variable], places: Places) -> list[np.ndarray]:
     """The values of variables; all workers must ask for them if there are sums or shares."""
-    groups = _grouped(variables)
+    groups = grouped(variables)
     shares = [variable for group in groups for variable in group if hasattr(group[0], "_sharded")]
     wholes = iter(joined(shares, places))
     sums = iter(_summed([group[0] for group in groups if _is_sum(group[0])], places))
@@ -118,7 +145,7 @@ def assign(
     Raises:
         ValueError: If one in shares has another shape.
     """
-    for group, value in zip(_grouped(variables), given, strict=True):
+    for group, value in zip(grouped(variables), given, strict=True):
         first = group[0]
         if not hasattr(first, "_sharded"):
             shown(group)[0].assign(value)
@@ -179,7 +206,7 @@ def trackable_lists(optimizer: keras.Optimizer, names: Iterable[str], held: dict
 
 
 def _is_sum(variable) -> bool:
-    return getattr(variable, "_is_sum", False)
+    return getattr(variable, "_summed_at", None) is not None
 
 
 def _is_part(variable) -> bool:
@@ -188,7 +215,7 @@ def _is_part(variable) -> bool:
     return hasattr(variable, "_whole") or hasattr(variable, "_group")
 
 
-def _grouped(variables) -> list[list[keras.Variable]]:
+def grouped(variables: Iterable[keras.Variable]) -> list[list[keras.Variable]]:
     """The variables, those of the units of a weight together."""
     groups: dict[Any, list[keras.Variable]] = {}
     for variable in variables:
@@ -199,7 +226,7 @@ def _grouped(variables) -> list[list[keras.Variable]]:
 def _side_by_side(slots, whole) -> keras.Variable:
     """A variable that shows the slots of a weight's parts as one."""
     one = object.__new__(type(slots[0]))
-    left_out = ("_group", "_value", "_is_sum")
+    left_out = ("_group", "_value")
     one.__dict__.update({k: value for k, value in vars(slots[0]).items() if k not in left_out})
     one._value = None
     one._shape = tuple(whole.shape)

@@ -19,21 +19,139 @@ Trillion Parameter Models", SC 2020, arXiv:1910.02054.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.collectives.reducer import Reducer
 from tfparallel.extend import extend
+from tfparallel.update.clipping import clip_shares
+from tfparallel.update.pending import PendingSums
 from tfparallel.update.places import Places
 
-__all__ = [
-    "cut_out",
-    "cut_share",
-    "joined",
-    "mark",
-    "shape_shared_out",
-]
+__all__ = ["Shares", "cut_out", "joined", "mark", "shape_shared_out"]
+
+
+class Shares:
+    """The shares of weights, or of parts of weights; each place keeps and updates its own.
+
+    Args:
+        parts: The weights, or parts of weights.
+        places: The places.
+
+    Attributes:
+        parts: As given.
+        variables: A share of each.
+
+    Raises:
+        ValueError: For a weight that takes its gradient for its value.
+    """
+
+    def __init__(self, parts: Sequence[keras.Variable], places: Places):
+        written = [p.path for p in parts if getattr(p, "overwrite_with_gradient", False)]
+        if written:
+            raise ValueError(
+                "Under shard_optimizer=True weights are updated by the optimizer. Received: "
+                f"{written}, which take their gradient for their value. Leave shard_optimizer out."
+            )
+        self._places, self.parts = places, list(parts)
+        self.variables = list(map(self._made, self.parts))
+        self._by_id = {id(p): own for p, own in zip(self.parts, self.variables, strict=True)}
+        places.copy(self.variables)
+        with tf.init_scope(), places.all():
+            self.fill(self.parts)
+
+    def _made(self, part):
+        number, *rest = shape_shared_out(part.shape, self._places.number)
+        shape = (-(-number // self._places.number), *rest)
+        with self._places.make(), self._places.beside(part):
+            share = keras.Variable("zeros", shape, part.dtype, trainable=True, name=part.name)
+        share._path = part.path  # Slots are named by it.
+        mark(share, part)
+        return share
+
+    def of(self, part: keras.Variable) -> keras.Variable:
+        """The share of a weight; itself if there is none."""
+        return self._by_id.get(id(part), part)
+
+    def cut(self, gradient: Any, share: keras.Variable, index: int) -> Any:
+        """What the share of a place here has of a gradient, dense or sparse."""
+        shape = shape_shared_out(share._sharded.shape, self._places.number)
+        bounds = self._places.bounds(share.shape[0])[index]
+        if isinstance(gradient, tf.IndexedSlices):
+            return _rows_read(gradient, shape, *bounds)
+        return cut_out(gradient, shape, *bounds)
+
+    def fill(self, parts: Sequence[keras.Variable]) -> None:
+        """Gives each share what the copy of the weight at its place holds."""
+        for index in range(len(self._places)):
+            with self._places.at(index):
+                for part in parts:
+                    share = self.of(part)
+                    own, whole = (self._places.copies(each)[index] for each in (share, part))
+                    with tf.device(own.device):
+                        own.assign(self.cut(tf.convert_to_tensor(whole), share, index))
+
+    def join(self, parts: Sequence[keras.Variable]) -> None:
+        """Gives every copy of the weights what all shares hold."""
+        wholes = joined(list(map(self.of, parts)), self._places)
+        for index in range(len(self._places)):
+            with self._places.at(index):
+                for part, whole in zip(parts, wholes, strict=True):
+                    copy = self._places.copies(part)[index]
+                    with tf.device(copy.device):
+                        copy.assign(whole)
+
+    def summed(
+        self,
+        pending: PendingSums,
+        gradients: Sequence[Any],
+        parts: Sequence[keras.Variable],
+        optimizer: keras.Optimizer,
+    ) -> list[list[Any]]:
+        """Sums terms of gradients in shares, so that each worker receives its own rows alone.
+
+            worker 0   g⁰ = g⁰₀ │ g⁰₁              g⁰₀ + g¹₀
+            worker 1   g¹ = g¹₀ │ g¹₁      ──►                   g⁰₁ + g¹₁
+
+        Args:
+            pending: The terms.
+            gradients: What is added to them, the same on all workers, or all of a gradient.
+            parts: The weights.
+            optimizer: By whose rules the gradients are clipped.
+
+        Returns:
+            At each place here the shares of the gradients, clipped.
+        """
+        places, number = self._places, self._places.number
+        here = slice(places.first, places.first + len(places))
+        found, wholes, rest = [], [], []
+        for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
+            terms = pending.take(part, None)
+            if terms is not None:
+                size, shape = self.of(part).shape[0], shape_shared_out(part.shape, number)
+                found.append(i)
+                wholes.append([cut_out(term, shape, 0, number * size) for term in terms])
+                rows = here.start * size, here.stop * size
+                rest.append(cut_out(tf.convert_to_tensor(gradient), shape, *rows))
+        pending.clear()
+        totals, _ = Reducer(places.all_reduce_ops, None).totals(wholes, list)
+        sums = places.workers.reduce_scatter(totals)
+        sums = [total + own for total, own in zip(sums, rest, strict=True)]
+        others = [i for i, g in enumerate(gradients) if i not in found and g is not None]
+        sums, whole = clip_shares(optimizer, sums, [gradients[i] for i in others], places.workers)
+        expanded: list[list[Any]] = [[None] * len(gradients) for _ in range(len(places))]
+        for i, total in zip(found, sums, strict=True):
+            for index, share in enumerate(tf.split(total, len(places))):
+                expanded[index][i] = share
+        for i, gradient in zip(others, whole, strict=True):
+            for index in range(len(places)):
+                with places.at(index):
+                    own = places.gradient(gradient, parts[i], index)
+                    expanded[index][i] = self.cut(own, self.of(parts[i]), index)
+        return expanded
 
 
 class Shared:
@@ -77,13 +195,6 @@ def shape_shared_out(shape: Sequence[int], num_shares: int) -> list[int]:
     """In which shape a weight is cut along axis 0: a matrix as it is, all else flat."""
     shape = [int(size) for size in shape]
     return shape if len(shape) == 2 and shape[0] >= num_shares else [int(np.prod(shape))]
-
-
-def cut_share(gradient, shape: list[int], bounds: tuple[int, int]):
-    """What a replica's share has of a gradient, dense or sparse."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return _rows_read(gradient, shape, *bounds)
-    return cut_out(gradient, shape, *bounds)
 
 
 def cut_out(tensor: tf.Tensor, shape: list[int], start: int, end: int) -> tf.Tensor:

@@ -33,7 +33,6 @@ __all__ = [
     "first_copy",
     "here",
     "replicas_of",
-    "send_first",
 ]
 
 
@@ -143,15 +142,6 @@ def _writing_all(write: Callable, others: Sequence[tf.Variable]) -> Callable:
         return write(*args, **kwargs)
 
     return write_all
-
-
-def send_first(variables: Iterable[keras.Variable]) -> None:
-    """Makes all copies of variables equal to the first."""
-    for variable in variables:
-        first, *others = copies_of(variable)
-        for other in others:
-            with tf.device(other.device):
-                other.assign(first)
 
 
 def copies_of(variable: keras.Variable) -> tuple[tf.Variable, ...]:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
 
-__all__ = ["SplitVariable", "cut", "parts_of", "split_variable", "whole_of"]
+__all__ = ["SplitVariable", "cut", "cut_all", "parts_of", "split_variable", "whole_of"]
 
 
 class _Handle(tf.__internal__.CompositeTensor):
@@ -157,6 +157,15 @@ def cut(gradient, variable: "SplitVariable") -> list:
             tf.IndexedSlices(tf.gather(gradient.values, own), tf.gather(indices, own), shape)
         )
     return found
+
+
+def cut_all(gradients: Sequence, variables: Sequence[keras.Variable]) -> list:
+    """Cuts gradients of whole variables into those of the parts, where a variable has some."""
+    return [
+        part
+        for gradient, variable in zip(gradients, variables, strict=True)
+        for part in (cut(gradient, variable) if isinstance(variable, SplitVariable) else [gradient])
+    ]
 
 
 def split_variable(

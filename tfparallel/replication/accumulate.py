@@ -24,15 +24,15 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.shard import Place
-from tfparallel.extend import attach, is_own
+from tfparallel.extend import is_own
 from tfparallel.notice import notice
 from tfparallel.replication.checks import check_activity
 from tfparallel.replication.noise_scale import NoiseScale
-from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics
+from tfparallel.replication.policy import BeginsEpochs, EveryStep
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import Found
 
-__all__ = ["AccumulatedSteps"]
+__all__ = ["Accumulate"]
 
 
 _ONE_DIVISOR = "One divisor of the whole loss is required"
@@ -54,87 +54,87 @@ class _Counts(NamedTuple):
     wanted: tf.Variable
 
 
-class AccumulatedSteps(OwnMetrics):
-    """Extends a replicated model, of one process or of several workers."""
+class Accumulate(EveryStep):
+    """An update is of N steps; of a replicated model, of one process or of several workers."""
 
-    _gradients_held: dict[int, tuple[keras.Variable, tf.Variable | None]] = {}  # By weight.
+    what_steps_are = "the gradients of several steps are added up"
+    accumulates = True
+
+    def __init__(self, model, sync):
+        super().__init__(model, sync)
+        self._held: dict[int, tuple[keras.Variable, tf.Variable | None]] = {}  # By weight.
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._counts = _Counts(
+                ResourceVariable(0.0, dtype=tf.float64),
+                ResourceVariable(0.0),
+                ResourceVariable(float(sync.accumulated)),
+            )
+        self._known_noise: NoiseScale | None = None
 
     @property
-    def _what_steps_are(self) -> str:
-        if self._accumulates:
-            return "the gradients of several steps are added up"
-        return super()._what_steps_are
+    def is_silent(self) -> bool:
+        """Whether the workers say nothing in the next step."""
+        return True
 
-    @property
-    def _accumulates(self) -> bool:
-        return self._sync.accumulates
+    def look_at(self, call):
+        """Checks a `fit`, and has it tell when epochs begin."""
+        if call.kind != "fit":
+            return
+        if call.is_own:
+            self.refuse("Keras's own `fit` is required", "a model with a `fit` of its own")
+        call.add_callbacks(BeginsEpochs())
+        self.check_callbacks(call.callbacks)
 
-    @property
-    def _is_silent(self) -> bool:
-        return self._accumulates or super()._is_silent
-
-    def _begin(self, call):
-        if call.kind == "fit" and self._accumulates:
-            if call.is_own:
-                self._refuse("Keras's own `fit` is required", "a model with a `fit` of its own")
-            call.add_callbacks(BeginsEpochs())
-            self._check_callbacks(call.callbacks)
+    def begin(self, call):
+        """Enters what is around a call: of `fit`, no gradients are held before and behind it."""
+        if call.kind == "fit":
             call.enter(self._holding_gradients())
-            call.enter(self._training_silently())
-        super()._begin(call)
+            call.enter(self.training_silently())
+        super().begin(call)
 
     @contextlib.contextmanager
     def _holding_gradients(self) -> Iterator[None]:
-        """Around a `fit`: none are held before and behind it."""
-        self._forget_gradients()
-        self._gradient_noise.forget_first()
+        self.forget()
+        self._noise.forget_first()
         try:
             yield
         finally:
-            self._forget_gradients()
-
-    def compile(self, *args, **kwargs):
-        """Configures training, as `keras.Model.compile`; gradients of another loss are dropped."""
-        super().compile(*args, **kwargs)
-        if self._gradients_held:
-            self._forget_gradients()
+            self.forget()
 
     @property
     def is_between_updates(self) -> bool:
         """Whether no gradients are held; only then a checkpoint holds all that there is."""
-        if not self._accumulates:
-            return True
-        return float(self._counts_of_update.steps) == 0 and self._gradient_noise.is_between_pairs
+        return float(self._counts.steps) == 0 and self._noise.is_between_pairs
 
     @property
-    def num_accumulated_steps(self) -> int:
+    def num_steps(self) -> int:
         """N, of how many steps an update is."""
-        return int(self._counts_of_update.wanted) if self._accumulates else 1
+        return int(self._counts.wanted)
 
-    def kept_between_updates(self) -> dict[str, tf.Variable]:
+    def kept(self) -> dict[str, tf.Variable]:
         """What a run that is resumed needs, the same on all workers, by name."""
-        if not self._sync.grows:
+        if not self.sync.grows:
             return {}
-        return {"steps of an update": self._counts_of_update.wanted, **self._gradient_noise.state}
+        return {"steps of an update": self._counts.wanted, **self._noise.state}
 
-    def _check_accumulation(self) -> None:
+    def _check(self) -> None:
         """Raises where gradients of several steps do not add up to those of one.
 
         Raises:
             ValueError: For a step, an optimizer or a layer of such a kind.
         """
-        check_activity(self)
-        if is_own(self, "train_step"):
+        check_activity(self.model)
+        if is_own(self.model, "train_step"):
             what = "a model with a `train_step` of its own"
-        elif any(each.gradient_accumulation_steps for each in _with_inner(self.optimizer)):
+        elif any(each.gradient_accumulation_steps for each in _with_inner(self.model.optimizer)):
             what = "an optimizer that accumulates gradients itself"
-        elif self._sync.grows and len(_with_inner(self.optimizer)) > 1:
+        elif self.sync.grows and len(_with_inner(self.model.optimizer)) > 1:
             what = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
         elif (layer := self._looks_at_all_rows()) is not None:
             what = f"batch normalization, whose moments are of a step's rows, in '{layer.name}'"
         else:
             return
-        self._refuse("Keras's own step, and an update of whole gradients, are required", what)
+        self.refuse("Keras's own step, and an update of whole gradients, are required", what)
 
     @property
     def _are_sums(self) -> bool:
@@ -143,38 +143,38 @@ class AccumulatedSteps(OwnMetrics):
         Raises:
             ValueError: If some are.
         """
-        kinds = {found.loss.reduction == "sum" for found in self._compile_loss._flat_losses}
+        kinds = {found.loss.reduction == "sum" for found in self.model._compile_loss._flat_losses}
         if len(kinds) > 1:
-            self._refuse(_ONE_DIVISOR, "a loss with reduction='sum' beside others")
+            self.refuse(_ONE_DIVISOR, "a loss with reduction='sum' beside others")
         return True in kinds
 
     def _looks_at_all_rows(self):
-        for layer in self._flatten_layers():
+        for layer in self.model._flatten_layers():
             if isinstance(layer, keras.layers.BatchNormalization):
                 if layer.trainable and getattr(layer, "synchronize", False):
                     return layer
         return None
 
-    def _train_accumulating(self, data) -> dict[str, Any]:
+    def step(self, data, usual) -> dict[str, Any]:
         """A step's gradients of the rows here, and in every N-th the update."""
-        self._check_accumulation()
-        if self._workers is None:
-            way = self._way(data, "fit")
-            self._refuse_joined(way)
-            logs = self._train_on_own_rows(data, way.metrics)
+        self._check()
+        if self.model._workers is None:
+            way = self.model._way(data, "fit")
+            self.refuse_joined(way)
+            logs = self.model._train_on_own_rows(data, way.metrics)
         else:
             own, place = self._placed(data)
-            way = self._way(own, "fit")
-            self._refuse_joined(way)
-            self._look_at_rows_of(own)
-            with self.strategy.apart(place):
-                logs = self._train_on_own_rows(own, way.metrics)
+            way = self.model._way(own, "fit")
+            self.refuse_joined(way)
+            self.model._look_at_rows_of(own)
+            with self.model.strategy.apart(place):
+                logs = self.model._train_on_own_rows(own, way.metrics)
         self._count_step()
         return logs
 
     def _count_step(self) -> None:
         """Counts a step whose gradients are held; makes the update, if it is the last of N."""
-        counts = self._counts_of_update
+        counts = self._counts
         is_time = counts.steps.assign_add(1.0) >= counts.wanted
 
         def update():
@@ -185,17 +185,16 @@ class AccumulatedSteps(OwnMetrics):
 
     def _placed(self, data):
         """This worker's rows of what the step was given, and where they lie."""
-        data, worker_rows = self._held(data, "fit")
+        data, worker_rows = self.model._held(data, "fit")
         if worker_rows is None:
-            return self._cut_here(data)
-        own = worker_rows[self._workers.worker_index]
-        before = tf.add_n([tf.zeros_like(own), *worker_rows[: self._workers.worker_index]])
-        place = Place(self.strategy.first_replica, before, own, tf.add_n(worker_rows))
+            return self.cut_here(data)
+        own = worker_rows[self.model._workers.worker_index]
+        before = tf.add_n([tf.zeros_like(own), *worker_rows[: self.model._workers.worker_index]])
+        place = Place(self.model.strategy.first_replica, before, own, tf.add_n(worker_rows))
         return data, place
 
-    def _apply_found(self, found: Found) -> None:
-        if not self._accumulates:
-            return super()._apply_found(found)
+    def apply(self, found: Found) -> None:
+        """Adds up the gradients of a step, each times its divisor."""
         divisor = tf.cast(self._divisor_of(found), tf.float64)
         # Of rows that all are masked, or have no weight, regularizers alone have a gradient; it
         # counts where all steps of an update are such.
@@ -208,66 +207,50 @@ class AccumulatedSteps(OwnMetrics):
                     gradient = tf.cast(tf.convert_to_tensor(gradient), accumulated.dtype)
                     term = gradient * tf.cast(divisor, gradient.dtype)
                     accumulated.assign_add(term, read_value=False)
-        self._counts_of_update.divisor.assign_add(divisor, read_value=False)
-        return None
+        self._counts.divisor.assign_add(divisor, read_value=False)
 
     def _divisor_of(self, found: Found):
-        num_added = len(self.losses) if found.num_added is None else found.num_added
+        num_added = len(self.model.losses) if found.num_added is None else found.num_added
         if self._are_sums:
             if num_added:
-                self._refuse(_ONE_DIVISOR, "reduction='sum' beside a regularizer or `add_loss`")
+                self.refuse(_ONE_DIVISOR, "reduction='sum' beside a regularizer or `add_loss`")
             return tf.ones([])
         if found.divisor is None:
-            self._refuse(_ONE_DIVISOR, "losses of several outputs with a mask or weights each")
-        regularized = [v for v in self.trainable_weights if v.regularizer is not None]
+            self.refuse(_ONE_DIVISOR, "losses of several outputs with a mask or weights each")
+        regularized = [v for v in self.model.trainable_weights if v.regularizer is not None]
         if found.divisor is not found.num_rows and num_added > len(regularized):
-            self._refuse(_ONE_DIVISOR, "a masked or weighted loss beside `add_loss`")
+            self.refuse(_ONE_DIVISOR, "a masked or weighted loss beside `add_loss`")
         return found.divisor
 
     def _held_gradients(self, found: Found) -> list[tf.Variable | None]:
         """What is added up for each weight; None where no gradient reaches it."""
-        known = self._gradients_held
+        known = self._held
         held: dict[int, tuple[keras.Variable, tf.Variable | None]] = {}
         for variable, gradient in zip(found.variables, found.gradients, strict=True):
             _, accumulated = known.get(id(variable), (None, None))
             if accumulated is None and gradient is not None:
-                with tf.init_scope(), tf.device(self._device_of_sum(variable)):
+                with tf.init_scope(), tf.device(self.device_of_sum(variable)):
                     # Of 16 bits, small terms would be lost in a large sum.
                     is_half = gradient.dtype.size == 2
                     zeros = tf.zeros(variable.shape, tf.float32 if is_half else gradient.dtype)
                     accumulated = ResourceVariable(zeros, trainable=False)
             held[id(variable)] = (variable, accumulated)
-        attach(self, _gradients_held=held)
+        self._held = held
         return [accumulated for _, accumulated in held.values()]
 
-    def _device_of_sum(self, variable: keras.Variable | None) -> str:
+    def device_of_sum(self, variable: keras.Variable | None) -> str:
         """Where the gradients of a weight are added up, or what is not of one."""
-        return self.strategy.devices[0]
+        return self.model.strategy.devices[0]
 
-    def _between_steps(self) -> AbstractContextManager:
+    def between_steps(self) -> AbstractContextManager:
         """Where an update is made outside of a step."""
-        return self.strategy.program()
+        return self.model.strategy.program()
 
     @property
-    def _counts_of_update(self) -> "_Counts":
-        found = getattr(self, "_accumulated_counts", None)
-        if found is None:
-            with tf.init_scope(), tf.device("CPU:0"):
-                found = _Counts(
-                    ResourceVariable(0.0, dtype=tf.float64),
-                    ResourceVariable(0.0),
-                    ResourceVariable(float(self._sync.accumulated)),
-                )
-            attach(self, _accumulated_counts=found)
-        return found
-
-    @property
-    def _gradient_noise(self) -> NoiseScale:
-        found = getattr(self, "_noise_scale_of_updates", None)
-        if found is None:
-            found = NoiseScale(self._device_of_sum(None))
-            attach(self, _noise_scale_of_updates=found)
-        return found
+    def _noise(self) -> NoiseScale:
+        if self._known_noise is None:
+            self._known_noise = NoiseScale(self.device_of_sum(None))
+        return self._known_noise
 
     def _update_of_steps(self, *, is_full: bool) -> None:
         """Updates the weights with what is held, of all workers, and forgets it.
@@ -275,61 +258,62 @@ class AccumulatedSteps(OwnMetrics):
         Args:
             is_full: Whether it is of N steps.
         """
-        pairs = list(self._gradients_held.values())
+        pairs = list(self._held.values())
         found = [(variable, held) for variable, held in pairs if held is not None]
         sums = [held.read_value() for _, held in found]
-        total = self._counts_of_update.divisor.read_value()
-        if self._workers is not None:
-            sums, total = self._of_all_workers([variable for variable, _ in found], sums, total)
+        total = self._counts.divisor.read_value()
+        if self.model._workers is not None:
+            sums, total = self.of_all_workers([variable for variable, _ in found], sums, total)
         if self._are_sums:
             total = tf.ones_like(total)
         means = [tf.math.divide_no_nan(each, tf.cast(total, each.dtype)) for each in sums]
-        if self._sync.grows and is_full:
-            self._gradient_noise.see([variable for variable, _ in found], means)
+        if self.sync.grows and is_full:
+            self._noise.see([variable for variable, _ in found], means)
         by_id = {id(variable): mean for (variable, _), mean in zip(found, means, strict=True)}
         gradients = [by_id.get(id(variable)) for variable, _ in pairs]
         if not found:
-            self._forget_gradients()
+            self.forget()
             return
-        self.optimizer.apply_gradients(
+        self.model.optimizer.apply_gradients(
             zip(gradients, [variable for variable, _ in pairs], strict=True)
         )
-        self._forget_gradients()
+        self.forget()
 
-    def _of_all_workers(self, variables, sums, divisor):
+    def of_all_workers(self, variables, sums, divisor):
         """What the gradients of all workers' rows come to, and their divisors."""
-        *sums, total = self._workers.all_reduce_gradients([*sums, divisor], [*variables, None])
+        workers = self.model._workers
+        *sums, total = workers.all_reduce_gradients([*sums, divisor], [*variables, None])
         return sums, total
 
-    def _forget_gradients(self) -> None:
-        for _, held in self._gradients_held.values():
+    def forget(self) -> None:
+        """Drops the gradients that are held."""
+        for _, held in self._held.values():
             if held is not None:
                 held.assign(tf.zeros_like(held), read_value=False)
-        self._counts_of_update.divisor.assign(0.0, read_value=False)
-        self._counts_of_update.steps.assign(0.0, read_value=False)
+        self._counts.divisor.assign(0.0, read_value=False)
+        self._counts.steps.assign(0.0, read_value=False)
 
-    def _end_own_epoch(self) -> None:
-        super()._end_own_epoch()
-        if not self._accumulates:
-            return
-        if float(self._counts_of_update.steps):
-            with self._between_steps():
+    def finish(self) -> None:
+        """Makes the update of what is left, as a last batch would be shorter."""
+        super().finish()
+        if float(self._counts.steps):
+            with self.between_steps():
                 self._update_of_steps(is_full=False)
-        if self._sync.grows:
+        if self.sync.grows:
             self._grow_if_it_pays()
 
     def _grow_if_it_pays(self) -> None:
-        noise = self._gradient_noise
+        noise = self._noise
         noise.forget_first()
         if noise.num_pairs < _LEAST_PAIRS:
             return
-        ratio, steps = noise.ratio, self.num_accumulated_steps
-        if self._workers is not None:  # Where processors differ, so may the last digit.
-            ratio = float(self._workers.broadcast([tf.constant(ratio, tf.float64)])[0])
+        ratio, steps = noise.ratio, self.num_steps
+        if self.model._workers is not None:  # Where processors differ, so may the last digit.
+            ratio = float(self.model._workers.broadcast([tf.constant(ratio, tf.float64)])[0])
         if ratio > 1:
-            self._counts_of_update.wanted.assign(2.0 * steps)
+            self._counts.wanted.assign(2.0 * steps)
             noise.restart()
-            if self._is_chief:
+            if self.model._is_chief:
                 notice(
                     f"accumulate:auto: the gradient noise scale is {ratio:.3g} times the rows of "
                     f"an update; updates of {2 * steps} steps, in place of {steps}, from now on."

@@ -20,12 +20,12 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.shard import count_rows
-from tfparallel.extend import attach, is_own
+from tfparallel.extend import is_own
 from tfparallel.replication import sample_partition
-from tfparallel.replication.own_metrics import BeginsEpochs, OwnMetrics, first_of
+from tfparallel.replication.policy import BeginsEpochs, EveryStep, first_of
 from tfparallel.seams.tensorflow import ResourceVariable
 
-__all__ = ["LocalSteps"]
+__all__ = ["LocalSgd"]
 
 
 class _Since(NamedTuple):
@@ -54,43 +54,53 @@ class _Since(NamedTuple):
             count.assign(0.0)
 
 
-class LocalSteps(OwnMetrics):
-    """Extends a replicated model, one of several workers'."""
+class LocalSgd(EveryStep):
+    """A worker steps by itself; of a replicated model, one of several workers'."""
 
-    _has_begun = False  # Whether the steps before `start` are over.
+    def __init__(self, model, sync):
+        super().__init__(model, sync)
+        self._has_begun = False  # Whether the steps before `start` are over.
+        # An average of the weights, and one of the optimizer's state.
+        self._since = (_Since.now(), _Since.now())
 
     @property
     def _is_ever_alone(self) -> bool:
-        return self._workers is not None and self._sync.is_local
+        return self.model._workers is not None
 
     @property
-    def _steps_alone(self) -> bool:
+    def is_silent(self) -> bool:
         """Whether the next step is one of this worker alone."""
-        return self._is_ever_alone and (self._has_begun or not self._sync.start)
+        return self._is_ever_alone and (self._has_begun or not self.sync.start)
 
-    def _begin(self, call):
+    def look_at(self, call):
+        """Checks a `fit`, and has it tell when epochs begin."""
         if call.kind == "fit" and self._is_ever_alone:
             self._check_sync()
-            attach(self, _has_begun=self._num_updates >= self._sync.start)
+            self._has_begun = self._num_updates >= self.sync.start
             call.add_callbacks(BeginsEpochs())  # Behind those of which one may restore a run.
-            self._check_callbacks(call.callbacks)
-            call.enter(self._training_silently())
-        super()._begin(call)
+            self.check_callbacks(call.callbacks)
+
+    def begin(self, call):
+        """Enters what is around a call."""
+        if call.kind == "fit":
+            call.enter(self.training_silently())
+        super().begin(call)
 
     @property
     def _num_updates(self) -> int:
-        return int(self.optimizer.iterations)
+        return int(self.model.optimizer.iterations)
 
-    @property
-    def _is_silent(self) -> bool:
-        return self._steps_alone or super()._is_silent
-
-    def _begin_own_step(self) -> None:
+    def before_step(self) -> None:
         """Until they begin, looks how many steps were done, for which it waits."""
-        if self._is_ever_alone and not self._has_begun and self._num_updates >= self._sync.start:
-            attach(self, _has_begun=True, _is_in_epoch=True)
+        if self._is_ever_alone and not self._has_begun and self._num_updates >= self.sync.start:
+            self._has_begun = self._is_in_epoch = True
             self.metrics_were_restored()
-            self.make_train_function(force=True)
+            self.model.make_train_function(force=True)
+
+    def check_way(self, way):
+        """Raises where outputs meet, which those of other workers' rows cannot."""
+        if self._is_ever_alone:
+            self.refuse_joined(way)
 
     def _check_sync(self) -> None:
         """Raises where a worker cannot step by itself.
@@ -98,32 +108,34 @@ class LocalSteps(OwnMetrics):
         Raises:
             ValueError: For a step or an optimizer that only the job as a whole has.
         """
-        if is_own(self, "train_step"):
+        if is_own(self.model, "train_step"):
             what = "a model with a `train_step` of its own"
-        elif isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+        elif isinstance(self.model.optimizer, keras.optimizers.LossScaleOptimizer):
             what = "a LossScaleOptimizer, of which each worker would have another scale"
-        elif self.optimizer.gradient_accumulation_steps:
+        elif self.model.optimizer.gradient_accumulation_steps:
             what = "an optimizer that accumulates gradients, which the workers add up"
-        elif self._workers.compression is not None:
-            what = f"compression={self._workers.compression.spec!r}, which is of gradients"
+        elif self.model._workers.compression is not None:
+            what = f"compression={self.model._workers.compression.spec!r}, which is of gradients"
         else:
             return
-        self._refuse("Keras's own step, an update in each, and whole gradients are required", what)
+        self.refuse("Keras's own step, an update in each, and whole gradients are required", what)
 
-    def _train_alone(self, data) -> dict[str, Any]:
+    def step(self, data, usual) -> dict[str, Any]:
         """A step on this worker's rows, and every H steps the average."""
+        if not self.is_silent:
+            return usual(data)
         own, num_rows = self._rows_here(data)
-        way = self._way(own, "fit")
-        self._refuse_joined(way)
-        of_weights, of_state = self._since_average
-        with self.strategy.apart():
+        way = self.model._way(own, "fit")
+        self.refuse_joined(way)
+        of_weights, of_state = self._since
+        with self.model.strategy.apart():
             logs = tf.cond(
                 num_rows > 0,
-                lambda: self._train_on_own_rows(own, way.metrics),
-                self.get_metrics_result,
+                lambda: self.model._train_on_own_rows(own, way.metrics),
+                self.model.get_metrics_result,
             )
         of_state.add(num_rows)
-        is_time = of_weights.add(num_rows) >= float(self._sync.every)
+        is_time = of_weights.add(num_rows) >= float(self.sync.every)
 
         def average():
             self._average((self._weights(), of_weights))
@@ -136,21 +148,12 @@ class LocalSteps(OwnMetrics):
         """This worker's rows of what the step was given, and how many they are."""
         own = sample_partition.unmarked(data)
         if own is data:
-            own, _ = self._cut_here(data)
+            own, _ = self.cut_here(data)
         return own, tf.convert_to_tensor(count_rows(first_of(own)))
-
-    @property
-    def _since_average(self) -> tuple[_Since, _Since]:
-        """What was trained since the last average of the weights, and of the optimizer's state."""
-        found = getattr(self, "_counted_since_average", None)
-        if found is None:
-            found = (_Since.now(), _Since.now())
-            attach(self, _counted_since_average=found)
-        return found
 
     def _weights(self) -> list[keras.Variable]:
         """What is averaged: whatever is no count, and no seed."""
-        return [v for v in self.variables if tf.as_dtype(v.dtype).is_floating]
+        return [v for v in self.model.variables if tf.as_dtype(v.dtype).is_floating]
 
     def _average(self, *groups: tuple[list[keras.Variable], _Since]) -> None:
         """Gives all workers the averages of variables.
@@ -166,7 +169,7 @@ class LocalSteps(OwnMetrics):
             term * tf.cast(shares[i], term.dtype)
             for term, (_, i) in zip(terms, variables, strict=True)
         ]
-        summed = self._workers.all_reduce([*weighted, *shares])
+        summed = self.model._workers.all_reduce([*weighted, *shares])
         sums, totals = summed[: len(terms)], summed[len(terms) :]
         for (variable, i), term, total in zip(variables, terms, sums, strict=True):
             mean = total / tf.cast(tf.maximum(totals[i], 1.0), term.dtype)
@@ -174,19 +177,19 @@ class LocalSteps(OwnMetrics):
         for _, since in groups:
             since.forget()
 
-    def settle_workers(self) -> None:
+    def settle(self) -> None:
         """Averages now what the workers have, the optimizer's state too. All must call it.
 
         What nothing was trained of since its last average is not sent.
         """
-        if not self._steps_alone:
+        if not self.is_silent:
             return
-        of_weights, of_state = self._since_average
+        of_weights, of_state = self._since
         if not float(of_state.steps):
             return
-        rate = self.optimizer.learning_rate
-        state = [v for v in self.optimizer.variables if v is not rate]
+        rate = self.model.optimizer.learning_rate
+        state = [v for v in self.model.optimizer.variables if v is not rate]
         state = [v for v in state if tf.as_dtype(v.dtype).is_floating]
         groups = [(self._weights(), of_weights)] if float(of_weights.steps) else []
-        with self.strategy.program():
+        with self.model.strategy.program():
             self._average(*groups, (state, of_state))

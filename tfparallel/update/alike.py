@@ -1,0 +1,25 @@
+"""Whether two runs of one update, of the same variables, are known to come to the same."""
+
+from typing import Any
+
+from tfparallel.extend import original_class
+
+__all__ = ["is_from_keras", "is_kerass", "updates_alike"]
+
+
+def updates_alike(optimizer) -> bool:
+    """Whether optimizer and schedule are Keras's.
+
+    One of the user's own may draw, or keep a state that nobody knows of.
+    """
+    return is_from_keras(original_class(optimizer)) and is_kerass(optimizer._learning_rate)
+
+
+def is_kerass(held: Any) -> bool:
+    """Whether an object is of a class of Keras's, or None."""
+    return held is None or is_from_keras(type(held))
+
+
+def is_from_keras(cls: type) -> bool:
+    """Whether Keras has a class, and not the user."""
+    return cls.__module__.startswith("keras.")

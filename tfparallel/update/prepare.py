@@ -1,0 +1,49 @@
+"""Prepares an optimizer for the places of a form."""
+
+import keras
+import tensorflow as tf
+
+from tfparallel.update.built import prepare_built, wrapped_by
+from tfparallel.update.elementwise import check_elementwise
+from tfparallel.update.optimizer import UnitOptimizer, extend_for
+from tfparallel.update.places import Places
+
+__all__ = ["prepare"]
+
+
+def prepare(
+    optimizer: keras.Optimizer, places: Places, *, shares: bool = False, parts: bool = False
+) -> None:
+    """Makes a Keras optimizer update at places, in place.
+
+    Args:
+        optimizer: Any Keras optimizer. The slots of one that was built elsewhere are made again,
+            with their values.
+        places: The places.
+        shares: Whether each place keeps and updates its share of the slots.
+        parts: Whether weights may lie in parts.
+
+    Raises:
+        PlacementError: With parts, if the update looks at more than one element at a time.
+        ValueError: With shares, likewise; or if the optimizer accumulates gradients.
+    """
+    if parts or shares:
+        check_elementwise(optimizer, shares=shares)
+    if _is_prepared(optimizer, places, shares):
+        extend_for(optimizer, places, shares)
+        return
+    with tf.init_scope():
+        prepare_built(optimizer, lambda: extend_for(optimizer, places, shares))
+
+
+def _is_prepared(optimizer, places, shares) -> bool:
+    """Whether what an optimizer has made, and those that it hands on to, is where it would be."""
+    inner = wrapped_by(optimizer)
+    if not all(_is_prepared(each, places, shares) for each in inner):
+        return False
+    if not optimizer.built:
+        return True
+    if isinstance(optimizer, UnitOptimizer):
+        return optimizer._places == places and optimizer._in_shares == (shares and not inner)
+    apart = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    return not shares and places.hold([v for v in optimizer._variables if id(v) not in apart])
