@@ -32,7 +32,7 @@ class UnitOptimizer:
     _in_shares = False  # Whether each place keeps and updates its share.
     _shares: Shares | None = None
     _pending: PendingSums | None = None  # What a step has left to sum.
-    _index = 0  # Of the place at hand.
+    _index = 0  # The place that is being updated.
     _updated: Sequence[keras.Variable] = ()  # The units that are updated there.
     _is_expanded = False  # Whether gradients come clipped and cut, as sums of shares do.
     _rate: Any = None  # The learning rate of all places, where they may not compute their own.
@@ -60,22 +60,22 @@ class UnitOptimizer:
         if self._in_shares and original_class(self) is ScheduleFreeAdamW:
             with tf.init_scope(), places.all():
                 self._at_each(self._begin_as_weights)
-        for inner in wrapped_by(self):  # Some are made only now.
+        for inner in wrapped_by(self):  # `MultiOptimizer` may have made some in `build`.
             if not isinstance(inner, UnitOptimizer):
                 extend_for(inner, places, shares=False)
 
     def apply(self, grads, trainable_variables=None):
         """Applies gradients of all rows: of weights, or of parts of weights, in their order."""
-        if _is_in_replica():  # Of a loop of the user's own, where TensorFlow updates.
+        if _is_in_replica():  # A custom loop, in which TensorFlow updates the copies.
             super().apply(grads, trainable_variables)
             return
         given = trained_by(self).values() if trainable_variables is None else trainable_variables
         grads, weights = list(grads), list(given)
         parts = parts_of(weights)
         if len(grads) not in (len(parts), len(weights)) or not grads:
-            super().apply(grads, trainable_variables)  # Which says so.
+            super().apply(grads, trainable_variables)  # Keras says what is wrong.
             return
-        if len(grads) != len(parts):  # Of a loop of the user's own.
+        if len(grads) != len(parts):  # A custom loop has gradients of whole weights.
             grads = cut_all(grads, weights)
         if not self.built:
             self.build(weights)
@@ -85,7 +85,7 @@ class UnitOptimizer:
         else:
             self._apply_at_places(grads, parts)
 
-    @tf.autograph.experimental.do_not_convert  # As within Keras's own.
+    @tf.autograph.experimental.do_not_convert  # Keras's own methods are not, either.
     def _apply_at_places(self, grads, parts):
         units = self._units_of(parts)
         self._check_variables_are_known(units)
@@ -93,7 +93,7 @@ class UnitOptimizer:
         changed = [part for part, g in zip(parts, grads, strict=True) if g is not None]
         with self._places.all():
             if self._in_shares:
-                # A moving average is of all weights, also of those that others write.
+                # Moving averages are of all weights, including those that others write.
                 self._shares.fill(self._shares.parts if self.use_ema else changed)
             constrained = self._constrained_whole(changed)
             alike = self._in_shares or (self._updates_alike and self._agree_on(grads))
@@ -188,8 +188,8 @@ class UnitOptimizer:
     def pending_sums(self) -> PendingSums | None:
         """Where a step may leave terms of gradients for this optimizer to sum; None if nowhere.
 
-        Not where it hands them on, to a loss scale that must see whether they are finite; nor what
-        compression knows by the weight, or is divided by a scale.
+        An optimizer that hands gradients on takes whole ones: a loss scale looks whether they are
+        finite. So does one whose gradients are compressed, weight by weight, or scaled.
         """
         workers = self._places.workers
         sums_shares = self._in_shares and workers is not None and workers.compression is None
@@ -197,7 +197,7 @@ class UnitOptimizer:
         return self._pending if takes and self.built and not wrapped_by(self) else None
 
     def forget_pending(self) -> None:
-        """Forgets what a step has left that was not applied: of a trace that failed."""
+        """Forgets what a step has left that was never applied: its trace failed."""
         self._pending.clear()
 
     def _units_of(self, parts) -> list[keras.Variable]:
@@ -213,7 +213,7 @@ class UnitOptimizer:
         wholes = [w for w in wholes if self._in_shares or isinstance(w, SplitVariable)]
         return [whole for whole in wholes if whole.constraint is not None]
 
-    # What Keras calls at a place.
+    # Called by Keras, at a place.
 
     def _backend_apply_gradients(self, grads, trainable_variables):
         attach(self, _updated=trainable_variables)
@@ -250,7 +250,7 @@ class UnitOptimizer:
             return super().update_step(gradient, variable, learning_rate)
 
     def _tf_apply(self, grads, trainable_variables=None):
-        # Of `LossScaleOptimizer`, which insists on a replica.
+        # `LossScaleOptimizer` calls it. Keras's own insists on a replica.
         if _is_in_replica():
             super()._tf_apply(grads, trainable_variables)
         else:
@@ -315,7 +315,7 @@ class UnitOptimizer:
         What one worker has loaded is all of it: it can be sent to the others by `loaded_values`.
         """
         if len(store.keys()) != len(self.variables):
-            super().load_own_variables(store)  # Which says what is missing.
+            super().load_own_variables(store)  # Keras says what is missing.
             return
         given = [np.asarray(store[str(index)]) for index in range(len(store.keys()))]
         if self._places.workers is not None and files.holds_pieces(self):
@@ -336,7 +336,7 @@ class UnitOptimizer:
         """
         own, weights = [getattr(v, "_shown", v) for v in self.variables], list(weights)
         if not self.built:
-            super().set_weights(weights)  # Which says so.
+            super().set_weights(weights)  # Keras says that it is not built.
             return
         shapes = [[tuple(np.shape(each)) for each in group] for group in (own, weights)]
         if shapes[0] != shapes[1]:

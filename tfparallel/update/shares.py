@@ -7,8 +7,8 @@
     updated share of the weight           θ₀ θ₁ │ θ₂ θ₃ │ θ₄ ·        joined, at each place
 
 To the optimizer the shares are its variables: of each weight one, a copy of which at a place holds
-the place's own share. It is filled from the weight before an update, and the weight from all shares
-behind it; so whoever else writes the weight need not know. Files hold whole slots.
+the place's own share. Before an update it is filled from the weight, and afterwards the weight from
+all shares, so that whoever else writes the weight need not know. Files hold whole slots.
 
 A matrix is shared out by rows, so that a sparse gradient, of an embedding's rows, stays sparse:
 Keras's optimizers treat a row that a batch reads twice as two. Everything else is flat. Shares are
