@@ -18,7 +18,7 @@ LIBRARY = TOP / "tfparallel"
 # From the ground up. A package may import what stands in a row above its own,
 # and itself; a new package is given its row here.
 ROWS = [
-    ["activity", "chatter", "installed", "size_text"],
+    ["activity", "chatter", "compute_context", "installed", "size_text"],
     ["startup", "cluster", "cuda_driver", "device_names", "layout", "newer_keras", "seams"],
     ["device_memory"],
     ["devices", "data", "task", "extend", "logits", "notice", "flight"],

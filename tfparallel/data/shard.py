@@ -1,11 +1,11 @@
 """The rows of the global batch that the current replica works on."""
 
-import contextlib
-import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from tfparallel.compute_context import context, within
 
 
 class Place(NamedTuple):
@@ -160,20 +160,11 @@ def where_it_is(tensor):
     return tf.device(getattr(tensor, "device", None) or "/device:CPU:0")
 
 
-_current = threading.local()  # A replica of `MirroredStrategy.run` is a thread of its own.
-
-
 def current() -> Shard | None:
     """Returns the shard of the replicated call that this thread is in, or None outside one."""
-    return getattr(_current, "shard", None)
+    return context().shard
 
 
-@contextlib.contextmanager
-def working_on(shard: Shard) -> Iterator[None]:
+def working_on(shard: Shard | None) -> AbstractContextManager[None]:
     """Makes `shard` the current one of this thread."""
-    outer = current()
-    _current.shard = shard
-    try:
-        yield
-    finally:
-        _current.shard = outer
+    return within(shard=shard)

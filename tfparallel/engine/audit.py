@@ -7,16 +7,15 @@ forward ones.
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Iterator
 
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
+from tfparallel.compute_context import context, within
 
 __all__ = ["Noted", "Trace", "device_of", "device_outside", "noting", "recording", "short"]
 
-_active = threading.local()
 # Arguments of the graph, and reads, which are where the variable is.
 _WITHOUT_DEVICE = {"Placeholder", "NoOp", "ReadVariableOp"}
 
@@ -78,17 +77,15 @@ class Trace:
 @contextlib.contextmanager
 def recording() -> Iterator[Trace]:
     """Has what is traced in this thread be noted."""
-    _active.trace = trace = Trace()
-    try:
+    trace = Trace()
+    with within(trace=trace):
         yield trace
-    finally:
-        del _active.trace
 
 
 @contextlib.contextmanager
 def noting(kind: str, owner: str, device: str) -> Iterator[None]:
     """Notes, while a trace is recorded, the operations that the block makes."""
-    trace = getattr(_active, "trace", None)
+    trace = context().trace
     if trace is None or tf.executing_eagerly():
         yield
         return

@@ -1,14 +1,13 @@
 """A tensor in parts, a part on each device, on its way from one split layer to the next."""
 
-import contextlib
-import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import tensorflow as tf
 
-__all__ = ["Parts", "between_layers", "is_between_layers", "on_each", "pieces", "whole"]
+from tfparallel.compute_context import context, within
 
-_is_between_layers = contextvars.ContextVar("is_between_layers", default=False)
+__all__ = ["Parts", "between_layers", "is_between_layers", "on_each", "pieces", "whole"]
 
 
 class Parts:
@@ -91,19 +90,14 @@ def whole(value):
     return value.whole() if isinstance(value, Parts) else value
 
 
-@contextlib.contextmanager
-def between_layers(is_between: bool) -> Iterator[None]:
+def between_layers(is_between: bool) -> AbstractContextManager[None]:
     """Says in a block whether what a layer returns goes to the next layer of a model in parts."""
-    token = _is_between_layers.set(is_between)
-    try:
-        yield
-    finally:
-        _is_between_layers.reset(token)
+    return within(is_between_layers=is_between)
 
 
 def is_between_layers() -> bool:
     """Whether what a layer returns here may be in parts."""
-    return _is_between_layers.get()
+    return context().is_between_layers
 
 
 def on_each(tensor, devices: Sequence[str]) -> list:

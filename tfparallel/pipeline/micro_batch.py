@@ -9,13 +9,12 @@ On one device a layer is called once a step; here M times, and again where it is
 """
 
 import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfparallel.compute_context import context, within
 from tfparallel.data import shard as shards
 from tfparallel.extend import extend
 from tfparallel.placement.stages import PlacementError
@@ -24,7 +23,6 @@ from tfparallel.replication.random import IndexedDropout
 __all__ = ["Pass", "StepMemory", "computing", "current_pass", "extend_random_layers"]
 
 _FOLD = 0x9E3779B1  # Odd, so that m ↦ m·_FOLD is one-to-one modulo 2³².
-_current = threading.local()
 
 
 class StepMemory:
@@ -73,19 +71,12 @@ class Pass:
 
 def current_pass() -> Pass | None:
     """Returns the pass that this thread computes, or None outside one."""
-    return getattr(_current, "computed", None)
+    return context().stage_pass
 
 
-@contextlib.contextmanager
-def computing(own: Pass | None) -> Iterator[None]:
+def computing(own: Pass | None) -> contextlib.AbstractContextManager[None]:
     """Makes `own` the pass of this thread, and its rows the current shard; None for no pass."""
-    outer = current_pass()
-    _current.computed = own
-    try:
-        with shards.working_on(None if own is None else own.shard):
-            yield
-    finally:
-        _current.computed = outer
+    return within(stage_pass=own, shard=None if own is None else own.shard)
 
 
 class MicroBatchSeedGenerator:

@@ -12,15 +12,15 @@ a variable is its own copy. Outside of it a variable is read where it was made, 
 everywhere. So all copies are equal between steps, and a file, a callback, a user sees one variable.
 """
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
+from tfparallel.compute_context import context, within
 from tfparallel.device_names import canonical
 from tfparallel.extend import extend
 from tfparallel.layout.layout import Layout
@@ -60,7 +60,6 @@ _WRITING = (
     *("scatter_nd_min", "scatter_nd_sub", "scatter_nd_update", "scatter_sub", "scatter_update"),
     "_strided_slice_assign",  # What `variable[2:].assign` calls.
 )
-_current = threading.local()
 
 
 def replicas_of(layout: Layout) -> list[Replica]:
@@ -75,18 +74,12 @@ def replicas_of(layout: Layout) -> list[Replica]:
 
 def replica_at_work() -> Replica | None:
     """Returns the replica that this thread works for, or None outside of any."""
-    return getattr(_current, "replica", None)
+    return context().replica
 
 
-@contextlib.contextmanager
-def at_work(replica: Replica | None) -> Iterator[None]:
+def at_work(replica: Replica | None) -> AbstractContextManager[None]:
     """Has this thread work for a replica; for none, it reads the first and writes all."""
-    outer = replica_at_work()
-    _current.replica = replica
-    try:
-        yield
-    finally:
-        _current.replica = outer
+    return within(replica=replica)
 
 
 def here(device: str) -> str:

@@ -1,0 +1,56 @@
+"""Where a thread computes: for which rows, replica and pass of a step, and who watches.
+
+A layer, an optimizer, a loss are written for one device, and are handed nothing of this. What a
+form adds to them asks here. A replica of a strategy is a thread of its own, and so is its context.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["ComputeContext", "context", "within"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeContext:
+    """What is known where something is computed; None where nothing is.
+
+    Attributes:
+        shard: Which rows of the batch (`data/shard.py`).
+        replica: Which replica of a mesh (`variables/copies.py`).
+        stage_pass: Which pass of which stage (`pipeline/micro_batch.py`).
+        is_between_layers: Whether a tensor in parts stays in parts (`layers/parts.py`).
+        trace: What notes the operations of layers (`engine/audit.py`).
+    """
+
+    shard: Any = None
+    replica: Any = None
+    stage_pass: Any = None
+    is_between_layers: bool = False
+    trace: Any = None
+
+
+_NOWHERE = ComputeContext()
+_of_thread = threading.local()
+
+
+def context() -> ComputeContext:
+    """Returns where this thread computes."""
+    return getattr(_of_thread, "context", _NOWHERE)
+
+
+@contextlib.contextmanager
+def within(**changes: Any) -> Iterator[None]:
+    """Within it this thread computes somewhere else.
+
+    Args:
+        **changes: Attributes of `ComputeContext`; the others stay.
+    """
+    outer = context()
+    _of_thread.context = dataclasses.replace(outer, **changes)
+    try:
+        yield
+    finally:
+        _of_thread.context = outer
