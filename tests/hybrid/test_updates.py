@@ -155,6 +155,19 @@ def test_each_replica_may_keep_its_share_of_the_optimizer(in_float64, tmp_path, 
     assert all(len(copies_of(share)) == 2 for share in shares)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(data=2, pipeline=2), Mesh(data=2, tensor=2)], ids=str)
+def test_a_built_model_brings_its_slots_into_shares(in_float64, mesh):
+    one = seeded(sharded.build)
+    trained(one, sharded.OPTIMIZERS["Adam"], sharded.build)
+    model = tfparallel.hybrid_parallel(
+        one, mesh, DEVICES[:4], num_micro_batches=2, shard_optimizer=True
+    )
+    found: list[dict] = [{}, {}]
+    for each, slots in zip((one, model), found, strict=True):
+        each.optimizer.save_own_variables(slots)
+    assert difference(*(list(map(np.asarray, slots.values())) for slots in found)) == 0
+
+
 @pytest.mark.parametrize("form", ["mesh", "replicas"])
 def test_shares_are_neither_swapped_nor_written_as_wholes(tmp_path, form):
     if form == "mesh":

@@ -93,7 +93,7 @@ def _carry_state(model, copy) -> None:
 
 def _shapes(variables) -> list[tuple]:
     """Of a replica's shares of slots, those of the whole."""
-    return [tuple(getattr(variable, "_sharded", variable).shape) for variable in variables]
+    return [tuple(getattr(variable, "_shown", variable).shape) for variable in variables]
 
 
 def _optimizer_like(model, copy):
