@@ -20,8 +20,6 @@ __all__ = ["AccumulateBatches"]
 class AccumulateBatches(Accumulate):
     """An update is of N batches, of a model of placed layers; metrics are of all rows."""
 
-    workers_are_apart = False
-
     def step(self, data, usual):
         """As every step; its gradients are kept, and in every N-th there is an update."""
         self._check()

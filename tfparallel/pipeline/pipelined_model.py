@@ -37,6 +37,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
         check_rows: Whether a model that mixes examples is refused.
     """
 
+    _metrics_may_be_own = False  # Each worker is given the whole batch.
     _traces_each = False  # Whether micro-batches are traced one by one.
     _may_begin_anew = False  # Whether who called the step calls it again, where they must be.
 

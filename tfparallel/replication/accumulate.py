@@ -57,7 +57,7 @@ class _Counts(NamedTuple):
 class Accumulate(EveryStep):
     """An update is of N steps; of a replicated model, of one process or of several workers."""
 
-    what_steps_are = "the gradients of several steps are added up"
+    reason_in_errors = "the gradients of several steps are added up"
     accumulates = True
 
     def __init__(self, model, sync):

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.engine.check_rows import exchange_moments
-from tfparallel.extend import attach, attached, extend, is_own, original_class
+from tfparallel.extend import attach, extend, is_own, original_class
 from tfparallel.flight.marks import mark
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -32,6 +32,8 @@ from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.seams.keras import batches_of
 from tfparallel.step.ahead import build_ahead, symbolic_build, types_of_batches
+from tfparallel.step.call import Call
+from tfparallel.step.one_step import OneStep
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.update.built import check_known
@@ -52,7 +54,6 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
     """
 
     _shards_optimizer = False  # Whether each replica updates its share of the weights.
-    _received: predictions.PredictionsOfWorkers | None = None  # What `predict` is to gather.
     _made_by_function = False  # Whether the builder was given the function that makes the model.
 
     @property
@@ -92,18 +93,22 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
     def _look_at(self, call):
         self._take_whole_batches(call)
         if call.kind == "fit":
-            asked = call.asked
             if self.strategy is not None:
                 checks.check_scope(self.strategy, "`fit` of what `data_parallel` returned")
-            checks.check_data(
-                asked.get("x"), asked.get("batch_size"), asked.get("steps_per_epoch"), "fit"
-            )
+            names = ("x", "batch_size", "steps_per_epoch")
+            if not call.is_own or "x" in call.asked:
+                checks.check_data(*(call.asked.get(name) for name in names), "fit")
             if self._shards_optimizer:
                 checks.refuse_swaps(call.callbacks)
             if self.strategy is not None and self.strategy.num_replicas > 1 and self._is_chief:
                 note_other_draws(self)
             for layer in self._flatten_layers():
                 judge_anew(layer)
+        if call.kind == "predict" and not self._gathers:
+            raise ValueError(
+                "A callback of `predict(gather_to=…)` may not predict: each worker keeps its own "
+                "rows meanwhile. Received: a call of `predict` within it. Predict before or after."
+            )
         super()._look_at(call)
 
     def predict(self, *args, gather_to: str | None = "all", **kwargs):
@@ -124,15 +129,15 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
         predictions.check_gather_to(gather_to, self._predicts_as_keras)
         if self._workers is None or gather_to == "all":
             return super().predict(*args, **kwargs)
-        received = predictions.PredictionsOfWorkers(self._workers)
-        with attached(self, _received=received):
-            own = super().predict(*args, **kwargs)
-        return own if gather_to is None else received.at_chief(own)
+        call = Call(self, "predict", args, kwargs)
+        call.received = predictions.PredictionsOfWorkers(self._workers)
+        own = self._run(call, super(OneStep, self).predict)
+        return own if gather_to is None else call.received.at_chief(own)
 
     def _begin(self, call):
-        super()._begin(call)
-        if call.kind == "predict" and self._received is not None:
-            call.add_callbacks(self._received)
+        super()._begin(call)  # Rows are kept, and a callback receives them, within all guards.
+        if call.received is not None:
+            call.add_callbacks(call.received)
             call.enter(self._keeping_rows())
 
     @property

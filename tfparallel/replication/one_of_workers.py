@@ -65,7 +65,7 @@ class OneOfWorkers:
                 self._begin_fit(call)
         else:
             # `fit` validates within its own guard, whose callbacks Keras hands on.
-            if self._workers is not None and not call.is_within_fit:
+            if self._workers is not None and not call.has_callback_list:
                 self._compare_batches(call.kind)
                 self._guard(call)
             self._read_own_rows(call.asked, "x", call.kind)

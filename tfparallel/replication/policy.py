@@ -7,10 +7,11 @@
 | --- | --- | --- |
 | `EveryStep` | of all workers' rows | each |
 | `Accumulate` (`accumulate.py`) | of a worker's rows | of N steps |
-| `LocalSgd` (`local_sgd.py`) | of a worker's rows | each, a worker's own; averaged after H |
+| `LocalSgd` (`local_sgd.py`) | of a worker's rows | each, the worker's own |
 
 Where the workers say nothing in a step, what it logs is the worker's own, and what an epoch logs is
-of all: the sums of metrics are added up at its end.
+of all: the sums of metrics are added up at its end. Workers of a mesh sum losses and metrics in
+each step, under every policy (`pipeline/accumulate.py`).
 """
 
 import contextlib
@@ -40,7 +41,7 @@ class EveryStep:
         sync: What was asked for.
     """
 
-    what_steps_are = "the workers say nothing in a step"  # For errors.
+    reason_in_errors = "the workers say nothing in a step"
     accumulates = False  # Whether an update may be of several steps.
     num_steps = 1  # Of an update.
     is_between_updates = True  # Whether a checkpoint holds all that there is.
@@ -52,7 +53,7 @@ class EveryStep:
     @property
     def workers_are_apart(self) -> bool:
         """Whether there are workers, of which each has seen its own rows when they say nothing."""
-        return self.model._workers is not None
+        return self.model._workers is not None and self.model._metrics_may_be_own
 
     @property
     def is_silent(self) -> bool:
@@ -108,7 +109,7 @@ class EveryStep:
         """Gives all workers the weights of all, where each has its own. All must call it."""
 
     def forget(self) -> None:
-        """Drops what was trained for another loss: the model is compiled anew."""
+        """Called when the model is compiled: drops gradients of another loss."""
 
     def kept(self) -> dict[str, tf.Variable]:
         """What a run that is resumed needs, the same on all workers, by name."""
@@ -133,7 +134,7 @@ class EveryStep:
             self._assign_metrics(self.model._workers.all_reduce(values))
 
     def metrics_were_restored(self) -> None:
-        """Of sums over all workers, which each of them has, one is kept."""
+        """All workers hold the total: the chief alone keeps it, so that the next sum is right."""
         if self.workers_are_apart and not self.model._is_chief:
             zeros = [tf.zeros_like(v.value) for v in self.model.metrics_variables]
             self._assign_metrics(zeros)
@@ -194,7 +195,7 @@ class EveryStep:
 
     def refuse(self, required: str, received: str):
         raise ValueError(
-            f"Under sync='{self.sync}' {self.what_steps_are}. {required}. "
+            f"Under sync='{self.sync}' {self.reason_in_errors}. {required}. "
             f"Received: {received}. Take sync='every_step'."
         )
 
@@ -208,6 +209,7 @@ class HasPolicy:
     """Extends a model of which a step takes the batch in pieces; a policy says when they meet."""
 
     _sync = EVERY_STEP  # What was asked for.
+    _metrics_may_be_own = True  # Whether a worker's metrics may be of its own rows, in an epoch.
     _made_policy: EveryStep | None = None
 
     @property
@@ -266,7 +268,7 @@ class HasPolicy:
         return self._policy.settled()
 
     def metrics_were_restored(self) -> None:
-        """Of sums over all workers, which each of them has, one is kept."""
+        """All workers hold the total: the chief alone keeps it, so that the next sum is right."""
         self._policy.metrics_were_restored()
 
 

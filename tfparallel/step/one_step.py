@@ -113,7 +113,7 @@ class OneStep(CompiledByDevice):
     def _begin(self, call: Call) -> None:
         """Enters what is around a call. Of `fit`: no step waits for logs that nobody reads."""
         # A `fit` of the user's own may do anything with its list.
-        if call.kind != "fit" or call.is_own or call.is_within_fit:
+        if call.kind != "fit" or call.is_own or call.has_callback_list:
             return
         epochs, most = call.asked.get("epochs", 1), keras.config.max_epochs()
         epochs = epochs if most is None else min(epochs, most)  # As Keras tells its callbacks.

@@ -73,7 +73,7 @@ class WhereRowsMeet:
 
     def _look_at(self, call):
         if call.kind != "predict":
-            # What a step with a short last batch cannot see.
+            # A step with a short last batch cannot see how many rows a full one has.
             call.enter(self._knowing_batches(call.kind, call.full_batch_size()))
         super()._look_at(call)
 
