@@ -1,7 +1,7 @@
 """A call of `fit`, `evaluate` or `predict`: its arguments, bound once, and what is around it.
 
     model.fit(…) ──► Call ──► _look_at    arguments are checked, and replaced or added to
-                         ──► _begin     contexts are entered: guards, and what words errors anew
+                         ──► _begin     contexts are entered: guards, policies, plainer errors
                          ──► run        the method of Keras, or of the user
 
 Each class of an extended model adds to the two in the middle, and then calls `super()`.
