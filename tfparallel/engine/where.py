@@ -1,5 +1,7 @@
 """Where in a program an operation of a graph was made: the layer, and the line."""
 
+import os
+import pathlib
 import re
 
 import keras
@@ -7,16 +9,28 @@ import tensorflow as tf
 
 __all__ = ["line_of", "place_in"]
 
-_LIBRARIES = re.compile(r"[/\\](keras|tensorflow|tfparallel)[/\\]|^<|importlib|contextlib\.py$")
+# By where they are: a program may stand in a folder of the same name.
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(os.path.dirname(os.path.abspath(library.__file__)) for library in (keras, tf)),
+        pathlib.Path(__file__).parents[1].resolve(),
+    )
+)
+_MACHINERY = re.compile(r"^<|importlib|contextlib\.py$")
 
 
 def line_of(operation: tf.Operation) -> str:
     """`" of line 12 of model.py"`; empty where no line of the program's own made it."""
-    own = [frame for frame in operation.traceback or () if not _LIBRARIES.search(frame.filename)]
+    own = [frame for frame in operation.traceback or () if _is_of_program(frame.filename)]
     if not own:
         return ""
     path = own[-1].filename.replace("\\", "/")
     return f" (line {own[-1].lineno} of {path.rpartition('/')[2]})"
+
+
+def _is_of_program(filename: str) -> bool:
+    return not (filename.startswith(_LIBRARIES) or _MACHINERY.search(filename))
 
 
 def place_in(layer: keras.Layer, operation: tf.Operation) -> tuple[keras.Layer, str]:
