@@ -27,14 +27,14 @@ class AccumulateBatches(Accumulate):
         self._count_step()
         return logs
 
-    def apply(self, found):
+    def apply(self, found, usual):
         """Adds up the gradients of a batch."""
         if found.predictions is not None:
             self.refuse(
                 "Losses and metrics that are sums over the rows are required",
                 self.model.why_joined or "outputs that meet for one of them",
             )
-        super().apply(found)
+        super().apply(found, usual)
 
     def _looks_at_all_rows(self):
         return None

@@ -193,7 +193,7 @@ class Accumulate(EveryStep):
         place = Place(self.model.strategy.first_replica, before, own, tf.add_n(worker_rows))
         return data, place
 
-    def apply(self, found: Found) -> None:
+    def apply(self, found: Found, usual) -> None:
         """Adds up the gradients of a step, each times its divisor."""
         divisor = tf.cast(self._divisor_of(found), tf.float64)
         # Of rows that all are masked, or have no weight, regularizers alone have a gradient; it

@@ -89,10 +89,14 @@ class EveryStep:
     def check_way(self, way) -> None:
         """Raises for a way to the loss that this policy cannot take."""
 
-    def apply(self, found: Found) -> None:
-        """Changes the weights as the gradients of a step say."""
-        pairs = zip(found.gradients, found.variables, strict=True)
-        self.model.optimizer.apply_gradients(pairs)
+    def apply(self, found: Found, usual: Callable[[Found], None]) -> None:
+        """Takes the gradients of a step.
+
+        Args:
+            found: What the passes left.
+            usual: Changes the weights as they say.
+        """
+        usual(found)
 
     def end_epoch(self) -> None:
         """Behind the steps of an epoch, before anybody looks at weights and metrics."""
@@ -239,7 +243,7 @@ class HasPolicy:
         super()._begin(call)
 
     def _apply_found(self, found):
-        self._policy.apply(found)
+        self._policy.apply(found, super()._apply_found)
 
     def _get_metrics_result_or_logs(self, logs):
         # Keras's loop calls it behind the steps of an epoch, before any callback. Others call

@@ -4,7 +4,7 @@ from typing import Any
 
 from tfparallel.extend import original_class
 
-__all__ = ["is_from_keras", "is_kerass", "updates_alike"]
+__all__ = ["is_from_keras", "belongs_to_keras", "updates_alike"]
 
 
 def updates_alike(optimizer) -> bool:
@@ -12,10 +12,10 @@ def updates_alike(optimizer) -> bool:
 
     One of the user's own may draw, or keep a state that nobody knows of.
     """
-    return is_from_keras(original_class(optimizer)) and is_kerass(optimizer._learning_rate)
+    return is_from_keras(original_class(optimizer)) and belongs_to_keras(optimizer._learning_rate)
 
 
-def is_kerass(held: Any) -> bool:
+def belongs_to_keras(held: Any) -> bool:
     """Whether an object is of a class of Keras's, or None."""
     return held is None or is_from_keras(type(held))
 

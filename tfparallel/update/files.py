@@ -118,6 +118,14 @@ def shown(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
     return list(found.values())
 
 
+def grouped(variables: Iterable[keras.Variable]) -> list[list[keras.Variable]]:
+    """The variables, those of the units of a weight together."""
+    groups: dict[Any, list[keras.Variable]] = {}
+    for variable in variables:
+        groups.setdefault(getattr(variable, "_group", id(variable)), []).append(variable)
+    return list(groups.values())
+
+
 def values(variables: Sequence[keras.Variable], places: Places) -> list[np.ndarray]:
     """The values of variables; all workers must ask for them if there are sums or shares."""
     groups = grouped(variables)
@@ -211,16 +219,8 @@ def _is_sum(variable) -> bool:
 
 def _is_part(variable) -> bool:
     if hasattr(variable, "_sharded"):
-        return False  # Which cannot be written in this way, and says so.
+        return False  # A share refuses to be written, with an error of its own.
     return hasattr(variable, "_whole") or hasattr(variable, "_group")
-
-
-def grouped(variables: Iterable[keras.Variable]) -> list[list[keras.Variable]]:
-    """The variables, those of the units of a weight together."""
-    groups: dict[Any, list[keras.Variable]] = {}
-    for variable in variables:
-        groups.setdefault(getattr(variable, "_group", id(variable)), []).append(variable)
-    return list(groups.values())
 
 
 def _side_by_side(slots, whole) -> keras.Variable:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfparallel.extend import attach, attached, extend, original_class
 from tfparallel.newer_keras import ScheduleFreeAdamW
 from tfparallel.update import files
-from tfparallel.update.alike import is_from_keras, is_kerass, updates_alike
+from tfparallel.update.alike import belongs_to_keras, is_from_keras, updates_alike
 from tfparallel.update.built import own_variables, trained_by, wrapped_by
 from tfparallel.update.clipping import clip_parts
 from tfparallel.update.pending import PendingSums
@@ -110,7 +110,7 @@ class UnitOptimizer:
             if constrained:
                 self._at_each(
                     lambda k: [whole.assign(whole.constraint(whole)) for whole in constrained],
-                    alike=all(is_kerass(whole.constraint) for whole in constrained),
+                    alike=all(belongs_to_keras(whole.constraint) for whole in constrained),
                     written=parts_of(constrained),
                 )
 
@@ -169,7 +169,7 @@ class UnitOptimizer:
     def _updates_alike(self) -> bool:
         """Whether the update is known to come to the same at all places."""
         units = getattr(self, "_trainable_variables", ())
-        return updates_alike(self) and all(is_kerass(unit.constraint) for unit in units)
+        return updates_alike(self) and all(belongs_to_keras(unit.constraint) for unit in units)
 
     def _mark_sums(self) -> None:
         if self.gradient_accumulation_steps and not wrapped_by(self):
@@ -179,7 +179,7 @@ class UnitOptimizer:
 
     def _rate_of_all(self):
         """The learning rate, where each share would have one of its own; else None."""
-        is_own = self._in_shares and not is_kerass(self._learning_rate)
+        is_own = self._in_shares and not belongs_to_keras(self._learning_rate)
         return self._get_current_learning_rate() if is_own else None
 
     def _get_current_learning_rate(self):
@@ -239,8 +239,9 @@ class UnitOptimizer:
             return super()._all_reduce_sum_gradients(grads_and_vars)
         # They are summed, and Keras's sum would have each update wait for all gradients. The
         # backward pass finds them last layer first; but an update of the user's own may count.
-        is_kerass = is_from_keras(original_class(self))
-        ordered = grads_and_vars[::-1] if is_kerass else grads_and_vars
+        ordered = grads_and_vars
+        if is_from_keras(original_class(self)):
+            ordered = ordered[::-1]
         return [pair for pair in ordered if pair[0] is not None]
 
     def update_step(self, gradient, variable, learning_rate):

@@ -1,4 +1,4 @@
-"""Gradients that a step leaves to its optimizer unsummed, which sums them when it needs the sum."""
+"""Gradients that a step leaves unsummed, for the optimizer to sum when it needs them."""
 
 from collections.abc import Sequence
 from typing import Any
