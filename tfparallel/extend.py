@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import keras
 
+from tfparallel.seams.keras import layers_in
+
 Extended = TypeVar("Extended")
 
 _ATTRIBUTES = "_extended_attributes"
@@ -120,7 +122,7 @@ def _reduce_to_original(self):
 def classes_of(model: keras.Model) -> dict[str, Any]:
     """The user's own classes and functions in a model, which a config names and Keras must find."""
     found: dict[str, Any] = {}
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         for value in vars(layer).values():
             if isinstance(value, types.FunctionType) and _is_the_users(value):
                 found[value.__name__] = value

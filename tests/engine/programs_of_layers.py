@@ -960,14 +960,14 @@ def with_kept(model, x):
     return x + model.kept
 
 
-program("kept: read behind a batch normalization", EITHER, functools.partial(Keeps, with_kept))
+program("kept: read behind a batch normalization", EXACT, functools.partial(Keeps, with_kept))
 program(
     "kept: read behind a batch normalization, pieces of one size",
-    EITHER,
+    EXACT,
     functools.partial(Keeps, with_kept),
     x=numbers(6),
 )
-program("kept: in a layer, read in another", EITHER, two_layers)
+program("kept: in a layer, read in another", EXACT, two_layers)
 program("kept: and never read", EXACT, functools.partial(Keeps, plainly))
 program("kept: read in train_step", EITHER, functools.partial(TrainsWithKept, plainly))
 program("kept: read in compute_loss", EITHER, functools.partial(LossOfKept, plainly))

@@ -264,6 +264,30 @@ def test_eager_steps_are_judged_once_a_fit(monkeypatch):
 
 
 @pytest.mark.slow
+class Keeps(keras.Model):
+    """Reads, behind a batch normalization, what its call has kept in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.norm = keras.layers.Dense(4), keras.layers.BatchNormalization()
+        self.kept = None
+
+    def call(self, x, training=False):
+        self.kept = self.hidden(x)
+        return self.norm(self.kept, training=training) + self.kept
+
+
+def test_what_an_eager_call_keeps_is_refused_behind_an_exchange():
+    """There each replica runs the call, in turns, and all of them keep it in one attribute."""
+    x, y = np.zeros((4, 3)), np.zeros((4, 4))
+    model = tfparallel.data_parallel(Keeps, devices=["CPU:0", "CPU:1"])
+    model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="keeps a tensor in `self.kept`.*of an eager step"):
+        model.fit(x, y, verbose=0)
+    model.compile("sgd", "mse")
+    model.fit(x, y, verbose=0)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_micro_batches_are_looked_at(schedule):
     for check_rows in (True, False):

@@ -32,7 +32,13 @@ from tfparallel.asynchronous.worker_step import STALENESS, WorkerStep, loss_trac
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
 from tfparallel.notice import notice
-from tfparallel.seams.keras import batches_of, compute_output_spec
+from tfparallel.seams.keras import (
+    batches_of,
+    compiled_metrics,
+    compute_output_spec,
+    layers_in,
+    set_mask,
+)
 from tfparallel.step.adds_up import metrics_of_rows_together
 from tfparallel.step.ahead import types_of_batches
 from tfparallel.step.metrics import StepMetrics
@@ -196,7 +202,7 @@ class AsynchronousModel:
             data_batch = types_of_batches(batches)
             if self._batch_spec is None:  # Of a `fit` that begins; what follows is of a validation.
                 attach(self, _batch_spec=batches.element_spec)
-        if not all(layer.built for layer in self._flatten_layers()):
+        if not all(layer.built for layer in layers_in(self)):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
             x = keras.tree.map_structure(lambda v: keras.KerasTensor(v.shape, v.dtype.name), x)
             with self._servers.scope():
@@ -222,7 +228,7 @@ class AsynchronousModel:
         with self._servers.scope(), tf.device(self._servers.device):
             version = tf.Variable(0, dtype=tf.int64, trainable=False)
             one_at_a_time = tf.CriticalSection()
-        compiled = self._compile_metrics
+        compiled = compiled_metrics(self)
         metrics = StepMetrics.divided(compiled, self._metrics_of_rows_together())
         step = WorkerStep(self, metrics, version, one_at_a_time)
         attach(self, _step_metrics=metrics, _added_up=tf.function(self._add_up))
@@ -260,7 +266,7 @@ class AsynchronousModel:
             _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             outputs = keras.tree.map_structure(tf.convert_to_tensor, outputs)
             for place, mask in masks.items():
-                keras.tree.flatten(outputs)[int(place)]._keras_mask = tf.convert_to_tensor(mask)
+                set_mask(keras.tree.flatten(outputs)[int(place)], tf.convert_to_tensor(mask))
             self._step_metrics.joined.update_state(y, outputs, sample_weight=sample_weight)
         are_alike = keras.tree.flatten(self._batch_spec)[0].shape[0] is not None
         attach(self, _latest_logs=self._added_up(tf.constant(numbers), are_alike))

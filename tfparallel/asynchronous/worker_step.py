@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel.data.shard import count_rows
 from tfparallel.extend import is_own
+from tfparallel.seams.keras import compiled_loss, mask_of
 from tfparallel.step.loss import call_with
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
@@ -67,9 +68,9 @@ class WorkerStep:
         if self._metrics.joined is None:
             return tf.concat(flat, 0), (), {}
         masks = {
-            str(place): output._keras_mask
+            str(place): mask_of(output)
             for place, output in enumerate(keras.tree.flatten(outputs))
-            if getattr(output, "_keras_mask", None) is not None
+            if mask_of(output) is not None
         }
         return tf.concat(flat, 0), outputs, masks
 
@@ -81,7 +82,7 @@ class WorkerStep:
     def _loss(self, x, y, outputs, sample_weight):
         """The loss of the batch, and that of each output where it is logged."""
         model, values = self._model, []
-        compiled = model._compile_loss
+        compiled = compiled_loss(model)
         if compiled is None or is_own(model, "compute_loss"):
             return model._compute_loss(x, y, outputs, sample_weight, training=True), values
 
@@ -101,7 +102,7 @@ class WorkerStep:
 
 def loss_trackers(model) -> list[Any]:
     """What logs the loss of each output; None for one that is not logged."""
-    compiled = model._compile_loss
+    compiled = compiled_loss(model)
     return [] if compiled is None else list(compiled._metrics or ())
 
 

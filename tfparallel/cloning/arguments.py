@@ -16,6 +16,7 @@ import keras
 
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import original_class
+from tfparallel.seams.keras import layers_in
 
 __all__ = ["NotKept", "again", "unbuilt_parts"]
 
@@ -30,7 +31,7 @@ def unbuilt_parts(model: keras.Model) -> list[str]:
     """The names of a model's layers that have no variables yet, and will have some."""
     return [
         layer.name
-        for layer in model._flatten_layers(include_self=False)
+        for layer in layers_in(model, include_self=False)
         if not layer.built and original_class(layer).build is not keras.Layer.build
     ]
 

@@ -7,6 +7,7 @@ import keras
 
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import classes_of, original_class
+from tfparallel.seams.keras import layers_in
 from tfparallel.update.files import holds_pieces
 
 __all__ = ["compile_alike", "metric_like"]
@@ -53,7 +54,7 @@ def compile_alike(
         return
     # The optimizer has slots for what was trained when it was built, not for what is now.
     flags = [variable.trainable for variable in copy.variables]
-    frozen = [layer for layer in copy._flatten_layers() if not layer.trainable]
+    frozen = [layer for layer in layers_in(copy) if not layer.trainable]
     try:
         for layer in frozen:
             layer._trainable = True

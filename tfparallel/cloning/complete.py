@@ -19,6 +19,7 @@ import keras
 from tfparallel.cloning.attributes import CannotCarry, carry_attributes, same
 from tfparallel.cloning.likeness import NotAlike, differences
 from tfparallel.extend import original_class
+from tfparallel.seams.keras import layers_in, seed_generators_of
 
 __all__ = ["NotAlike", "complete", "without_draws"]
 
@@ -102,9 +103,9 @@ def _compared(model) -> list[keras.Layer]:
         id(inner)
         for layer in model._layers
         if _is_beside_the_graph(model, layer)
-        for inner in layer._flatten_layers()
+        for inner in layers_in(layer)
     }
-    return [layer for layer in model._flatten_layers() if id(layer) not in shared]
+    return [layer for layer in layers_in(model) if id(layer) not in shared]
 
 
 def _pairs(model, copy) -> list[tuple[keras.Layer, keras.Layer]]:
@@ -133,7 +134,7 @@ def _shared_no_more(model, copy) -> list[str]:
 def _holders(model) -> dict[str, list[str]]:
     """The names of what holds each layer, by the layer's name; the most for a name of several."""
     found: dict[int, tuple[str, list[str]]] = {}
-    for holder in model._flatten_layers():
+    for holder in layers_in(model):
         for layer in {id(layer): layer for layer in holder._layers}.values():
             found.setdefault(id(layer), (layer.name, []))[1].append(holder.name)
     ordered = sorted(found.values(), key=lambda named: len(named[1]))
@@ -190,7 +191,7 @@ def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
 
 def _variables_of(layer) -> list[keras.Variable]:
     held = [*layer._trainable_variables, *layer._non_trainable_variables]
-    held += [generator.state for generator in layer._seed_generators]
+    held += [generator.state for generator in seed_generators_of(layer)]
     return held + [variable for metric in layer._metrics for variable in metric.variables]
 
 

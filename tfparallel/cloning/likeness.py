@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.cloning.attributes import same
+from tfparallel.seams.keras import takes_training
 
 __all__ = ["NotAlike", "differences"]
 
@@ -159,7 +160,7 @@ def _rows(tensor, length, zeros):
 def _outputs(model, batch) -> list[np.ndarray] | None:
     """What a model computes in inference; None if that is no tensors. What it writes is dropped."""
     with keras.StatelessScope():
-        outputs = model(batch, training=False) if model._call_has_training_arg else model(batch)
+        outputs = model(batch, training=False) if takes_training(model) else model(batch)
     flat = [getattr(o, "whole", lambda o=o: o)() for o in keras.tree.flatten(outputs)]
     if not all(isinstance(tensor, tf.Tensor) for tensor in flat):
         return None

@@ -72,8 +72,8 @@ def differentiable_once(
 ) -> list[Gradient]:
     """Returns gradients that raise when they are differentiated, instead of having none.
 
-    The operations of a replica run in a thread of its own, where the caller's tape does not see
-    them.
+    The caller's tape does not see what each replica does: it is made again of what the first did,
+    or runs in a thread of its own.
 
     Args:
         gradients: Of a replicated call.

@@ -20,7 +20,7 @@ from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.traffic import SLICES
 from tfparallel.flight.marks import mark
 
-__all__ = ["Reducer", "over_workers"]
+__all__ = ["Reducer"]
 
 # Of a variable: a gradient of each replica, or None of each.
 Terms = Sequence[tf.Tensor | tf.IndexedSlices | None]
@@ -75,7 +75,7 @@ class Reducer:
             results[i] = total
         kinds = kinds_of_readings() if sparse else ()
         for i in sparse:
-            results[i] = self._sparse(by_variable[i], kinds[i])
+            results[i] = self.slices([by_variable[i]], kinds[i])
         return results, summed[len(dense) :]
 
     def _dense(self, by_variable):
@@ -86,21 +86,25 @@ class Reducer:
         by_index = dict(zip(mirrored, found, strict=True))
         return [by_index[i] if i in by_index else replica_sums.added(own) for i, own in listed]
 
-    def _sparse(self, terms, kinds) -> tf.IndexedSlices:
-        by_reading = indexed_slices.joined(terms, kinds)
+    def slices(
+        self, by_reader: Sequence[Sequence[tf.IndexedSlices]], kinds: Sequence | None
+    ) -> tf.IndexedSlices:
+        """Sums the sparse gradients of one variable.
+
+        Args:
+            by_reader: Of each who reads it, a stage say, its terms, alike in each.
+            kinds: How each reading is joined, as of `totals`.
+        """
+        found = [each for terms in by_reader for each in indexed_slices.joined(terms, kinds)]
         if self._workers is not None:
-            by_reading = [over_workers(self._workers, reading) for reading in by_reading]
-        return indexed_slices.together(by_reading, terms[0].dense_shape)
+            found = [self._over_workers(reading) for reading in found]
+        return indexed_slices.together(found, by_reader[0][0].dense_shape)
 
-
-def over_workers(
-    workers: WorkerGroup, reading: indexed_slices.Reading
-) -> indexed_slices.Reading:
-    """Sums a reading of a sparse gradient over the workers."""
-    if reading.kind == indexed_slices.ONCE:
-        return reading._replace(values=workers.all_reduce([reading.values])[0])
-    values, indices = workers.all_gather_uneven([reading.values, reading.indices], SLICES)
-    return indexed_slices.merged(reading._replace(values=values, indices=indices))
+    def _over_workers(self, reading: indexed_slices.Reading) -> indexed_slices.Reading:
+        if reading.kind == indexed_slices.ONCE:
+            return reading._replace(values=self._workers.all_reduce([reading.values])[0])
+        values, indices = self._workers.all_gather_uneven([reading.values, reading.indices], SLICES)
+        return indexed_slices.merged(reading._replace(values=values, indices=indices))
 
 
 def _are_all(cls: type, terms: Terms) -> bool:

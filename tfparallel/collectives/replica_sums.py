@@ -33,7 +33,7 @@ def sums(
 
 
 def added(terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    """Sums one tensor over the replicas, on the first device.
+    """Sums one tensor over the replicas, on the first one's device.
 
     Where XLA compiles what each device does, all devices add all terms: else the others would wait
     for the first, until it has done all that it can.
@@ -43,7 +43,8 @@ def added(terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
     """
     terms = [tf.convert_to_tensor(term) for term in terms]
     if len(terms) == 1 or not is_of_programs(tf.compat.v1.get_default_graph()):
-        return tf.add_n(terms)
+        with tf.device(terms[0].device):
+            return tf.add_n(terms)
     copies = []
     for term in terms:
         with tf.device(term.device):

@@ -1,11 +1,13 @@
 """The rows of the global batch that the current replica works on."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfparallel.compute_context import context, within
+from tfparallel.seams.keras import mask_of, set_mask
 
 
 class Place(NamedTuple):
@@ -113,6 +115,29 @@ class Shard(NamedTuple):
         return tf.cast(self.num_rows, dtype) / tf.cast(self.num_averaged_rows, dtype)
 
 
+def for_replicas(all_shards: Sequence[Shard]) -> list[Shard]:
+    """Shards as arguments of a function that is traced for the first, and stands for all.
+
+    Numbers that differ between them are tensors, which nobody can take for constants.
+    """
+    if tf.executing_eagerly() or len(all_shards) == 1:
+        return list(all_shards)
+    sizes = {shard.num_rows if isinstance(shard.num_rows, int) else None for shard in all_shards}
+    is_even = len(sizes) == 1 and None not in sizes
+    names = ("replica", "start") if is_even else ("replica", "start", "num_rows")
+    found = []
+    for shard in all_shards:
+        with tf.device("/device:CPU:0"):
+            told = {name: tf.convert_to_tensor(getattr(shard, name), tf.int32) for name in names}
+            if not found:
+                told = {
+                    name: tf.compat.v1.placeholder_with_default(number, [])
+                    for name, number in told.items()
+                }
+        found.append(shard._replace(**told))
+    return found
+
+
 def cut(tensor, start, size):
     """The rows of an input, shape `(B, …)`, dense, ragged or sparse, from one on; may be none."""
     if isinstance(tensor, tf.SparseTensor):
@@ -120,9 +145,9 @@ def cut(tensor, start, size):
         sizes = tf.concat([[size], tf.cast(tensor.dense_shape[1:], tf.int32)], 0)
         return tf.sparse.slice(tensor, tf.cast(begin, tf.int64), tf.cast(sizes, tf.int64))
     rows = of_any_number(tensor[start : start + size])
-    mask = getattr(tensor, "_keras_mask", None)
+    mask = mask_of(tensor)
     if mask is not None:
-        rows._keras_mask = of_any_number(mask[start : start + size])
+        set_mask(rows, of_any_number(mask[start : start + size]))
     return rows
 
 

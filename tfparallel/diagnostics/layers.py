@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfparallel.diagnostics.compare import difference
 from tfparallel.replication.draws import RATES, draws, is_rate
+from tfparallel.seams.keras import layers_in, takes_training
 
 __all__ = ["all_layers", "first_difference", "random_layers", "turn_off_draws"]
 
@@ -18,7 +19,7 @@ Build = Callable[[], keras.Model]
 def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Returns every layer in the model, nested ones included, in order of creation."""
     # Keras has no public way to reach a layer that another layer holds.
-    return list(model._flatten_layers(include_self=False, recursive=True))
+    return layers_in(model, include_self=False)
 
 
 def random_layers(model: keras.Model) -> list[str]:
@@ -41,7 +42,7 @@ def turn_off_draws(model: keras.Model) -> keras.Model:
         rates = [name for name in RATES if is_rate(getattr(layer, name, None))]
         for name in rates:
             setattr(layer, name, 0.0)
-        if not rates and getattr(layer, "_call_has_training_arg", False):
+        if not rates and takes_training(layer):
             layer.call = _without_training(layer.call)
     return model
 
@@ -160,7 +161,7 @@ def _added_losses(model: keras.Model, x: Any) -> dict[str, float]:
     model(x, training=True)
     found = {}
     for layer in all_layers(model):
-        if list(layer._flatten_layers(include_self=False)):
+        if layers_in(layer, include_self=False):
             continue
         num_weight_terms = sum(
             getattr(v, "regularizer", None) is not None for v in layer.trainable_variables

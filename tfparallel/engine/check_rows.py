@@ -3,10 +3,12 @@
 from collections.abc import Callable
 
 import keras
+import tensorflow as tf
 
 from tfparallel.engine.judge import exchanged
 from tfparallel.engine.proof import Fault, Proof, prove
 from tfparallel.extend import attach, extend, is_own, original_class
+from tfparallel.seams.keras import layers_in
 
 _READ_LATER = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
@@ -23,7 +25,7 @@ class ExchangedMoments:
 def exchange_moments(layer: keras.Layer) -> None:
     """Tells the judge that moments of the batch are known to each piece, as every form does it."""
     keras_own = keras.layers.BatchNormalization._moments
-    for part in layer._flatten_layers():
+    for part in layers_in(layer):
         if getattr(original_class(part), "_moments", None) is keras_own:
             extend(part, ExchangedMoments)
 
@@ -78,24 +80,27 @@ def why_not_in_pieces(layer: keras.Layer, call: Callable, args: tuple, kwargs: d
 def why_not_shared(layer: keras.Layer) -> str | None:
     """Says which tensor one replica would read of another; after `why_not_in_pieces`.
 
-    Replicas share the objects of Python. What a layer keeps in an attribute is, behind an exchange
-    between them, the last replica's; likewise for a method that runs when all have computed.
+    Replicas share the objects of Python. What a layer keeps in an attribute is that of one replica
+    when a method runs after all have computed; in an eager step, where each replica runs it, also
+    behind an exchange between them.
     """
     proof: Proof | None = getattr(layer, "_proof", None)
-    if proof is None:
+    if proof is None or not proof.kept:
         return None
     is_part = not (isinstance(layer, keras.Model) and layer.compiled)
-    reads = is_part or any(is_own(layer, method) for method in _READ_LATER)
-    for own, name, is_late in proof.kept:
-        if is_late or reads:
-            where = "behind a batch normalization" if is_late else "by a method of the model's own"
-            return (
-                "Replicas share a layer's attributes. Tensors that leave a call as its outputs are "
-                f"required. Received: layer '{own.name}' of class {original_class(own).__name__} "
-                f"keeps a tensor in `self.{name}`, which is read {where}, perhaps that of another "
-                "replica. Return it, and hand it on as an argument."
-            )
-    return None
+    if is_part or any(is_own(layer, method) for method in _READ_LATER):
+        where = "may be read by a method of the model's own"
+    elif tf.executing_eagerly() and proof.exchanges:
+        where = "may be read behind a batch normalization of an eager step"
+    else:
+        return None
+    own, name = proof.kept[0]
+    return (
+        "Replicas share a layer's attributes. Tensors that leave a call as its outputs are "
+        f"required. Received: layer '{own.name}' of class {original_class(own).__name__} keeps a "
+        f"tensor in `self.{name}`, which {where}, perhaps that of another replica. Return it, and "
+        "hand it on as an argument."
+    )
 
 
 def has_rows(layer: keras.Layer) -> bool:

@@ -7,9 +7,21 @@ import tensorflow as tf
 
 from tfparallel.seams.tensorflow import FuncGraph, graph_of
 
-__all__ = ["called_by", "calls_unknown", "is_of_programs", "is_within", "of_programs", "with_inner"]
+__all__ = [
+    "called_by",
+    "calls_unknown",
+    "is_of_programs",
+    "is_within",
+    "of_programs",
+    "with_inner",
+    "writes_variable",
+]
 
 _OF_PROGRAMS = "_tfparallel_of_programs"
+_WRITES = (
+    *("AssignAdd", "AssignSub", "AssignVariable", "ResourceApply", "ResourceScatter"),
+    *("ResourceSparse", "ResourceStridedSliceAssign"),
+)
 
 # Of an operation's type: its attributes that are functions, and whether they are lists of them.
 _KINDS: dict[str, dict[str, str]] = {}
@@ -42,6 +54,11 @@ def _graphs_of(operation) -> list[tf.Graph | None]:
     values = [(operation.get_attr(name), kind) for name, kind in kinds.items()]
     called = [each for value, kind in values for each in (value if "list" in kind else [value])]
     return [graph_of(operation.graph, each.name) for each in called]
+
+
+def writes_variable(operation: tf.Operation) -> bool:
+    """Whether it writes a variable, of which it is given the handle."""
+    return operation.type.startswith(_WRITES)
 
 
 def is_within(graph: tf.Graph, other: tf.Graph) -> bool:

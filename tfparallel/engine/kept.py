@@ -11,49 +11,18 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfparallel.engine.judge import exchanges_of, is_judged
+from tfparallel.engine.judge import is_judged
+from tfparallel.seams.keras import layers_in
 
-__all__ = ["attributes_kept", "kept_tensors", "reads_noted"]
+__all__ = ["attributes_kept", "kept_tensors"]
 
 _DEPTH = 3  # Of lists in lists, in which a tensor may be kept.
 
 
 @contextlib.contextmanager
-def reads_noted(kept) -> Iterator[list]:
-    """Notes which of the attributes are read behind an exchange that came after they were set."""
-    late, classes = [], [(part, type(part)) for part, _ in kept]
-    for part, name in kept:
-        part.__class__ = type(type(part).__name__, (_noting(type(part), part, name, late),), {})
-    try:
-        yield late
-    finally:
-        for part, cls in reversed(classes):
-            part.__class__ = cls
-
-
-def _noting(cls, part, name, late):
-    """A class of which the attribute notes when it is set and read."""
-    at = {}
-
-    def number() -> int:
-        return len(exchanges_of(tf.compat.v1.get_default_graph()))
-
-    def get(self):
-        if name in at and number() > at[name]:
-            late.append((part, name))
-        return vars(self)[name]
-
-    def put(self, value):
-        at[name] = number()
-        vars(self)[name] = value
-
-    return type(cls.__name__, (cls,), {name: property(get, put)})
-
-
-@contextlib.contextmanager
 def attributes_kept(layer) -> Iterator[list]:
     """Gives the layers back the attributes that they had: a judge changes nothing."""
-    before = [(vars(part), dict(vars(part))) for part in layer._flatten_layers()]
+    before = [(vars(part), dict(vars(part))) for part in layers_in(layer)]
     lists = [
         (own, list(own))
         for _, attributes in before
@@ -76,7 +45,7 @@ def attributes_kept(layer) -> Iterator[list]:
 
 def kept_tensors(layer) -> Iterator[tuple[keras.Layer, str]]:
     """The tensors of the trace that layers keep in attributes, and others may read."""
-    for part in layer._flatten_layers():
+    for part in layers_in(layer):
         for name, value in vars(part).items():
             for leaf in _leaves(value, _DEPTH):
                 if isinstance(leaf, tf.Tensor) and is_judged(leaf):

@@ -13,22 +13,20 @@ import keras
 import tensorflow as tf
 
 from tfparallel.engine.arguments import placeholder_of, type_of_argument
-from tfparallel.engine.graphs import called_by, is_within, with_inner
+from tfparallel.engine.graphs import called_by, is_within, with_inner, writes_variable
 from tfparallel.engine.growth import SUMS, growth_of
 from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph, notes_of
-from tfparallel.engine.kept import attributes_kept, kept_tensors, reads_noted
+from tfparallel.engine.kept import attributes_kept, kept_tensors
 from tfparallel.engine.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.engine.rules.draws import draws
 from tfparallel.engine.size import ROWS
 from tfparallel.engine.where import line_of, place_in
+from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
 
 __all__ = ["Fault", "OfLayer", "Proof", "explained", "prove"]
 
 _MEANS = (Replicate(), Sum(-1))
-_WRITES = (
-    *("AssignVariable", "AssignAdd", "AssignSub", "ResourceScatter", "ResourceApply"),
-    *("ResourceSparse", "ResourceStridedSliceAssign", "LookupTableInsert", "LookupTableImport"),
-)
+_FILLS = ("LookupTableInsert", "LookupTableImport")
 
 
 class Fault(NamedTuple):
@@ -61,15 +59,16 @@ class Proof(NamedTuple):
         outputs: What is known of the outputs, flat.
         rows: Of layers that asked, which axis of their input holds the rows; None for none.
         num_operations: How many operations were looked at.
-        kept: Of each tensor that a layer keeps in an attribute: the layer, the attribute, and
-            whether it is read behind an exchange between the pieces.
+        kept: Of each tensor that a layer keeps in an attribute: the layer, and the attribute.
+        exchanges: Whether pieces exchange what they know.
     """
 
     fault: Fault | None
     outputs: list[Judged]
     rows: list[tuple[keras.Layer, int | None]]
     num_operations: int
-    kept: list[tuple[keras.Layer, str, bool]]
+    kept: list[tuple[keras.Layer, str]]
+    exchanges: bool
 
     @property
     def has_rows(self) -> bool:
@@ -119,10 +118,6 @@ def prove(
     places = [place for place, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
     specs = [type_of_argument(leaves[place]) for place in places]
     trace = _traced(layer, call, (args, kwargs), places, specs)
-    if trace.kept and exchanges_of(trace.judge.graph):
-        with reads_noted(trace.kept) as late:
-            trace = _traced(layer, call, (args, kwargs), places, specs)
-        trace = trace._replace(late=late)
     if traces is not None:
         traces.append(trace)
     return _judged(layer, trace)
@@ -163,7 +158,6 @@ class _Trace(NamedTuple):
         scope: What it wrote, and added to the loss.
         sums: By the ids of variables to which rows are added, what they were before.
         kept: The attributes that hold a tensor of the trace, with their layers.
-        late: Those that were read behind an exchange which came after they were set.
     """
 
     judge: Judge
@@ -171,7 +165,6 @@ class _Trace(NamedTuple):
     scope: keras.StatelessScope
     sums: dict[int, tf.Tensor]
     kept: list[tuple[keras.Layer, str]]
-    late: list[tuple[keras.Layer, str]]
 
 
 def _traced(layer, call, given_args, places, specs) -> _Trace:
@@ -199,12 +192,11 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
         scope,
         {id(v): before for v, before in sums},
         kept,
-        [],
     )
 
 
 def _judged(layer, trace: _Trace) -> Proof:
-    judge, outputs, scope, sums, kept, late = trace
+    judge, outputs, scope, sums, kept = trace
     flat = [tf.convert_to_tensor(each) if each is not None else None
             for each in keras.tree.flatten(outputs)]  # fmt: skip
     judged = [None if each is None else judge.of(each) for each in flat]
@@ -214,7 +206,7 @@ def _judged(layer, trace: _Trace) -> Proof:
         if each is not None and each.placement != Shard(0)
     ]
     for i, each in enumerate(flat):
-        mask = getattr(each, "_keras_mask", None)
+        mask = mask_of(each)
         if mask is not None and judge.of(mask).placement != Shard(0):
             faults.append(_fault(layer, f"the mask of output {i}", judge.of(mask).placement, mask))
     added = [tf.convert_to_tensor(loss) for loss in scope.losses]
@@ -233,15 +225,14 @@ def _judged(layer, trace: _Trace) -> Proof:
         placement = judge.of(tensor).placement
         rows.append((own, placement.axis if isinstance(placement, Shard) else None))
     outputs = [each for each in judged if each is not None]
-    held = [(own, name, (own, name) in late) for own, name in kept]
-    fault = faults[0] if faults else None
-    return Proof(fault, outputs, rows, len(judge.graph.get_operations()), held)
+    fault, exchanges = faults[0] if faults else None, bool(exchanges_of(judge.graph))
+    return Proof(fault, outputs, rows, len(judge.graph.get_operations()), kept, exchanges)
 
 
 def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Tensor]]:
     """What the call leaves in variables, of what it must not."""
-    parts = layer._flatten_layers()
-    seeds = {id(own.state) for part in parts for own in part._seed_generators}
+    parts = layers_in(layer)
+    seeds = {id(own.state) for part in parts for own in seed_generators_of(part)}
     for part in parts:
         own = [*part.variables, *(v for metric in part.metrics for v in metric.variables)]
         for variable in {id(v): v for v in own}.values():
@@ -279,12 +270,12 @@ def _raw_writes(judge) -> Iterator[tuple[tf.Operation, Placement]]:
 
 
 def _writes(operation) -> bool:
-    return operation.type.startswith(_WRITES)
+    return writes_variable(operation) or operation.type.startswith(_FILLS)
 
 
 def _sums(layer) -> list[keras.Variable]:
     """The variables of metrics, to which rows are added."""
-    parts = layer._flatten_layers()
+    parts = layers_in(layer)
     found = [v for part in parts for metric in part.metrics for v in metric.variables]
     return list({id(v): v for v in found}.values())
 

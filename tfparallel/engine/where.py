@@ -7,6 +7,8 @@ import re
 import keras
 import tensorflow as tf
 
+from tfparallel.seams.keras import layers_in
+
 __all__ = ["line_of", "place_in"]
 
 # By where they are: a program may stand in a folder of the same name.
@@ -44,7 +46,7 @@ def place_in(layer: keras.Layer, operation: tf.Operation) -> tuple[keras.Layer, 
     for scope in operation.name.split("/")[:-1]:
         inner = [
             part
-            for part in found._flatten_layers(include_self=False)
+            for part in layers_in(found, include_self=False)
             if re.fullmatch(re.escape(part.name) + r"(_\d+)?", scope)
         ]
         if inner:

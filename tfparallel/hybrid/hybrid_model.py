@@ -4,9 +4,9 @@ from tfparallel.hybrid.places import MeshPlaces
 from tfparallel.hybrid.spread_call import SpreadCall
 from tfparallel.layers.split_model import NestedModel
 from tfparallel.pipeline.pipelined_model import PipelinedModel
-from tfparallel.problems import PlacementError
 from tfparallel.replication.checks import refuse_swaps
-from tfparallel.replication.one_of_workers import OneOfWorkers
+from tfparallel.replication.worker_session import WorkerSession
+from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.update.places import Places
 from tfparallel.update.prepare import prepare
 from tfparallel.variables.copies import copy_to, replicas_of
@@ -15,7 +15,7 @@ from tfparallel.variables.split import parts_of
 __all__ = ["HybridModel"]
 
 
-class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
+class HybridModel(SpreadCall, NestedModel, PipelinedModel):
     """Extends a functional or Sequential model of placed layers, of which each replica has copies.
 
     A step takes D·M pieces of the batch: M micro-batches through the stages of each replica. Layers
@@ -24,7 +24,12 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
     """
 
     strategy = None  # What joins the workers of a job; None for one process.
+    _session: WorkerSession  # What else is different among workers.
     _shards_optimizer = False
+
+    @property
+    def _workers(self):
+        return self._session.workers
 
     @property
     def split(self) -> dict[str, str]:
@@ -36,19 +41,23 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
             refuse_swaps(call.callbacks)
         super()._look_at(call)
 
+    def _begin(self, call):
+        self._session.begin(call)
+        super()._begin(call)
+
     def train_step(self, data):
         """One step of training, for the global batch."""
-        self._compare(data, "fit")
+        self._session.compare(data, "fit")
         return super().train_step(data)
 
     def test_step(self, data):
         """One step of evaluation, for the global batch."""
-        self._compare(data, "evaluate")
+        self._session.compare(data, "evaluate")
         return super().test_step(data)
 
     def predict_step(self, data):
         """One step of prediction, for the global batch."""
-        self._compare(data, "predict")
+        self._session.compare(data, "predict")
         return super().predict_step(data)
 
     def save(self, filepath, overwrite=True, zipped=None, **kwargs):
@@ -56,31 +65,18 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
 
         With `shard_optimizer=True` all workers must.
         """
-        with self._path_to_write(filepath, overwrite) as path:
+        with self._session.path_to_write(filepath, overwrite) as path:
             return super().save(path, overwrite, zipped, **kwargs)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Saves the weights, as `keras.Model.save_weights`; who must, `save` says."""
-        with self._path_to_write(filepath, overwrite) as path:
+        with self._session.path_to_write(filepath, overwrite) as path:
             return super().save_weights(path, overwrite, **kwargs)
 
     def trace_each(self, is_needed: bool = True) -> None:
         """Has steps trace their micro-batches one by one, as layers in parts need, or the first."""
         # Of a function TensorFlow has the gradients computed on one device.
         super().trace_each(is_needed or self.layout.mesh.tensor > 1)
-
-    def _compare(self, data, kind):
-        """Stops a first step, on all workers, if their batches differ."""
-        if self._fingerprints is not None:
-            self._fingerprints.check(data, kind)
-
-    def _read_own_rows(self, asked, name, kind):
-        if getattr(asked.get(name), "_is_by_sample", False):
-            raise PlacementError(
-                "Each worker of `hybrid_parallel` is given the whole batch. Received: `"
-                f"{name}` of `{kind}`, marked by `tfparallel.data.by_sample` as this worker's own "
-                "rows. Give all workers the same data."
-            )
 
     def _choose_all_reduce(self):
         self.strategy.choose_all_reduce(self._trained())
@@ -99,8 +95,8 @@ class HybridModel(OneOfWorkers, SpreadCall, NestedModel, PipelinedModel):
 
         Seeds are drawn once a step, for all pieces; a metric inside of a layer adds up all rows.
         """
-        layers = self._flatten_layers()
-        written = {id(own.state) for layer in layers for own in layer._seed_generators}
+        layers = layers_in(self)
+        written = {id(own.state) for layer in layers for own in seed_generators_of(layer)}
         written |= {id(v) for layer in layers for metric in layer.metrics for v in metric.variables}
         own = [variable for variable in self.variables if id(variable) not in written]
         copy_to(replicas_of(self.layout), parts_of(own))

@@ -20,6 +20,8 @@ from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.stages import read_limits
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
+from tfparallel.replication.worker_session import WorkerSession
+from tfparallel.seams.keras import layers_in
 
 __all__ = ["hybrid_parallel"]
 
@@ -140,7 +142,9 @@ def hybrid_parallel(
 
     def spread(model: HybridModel) -> None:
         parts.spread(model)
-        attach(model, strategy=strategy, _shards_optimizer=shard_optimizer and mesh.data > 1)
+        session = WorkerSession(model, each_reads_all=True)
+        shares = shard_optimizer and mesh.data > 1
+        attach(model, strategy=strategy, _session=session, _shards_optimizer=shares)
 
     model = in_micro_batches(
         model_or_function,
@@ -208,7 +212,7 @@ class _Parts:
             for layer in layers_in_order(model):
                 stage = layout.stage_of[layer.name] % layout.mesh.pipeline
                 own = [layout.device(0, stage, part) for part in range(self._number)]
-                devices |= dict.fromkeys(map(id, layer._flatten_layers()), own)
+                devices |= dict.fromkeys(map(id, layers_in(layer)), own)
             split_in_place(
                 model,
                 lambda layer: devices[id(layer)],

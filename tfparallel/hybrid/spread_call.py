@@ -25,6 +25,7 @@ from tfparallel.pipeline.pass_scope import other_writes
 from tfparallel.problems import PlacementError
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
+from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.variables.copies import at_work, replicas_of
 
 __all__ = ["SpreadCall"]
@@ -165,7 +166,7 @@ def _output(parts: tuple, joined: Callable[[Sequence[tf.Tensor]], tf.Tensor]) ->
     pairs = zip(parts, logits, strict=True)
     sources = zip(*(sources_of(part, own) for part, own in pairs), strict=True)
     output = output_of([joined(tensors) for tensors in sources], logits[0])
-    masks = [getattr(part, "_keras_mask", None) for part in parts]
+    masks = [mask_of(part) for part in parts]
     if masks[0] is not None:
-        output._keras_mask = joined(masks)
+        set_mask(output, joined(masks))
     return output

@@ -8,6 +8,7 @@ from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.dropout import share_draws
 from tfparallel.layers.layer import FixedLayer, SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parts import on_each, pieces, whole
+from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.variables.split import split_variable
 
 __all__ = ["ParallelMultiHeadAttention"]
@@ -103,16 +104,16 @@ class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
                 outputs.append(local(*(copies[id(tensor)][k] for tensor in inputs), **own))
         for tensor in inputs:
             # Keras's attention takes the mask off what it reads, so that nobody behind it finds it.
-            if getattr(copies[id(tensor)][0], "_keras_mask", None) is None:
-                tensor._keras_mask = None
+            if mask_of(copies[id(tensor)][0]) is None:
+                set_mask(tensor, None)
         scores = None
         if scores_too:
             outputs, scores = zip(*outputs, strict=True)
         total = tf.add_n(list(outputs), name="sum_of_parts")
         if self._output_bias is not None:
             total = total + keras.ops.cast(self._output_bias, total.dtype)
-        if getattr(outputs[0], "_keras_mask", None) is not None:
-            total._keras_mask = outputs[0]._keras_mask
+        if mask_of(outputs[0]) is not None:
+            set_mask(total, mask_of(outputs[0]))
         if not scores_too:
             return total
         return total, tf.concat(scores, self._heads_axis)

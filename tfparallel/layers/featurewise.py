@@ -6,6 +6,7 @@ import tensorflow as tf
 from tfparallel.layers.dropout import dropped
 from tfparallel.layers.layer import SplitLayer, local_layer
 from tfparallel.layers.parts import Parts
+from tfparallel.seams.keras import mask_of
 
 __all__ = ["FeaturewiseDropout", "FeaturewiseJoin", "FeaturewiseLayer", "FeaturewiseWeights"]
 
@@ -85,7 +86,7 @@ class FeaturewiseWeights(SplitLayer):
 
     def call(self, inputs, **kwargs):
         """Computes each part on its device."""
-        mask = getattr(inputs, "_keras_mask", None)
+        mask = mask_of(inputs)
         if mask is not None and isinstance(self, keras.layers.BatchNormalization):
             # Keras itself hands a mask on with tensors alone.
             kwargs["mask"] = mask

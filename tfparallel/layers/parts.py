@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 import tensorflow as tf
 
 from tfparallel.compute_context import context, within
+from tfparallel.seams.keras import mask_of, set_mask
 
 __all__ = ["Parts", "between_layers", "is_between_layers", "on_each", "pieces", "whole"]
 
@@ -34,13 +35,13 @@ class Parts:
 
         It is one with the mask of the whole: what takes it off there takes it off here.
         """
-        return self._mask if self._whole is None else getattr(self._whole, "_keras_mask", None)
+        return self._mask if self._whole is None else mask_of(self._whole)
 
     @_keras_mask.setter
     def _keras_mask(self, mask):
         self._mask = mask
         if self._whole is not None:
-            self._whole._keras_mask = mask
+            set_mask(self._whole, mask)
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -81,7 +82,7 @@ class Parts:
             with tf.device(self.devices[0]):
                 self._whole = tf.concat(self.tensors, self.axis)
             if self._mask is not None:
-                self._whole._keras_mask = self._mask
+                set_mask(self._whole, self._mask)
         return self._whole
 
 
@@ -110,9 +111,9 @@ def on_each(tensor, devices: Sequence[str]) -> list:
     for device in devices:
         with tf.device(device):
             copy = tf.identity(tensor)
-            mask = getattr(tensor, "_keras_mask", None)
+            mask = mask_of(tensor)
             if mask is not None:
-                copy._keras_mask = tf.identity(mask)
+                set_mask(copy, tf.identity(mask))
         copies.append(copy)
     return copies
 

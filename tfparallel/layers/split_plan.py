@@ -25,6 +25,7 @@ from tfparallel.layers.by_hand import written_as
 from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError, Problems
+from tfparallel.seams.keras import layers_in
 
 __all__ = ["KINDS", "Graph", "plan"]
 
@@ -292,7 +293,7 @@ def _is_plain(layer) -> bool:
         getattr(inner, "activity_regularizer", None) is not None
         or getattr(inner, "lora_enabled", False)
         or getattr(inner, "quantization_mode", None)
-        for inner in layer._flatten_layers()
+        for inner in layers_in(layer)
     )
 
 

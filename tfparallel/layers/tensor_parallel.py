@@ -24,6 +24,7 @@ from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import check_model, model_of, seen_model
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 from tfparallel.problems import PlacementError, Problems, usable_devices
+from tfparallel.seams.keras import layers_in
 
 __all__ = ["Asked", "parts_planned", "split_in_place", "tensor_parallel"]
 
@@ -312,7 +313,7 @@ def _refuse_hidden(model, models) -> None:
     seen = {id(layer) for each in models for layer in layers_in_order(each)}
     hidden = [
         f"'{layer.name}' written as {written.__name__}"
-        for layer in model._flatten_layers()
+        for layer in layers_in(model)
         if (written := written_as(layer)) is not None and id(layer) not in seen
     ]
     if hidden:

@@ -12,6 +12,7 @@ import contextlib
 
 import keras
 
+from tfparallel.collectives.reducer import Reducer
 from tfparallel.replication.accumulate import Accumulate
 
 __all__ = ["AccumulateBatches"]
@@ -45,7 +46,9 @@ class AccumulateBatches(Accumulate):
 
     def of_all_workers(self, variables, sums, divisor):
         """The sums over all workers; the divisor of a batch is that of all its rows, on each."""
-        return self.model._workers.all_reduce_gradients(sums, variables), divisor
+        reducer = Reducer(None, self.model._workers)
+        totals, _ = reducer.totals([[each] for each in sums], list, variables=variables)
+        return totals, divisor
 
     def between_steps(self):
         """Where an update is made outside of a step."""

@@ -9,8 +9,9 @@ from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard, count_rows, where_it_is
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.cut import Key, LogitsOf, Values, functional_of
-from tfparallel.pipeline.masks import Masks, mask_of
+from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.others import Others
+from tfparallel.seams.keras import mask_of, set_mask
 
 __all__ = ["Batch", "Joined"]
 
@@ -32,7 +33,7 @@ class Joined(NamedTuple):
         """Makes the output: under a tape, for its gradient."""
         found = output_of([*self.sources.values()], self.logits)
         if self.mask is not None:
-            found._keras_mask = self.mask
+            set_mask(found, self.mask)
         return found
 
 
@@ -129,7 +130,7 @@ class Batch:
             if logits is not None and logits_of(part) is None:  # Sliced, or sent here.
                 part = self.behind[key].output(shard.without_dummy_row(logits), part)
             if mask is not None:
-                part._keras_mask = shard.without_dummy_row(mask)
+                set_mask(part, shard.without_dummy_row(mask))
             flat.append(part)
         return self.packed(flat)
 

@@ -22,6 +22,7 @@ from tfparallel.extend import extend, original_class
 from tfparallel.pipeline.micro_batch import StepMemory, current_pass
 from tfparallel.pipeline.others import Others
 from tfparallel.replication.batch_norm import SynchronizedBatchNormalization, in_rows
+from tfparallel.seams.keras import layers_in
 
 __all__ = ["DeferredBatchNormalization", "batch_norms", "grouped", "ungrouped", "write_averages"]
 
@@ -80,7 +81,7 @@ def batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     """The layers of a model that normalize by the batch."""
     return [
         layer
-        for layer in model._flatten_layers()
+        for layer in layers_in(model)
         if isinstance(layer, keras.layers.BatchNormalization)
     ]
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.pipeline.masks import Masks, mask_of, nodes_in_order
-from tfparallel.seams.keras import LEAVES_TRAINING, calling_with, in_training
+from tfparallel.pipeline.masks import Masks, nodes_in_order
+from tfparallel.seams.keras import LEAVES_TRAINING, calling_with, in_training, mask_of, set_mask
 
 __all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "functional_of", "with_mask_of"]
 
@@ -88,7 +88,7 @@ class Stage:
                         shared.setdefault(id(tensor), (tensor, mask_of(tensor)))
         for tensor, mask in shared.values():
             if mask is not None:
-                tensor._keras_mask = mask
+                set_mask(tensor, mask)
         return {key: values[key] for key in (*self.outputs, *given) if key in values}
 
 
@@ -155,5 +155,5 @@ def with_mask_of(tensor: tf.Tensor, original: tf.Tensor) -> tf.Tensor:
     """Hands on the mask that Keras keeps beside a tensor."""
     mask = mask_of(original)
     if mask is not None:
-        tensor._keras_mask = tf.identity(mask)
+        set_mask(tensor, tf.identity(mask))
     return tensor

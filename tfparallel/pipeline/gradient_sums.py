@@ -4,15 +4,13 @@ Of several replicas each adds up its own, and what they have come to is summed o
 other processes too, unless an update of several batches sums it later.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives import indexed_slices
-from tfparallel.collectives.reducer import over_workers
+from tfparallel.collectives.reducer import Reducer
 from tfparallel.pipeline.others import Others
 
 __all__ = ["GradientSums"]
@@ -42,6 +40,7 @@ class GradientSums:
         self._kinds = kinds
         self._others = others
         self._workers = None if stay else others.workers
+        self._reducer = Reducer(None, self._workers)
         self._dense: dict[int, dict[str, tf.Tensor]] = {id(v): {} for v in variables}
         # By weight, then by stage: of each micro-batch the same readings, in the same order.
         self._sparse: dict[int, dict[int, list[tf.IndexedSlices]]] = {id(v): {} for v in variables}
@@ -78,41 +77,19 @@ class GradientSums:
             The sum of each weight, on its device; None where no loss depends on it. And what was
             summed beside.
         """
-        dense = [self._over_replicas(variable) for variable in variables]
-        sparse = [self._joined(variable) for variable in variables]
-        if self._workers is not None:
-            places = [place for place, own in enumerate(dense) if own is not None]
-            sent = [*(dense[place] for place in places), *beside]
-            weights = [*(variables[place] for place in places), *[None] * len(beside)]
-            summed = self._workers.all_reduce_gradients(sent, weights)
-            beside = summed[len(places) :]
-            for place, total in zip(places, summed, strict=False):
-                with tf.device(variables[place]._value.device):
-                    dense[place] = tf.identity(total)
-        else:
-            beside = self._others.summed(beside)
-        totals = [
-            one if other is None else other if one is None else one + tf.convert_to_tensor(other)
-            for one, other in zip(dense, sparse, strict=True)
-        ]
-        return totals, list(beside)
+        terms = [[*self._dense[id(variable)].values()] or [None] for variable in variables]
+        with_them = () if self._workers is None else beside
+        dense, summed = self._reducer.totals(terms, list, with_them, variables)
+        beside = self._others.summed(beside) if self._workers is None else summed
+        return [self._total(*pair) for pair in zip(variables, dense, strict=True)], list(beside)
 
-    def _over_replicas(self, variable):
-        own = [*self._dense[id(variable)].values()]
-        if len(own) < 2:
-            return own[0] if own else None
-        with tf.device(variable._value.device):
-            return tf.add_n([tf.convert_to_tensor(each) for each in own])
-
-    def _joined(self, variable):
+    def _total(self, variable, dense):
         sparse = self._sparse[id(variable)]
-        if not sparse:
-            return None
         with tf.device(variable._value.device):
+            if dense is not None and self._workers is not None:
+                dense = tf.identity(dense)
+            if not sparse:
+                return dense
             kinds = self._kinds().get(id(variable))
-            readings = [indexed_slices.joined(found, kinds) for found in sparse.values()]
-            (first, *_), *_ = sparse.values()
-            of_all = [*itertools.chain(*readings)]
-            if self._workers is not None:
-                of_all = [over_workers(self._workers, reading) for reading in of_all]
-            return indexed_slices.together(of_all, first.dense_shape)
+            slices = self._reducer.slices([*sparse.values()], kinds)
+            return slices if dense is None else dense + tf.convert_to_tensor(slices)

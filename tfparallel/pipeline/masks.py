@@ -20,9 +20,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.pipeline.micro_batch import computing
-from tfparallel.seams.keras import calling_with, in_training
+from tfparallel.seams.keras import calling_with, in_training, mask_of, set_mask
 
-__all__ = ["Masks", "mask_of", "nodes_in_order"]
+__all__ = ["Masks", "nodes_in_order"]
 
 
 class _Found(NamedTuple):
@@ -60,7 +60,7 @@ class Masks:
         """
         for place, tensor in enumerate(tensors):
             if mask_of(tensor) is not None and not self._found.by_call[id(node)][place]:
-                tensor._keras_mask = None
+                set_mask(tensor, None)
 
     def at_end(self, key: int, tensor) -> Any:
         """The mask of an output of the model, by the symbolic tensor's id; None without."""
@@ -94,11 +94,6 @@ class Masks:
             types = [tf.type_spec_from_value(tensor) for tensor in there]
             tf.function(call, autograph=False).get_concrete_function(*types)
         return found
-
-
-def mask_of(tensor) -> Any:
-    """The mask that Keras keeps beside a tensor; None without."""
-    return getattr(tensor, "_keras_mask", None)
 
 
 def nodes_in_order(functional) -> Iterator[Any]:

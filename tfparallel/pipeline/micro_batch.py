@@ -19,6 +19,7 @@ from tfparallel.data import shard as shards
 from tfparallel.extend import extend
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.random import IndexedDropout
+from tfparallel.seams.keras import layers_in, seed_generators_of
 
 __all__ = ["Pass", "StepMemory", "computing", "current_pass", "extend_random_layers"]
 
@@ -123,8 +124,8 @@ def _is_in_control_flow() -> bool:
 
 def extend_random_layers(model: keras.Model) -> None:
     """Makes the layers of a model that draw do so as above."""
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         if isinstance(layer, keras.layers.Dropout):
             extend(layer, IndexedDropout)
-        for generator in layer._seed_generators:
+        for generator in seed_generators_of(layer):
             extend(generator, MicroBatchSeedGenerator)

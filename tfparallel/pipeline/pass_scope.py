@@ -11,12 +11,19 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import shard as shards
+from tfparallel.engine.graphs import writes_variable
 from tfparallel.extend import original_class
 from tfparallel.newer_keras import renormalizes
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.checks import check_activity, check_scales
-from tfparallel.seams.keras import GLOBAL_SEED_GENERATOR, Functional, get_global
+from tfparallel.seams.keras import (
+    GLOBAL_SEED_GENERATOR,
+    Functional,
+    get_global,
+    layers_in,
+    seed_generators_of,
+)
 
 __all__ = ["STATEFUL_DRAWS", "PassScope", "check_state", "other_writes", "writable"]
 
@@ -32,9 +39,6 @@ STATEFUL_DRAWS = {
     "RngReadAndSkip",
     "TruncatedNormal",
 }
-
-
-_WRITES = ("AssignVariable", "AssignAdd", "AssignSub", "ResourceScatter", "ResourceStridedSlice")
 
 
 class PassScope(keras.StatelessScope):
@@ -106,7 +110,7 @@ def other_writes(
     handles = {id(variable.handle) for variable in allowed}
     known = {id(inside) for outside, inside in graph.captures if id(outside) in handles} | handles
     for op in graph.get_operations()[first:]:
-        if op.type.startswith(_WRITES) and id(op.inputs[0]) not in known:
+        if writes_variable(op) and id(op.inputs[0]) not in known:
             yield op
 
 
@@ -124,8 +128,8 @@ def writable(model: keras.Model, recompute: str) -> dict[int, keras.Variable]:
     A metric inside a layer sums over the micro-batches as over the batch, but not twice.
     """
     found = []
-    for layer in model._flatten_layers():
-        found += [generator.state for generator in layer._seed_generators]
+    for layer in layers_in(model):
+        found += [generator.state for generator in seed_generators_of(layer)]
         if recompute == "never":
             found += [variable for metric in layer.metrics for variable in metric.variables]
     return {id(variable): variable for variable in found}
@@ -165,7 +169,7 @@ def check_state(model: keras.Model, batch_normalization: str | None) -> None:
     check_scales(model)
     check_activity(model)
     stateful = [
-        layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)
+        layer.name for layer in layers_in(model) if getattr(layer, "stateful", False)
     ]
     if stateful:
         raise PlacementError(

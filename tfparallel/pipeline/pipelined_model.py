@@ -22,6 +22,7 @@ from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.state import global_seed_generator
+from tfparallel.seams.keras import compiled_loss
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
 from tfparallel.variables.copies import replicas_of
@@ -129,7 +130,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
 
     def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:
         """Makes what runs the passes of one step."""
-        if self._compile_loss is not None and not self._compile_loss.built:
+        if compiled_loss(self) is not None and not compiled_loss(self).built:
             self._build_loss(x, y, sample_weight)
         other = why_unaligned((x, y, sample_weight))
         if other is not None and self.schedule.name != "gpipe":
@@ -168,7 +169,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             functional = getattr(self, "_functional", None) or self
             outputs = keras.tree.pack_sequence_as(functional._outputs_struct, self.outputs)
             with tf.init_scope():
-                self._compile_loss.build(y, outputs)
+                compiled_loss(self).build(y, outputs)
 
     def _check_batch_size(self, x, batch_size):
         if isinstance(x, tf.data.Dataset):

@@ -17,6 +17,7 @@ from tfparallel.pipeline.loss import MicroBatchLoss, Part
 from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
 from tfparallel.pipeline.pass_scope import PassScope
 from tfparallel.pipeline.traced_once import MustTraceEach, TracedOnce
+from tfparallel.seams.keras import compiled_loss, mask_of
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
 from tfparallel.step.where_rows_meet import as_many_rows
@@ -183,7 +184,7 @@ class LossCall:
         batch, flat = self._batch, keras.tree.flatten(predictions)
         with tf.control_dependencies(None), where_it_is(None):  # The host, which has the batch.
             whole = [_zeros(batch.num_rows, part) for part in flat]
-            if any(getattr(part, "_keras_mask", None) is not None for part in flat):
+            if any(mask_of(part) is not None for part in flat):
                 # Masks come from the inputs; of this call nothing else is used, or computed. It is
                 # one in training: in inference a dropout hands on the tensor that it is given, and
                 # what takes the mask off the one takes it off the other.
@@ -191,7 +192,7 @@ class LossCall:
                     shown = keras.tree.flatten(self._model(batch.x, training=True))
                 for tensor, like in zip(whole, shown, strict=True):
                     with_mask_of(tensor, like)
-            compiled = self._model._compile_loss
+            compiled = compiled_loss(self._model)
             predicted = batch.packed(whole)
             return MicroBatchLoss(compiled, batch.y, batch.sample_weight, predicted)
 

@@ -18,6 +18,7 @@ from tfparallel.data import provenance
 from tfparallel.data.shard import Shard
 from tfparallel.pipeline.as_function import computes_the_same
 from tfparallel.placement.stages import PlacementError
+from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import InaccessibleTensorError
 
 __all__ = ["MustTraceEach", "TracedOnce"]
@@ -105,7 +106,7 @@ class TracedOnce:
         masks = found[len(found) - len(self._masked) :]
         found = found[: len(found) - len(self._masked)]
         for place, mask in zip(self._masked, masks, strict=True):
-            found[place]._keras_mask = mask
+            set_mask(found[place], mask)
         return found
 
     def _trace(self, tensors, shard):
@@ -119,7 +120,7 @@ class TracedOnce:
             weights = [here for there, here in graph.captures if id(there) in self._handles]
             if not computes_the_same(graph, weights):
                 raise _NoFunction
-            masks = [getattr(each, "_keras_mask", None) for each in found]
+            masks = [mask_of(each) for each in found]
             self._masked = [place for place, mask in enumerate(masks) if mask is not None]
             found = [_as_tensor(each) for each in found]
             self.targets = frozenset(p for p in targets if is_differentiable(found[p]))
@@ -153,7 +154,7 @@ def _told(shard: Shard) -> list[tf.Tensor]:
 def _with_masks(tensors) -> list:
     """All that is there, and the masks behind it."""
     there = [tensor for tensor in tensors if tensor is not None]
-    masks = [getattr(tensor, "_keras_mask", None) for tensor in there]
+    masks = [mask_of(tensor) for tensor in there]
     return [*there, *(mask for mask in masks if mask is not None)]
 
 
@@ -164,8 +165,8 @@ def _without_masks(arguments, like) -> list:
     found = []
     for original in like:
         found.append(None if original is None else next(there))
-        if getattr(original, "_keras_mask", None) is not None:
-            found[-1]._keras_mask = next(masks)
+        if mask_of(original) is not None:
+            set_mask(found[-1], next(masks))
     return found
 
 

@@ -14,6 +14,7 @@ from tfparallel.flight.marks import mark
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
+from tfparallel.seams.keras import layers_in, takes_training
 from tfparallel.step.ahead import build_ahead
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.read_inputs import read_inputs
@@ -46,7 +47,7 @@ class PlacedModel(OneStep):
         optimizer = self.optimizer
         self._place_updates()
         weights = self.trainable_variables
-        if not weights or not all(map(_has_its_variables, self._flatten_layers())):
+        if not weights or not all(map(_has_its_variables, layers_in(self))):
             return
         if not optimizer.built:
             optimizer.build(weights)
@@ -168,7 +169,7 @@ class PlacedModel(OneStep):
         # `run_eagerly`: a tape alone can differentiate, and takes no care of devices.
         tape = tf.GradientTape() if tf.executing_eagerly() else None
         with self._beside_the_loss(), tape or contextlib.nullcontext():
-            y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
+            y_pred = self(x, training=True) if takes_training(self) else self(x)
             loss = self._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
             )

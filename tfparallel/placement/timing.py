@@ -24,6 +24,7 @@ from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError
+from tfparallel.seams.keras import takes_training
 
 __all__ = [
     "LayerCall",
@@ -354,7 +355,7 @@ class _Call:
         given = {id(symbol): tensor for symbol, tensor in zip(self.input, inputs, strict=True)}
         args, kwargs = self._node.arguments.fill_in(given)
         layer = self._node.operation
-        if layer._call_has_training_arg:
+        if takes_training(layer):
             kwargs = {**kwargs, "training": training}
         return layer(*args, **kwargs)
 

@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives.reducer import Reducer
 from tfparallel.data.shard import Place
 from tfparallel.extend import is_own
 from tfparallel.notice import notice
 from tfparallel.replication.checks import check_activity
 from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.policy import BeginsEpochs, EveryStep
+from tfparallel.seams.keras import compiled_loss, layers_in
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import Found
 
@@ -143,13 +145,13 @@ class Accumulate(EveryStep):
         Raises:
             ValueError: If some are.
         """
-        kinds = {found.loss.reduction == "sum" for found in self.model._compile_loss._flat_losses}
+        kinds = {found.loss.reduction == "sum" for found in compiled_loss(self.model)._flat_losses}
         if len(kinds) > 1:
             self.refuse(_ONE_DIVISOR, "a loss with reduction='sum' beside others")
         return True in kinds
 
     def _looks_at_all_rows(self):
-        for layer in self.model._flatten_layers():
+        for layer in layers_in(self.model):
             if isinstance(layer, keras.layers.BatchNormalization):
                 if layer.trainable and getattr(layer, "synchronize", False):
                     return layer
@@ -185,7 +187,7 @@ class Accumulate(EveryStep):
 
     def _placed(self, data):
         """This worker's rows of what the step was given, and where they lie."""
-        data, worker_rows = self.model._held(data, "fit")
+        data, worker_rows = self.model._session.held(data, "fit")
         if worker_rows is None:
             return self.cut_here(data)
         own = worker_rows[self.model._workers.worker_index]
@@ -281,9 +283,9 @@ class Accumulate(EveryStep):
 
     def of_all_workers(self, variables, sums, divisor):
         """What the gradients of all workers' rows come to, and their divisors."""
-        workers = self.model._workers
-        *sums, total = workers.all_reduce_gradients([*sums, divisor], [*variables, None])
-        return sums, total
+        reducer = Reducer(None, self.model._workers)
+        totals, (total,) = reducer.totals([[each] for each in sums], list, [divisor], variables)
+        return totals, total
 
     def forget(self) -> None:
         """Drops the gradients that are held."""

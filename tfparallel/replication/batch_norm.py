@@ -7,9 +7,9 @@ American Statistician 37(3), 1983):
     n = Σ n_k,    m = Σ n_k m_k / n,    v = (Σ M_k + Σ n_k (m_k − m)²) / n
 
 No large numbers are subtracted, as they are in E[x²] − E[x]². A replica without examples computes
-one dummy row and counts it 0 times. The gradients, from the sums over replicas of ∂J/∂m and ∂J/∂v:
+one dummy row and counts it 0 times. The gradient, from the sums over replicas of ∂J/∂m and ∂J/∂v:
 
-    ∂J/∂M_k = ∂J/∂v / n,    ∂J/∂m_k = n_k/n (∂J/∂m + 2 (m_k − m) ∂J/∂v)
+    ∂J/∂x = (∂J/∂m + 2 (x − m) ∂J/∂v) / n
 
 A masked input adds Keras's epsilon to n wherever it divides; then Σ n_k (m_k − m) is not 0, and
 ∂J/∂m grows by its part of ∂v/∂m.
@@ -18,8 +18,9 @@ A masked input adds Keras's epsilon to n wherever it divides; then Σ n_k (m_k �
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives import differentiable
 from tfparallel.collectives.gradient import call_with_gradient
-from tfparallel.collectives.in_replica import all_reduce, of_all_here
+from tfparallel.collectives.in_replica import Replicas, of_all_here
 from tfparallel.data import shard as shards
 
 
@@ -32,12 +33,7 @@ class SynchronizedBatchNormalization:
         shard = shards.current()
         if shard is None or not self.synchronize:
             return super()._moments(inputs, mask)
-        if mask is None:
-            own = self._own_moments(inputs)
-            return _global_moments(shard, *own, correction=0.0)
-        own = self._own_masked_moments(inputs, mask)
-        # Keras adds its epsilon to the count of a masked input.
-        return _global_moments(shard, *own, correction=keras.config.epsilon())
+        return _global_moments(self, shard, inputs, mask)
 
     def _own_moments(self, inputs):
         """Returns n_k, m_k and M_k of this replica's rows; n_k is the same for all channels."""
@@ -47,8 +43,7 @@ class SynchronizedBatchNormalization:
 
     def _own_masked_moments(self, inputs, mask):
         """The same; n_k is of each channel, which is a step in time where `axis` says so."""
-        kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
-        axes = self._reduction_axes
+        kept, axes = _kept(inputs, mask), self._reduction_axes
         count = tf.reduce_sum(tf.cast(kept, inputs.dtype), axes, keepdims=True)
         # `where`, not a product: a masked position may hold NaN.
         total = tf.reduce_sum(tf.where(kept, inputs, 0), axes, keepdims=True)
@@ -82,29 +77,55 @@ def _of_all_replicas(*tensors):
     return context.merge_call(of_all_workers, args=tuple(here))
 
 
-def _global_moments(shard, count, mean, deviations, correction):
+def _global_moments(layer, shard, inputs, mask):
     """Combines (n_k, m_k, M_k) of all replicas; returns the global mean and variance."""
-    if shard.may_be_idle:
-        count = tf.where(shard.num_rows > 0, count, 0)
-        deviations = tf.where(shard.num_rows > 0, deviations, 0)
-    num_channels = mean.shape[0]
+    # Keras adds its epsilon to the count of a masked input.
+    correction = 0.0 if mask is None else keras.config.epsilon()
 
-    def combine(mean, deviations):
+    def forward(x):
+        own = layer._own_moments(x) if mask is None else layer._own_masked_moments(x, mask)
+        count, mean, deviations = own
+        if shard.may_be_idle:
+            count = tf.where(shard.num_rows > 0, count, 0)
+            deviations = tf.where(shard.num_rows > 0, deviations, 0)
         counts, means, squares = _of_all_replicas(count, mean, deviations)
         counts = in_rows(counts)
         n = tf.reduce_sum(counts, 0) + correction
         m = tf.reduce_sum(counts * means, 0) / n
-        spread = counts * tf.math.squared_difference(means, m)
-        v = tf.reduce_sum(squares + spread, 0) / n
-        # What is left of Σ n_k (m_k − m) / n; 0 but for the correction.
-        rest = m * correction / n
+        v = tf.reduce_sum(squares + counts * tf.math.squared_difference(means, m), 0) / n
 
-        def backward(upstream):
-            dm, dv = tf.split(all_reduce(upstream), 2)
-            dm -= 2 * rest * dv
-            return [count / n * (dm + 2 * (mean - m) * dv), dv / n]
+        def backward(dm, dv):
+            dm, dv = _totals(dm, dv)
+            if dv is not None and mask is not None:
+                dm = (0 if dm is None else dm) - 2 * (m * correction / n) * dv
+            terms = [] if dm is None else [along(dm / n)]
+            if dv is not None:
+                terms.append((x - along(m)) * along(2 * dv / n))
+            dx = sum(terms[1:], terms[0])
+            dx = dx if dv is not None else tf.broadcast_to(dx, tf.shape(x))
+            if mask is not None:
+                dx = tf.where(_kept(x, mask), dx, 0)
+            return [tf.where(shard.num_rows > 0, dx, 0) if shard.may_be_idle else dx]
 
-        return [tf.concat([m, v], 0)], backward
+        return [m, v], backward
 
-    (packed,) = call_with_gradient("batch normalization", combine, [mean, deviations])
-    return packed[:num_channels], packed[num_channels:]
+    def along(per_channel):
+        """Shaped as the input, where its channels are not on the last axis."""
+        axis, rank = layer.axis % inputs.shape.rank, inputs.shape.rank
+        shape = [1] * rank
+        shape[axis] = -1
+        return per_channel if axis == rank - 1 else tf.reshape(per_channel, shape)
+
+    return tuple(call_with_gradient("batch normalization", forward, [inputs]))
+
+
+def _kept(inputs, mask):
+    """Which elements a mask keeps."""
+    return tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+
+
+def _totals(*gradients):
+    """Sums gradients over all replicas, by one exchange; None of None."""
+    present = [each for each in gradients if each is not None]
+    totals = iter(differentiable.all_reduce(Replicas(), present))
+    return [None if each is None else next(totals) for each in gradients]

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import cross_device
 from tfparallel.newer_keras import ACTIVITY_IS_SUMMED
+from tfparallel.seams.keras import layers_in
 
 
 def check_model(model: keras.Model, strategy) -> None:
@@ -16,7 +17,7 @@ def check_model(model: keras.Model, strategy) -> None:
         ValueError: For a stateful recurrent layer.
     """
     stateful = [
-        layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)
+        layer.name for layer in layers_in(model) if getattr(layer, "stateful", False)
     ]
     if stateful:
         raise ValueError(
@@ -35,7 +36,7 @@ def check_scales(model: keras.Model) -> None:
     """
     scaled = [
         layer.name
-        for layer in model._flatten_layers()
+        for layer in layers_in(model)
         if getattr(layer, "quantization_mode", None) == "float8"
     ]
     if scaled:
@@ -52,7 +53,7 @@ def check_activity(model: keras.Model) -> None:
     Raises:
         ValueError: For an activity regularizer, before Keras 3.14.
     """
-    regularized = [layer.name for layer in model._flatten_layers() if layer.activity_regularizer]
+    regularized = [layer.name for layer in layers_in(model) if layer.activity_regularizer]
     if ACTIVITY_IS_SUMMED and regularized:
         raise ValueError(
             f"Keras {keras.__version__} sums an activity regularizer over the batch, and pieces of "
@@ -183,7 +184,7 @@ def _outside(variables, strategy) -> list[str]:
 def _parts_outside(layer, strategy) -> list[str]:
     """The names of the outermost layers within a layer that the strategy holds nothing of."""
     names = []
-    for part in layer._flatten_layers(include_self=False, recursive=False):
+    for part in layers_in(layer, include_self=False, recursive=False):
         outside = _outside(part.variables, strategy)
         if outside and len(outside) == len(part.variables):
             names.append(part.name)

@@ -24,13 +24,13 @@ from tfparallel.replication import (
 from tfparallel.replication.accumulate import Accumulate
 from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.local_sgd import LocalSgd
-from tfparallel.replication.one_of_workers import OneOfWorkers
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
-from tfparallel.seams.keras import batches_of
+from tfparallel.replication.worker_session import WorkerSession
+from tfparallel.seams.keras import batches_of, layers_in, seed_generators_of
 from tfparallel.step.ahead import build_ahead, symbolic_build, types_of_batches
 from tfparallel.step.call import Call
 from tfparallel.step.one_step import OneStep
@@ -46,7 +46,7 @@ def _is_symbolic(leaf) -> bool:
     return isinstance(leaf, tf.Tensor) and tf.is_symbolic_tensor(leaf)
 
 
-class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
+class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
     """Extends the user's model class: the same methods, on all replicas.
 
     `strategy` is the `tfparallel.MirroredStrategy`, or None for one device, on which only the
@@ -55,6 +55,11 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
 
     _shards_optimizer = False  # Whether each replica updates its share of the weights.
     _made_by_function = False  # Whether the builder was given the function that makes the model.
+    _session: WorkerSession  # What else is different among workers.
+
+    @property
+    def _workers(self):
+        return self._session.workers
 
     @property
     def strategy(self):
@@ -91,7 +96,7 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
         return None
 
     def _look_at(self, call):
-        self._take_whole_batches(call)
+        self._session.take_whole_batches(call)
         if call.kind == "fit":
             if self.strategy is not None:
                 checks.check_scope(self.strategy, "`fit` of what `data_parallel` returned")
@@ -102,7 +107,7 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
                 checks.refuse_swaps(call.callbacks)
             if self.strategy is not None and self.strategy.num_replicas > 1 and self._is_chief:
                 note_other_draws(self)
-            for layer in self._flatten_layers():
+            for layer in layers_in(self):
                 judge_anew(layer)
         if call.kind == "predict" and not self._gathers:
             raise ValueError(
@@ -135,6 +140,7 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
         return own if gather_to is None else call.received.at_chief(own)
 
     def _begin(self, call):
+        self._session.begin(call)
         super()._begin(call)  # Rows are kept, and a callback receives them, within all guards.
         if call.received is not None:
             call.add_callbacks(call.received)
@@ -173,12 +179,12 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
 
         With `gradient_accumulation_steps` or `shard_optimizer=True` all workers must.
         """
-        with self._path_to_write(filepath, overwrite) as path:
+        with self._session.path_to_write(filepath, overwrite) as path:
             return super().save(path, overwrite, **kwargs)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Saves the weights, as `keras.Model.save_weights`; who must, `save` says."""
-        with self._path_to_write(filepath, overwrite) as path:
+        with self._session.path_to_write(filepath, overwrite) as path:
             return super().save_weights(path, overwrite, **kwargs)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
@@ -262,12 +268,12 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
 
     def _train_on(self, data, worker_rows):
         """A step of all workers' rows."""
-        if self._fingerprints is not None and worker_rows is None:
-            self._fingerprints.check(data, "fit")
+        if worker_rows is None:
+            self._session.compare(data, "fit")
         data = self._read(data)
         way = self._way(data, "fit")
         self._policy.check_way(way)
-        data, worker_rows = self._whole_if_needed(way, data, worker_rows)
+        data, worker_rows = self._session.whole_if_needed(way, data, worker_rows)
         if way.rows_stay:
             return self._train_on_own_rows(data, way.metrics, worker_rows)
         return super().train_step(data)
@@ -282,10 +288,10 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
         """One step of evaluation, for the global batch."""
         if self.strategy is None:
             return super().test_step(data)
-        data, worker_rows = self._held(data, "evaluate")
+        data, worker_rows = self._session.held(data, "evaluate")
         data = self._read(data)
         way = self._way(data, "evaluate")
-        data, worker_rows = self._whole_if_needed(way, data, worker_rows)
+        data, worker_rows = self._session.whole_if_needed(way, data, worker_rows)
         if way.rows_stay:
             return self._test_on_own_rows(data, way.metrics, worker_rows)
         return super().test_step(data)
@@ -295,7 +301,7 @@ class DataParallelModel(OneOfWorkers, HasPolicy, OwnRows, ReplicatedLayer):
         """One step of prediction, for the global batch."""
         if self.strategy is None:
             return super().predict_step(data)
-        data, worker_rows = self._held(data, "predict")
+        data, worker_rows = self._session.held(data, "predict")
         data = self._read(data)
         if self.built and self._predicts_as_keras:
             return self._predict_on_own_rows(data, worker_rows, gathers=self._gathers)
@@ -344,6 +350,7 @@ def extend_model(
         model,
         DataParallelModel,
         _strategy=strategy,
+        _session=WorkerSession(model),
         _synchronize_batch_norm=synchronize_batch_norm,
         _check_rows=check_rows,
         _sync=sync,
@@ -377,7 +384,7 @@ def extend_parts(model: keras.Model) -> None:
     strategy = model.strategy
     if strategy is None:
         return
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             extend(
                 layer,
@@ -386,7 +393,7 @@ def extend_parts(model: keras.Model) -> None:
             )
         elif isinstance(layer, keras.layers.Dropout):
             extend(layer, random.IndexedDropout)
-        for generator in layer._seed_generators:
+        for generator in seed_generators_of(layer):
             random.hold_state(generator, strategy)
             extend(generator, random.ReplicaSeedGenerator)
     exchange_moments(model)

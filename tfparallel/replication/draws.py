@@ -7,6 +7,7 @@ import keras
 
 from tfparallel.extend import original_class
 from tfparallel.notice import notice
+from tfparallel.seams.keras import layers_in
 
 __all__ = ["RATES", "draws", "is_rate", "note_other_draws"]
 
@@ -47,10 +48,10 @@ def note_other_draws(model: keras.Model) -> None:
 def _drawing(model) -> Iterator[keras.Layer]:
     if draws(model):
         yield model
-    for layer in model._flatten_layers(include_self=False, recursive=False):
+    for layer in layers_in(model, include_self=False, recursive=False):
         if isinstance(layer, keras.Model):
             yield from _drawing(layer)
-        elif any(draws(part) and not _is_indexed(part) for part in layer._flatten_layers()):
+        elif any(draws(part) and not _is_indexed(part) for part in layers_in(layer)):
             yield layer
 
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.data import shard as shards
+from tfparallel.seams.keras import mask_of, set_mask
 
 
 class BatchInputs:
@@ -87,10 +88,10 @@ class BatchInputs:
         Keras's attention does, so that nobody who reads them later finds any.
         """
         for index, rows in zip(self._batched, part, strict=True):
-            if getattr(self._leaves[index], "_keras_mask", None) is None:
+            if mask_of(self._leaves[index]) is None:
                 continue
-            if getattr(rows, "_keras_mask", None) is None:
-                self._given[index]._keras_mask = None
+            if mask_of(rows) is None:
+                set_mask(self._given[index], None)
 
     def _count_rows(self):
         sizes = [shards.count_rows(self._leaves[index]) for index in self._batched]
@@ -126,7 +127,7 @@ def _of_a_row_at_least(tensor: tf.Tensor) -> tf.Tensor:
     filled = tf.zeros if tensor.dtype == tf.string else tf.ones
     rows = tf.concat([tensor, filled(missing, tensor.dtype)], 0)
     rows = tf.ensure_shape(rows, [None, *tensor.shape[1:]])
-    mask = getattr(tensor, "_keras_mask", None)
+    mask = mask_of(tensor)
     if mask is not None:
-        rows._keras_mask = _of_a_row_at_least(mask)
+        set_mask(rows, _of_a_row_at_least(mask))
     return rows

@@ -25,7 +25,13 @@ from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
 from tfparallel.replication.replicated_call import checked_output
 from tfparallel.replication.sums import Summed, Sums
-from tfparallel.seams.keras import Functional, compute_output_spec
+from tfparallel.seams.keras import (
+    Functional,
+    compiled_loss,
+    compute_output_spec,
+    mask_of,
+    takes_training,
+)
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.terms import growth, terms, whole_loss
@@ -60,7 +66,7 @@ class OwnRows(WhereRowsMeet, OneStep):
     def _outputs_and_masks(self, inputs):
         outputs = self._call_of_layer(inputs)
         flat = keras.tree.flatten(outputs)
-        return outputs, [getattr(output, "_keras_mask", None) for output in flat]
+        return outputs, [mask_of(output) for output in flat]
 
     def _train_on_own_rows(self, data, metrics: StepMetrics, worker_rows=None):
         """One step of training, as `keras.Model.train_step` does it.
@@ -116,7 +122,7 @@ class OwnRows(WhereRowsMeet, OneStep):
             gathers: Whether each worker gets the predictions of all.
         """
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        mode = {"training": False} if self._call_has_training_arg else {}
+        mode = {"training": False} if takes_training(self) else {}
         call = self._call_of_layer
         self._look_at_rows(call, (x,), mode)
         return self._call_on_replicas(call, (x,), mode, worker_rows=worker_rows, gathers=gathers)
@@ -124,17 +130,17 @@ class OwnRows(WhereRowsMeet, OneStep):
     def _look_at_rows_of(self, data, training=True) -> None:
         """Refuses a model that mixes examples."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        mode = {"training": training} if self._call_has_training_arg else {}
+        mode = {"training": training} if takes_training(self) else {}
         self._look_at_rows(self._call_of_layer, (x,), mode)
 
     def _terms_of_own_rows(self, data, metrics, worker_rows, training) -> "_Terms":
         """What the replicas find in their rows, summed."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        mode = {"training": training} if self._call_has_training_arg else {}
+        mode = {"training": training} if takes_training(self) else {}
         call = self._call_of_layer
         self._look_at_rows_of(data, training)
         y, sample_weight = aligned(x, y, sample_weight)
-        compiled, first = self._compile_loss, _first(x)
+        compiled, first = compiled_loss(self), _first(x)
         made = []
 
         def on_replica(x, y, sample_weight):

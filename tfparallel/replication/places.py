@@ -1,7 +1,7 @@
 """The places of an optimizer under a strategy: its devices."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,7 @@ from tfparallel.collectives import replica_sums
 from tfparallel.replication.checks import check_updated
 from tfparallel.seams.tensorflow import PerReplica, updating_replica
 from tfparallel.strategies import keras_trainer, variables
+from tfparallel.strategies.one_trace import OneTrace
 from tfparallel.update.places import Places
 
 __all__ = ["ReplicaPlaces"]
@@ -91,6 +92,14 @@ class ReplicaPlaces(Places):
         """On one device, whose copies are then read and written."""
         with tf.device(self.strategy.devices[index]), updating_replica(index):
             yield
+
+    def each(self, update: Callable[[int, Any], None], given: Sequence[Any]) -> None:
+        """Makes an update at each place; while a graph is traced, it is traced once."""
+        if tf.executing_eagerly() or len(given) < len(self):
+            super().each(update, given)
+            return
+        with self.at(0):
+            OneTrace(self.strategy).update(lambda own: update(0, own), given)
 
     def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
         """A gradient on one device: what an all-reduce has left there, or what is sent there."""

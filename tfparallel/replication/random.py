@@ -28,7 +28,7 @@ class ReplicaSeedGenerator:
         """Returns the next seed, with the replica's index folded into its first word."""
         seed = super().next(ordered)
         shard = shards.current()
-        if shard is None or shard.replica == shard.stream == 0:
+        if shard is None or (isinstance(shard.replica, int) and shard.replica == shard.stream == 0):
             return seed
         return seed + _folded(shard.replica, shard.stream, seed.dtype)
 
@@ -59,8 +59,8 @@ def hold_state(generator: keras.random.SeedGenerator, strategy) -> None:
 
 
 def _folded(replica, stream, dtype):
-    words = [replica * _FOLD % 2**31, stream * _FOLD % 2**31]
-    return tf.cast(tf.constant(words, tf.int64), dtype)
+    words = [tf.cast(number, tf.int64) * _FOLD % 2**31 for number in (replica, stream)]
+    return tf.cast(tf.stack(words), dtype)
 
 
 class IndexedDropout:

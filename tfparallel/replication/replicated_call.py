@@ -46,8 +46,10 @@ from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.sums import Summed, Sums
+from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import is_recording, needs_gradient
 from tfparallel.strategies import variables
+from tfparallel.strategies.one_trace import OneTrace
 from tfparallel.update.pending import PendingSums
 
 
@@ -124,10 +126,12 @@ class ReplicatedCall:
         may_be_empty = self._worker_rows is not None or self._strategy.place is not None
         inputs = BatchInputs(args, kwargs, may_be_empty=may_be_empty)
         call_state = state.CallState(self._layer)
+        shards_here = self._own_shards(inputs.num_rows)
+        trace = OneTrace(self._strategy)
         replicas: list[_Replica] = []
 
         def forward(*_):
-            replicas.extend(self._forward(inputs, call_state))
+            replicas.extend(self._forward(inputs, call_state, shards_here, trace))
             joined = [tf.concat(rows, 0) for rows in _transposed(replicas, "joined")]
             terms = _transposed(replicas, "losses") + _transposed(replicas, "sums")
             sums = [tf.add_n(own) for own in terms]
@@ -136,7 +140,7 @@ class ReplicatedCall:
                 self._waiting = sums
             results = joined + (self._waiting or self._summed(sums))
             return results, lambda *upstream: self._backward(
-                replicas, upstream, sources, needed, inputs
+                replicas, upstream, sources, needed, inputs, shards_here, trace
             )
 
         needed = [needs_gradient([tensor]) for tensor in inputs.floats]
@@ -148,7 +152,7 @@ class ReplicatedCall:
             self._refuse_state(call_state.written(scopes, with_sums=False))
         call_state.combine(
             scopes,
-            [replica.shard for replica in replicas],
+            shards_here,
             self._summed if self._strategy.place is None else self._refuse_state,
         )
         first = replicas[0]
@@ -158,27 +162,24 @@ class ReplicatedCall:
         outputs = list(map(output_of, joined, first.logits))
         for output, masks in zip(outputs, _transposed(replicas, "masks"), strict=True):
             if masks[0] is not None:
-                (output._keras_mask,) = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
+                (mask,) = self._gathered([tf.concat(masks, 0)], inputs.num_rows)
+                set_mask(output, mask)
         if isinstance(first.structure, Sums):
             sums = results[len(results) - len(first.sums) :]
             wait = bool(self._waiting)
             return Summed(sums, self._waited_for if wait else lambda: sums, wait, outputs), losses
         return keras.tree.pack_sequence_as(first.structure, outputs), losses
 
-    def _forward(self, inputs: BatchInputs, call_state: state.CallState) -> list[_Replica]:
+    def _forward(self, inputs: BatchInputs, call_state: state.CallState, shards_here, trace):
         """Calls the layer on each replica, with its rows of the inputs."""
-        own_shards = self._own_shards(inputs.num_rows)
-        parts = inputs.split(own_shards)
-        replicas = {}
+        parts = inputs.split(shards_here)
 
-        def on_replica():
-            k = self._local_index()
-            shard = own_shards[k]
+        def on_replica(k, shard, part):
             call_state.inherit()
-            own = inputs.floats_of(parts[k])
+            own = inputs.floats_of(part)
             with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
                 tape.watch(own)
-                replica_args, replica_kwargs = inputs.pack(parts[k])
+                replica_args, replica_kwargs = inputs.pack(part)
                 with state.ReplicaScope(k) as scope:
                     structure = self._call(*replica_args, **replica_kwargs)
                 is_summed = isinstance(structure, Sums)
@@ -186,7 +187,7 @@ class ReplicatedCall:
                 sums = [shard.if_it_has_rows(term) for term in sums]
                 flat = structure.rows if is_summed else keras.tree.flatten(structure)
                 outputs = [checked_output(self._layer, output) for output in flat]
-                masks = [getattr(output, "_keras_mask", None) for output in outputs]
+                masks = [mask_of(output) for output in outputs]
                 logits = [logits_of(output) for output in outputs]
                 sources = [
                     [shard.without_dummy_row(tensor) for tensor in sources_of(*pair)]
@@ -194,13 +195,15 @@ class ReplicatedCall:
                 ]
                 masks = [None if mask is None else shard.without_dummy_row(mask) for mask in masks]
                 losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
-            replicas[k] = _Replica(
+            return _Replica(
                 shard, tape, own, logits, sources, losses, sums, masks, scope, structure
             )
 
-        self._strategy.run(on_replica)
+        replicas = trace.run(
+            on_replica, range(len(shards_here)), shards.for_replicas(shards_here), parts
+        )
         inputs.take_off_masks(parts[0])
-        return [replicas[k] for k in range(len(own_shards))]
+        return replicas
 
     def _own_shards(self, num_rows) -> list[shards.Shard]:
         """The shards of this worker's replicas."""
@@ -249,11 +252,6 @@ class ReplicatedCall:
             self._arrived = self._summed(self._waiting)
         return self._arrived
 
-    def _local_index(self) -> int:
-        """Which of this worker's replicas is running."""
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return int(tf.get_static_value(replica)) % len(self._strategy.devices)
-
     def _of_known_size(self, joined, num_rows):
         """Gives outputs the batch size that their rows lost on the way in (`Shard.rows_used`).
 
@@ -293,42 +291,39 @@ class ReplicatedCall:
             )
         return written
 
-    def _backward(self, replicas, upstream, sources, needed, inputs):
+    def _backward(self, replicas, upstream, sources, needed, inputs, shards_here, trace):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
         num_joined = len(replicas[0].joined)
         is_summed = isinstance(replicas[0].structure, Sums)
         of_joined = [None] * num_joined if is_summed else upstream[:num_joined]
         own_upstream = [
-            [None if dy is None else replica.shard.rows(dy) for dy in of_joined]
+            [None if dy is None else shard.rows(dy) for dy in of_joined]
             + list(upstream[num_joined:])
-            for replica in replicas
+            for shard in shards_here
         ]
-        gradients = {}
 
-        def on_replica():
-            k = self._local_index()
+        def on_replica(k, upstream):
             replica = replicas[k]
             targets = [
                 (target, dy)
                 for target, dy in zip(
-                    replica.joined + replica.losses + replica.sums, own_upstream[k], strict=True
+                    replica.joined + replica.losses + replica.sums, upstream, strict=True
                 )
                 if is_differentiable(target) and dy is not None
             ]
             copies = [variables.copies(variable)[k] for variable in self._trainable]
             with shards.working_on(replica.shard):
-                gradients[k] = replica.tape.gradient(
+                return replica.tape.gradient(
                     [target for target, _ in targets],
                     replica.inputs + copies,
                     [dy for _, dy in targets],
                 )
 
-        self._strategy.run(on_replica)
-        by_source = list(zip(*[gradients[k] for k in range(len(replicas))], strict=True))
+        gradients = trace.run(on_replica, range(len(replicas)), own_upstream)
+        by_source = list(zip(*gradients, strict=True))
         num_inputs = len(replicas[0].inputs)
-        own_shards = [replica.shard for replica in replicas]
         results = [
-            self._input_gradient(rows, own_shards, inputs.num_rows) if is_needed else None
+            self._input_gradient(rows, shards_here, inputs.num_rows) if is_needed else None
             for rows, is_needed in zip(by_source[:num_inputs], needed, strict=True)
         ]
         results += self._variable_gradients(by_source[num_inputs:], inputs)

@@ -20,12 +20,14 @@ from tfparallel.seams.keras import (
     DTYPE_POLICY,
     GLOBAL_SEED_GENERATOR,
     get_global,
+    layers_in,
     make_global_seed_generator,
+    seed_generators_of,
     set_global,
 )
 from tfparallel.strategies import variables
 
-# What Keras keeps for each thread, and a replica, a thread of its own, must have as its caller.
+# What Keras keeps for each thread; a replica of an eager step is one, and must have it, too.
 _THREAD_STATE = (GLOBAL_SEED_GENERATOR, DTYPE_POLICY)
 
 
@@ -64,8 +66,8 @@ class CallState:
         generators = [self._thread_state[GLOBAL_SEED_GENERATOR]]
         equal: list[keras.Variable] = []
         self._sums: dict[int, list[tf.Tensor]] = {}
-        for part in layer._flatten_layers():
-            generators.extend(part._seed_generators)
+        for part in layers_in(layer):
+            generators.extend(seed_generators_of(part))
             if getattr(part, "synchronize", False):
                 equal.extend(part.non_trainable_variables)
             for metric in part.metrics:
@@ -76,7 +78,7 @@ class CallState:
         self._equal = {id(variable) for variable in equal}
 
     def inherit(self) -> None:
-        """Takes what Keras keeps for the caller's thread into this one."""
+        """Takes what Keras keeps for the caller's thread into this one, if it is another."""
         for name, value in self._thread_state.items():
             set_global(name, value)
 

@@ -47,16 +47,23 @@ __all__ = [
     "batches_of",
     "calling_with",
     "class_weighting",
+    "compiled_loss",
+    "compiled_metrics",
     "compute_output_spec",
     "get_global",
     "in_stateless_scope",
     "in_training",
+    "layers_in",
     "make_global_seed_generator",
     "mask_epsilon",
+    "mask_of",
     "model_supports_jit",
     "reduce_weighted_values",
+    "seed_generators_of",
     "set_global",
+    "set_mask",
     "squeeze_or_expand_to_same_rank",
+    "takes_training",
 ]
 
 # Modules of Keras's, by which a caller is told in the frames of the stack.
@@ -79,6 +86,43 @@ _CALL = "current_call_ctx"
 # Up to Keras 3.15 a functional model hands its own `training` to each call. Since then a call finds
 # it in the context, and one that is given another value leaves that to all calls that follow.
 LEAVES_TRAINING = not hasattr(functional, "operation_fn")
+
+
+def layers_in(
+    layer: keras.Layer, *, include_self: bool = True, recursive: bool = True
+) -> list[keras.Layer]:
+    """A layer, and those that it holds, however deep."""
+    return list(layer._flatten_layers(include_self=include_self, recursive=recursive))
+
+
+def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
+    """The seeds that a layer holds itself."""
+    return layer._seed_generators
+
+
+def takes_training(layer: keras.Layer) -> bool:
+    """Whether a layer's call says whether it is one in training."""
+    return getattr(layer, "_call_has_training_arg", False)
+
+
+def compiled_loss(model: keras.Model) -> CompileLoss | None:
+    """What `compile` made of a model's losses; None without any."""
+    return model._compile_loss
+
+
+def compiled_metrics(model: keras.Model) -> CompileMetrics | None:
+    """What `compile` made of a model's metrics; None without any."""
+    return model._compile_metrics
+
+
+def mask_of(tensor: Any) -> Any:
+    """The mask that Keras keeps beside a tensor; None without."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Has Keras find a mask beside a tensor, or none."""
+    tensor._keras_mask = mask
 
 
 def get_global(name: str) -> Any:

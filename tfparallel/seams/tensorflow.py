@@ -1,10 +1,13 @@
 """Private names of TensorFlow."""
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import (
     cross_device_ops,
     cross_device_utils,
@@ -27,7 +30,7 @@ from tensorflow.python.eager import context, record
 from tensorflow.python.framework import config, kernels, ops
 from tensorflow.python.framework.errors import InaccessibleTensorError
 from tensorflow.python.framework.func_graph import FuncGraph, func_graph_from_py_func
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import handle_data_util, script_ops
 from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2, all_to_all_v2
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.util import nest
@@ -47,6 +50,7 @@ __all__ = [
     "SyncOnReadVariable",
     "all_gather_v2",
     "all_reduce_v2",
+    "add_control_inputs",
     "all_to_all_v2",
     "collective_keys",
     "composite_of",
@@ -54,6 +58,7 @@ __all__ = [
     "coordination_service",
     "create_mirrored_variable",
     "devices_match",
+    "distribute",
     "global_seed",
     "gradient_function_of",
     "graph_of",
@@ -62,7 +67,10 @@ __all__ = [
     "leaves_with_paths",
     "needs_gradient",
     "not_recording",
+    "of_replica",
+    "python_function_again",
     "record_operation",
+    "recording",
     "registered_kernels",
     "regroup",
     "replica_index",
@@ -112,6 +120,44 @@ def create_mirrored_variable(
 def regroup(copies: Sequence[Any], wrap_class: type) -> Any:
     """Makes one distributed value of what each replica has."""
     return distribute_utils.regroup(tuple(copies), wrap_class=wrap_class, always_wrap=True)
+
+
+def distribute(by_replica: Sequence[Any]) -> Any:
+    """What replicas hand to `merge_call`, nested: one distributed value where they differ."""
+    return distribute_utils.regroup(tuple(by_replica))
+
+
+def of_replica(index: int, found: Any) -> Any:
+    """What a replica of this process gets of what `merge_call` returns."""
+    return distribute_utils.select_replica(index, found)
+
+
+def add_control_inputs(operation: tf.Operation, sources: Sequence[tf.Operation]) -> None:
+    """Has an operation of a graph run only behind others."""
+    operation._add_control_inputs(list(sources))
+
+
+def python_function_again(token: bytes, again: dict[bytes, bytes]) -> bytes:
+    """Another token for a `tf.py_function`: by its token it finds the tape of its last call.
+
+    Args:
+        token: Of the function, or of the gradient of one.
+        again: By the tokens of functions those that they were given here.
+    """
+    found = script_ops._py_funcs.get(token.decode())
+    function = found._func
+    if found._is_grad_func:
+        forward = again[inspect.getclosurevars(function.__wrapped__).nonlocals["token"]]
+        script_ops._py_funcs.get(forward.decode()).set_support_graph_mode_gradient()
+
+        def function(*upstream):
+            tape, inputs, outputs = script_ops.tape_cache.pop(forward)
+            return tape.gradient(outputs, inputs, output_gradients=upstream)
+
+    made = script_ops.EagerFunc(function, found._out_dtypes, found._is_grad_func)
+    found.again = [*getattr(found, "again", []), made]  # It lives as long as the first.
+    again[token] = script_ops._py_funcs.insert(made).encode()
+    return again[token]
 
 
 def devices_match(value: Any, destinations: Any) -> bool:
@@ -223,6 +269,19 @@ def is_recording() -> bool:
 def not_recording() -> AbstractContextManager[None]:
     """Hides what is computed in it from all tapes."""
     return record.stop_recording()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Within it tapes see what is computed, though it is hidden from them outside."""
+    was_hidden = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if was_hidden:
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+    try:
+        yield
+    finally:
+        if was_hidden:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 def record_operation(

@@ -19,6 +19,7 @@ from tfparallel.engine.placements import Mixed, Placement, Replicate, Sum
 from tfparallel.engine.rules.draws import draws
 from tfparallel.engine.where import line_of
 from tfparallel.extend import is_own
+from tfparallel.seams.keras import compiled_loss, compiled_metrics, set_mask
 from tfparallel.step.loss import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import terms
@@ -49,7 +50,7 @@ def why_not_by_rows(model: keras.Model) -> str | None:
     for method in _METHODS:
         if is_own(model, method):
             return f"`{method}` is the user's own"
-    loss, metrics = model._compile_loss, model._compile_metrics
+    loss, metrics = compiled_loss(model), compiled_metrics(model)
     if any(compiled is not None and not compiled.built for compiled in (loss, metrics)):
         return "the loss and the metrics are not built"
     if loss is None or not loss._flat_losses:
@@ -84,7 +85,7 @@ def metrics_of_rows_together(
     model: keras.Model, y, outputs, sample_weight, masks=()
 ) -> dict[int, str]:
     """The compiled metrics that do not add up, by id, with the reason; arguments as `adds_up`."""
-    compiled = model._compile_metrics
+    compiled = compiled_metrics(model)
     found = {}
     for metric in () if compiled is None else compiled.metrics:
         others = {id(each) for each in compiled.metrics} - {id(metric)}
@@ -100,7 +101,7 @@ def metrics_of_rows_together(
 
 
 def _faults_of_loss(model, given) -> Iterator[str]:
-    compiled = model._compile_loss
+    compiled = compiled_loss(model)
     graph, known, (y, outputs, sample_weight) = _placeholders("loss", given)
     with graph.as_default():
         num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch: known to all.
@@ -171,5 +172,5 @@ def _placeholders(name, given) -> tuple[tf.Graph, dict[str, Judged], Any]:
         y, outputs, sample_weight, masks = keras.tree.map_structure(placeholder, given)
         for output, mask in zip(keras.tree.flatten(outputs), masks, strict=False):
             if mask is not None:
-                output._keras_mask = mask
+                set_mask(output, mask)
     return graph, fixed | Judge.of_rows(graph, rows).known, (y, outputs, sample_weight)

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import is_own
-from tfparallel.seams.keras import batches_of, compute_output_spec
+from tfparallel.seams.keras import batches_of, compiled_loss, compiled_metrics, compute_output_spec
 
 __all__ = ["build_ahead", "symbolic_build", "types_of_batches"]
 
@@ -61,9 +61,9 @@ def symbolic_build(model: keras.Model, data_batch) -> None:
     with keras.StatelessScope():  # Whose end makes the variables, outside of the function.
         found = outputs.get_concrete_function(types).structured_outputs
     y_pred, y, sample_weight = keras.tree.map_structure(_symbolic, (found, y, sample_weight))
-    if model._compile_metrics is not None and not model._compile_metrics.built:
+    if compiled_metrics(model) is not None and not compiled_metrics(model).built:
         compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=sample_weight)
-    if model._compile_loss is not None and not model._compile_loss.built:
+    if compiled_loss(model) is not None and not compiled_loss(model).built:
         compute_output_spec(model._compute_loss, None, y, y_pred, sample_weight, training=False)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

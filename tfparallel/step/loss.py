@@ -27,6 +27,7 @@ from tfparallel.seams.keras import (
     CompileLoss,
     apply_mask,
     mask_epsilon,
+    mask_of,
     reduce_weighted_values,
     squeeze_or_expand_to_same_rank,
 )
@@ -130,7 +131,7 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> ExampleLosses:
             f"with a reduction of 'sum' or a mean, is required. Received: {loss!r} with "
             f"{'a `__call__` of its own' if has_own_call else received}."
         )
-    masks = [getattr(y_pred, "_keras_mask", None)]
+    masks = [mask_of(y_pred)]
     y_pred = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_pred)
     y_true = keras.tree.map_structure(lambda t: tf.cast(t, loss.dtype), y_true)
     values = loss.call(y_true, y_pred)
@@ -140,7 +141,7 @@ def values_of(loss: keras.losses.Loss, y_true, y_pred, weight) -> ExampleLosses:
             "per micro-batch. A value for each example is required. Received: shape (). A loss "
             "takes the last axis away: an output of shape (batch,) needs one more, (batch, 1)."
         )
-    masks = [mask for mask in (*masks, getattr(values, "_keras_mask", None)) if mask is not None]
+    masks = [mask for mask in (*masks, mask_of(values)) if mask is not None]
     mask = None if not masks else tf.cast(masks[0], tf.bool)
     if len(masks) > 1:
         mask = mask & tf.cast(masks[1], tf.bool)

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfparallel.extend import attach, attached
 from tfparallel.layout.layout import Layout
+from tfparallel.seams.keras import compiled_metrics
 from tfparallel.step.call import Call
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
@@ -70,7 +71,7 @@ class OneStep(CompiledByDevice):
     _metrics_built_ahead: Any = None  # Those that plain Keras would not have built yet.
 
     def _symbolic_build(self, iterator=None, data_batch=None):
-        metrics = self._compile_metrics
+        metrics = compiled_metrics(self)
         is_new = metrics is not None and not metrics.built
         super()._symbolic_build(iterator, data_batch)
         if is_new and metrics.built:
@@ -83,7 +84,7 @@ class OneStep(CompiledByDevice):
         """
         metrics = self._metrics_built_ahead
         attach(self, _metrics_built_ahead=None)
-        is_first = metrics is not None and metrics is self._compile_metrics
+        is_first = metrics is not None and metrics is compiled_metrics(self)
         counted = [(v, v.numpy()) for v in metrics.variables if _has_counted(v)] if is_first else []
         super().reset_metrics()
         for variable, value in counted:

@@ -26,6 +26,7 @@ from tfparallel.engine.check_rows import has_rows
 from tfparallel.extend import attach, attached
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.notice import notice
+from tfparallel.seams.keras import compiled_loss, compiled_metrics, mask_of
 from tfparallel.step.adds_up import AddsUp, adds_up, why_not_by_rows
 from tfparallel.step.metrics import StepMetrics
 
@@ -109,7 +110,7 @@ class WhereRowsMeet:
     def _reasons(self) -> dict[str, str | None]:
         """Why the outputs met, of "fit" and "evaluate", as the model is compiled now."""
         of_whom, known = getattr(self, "_known_reasons", (None, {}))
-        return known if of_whom is self._compile_loss else {}
+        return known if of_whom is compiled_loss(self) else {}
 
     def _way(self, data, kind: str) -> Way:
         """How a step on such data comes to its loss and metrics; says so once if outputs meet.
@@ -121,7 +122,7 @@ class WhereRowsMeet:
         way, known = self._way_of(data), self._reasons
         if kind not in known or known[kind] != way.why_joined:
             told = self._told(way, data, kind)
-            attach(self, _known_reasons=(self._compile_loss, known | {kind: way.why_joined}))
+            attach(self, _known_reasons=(compiled_loss(self), known | {kind: way.why_joined}))
             is_news = not way.all_stay and way.why_joined not in known.values() and self._is_chief
             tell = notice if is_news else logging.info
             tell(f"Model '{self.name}', {kind}: {told}.")
@@ -132,7 +133,7 @@ class WhereRowsMeet:
         joined: dict[int, str] = {}
         if reason is None:
             reason, joined = self._adds_up(data)
-        metrics = StepMetrics.divided(self._compile_metrics, () if reason else joined)
+        metrics = StepMetrics.divided(compiled_metrics(self), () if reason else joined)
         return Way(reason is None, metrics, reason or next(iter(joined.values()), None))
 
     def _told(self, way: Way, data, kind: str) -> str:
@@ -202,7 +203,7 @@ class WhereRowsMeet:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         types = keras.tree.map_structure(type_of, (x, y, sample_weight))
         of_whom, known = getattr(self, "_known_to_add_up", (None, {}))
-        if of_whom is not self._compile_loss:
+        if of_whom is not compiled_loss(self):
             known = {}
         if str(types) not in known:
             try:
@@ -212,7 +213,7 @@ class WhereRowsMeet:
                 known[str(types)] = AddsUp(reason, {})
             else:
                 known[str(types)] = adds_up(self, types[1], outputs, types[2], masks)
-            attach(self, _known_to_add_up=(self._compile_loss, known))
+            attach(self, _known_to_add_up=(compiled_loss(self), known))
         return known[str(types)]
 
     def _outputs_of(self, types):
@@ -272,7 +273,7 @@ def type_of(leaf) -> tf.TensorSpec | None:
 def masks_of(outputs) -> list[tf.TensorSpec | None]:
     """The types of the masks that outputs carry, flat; None for one without."""
     flat = keras.tree.flatten(outputs)
-    return [type_of(getattr(output, "_keras_mask", None)) for output in flat]
+    return [type_of(mask_of(output)) for output in flat]
 
 
 def of_the_batch(outputs, num_rows) -> list[tf.TensorSpec]:

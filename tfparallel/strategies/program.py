@@ -16,6 +16,8 @@ of TensorFlow's another one.
 """
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -81,7 +83,9 @@ class ProgramExtended:
                     made.append(next_creator(**kwargs))
             return made
 
-        return variables.create(self._container_strategy(), create_copies, **kwargs)
+        made = variables.create(self._container_strategy(), create_copies, **kwargs)
+        self._container_strategy().made_here[id(variables.copies(made)[0].handle)] = made
+        return made
 
 
 class ProgramStrategy:
@@ -96,6 +100,16 @@ class ProgramStrategy:
     place: Place | None = None  # Where its rows lie in the batch of all, where it is apart.
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
+
+    @functools.cached_property
+    def made_here(self) -> weakref.WeakValueDictionary[int, tf.Variable]:
+        """The variables, by the id of the first copy's handle."""
+        return weakref.WeakValueDictionary()
+
+    def copy_of(self, tensor: tf.Tensor, index: int) -> tf.Tensor:
+        """The handle of a variable's copy on another device, for that of the first; or itself."""
+        variable = self.made_here.get(id(tensor))
+        return tensor if variable is None else variables.copies(variable)[index].handle
 
     @contextlib.contextmanager
     def apart(self, place: Place | None = None) -> Iterator[None]:

@@ -59,7 +59,7 @@ class UnitOptimizer:
         places.copy([*units, *own_variables(self)])
         if self._in_shares and original_class(self) is ScheduleFreeAdamW:
             with tf.init_scope(), places.all():
-                self._at_each(self._begin_as_weights)
+                self._at_each(lambda _: self._begin_as_weights(), [None] * len(places))
         for inner in wrapped_by(self):  # `MultiOptimizer` may have made some in `build`.
             if not isinstance(inner, UnitOptimizer):
                 extend_for(inner, places, shares=False)
@@ -101,7 +101,8 @@ class UnitOptimizer:
             expanded = self._expanded(grads, parts, len(self._places) if alike else 1)
             with attached(self, _rate=self._rate_of_all(), _is_expanded=sums_shares):
                 self._at_each(
-                    lambda k: super(UnitOptimizer, self).apply(expanded[k], units),
+                    lambda own: super(UnitOptimizer, self).apply(own, units),
+                    expanded,
                     alike=alike,
                     written=(*units, *own_variables(self)),
                 )
@@ -109,25 +110,34 @@ class UnitOptimizer:
                 self._shares.join(self._shares.parts if self.ema_overwrite_frequency else changed)
             if constrained:
                 self._at_each(
-                    lambda k: [whole.assign(whole.constraint(whole)) for whole in constrained],
+                    lambda _: [whole.assign(whole.constraint(whole)) for whole in constrained],
+                    [None] * len(self._places),
                     alike=all(belongs_to_keras(whole.constraint) for whole in constrained),
                     written=parts_of(constrained),
                 )
 
-    def _at_each(self, update, *, alike: bool = True, written: Sequence = ()) -> None:
-        """Calls a function of the index at each place.
+    def _at_each(self, update, given: Sequence, *, alike: bool = True, written: Sequence = ()):
+        """Makes an update at each place.
 
         Args:
             update: The function.
-            alike: Whether it comes to the same at all of them; else the first alone calls it, and
+            given: What it is given at each place.
+            alike: Whether it comes to the same at all of them; else the first alone makes it, and
                 sends what is `written`.
             written: Variables.
         """
         places = self._places
-        for index in range(len(places) if alike else 1):
-            with places.at(index):
-                attach(self, _index=index)
-                update(index)
+
+        def at_one(index, own):
+            attach(self, _index=index)
+            update(own)
+
+        if self._in_shares:
+            for index, own in enumerate(given):  # Of each place another share.
+                with places.at(index):
+                    at_one(index, own)
+        else:
+            places.each(at_one, given if alike else given[:1])
         attach(self, _index=0)
         if not alike:
             for variable in written:
@@ -203,7 +213,8 @@ class UnitOptimizer:
     def _units_of(self, parts) -> list[keras.Variable]:
         return parts if self._shares is None else list(map(self._shares.of, parts))
 
-    def _begin_as_weights(self, index) -> None:
+    def _begin_as_weights(self) -> None:
+        index = self._index
         for slot, share in zip(self._momentums, self._shares.variables, strict=True):
             self._places.copies(slot)[index].assign(self._places.copies(share)[index])
 
@@ -278,7 +289,7 @@ class UnitOptimizer:
         with self._places.all():
             if self._in_shares:
                 self._shares.fill(parts)
-            self._at_each(lambda k: finalize(units))
+            self._at_each(lambda _: finalize(units), [None] * len(self._places))
             if self._in_shares:
                 self._shares.join(parts)
 

@@ -8,7 +8,7 @@
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -86,6 +86,17 @@ class Places:
     def at(self, index: int) -> AbstractContextManager:
         """Within `all`, where a variable is its copy at one place here."""
         return contextlib.nullcontext()
+
+    def each(self, update: Callable[[int, Any], None], given: Sequence[Any]) -> None:
+        """Makes an update at each place; it does the same there, but for what it is given.
+
+        Args:
+            update: Takes the index of the place, and what is given there.
+            given: At each of the first places, nested gradients.
+        """
+        for index, own in enumerate(given):
+            with self.at(index):
+                update(index, own)
 
     def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
         """A gradient of all rows, where the copy of its unit is at one place here."""

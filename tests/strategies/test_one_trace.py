@@ -1,0 +1,271 @@
+"""What is traced for the first replica is made again for the others."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfparallel
+from tfparallel.collectives import in_replica
+from tfparallel.strategies.one_trace import OneTrace
+from tfparallel.strategies.variables import copies
+
+DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
+
+
+@pytest.fixture
+def strategy():
+    return tfparallel.MirroredStrategy(DEVICES)
+
+
+def run(strategy, program, *arguments, calls=1):
+    """What a traced program returns; `program` takes a `OneTrace` and the arguments."""
+    traced = tf.function(lambda *given: program(OneTrace(strategy), *given), autograph=False)
+    return tf.nest.map_structure(lambda leaf: leaf.numpy(), traced(*arguments))
+
+
+def variable_of(strategy, *values):
+    """A variable whose copies differ."""
+    with strategy.scope():
+        made = tf.Variable(tf.constant(values[0]), trainable=True)
+    for copy, value in zip(copies(made), values, strict=True):
+        copy.assign(value)
+    return made
+
+
+def test_python_runs_once_and_each_replica_has_its_own_rows_and_copies(strategy):
+    weight, calls = variable_of(strategy, 1.0, 10.0, 100.0), []
+
+    def program(trace, x):
+        def function(rows):
+            calls.append(rows)
+            weight.assign_add(1.0)
+            return {"device": rows * weight, "same": tf.constant(3.0), "none": None}
+
+        return [each["device"] for each in trace.run(function, tf.unstack(x))]
+
+    found = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
+    assert found == [2.0, 22.0, 303.0] and len(calls) == 1
+    assert [copy.numpy() for copy in copies(weight)] == [2.0, 11.0, 101.0]
+
+
+def test_operations_are_on_the_replicas_own_device(strategy):
+    def program(trace, x):
+        found = trace.run(lambda rows: tf.sin(rows), tf.unstack(x))
+        assert [each.device[-5:] for each in found] == DEVICES
+        return found
+
+    run(strategy, program, tf.zeros([3]))
+
+
+def test_a_variable_without_copies_is_read_and_written_once(strategy):
+    shared = tf.Variable(1.0)
+
+    def program(trace, x):
+        def function(rows):
+            before = rows * shared
+            shared.assign_add(2.0)
+            return before, rows * shared
+
+        return trace.run(function, tf.unstack(x))
+
+    found = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
+    assert found == [(1.0, 3.0), (2.0, 6.0), (3.0, 9.0)] and shared.numpy() == 3.0
+
+
+def test_an_eager_step_runs_each():
+    strategy, calls = tfparallel.MirroredStrategy(DEVICES), []
+
+    def function(rows):
+        calls.append(rows)
+        return in_replica.all_reduce(rows)
+
+    found = OneTrace(strategy).run(function, tf.unstack(tf.constant([1.0, 2.0, 3.0])))
+    assert [each.numpy() for each in found] == [6.0] * 3 and len(calls) == 3
+
+
+def test_replicas_meet_in_their_order(strategy):
+    def program(trace, x):
+        def function(rows):
+            (of_all,) = in_replica.of_all_here([rows * 2])
+            return rows + in_replica.all_reduce(rows), tf.stack(of_all), of_all[0] - rows
+
+        return trace.run(function, tf.unstack(x))
+
+    found = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
+    for index, (with_sum, of_all, behind_first) in enumerate(found):
+        assert with_sum == 7.0 + index and behind_first == 2.0 - (index + 1)
+        np.testing.assert_array_equal(of_all, [2.0, 4.0, 6.0])
+
+
+def test_a_gradient_is_that_of_the_replica(strategy):
+    weight = variable_of(strategy, 1.0, 2.0, 3.0)
+
+    def program(trace, x):
+        def forward(rows):
+            with tf.GradientTape(persistent=True) as tape:
+                loss = in_replica.all_reduce(rows * weight**2) * rows
+            return tape, loss
+
+        def backward(k, upstream):
+            tape, loss = found[k]
+            return tape.gradient(loss, copies(weight)[k], upstream)
+
+        found = trace.run(forward, tf.unstack(x))
+        return trace.run(backward, range(3), [tf.constant(1.0), tf.constant(2.0), tf.constant(1.0)])
+
+    # Σ_j u_j x_j · 2 x_k w_k
+    np.testing.assert_allclose(
+        run(strategy, program, tf.constant([1.0, 2.0, 3.0])),
+        [8.0 * 2 * 1.0 * 1.0, 8.0 * 2 * 2.0 * 2.0, 8.0 * 2 * 3.0 * 3.0],
+    )
+
+
+@pytest.mark.parametrize("how", ["loop", "branch", "function"])
+def test_functions_read_the_replicas_own_copies(strategy, how):
+    weight = variable_of(strategy, 1.0, 2.0, 3.0)
+    called = tf.function(lambda x: x + weight, autograph=False)
+
+    def function(rows):
+        if how == "loop":
+            return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x + weight), (0, rows))[1]
+        if how == "branch":
+            return tf.cond(rows > 1.5, lambda: rows + weight, lambda: rows - weight)
+        return called(rows)
+
+    def program(trace, x):
+        return trace.run(function, tf.unstack(x))
+
+    expected = {"loop": [3.0, 6.0, 9.0], "branch": [0.0, 4.0, 6.0], "function": [2.0, 4.0, 6.0]}
+    assert run(strategy, program, tf.constant([1.0, 2.0, 3.0])) == expected[how]
+
+
+def test_draws_by_a_seed_of_tensorflows_differ(strategy):
+    tf.random.set_seed(3)
+
+    def program(trace, x):
+        return trace.run(lambda rows: tf.random.uniform([4]) + rows, tf.unstack(x))
+
+    found = run(strategy, program, tf.zeros([3]))
+    assert not np.allclose(found[0], found[1]) and not np.allclose(found[1], found[2])
+
+
+def test_draws_in_a_loop_are_refused_where_they_would_be_the_same(strategy):
+    def program(trace, x):
+        def function(rows):
+            return tf.while_loop(
+                lambda i, x: i < 2, lambda i, x: (i + 1, x + tf.random.uniform([], seed=4)),
+                (0, rows),
+            )[1]
+
+        return trace.run(function, tf.unstack(x))
+
+    with pytest.raises(ValueError, match="would be the same on all replicas.*RandomUniform"):
+        run(strategy, program, tf.zeros([3]))
+
+
+def test_a_replica_knows_which_it_is(strategy):
+    def program(trace, x):
+        def function(rows):
+            return rows * 0 + tf.cast(
+                tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32
+            )
+
+        return trace.run(function, tf.unstack(x))
+
+    assert run(strategy, program, tf.zeros([3])) == [0.0, 1.0, 2.0]
+
+
+def test_python_keeps_a_tape_for_each_replica(strategy):
+    def program(trace, x):
+        def forward(rows):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(rows)
+                found = tf.py_function(lambda a: a**3, [rows], tf.float32)
+            return tape, rows, found
+
+        def backward(k, upstream):
+            tape, rows, cubes = found[k]
+            return tape.gradient(cubes, rows, upstream)
+
+        found = trace.run(forward, tf.unstack(x))
+        return trace.run(backward, range(3), [tf.constant(1.0)] * 3)
+
+    np.testing.assert_allclose(
+        run(strategy, program, tf.constant([1.0, 2.0, 3.0])), [3.0, 12.0, 27.0]
+    )
+
+
+def test_ragged_rows_and_masks(strategy):
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0, 5.0, 6.0]])
+
+    def program(trace, ragged):
+        parts = []
+        for k in range(3):
+            part = ragged[k : k + 1]
+            part.value_rowids()  # Which it keeps.
+            parts.append(part)
+        dense = [part.to_tensor() for part in parts]
+        for k, each in enumerate(dense):
+            each._keras_mask = tf.fill([1, k + 1], k < 2)
+
+        def function(rows, padded):
+            shown = tf.reduce_sum(tf.where(padded._keras_mask, padded, 0.0))
+            result = padded + 1.0
+            result._keras_mask = tf.logical_not(padded._keras_mask)
+            return tf.reduce_sum(rows, 1), rows.value_rowids(), shown, result
+
+        found = trace.run(function, parts, dense)
+        return [(*rest, result._keras_mask) for *rest, result in found]
+
+    for k, (sums, ids, shown, mask) in enumerate(run(strategy, program, ragged)):
+        assert sums == [[1.0], [5.0], [15.0]][k] and ids.tolist() == [0] * (k + 1)
+        assert shown == [1.0, 5.0, 0.0][k] and mask.tolist() == [[k == 2] * (k + 1)]
+
+
+def test_what_a_program_made_of_the_first_replicas_rows_follows(strategy):
+    """A tensor that nobody said is the replica's own, but that was made of what is."""
+
+    def program(trace, x):
+        parts = tf.unstack(x)
+        doubled, shared = parts[0] * 2, x[2] * 2
+        return trace.run(lambda rows: rows + doubled + shared, parts)
+
+    assert run(strategy, program, tf.constant([1.0, 2.0, 3.0])) == [9.0, 12.0, 15.0]
+
+
+def test_a_check_of_one_replica_fails_the_step(strategy):
+    def program(trace, x):
+        def function(rows):
+            with tf.control_dependencies([tf.debugging.assert_less(rows, 3.0)]):
+                return rows * 2
+
+        return trace.run(function, tf.unstack(x))
+
+    assert run(strategy, program, tf.constant([1.0, 2.0, 2.5])) == [2.0, 4.0, 5.0]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Condition x < y"):
+        run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
+
+
+def test_a_step_in_a_loop(strategy):
+    weight = variable_of(strategy, 1.0, 2.0, 3.0)
+
+    def program(trace, x):
+        def body(i, total):
+            inner = OneTrace(strategy)
+            found = inner.run(lambda rows: in_replica.all_reduce(rows * weight), tf.unstack(x))
+            return i + 1, total + found[1]
+
+        return tf.while_loop(lambda i, _: i < 3, body, (0, 0.0))[1]
+
+    assert run(strategy, program, tf.constant([1.0, 2.0, 3.0])) == 3 * 14.0
+
+
+def test_meeting_in_a_branch_is_refused(strategy):
+    def program(trace, x):
+        def function(rows):
+            return tf.cond(rows > 0, lambda: in_replica.all_reduce(rows), lambda: rows)
+
+        return trace.run(function, tf.unstack(x))
+
+    with pytest.raises(RuntimeError, match="Replicas meet in a function"):
+        run(strategy, program, tf.zeros([3]))

@@ -1,0 +1,204 @@
+"""Operations of a graph, made again for another place: other rows, other copies, another device.
+
+What is traced for the first of several replicas is a pattern for all. An operation that takes
+something of the first's takes at another place what stands for it: what that was given, the copy of
+a variable there, what was made there before. What is nobody's own is taken by all: a variable that
+has no copy there is read, and written, at the first place alone.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.engine.graphs import with_inner, writes_variable
+from tfparallel.seams.keras import mask_of, set_mask
+from tfparallel.seams.tensorflow import (
+    add_control_inputs,
+    copy_handle_data,
+    python_function_again,
+)
+
+__all__ = ["Again"]
+
+_FOLD = 0x9E3779B1  # Odd: seeds that TensorFlow has counted are others at each place.
+_TAKES_SEEDS: dict[str, bool] = {}  # By type of an operation.
+_PYTHON = "EagerPyFunc"
+
+
+class Again:
+    """Operations of one place, made again at another: what stands there for tensors of the first.
+
+    Args:
+        index: The number of the other place.
+        device_of: What stands there for a device's name; itself, if nothing does.
+        copy_of: What stands there for an eager tensor, such as the handle of a variable; likewise.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device_of: Callable[[str], str],
+        copy_of: Callable[[tf.Tensor], tf.Tensor],
+    ):
+        self._index = index
+        self._device_of = functools.cache(device_of)
+        self._copy_of = copy_of
+        self._given: dict[int, tuple[tf.Tensor, Any]] = {}  # By the id of the first's tensor.
+        # By graph, by the first's name: what was made; and what others made of what is given.
+        self._made: dict[tf.Graph, dict[str, tf.Operation]] = {}
+        self._following: dict[tf.Graph, set[str]] = {}
+        self._captures: dict[tf.Graph, dict[int, tf.Tensor | None]] = {}  # By graph and argument.
+        self._tokens: dict[bytes, bytes] = {}  # Of functions of Python, by the first's.
+
+    def take(self, first: Any, own: Any) -> None:
+        """Is told what stands for the first place's nested tensors, and for their masks.
+
+        Of a ragged tensor its parts count, and nothing that it may keep beside them.
+        """
+        for there, here in zip(_leaves(first), _leaves(own), strict=True):
+            if there is here or not tf.is_symbolic_tensor(there):
+                continue
+            self._take(there, here)
+            mask = mask_of(there)
+            if mask is not None:
+                self._take(mask, mask_of(here))
+
+    def _take(self, there, here):
+        self._given[id(there)] = there, here  # The first's, too, so that its id is not another's.
+        # What somebody has made of it, before the first place began: made here when it is read.
+        following, stack = self._following.setdefault(there.graph, set()), [there]
+        while stack:
+            for op in stack.pop().consumers():
+                if op.name not in following:
+                    following.add(op.name)
+                    stack += op.outputs
+
+    def of(self, first: Any) -> Any:
+        """What stands for the first place's nested tensors."""
+        return tf.nest.map_structure(
+            lambda leaf: self._of_leaf(leaf) if tf.is_symbolic_tensor(leaf) else leaf,
+            first,
+            expand_composites=True,
+        )
+
+    def _of_leaf(self, tensor):
+        own = self._of(tensor)
+        mask = mask_of(tensor)
+        if mask is not None and own is not tensor:
+            set_mask(own, self._of(mask))
+        return own
+
+    def _of(self, tensor: tf.Tensor) -> tf.Tensor:
+        """What stands for a tensor; itself, if nothing does."""
+        if id(tensor) in self._given:
+            return self._given[id(tensor)][1]
+        name, made = tensor.op.name, self._made.setdefault(tensor.graph, {})
+        if name not in made and name in self._following.get(tensor.graph, ()):
+            self.make([tensor.op])
+        if name in made:
+            return made[name].outputs[tensor.value_index]
+        if tensor.op.type != "Placeholder":
+            return tensor
+        outer = self._outside(tensor)
+        if outer is None:
+            return tensor
+        own = self._of(outer) if tf.is_symbolic_tensor(outer) else self._copy_of(outer)
+        own = tensor if own is outer else tensor.graph.capture(own)
+        self._given[id(tensor)] = tensor, own
+        return own
+
+    def _outside(self, placeholder: tf.Tensor) -> tf.Tensor | None:
+        """What a graph takes from outside by a placeholder; None where that is an argument."""
+        graph = placeholder.graph
+        known = self._captures.setdefault(graph, {})
+        if id(placeholder) not in known:
+            known |= {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
+        return known.setdefault(id(placeholder))
+
+    def make(self, operations: Sequence[tf.Operation]) -> None:
+        """Makes operations of the first place again, in its graph."""
+        operations = [op for op in operations if not self._is_of_all(op)]
+        if not operations:
+            return
+        graph = operations[0].graph
+        made = self._made.setdefault(graph, {})
+        definition, given, later = self._definition(graph, operations)
+        devices = {node.device for node in definition.node}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is not None:  # Faster than one by one.
+            for node in definition.node:
+                node.ClearField("device")
+        with tf.device(None), tf.device(device), graph.control_dependencies(None):
+            found = tf.graph_util.import_graph_def(
+                definition, given, [op.name for op in operations], name=f"replica_{self._index}"
+            )
+        for op, again in zip(operations, found, strict=True):
+            made[op.name] = again
+            for there, here in zip(op.outputs, again.outputs, strict=True):
+                if there.dtype in (tf.resource, tf.variant):
+                    copy_handle_data(there, here)
+                elif not here.shape.is_fully_defined():
+                    here.set_shape(there.shape)
+        for name, source in later:
+            add_control_inputs(made[name], [made.get(source.name, source)])
+
+    def _is_of_all(self, op) -> bool:
+        """Whether an operation is not made again: the first place's is that of all."""
+        if op.type == "ReadVariableOp" or writes_variable(op):
+            return self._of(op.inputs[0]) is op.inputs[0]
+        return op.type == "Placeholder"
+
+    def _definition(self, graph, operations):
+        """The operations as they are here, what they take from others, and what they wait for."""
+        definition, given, later = tf.compat.v1.GraphDef(), {}, []
+        definition.versions.CopyFrom(graph.graph_def_versions)
+        own = {op.name for op in operations}
+        for op in operations:
+            node = definition.node.add()
+            node.CopyFrom(op.node_def)
+            node.device = self._device_of(op.device)
+            node.attr.pop("_class", None)
+            self._make_apart(op, node)
+            del node.input[:]
+            for tensor in op.inputs:
+                name = f"{tensor.op.name}:{tensor.value_index}"
+                if tensor.op.name not in own:
+                    name = f"given/{name.replace(':', '/')}"
+                    if name not in given:
+                        given[name] = self._of(tensor)
+                node.input.append(name)
+            node.input.extend(f"^{each.name}" for each in op.control_inputs if each.name in own)
+            later += [(op.name, each) for each in op.control_inputs if each.name not in own]
+        return definition, given, later
+
+    def _make_apart(self, op, node) -> None:
+        """Has an operation that keeps something beside the graph keep its own.
+
+        Raises:
+            ValueError: If it is one that a function, a branch or a loop calls.
+        """
+        if _is_seeded(op):
+            node.attr["seed2"].i = (node.attr["seed2"].i + self._index * _FOLD) % 2**31
+        elif op.type == _PYTHON:
+            node.attr["token"].s = python_function_again(node.attr["token"].s, self._tokens)
+        for inner in with_inner([op]):
+            if inner is not op and (inner.type == _PYTHON or _is_seeded(inner)):
+                raise ValueError(
+                    "What a function, a branch or a loop draws by a seed of TensorFlow's, or has "
+                    "Python compute, would be the same on all replicas. Draws by a "
+                    "`keras.random.SeedGenerator`, and `tf.py_function` outside of these, are "
+                    f"required. Received: '{inner.name}', of type {inner.type}, in '{op.name}'."
+                )
+
+
+def _is_seeded(op) -> bool:
+    """Whether an operation draws by seeds that TensorFlow has counted."""
+    if op.type not in _TAKES_SEEDS:
+        _TAKES_SEEDS[op.type] = {"seed", "seed2"} <= {each.name for each in op.op_def.attr}
+    return _TAKES_SEEDS[op.type] and bool(op.get_attr("seed") or op.get_attr("seed2"))
+
+
+def _leaves(structure) -> list:
+    return tf.nest.flatten(structure, expand_composites=True)

@@ -1,0 +1,180 @@
+"""What is different for a model that is trained by several workers, each running the whole program.
+
+Of a process without other workers a session does nothing.
+
+| | |
+| --- | --- |
+| before | the workers agree on what they train; of what can be indexed each reads its own rows |
+| in the first steps | they compare their batches |
+| meanwhile | the chief alone speaks and writes; a worker that stalls, or is lost, is named |
+"""
+
+import contextlib
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+
+from tfparallel.callbacks import chief_only
+from tfparallel.callbacks.flight import FlightRecorder
+from tfparallel.callbacks.stall import StallGuard
+from tfparallel.checkpoint.whole_file import moved_into_place
+from tfparallel.collectives.between_workers import WorkerGroup, naming_lost_worker
+from tfparallel.data import share
+from tfparallel.data.batch_size import full_batch_size
+from tfparallel.problems import PlacementError
+from tfparallel.replication import agreement, sample_partition
+from tfparallel.seams.keras import class_weighting
+from tfparallel.step.ahead import types_of_batches
+from tfparallel.step.call import Call
+from tfparallel.strategies.distributed_data import whole_batches
+
+__all__ = ["WorkerSession"]
+
+
+class WorkerSession:
+    """Who speaks, reads, compares and waits, among the workers that train a model.
+
+    Args:
+        model: The replicated model; its `strategy` holds the workers.
+        each_reads_all: Whether every worker must be given whole batches.
+    """
+
+    def __init__(self, model: keras.Model, *, each_reads_all: bool = False):
+        self._model = model
+        self._each_reads_all = each_reads_all
+        self._fingerprints: agreement.BatchFingerprints | None = None
+
+    @property
+    def workers(self) -> WorkerGroup | None:
+        """What joins the workers of the job; None for one process."""
+        strategy = self._model.strategy
+        return None if strategy is None else strategy.workers
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process speaks and writes for all workers."""
+        return self.workers is None or self.workers.worker_index == 0
+
+    def take_whole_batches(self, call: Call) -> None:
+        """Puts what a distributed data set was made of in its place.
+
+        Raises:
+            ValueError: If another strategy has distributed it, or, where its batches are the rows
+                of this worker, it has no known length.
+        """
+        for name in ("x", "validation_data"):
+            given = call.asked.get(name)
+            data, is_of_worker = whole_batches(given, self._model.strategy)
+            if data is not given:
+                by_worker = is_of_worker and self.workers is not None
+                call.asked[name] = sample_partition.by_sample(data) if by_worker else data
+
+    def path_to_write(self, path: str | os.PathLike, overwrite: bool) -> AbstractContextManager:
+        """Where to write a file that other workers may write too, at the same time."""
+        if self.workers is None or not overwrite:
+            return contextlib.nullcontext(path)
+        return moved_into_place(os.fspath(path))
+
+    def begin(self, call: Call) -> None:
+        """Enters what is around a call, and reads this worker's own rows."""
+        if call.kind == "fit":
+            if self.workers is not None:
+                self._begin_fit(call)
+            return
+        # `fit` validates within its own guard, whose callbacks Keras hands on.
+        if self.workers is not None and not call.has_callback_list:
+            self._compare_batches(call.kind)
+            self._guard(call)
+        self._read_own_rows(call.asked, "x", call.kind)
+
+    def compare(self, data: Any, kind: str) -> None:
+        """Stops a first step of a method, on all workers, if their batches differ."""
+        if self._fingerprints is not None:
+            self._fingerprints.check(data, kind)
+
+    def held(self, data: Any, kind: str) -> tuple[Any, Any]:
+        """What this worker holds of the batch, and how many rows each has; see `held`."""
+        data, worker_rows = sample_partition.held(data, self._model.strategy)
+        if worker_rows is None:
+            self.compare(data, kind)
+        return data, worker_rows
+
+    def whole_if_needed(self, way, data: Any, worker_rows: Any) -> tuple[Any, Any]:
+        """The global batch where outputs meet, and with them their targets."""
+        if way.all_stay:
+            return data, worker_rows
+        return sample_partition.joined(data, worker_rows, self.workers), None
+
+    def _guard(self, call: Call, *around: AbstractContextManager) -> None:
+        """Has steps go on, or end with who is at fault; the chief alone speaks."""
+        guard = StallGuard(self._model.strategy.stall_timeout, self.workers.worker_index)
+        call.add_callbacks(guard)
+        if not self.is_chief:
+            call.asked["verbose"] = 0
+        for context in (*around, guard, naming_lost_worker(), agreement.in_plain_words()):
+            call.enter(context)
+
+    def _begin_fit(self, call):
+        model, workers, callbacks = self._model, self.workers, call.callbacks
+        model._choose_all_reduce()
+        if hasattr(model.optimizer, "loaded_values"):
+            model.optimizer.loaded_values()  # Which takes memory, and nobody sends any more.
+        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
+            call.add_callbacks(chief_only.RestoredByChief(workers))
+        agreement.check_fit(workers, model, call.asked)
+        recorder = FlightRecorder.wanted(workers.worker_index, workers.num_workers)
+        self._compare_batches("fit", "evaluate")
+        self._read_own_rows(call.asked, "x", "fit")
+        self._read_own_rows(call.asked, "validation_data", "evaluate")
+        self._guard(call, recorder, chief_only.writing_by_chief(callbacks, self.is_chief))
+        if isinstance(recorder, FlightRecorder):
+            call.asked["callbacks"] = [recorder.step_end, *call.callbacks, recorder]
+
+    def _compare_batches(self, *kinds):
+        """Has the first steps of these methods compare the workers' batches."""
+        if self._fingerprints is None:
+            self._fingerprints = agreement.BatchFingerprints(self.workers)
+        self._fingerprints.restart(*kinds)
+
+    def _read_own_rows(self, asked, name, kind):
+        """Has this worker read its own rows alone, of what can be indexed.
+
+        Args:
+            asked: The arguments of the method, changed in place.
+            name: Which of them is the data.
+            kind: "fit", "evaluate" or "predict".
+
+        Raises:
+            ValueError: If each must read all, and was given its own rows.
+        """
+        model, data = self._model, asked.get(name)
+        if self._each_reads_all:
+            if getattr(data, "_is_by_sample", False):
+                raise PlacementError(
+                    "Each worker of `hybrid_parallel` is given the whole batch. Received: `"
+                    f"{name}` of `{kind}`, marked by `tfparallel.data.by_sample` as this worker's "
+                    "own rows. Give all workers the same data."
+                )
+            return
+        readings = share.readings_of(data)
+        if self.workers is None:
+            return
+        if readings is None:
+            partition = sample_partition.weighted(data, asked.get("class_weight"))
+            if partition is not data:
+                asked |= {name: partition, "class_weight": None}
+            return
+        spec = types_of_batches(data)
+        if kind == "predict":
+            stay = model.built and model._predicts_as_keras
+        else:
+            model._maybe_symbolic_build(data_batch=spec)
+            with model._knowing_batches(kind, full_batch_size(data)):
+                stay = model._way(spec, kind).all_stay
+        if not stay:  # All rows on each worker: what is read need not be sent.
+            return
+        weights = asked.pop("class_weight", None) if name == "x" else None
+        change = None if weights is None else class_weighting(weights)
+        asked[name] = readings.share(share.rows_of_worker(model.strategy), change)
