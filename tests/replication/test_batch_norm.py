@@ -40,6 +40,22 @@ def test_a_large_mean_in_float32_is_stable():
     np.testing.assert_allclose(variance, exact.var(0), rtol=5e-3)
 
 
+def test_what_keras_is_asked_to_synchronize_is(in_float64):
+    x = np.random.default_rng(2).normal(size=(6, 3))
+
+    def build():
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((3,)), *layers])
+
+    models = [build(), tfparallel.data_parallel(build, devices=THREE)]
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, x[:, :1], batch_size=6, verbose=0)
+    for one, several in zip(*(model.get_weights() for model in models), strict=True):
+        np.testing.assert_allclose(one, several, rtol=1e-12, atol=1e-14)
+
+
 def test_keras_synchronized_variance_of_a_large_mean_is_lost():
     """E[x²] − E[x]² in float32: it fails on the day that Keras takes another formula."""
     strategy = tf.distribute.MirroredStrategy(

@@ -1,8 +1,11 @@
 """The rows of a call's arguments, and the masks beside them."""
 
+import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
+import tfparallel
 from tfparallel.data.shard import Shard
 from tfparallel.replication.inputs import BatchInputs
 
@@ -33,3 +36,48 @@ def test_the_row_that_stands_for_none_has_a_mask():
     x._keras_mask = tf.zeros((0, 3), tf.bool)
     (rows,), _ = BatchInputs((x,), {}, may_be_empty=True).structure
     np.testing.assert_array_equal(rows._keras_mask, [[True] * 3])
+
+
+class Scales(keras.Model):
+    """Its call reads a number that it trains, or the value of one that it does not."""
+
+    def __init__(self, is_trained, is_kept):
+        super().__init__()
+        self.is_kept, self.kept = is_kept, None
+        self.dense = keras.layers.Dense(2)
+        self.number = self.add_weight(shape=(), initializer="ones", trainable=is_trained)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x, scale=None):
+        return self.dense(x) * (self.kept if self.is_kept else scale)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            self.kept = tf.exp(self.number.value)
+            given = () if self.is_kept else (self.kept,)
+            loss = self.compute_loss(y=y, y_pred=self(x, *given))
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_number_whose_gradient_would_be_lost_is_refused(is_kept):
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
+
+    def train(is_trained):
+        def build():
+            model = Scales(is_trained, is_kept)
+            model.build((None, 3))
+            return model
+
+        model = tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
+        model.compile("sgd", "mse")
+        model.fit(x, y, verbose=0)
+
+    train(False)
+    with pytest.raises(ValueError, match=r"its gradient would be lost.*shape \(\), in a call"):
+        train(True)

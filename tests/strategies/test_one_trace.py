@@ -72,6 +72,39 @@ def test_a_variable_without_copies_is_read_and_written_once(strategy):
     assert found == [(1.0, 3.0), (2.0, 6.0), (3.0, 9.0)] and shared.numpy() == 3.0
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_variable_without_copies_is_not_looked_up_where_it_is_written(strategy, is_last):
+    shared = tf.Variable([1.0, 2.0])
+
+    def program(trace, x):
+        def function(rows):
+            if is_last:
+                shared.assign_add([1.0, 1.0])
+            found = tf.gather(shared, tf.cast(rows, tf.int32))
+            if not is_last:
+                shared.assign_add([1.0, 1.0])
+            return found
+
+        return trace.run(function, tf.unstack(x))
+
+    with pytest.raises(ValueError, match="has no copy on each replica.*ResourceGather"):
+        run(strategy, program, tf.constant([0.0, 1.0, 1.0]))
+
+
+def test_what_a_program_has_read_of_a_variable_is_not_read_again(strategy):
+    """It was of the first copy, and before a write."""
+    weight = variable_of(strategy, 1.0, 2.0, 3.0)
+
+    def program(trace, x):
+        before = tf.convert_to_tensor(copies(weight)[0])
+        for copy in copies(weight):
+            copy.assign(5.0)
+        return trace.run(lambda rows: (rows * before, rows * weight), tf.unstack(x))
+
+    found = run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
+    assert found == [(1.0, 5.0), (2.0, 10.0), (3.0, 15.0)]
+
+
 def test_an_eager_step_runs_each():
     strategy, calls = tfparallel.MirroredStrategy(DEVICES), []
 

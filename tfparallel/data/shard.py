@@ -30,7 +30,7 @@ class Shard(NamedTuple):
     """One replica's part of a replicated call.
 
     Attributes:
-        replica: Index of the replica, an int; of a micro-batch, in the trace of all, a tensor.
+        replica: Index of the replica, or micro-batch: an int; in a trace that is of all, a tensor.
         num_replicas: N.
         start: First row of the global batch that belongs to the replica.
         num_rows: How many rows belong to it; may be 0.

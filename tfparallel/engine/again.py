@@ -49,6 +49,9 @@ class Again:
         # By graph, by the first's name: what was made; and what others made of what is given.
         self._made: dict[tf.Graph, dict[str, tf.Operation]] = {}
         self._following: dict[tf.Graph, set[str]] = {}
+        # Handles of variables that have no copy here, written; and who else was given a handle.
+        self._written: set[int] = set()
+        self._used: dict[int, tf.Operation] = {}
         self._captures: dict[tf.Graph, dict[int, tf.Tensor | None]] = {}  # By graph and argument.
         self._tokens: dict[bytes, bytes] = {}  # Of functions of Python, by the first's.
 
@@ -60,14 +63,15 @@ class Again:
         for there, here in zip(_leaves(first), _leaves(own), strict=True):
             if there is here or not tf.is_symbolic_tensor(there):
                 continue
-            self._take(there, here)
+            self._stand_for(there, here)
             mask = mask_of(there)
             if mask is not None:
-                self._take(mask, mask_of(here))
+                self._stand_for(mask, mask_of(here))
 
-    def _take(self, there, here):
+    def _stand_for(self, there, here):
         self._given[id(there)] = there, here  # The first's, too, so that its id is not another's.
-        # What somebody has made of it, before the first place began: made here when it is read.
+        # What somebody has made of it before the first place began (who asked rows for their size,
+        # say) is made here when it is read.
         following, stack = self._following.setdefault(there.graph, set()), [there]
         while stack:
             for op in stack.pop().consumers():
@@ -146,9 +150,33 @@ class Again:
 
     def _is_of_all(self, op) -> bool:
         """Whether an operation is not made again: the first place's is that of all."""
-        if op.type == "ReadVariableOp" or writes_variable(op):
-            return self._of(op.inputs[0]) is op.inputs[0]
-        return op.type == "Placeholder"
+        is_write = writes_variable(op)
+        if op.type != "ReadVariableOp" and not is_write:
+            return op.type == "Placeholder"
+        handle = op.inputs[0]
+        is_shared = self._of(handle) is handle
+        if is_write and is_shared:
+            self._written.add(id(handle))
+            if id(handle) in self._used:
+                self._note_use(self._used[id(handle)], handle)
+        return is_shared
+
+    def _note_use(self, op, tensor) -> None:
+        """Notes that an operation is given a tensor of all places.
+
+        Raises:
+            ValueError: If it looks into a variable that has no copy here, and that is written.
+        """
+        if tensor.dtype != tf.resource:
+            return
+        self._used[id(tensor)] = op
+        if id(tensor) in self._written:
+            raise ValueError(
+                "A variable that was made outside of the builder's function has no copy on each "
+                "replica, so one would look up what another has written. A variable that the layer "
+                f"makes is required. Received: '{op.name}', of type {op.type}, of a variable that "
+                "the same call writes. Make it by `self.add_weight`."
+            )
 
     def _definition(self, graph, operations):
         """The operations as they are here, what they take from others, and what they wait for."""
@@ -168,6 +196,8 @@ class Again:
                     name = f"given/{name.replace(':', '/')}"
                     if name not in given:
                         given[name] = self._of(tensor)
+                    if given[name] is tensor:
+                        self._note_use(op, tensor)
                 node.input.append(name)
             node.input.extend(f"^{each.name}" for each in op.control_inputs if each.name in own)
             later += [(op.name, each) for each in op.control_inputs if each.name not in own]
@@ -186,10 +216,11 @@ class Again:
         for inner in with_inner([op]):
             if inner is not op and (inner.type == _PYTHON or _is_seeded(inner)):
                 raise ValueError(
-                    "What a function, a branch or a loop draws by a seed of TensorFlow's, or has "
-                    "Python compute, would be the same on all replicas. Draws by a "
-                    "`keras.random.SeedGenerator`, and `tf.py_function` outside of these, are "
-                    f"required. Received: '{inner.name}', of type {inner.type}, in '{op.name}'."
+                    "What a function, a branch or a loop draws by a seed of TensorFlow's would be "
+                    "the same on all replicas, and what it has Python compute would find the tape "
+                    "of another. Draws by a `keras.random.SeedGenerator`, and `tf.py_function` "
+                    f"outside of these, are required. Received: '{inner.name}', of type "
+                    f"{inner.type}, in '{op.name}'."
                 )
 
 

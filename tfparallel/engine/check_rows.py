@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfparallel.engine.judge import exchanged
 from tfparallel.engine.proof import Fault, Proof, prove
-from tfparallel.extend import attach, extend, is_own, original_class
+from tfparallel.extend import attach, attached, extend, is_own, original_class
 from tfparallel.seams.keras import layers_in
 
 _READ_LATER = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
@@ -19,6 +19,9 @@ class ExchangedMoments:
     """Extends `keras.layers.BatchNormalization`: the judge is told that pieces exchange moments."""
 
     def _moments(self, inputs, mask):
+        if self.synchronized:  # By Keras, in a replica; the judge is in none.
+            with attached(self, synchronized=False):
+                return tuple(map(exchanged, super()._moments(inputs, mask)))
         return tuple(map(exchanged, super()._moments(inputs, mask)))
 
 

@@ -53,6 +53,12 @@ class BatchInputs:
         return [self._leaves[index] for index in self._float_indices]
 
     @property
+    def whole_floats(self) -> list[tf.Tensor]:
+        """The numbers that each replica gets as they are, since they have no batch axis."""
+        leaves = [each for each in self._leaves if isinstance(each, tf.Tensor)]
+        return [each for each in leaves if each.shape.rank == 0 and is_differentiable(each)]
+
+    @property
     def structure(self) -> tuple[tuple, dict]:
         """The arguments, for the whole batch."""
         return keras.tree.pack_sequence_as(self._structure, self._leaves)

@@ -23,7 +23,7 @@ travel with the gradients.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -47,7 +47,7 @@ from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.sums import Summed, Sums
 from tfparallel.seams.keras import mask_of, set_mask
-from tfparallel.seams.tensorflow import is_recording, needs_gradient
+from tfparallel.seams.tensorflow import is_recording, needs_gradient, recording
 from tfparallel.strategies import variables
 from tfparallel.strategies.one_trace import OneTrace
 from tfparallel.update.pending import PendingSums
@@ -125,6 +125,7 @@ class ReplicatedCall:
         """
         may_be_empty = self._worker_rows is not None or self._strategy.place is not None
         inputs = BatchInputs(args, kwargs, may_be_empty=may_be_empty)
+        self._refuse_lost_gradients(inputs.whole_floats)
         call_state = state.CallState(self._layer)
         shards_here = self._own_shards(inputs.num_rows)
         trace = OneTrace(self._strategy)
@@ -199,11 +200,24 @@ class ReplicatedCall:
                 shard, tape, own, logits, sources, losses, sums, masks, scope, structure
             )
 
-        replicas = trace.run(
-            on_replica, range(len(shards_here)), shards.for_replicas(shards_here), parts
-        )
+        told, before = shards.for_replicas(shards_here), trace.operations()
+        replicas = trace.run(on_replica, range(len(shards_here)), told, parts)
+        with recording():
+            self._refuse_lost_gradients(_taken(trace.operations()[len(before) :]))
         inputs.take_off_masks(parts[0])
         return replicas
+
+    def _refuse_lost_gradients(self, tensors: Iterable[tf.Tensor]) -> None:
+        """Raises for what each replica takes as it is, if a tape waits for its gradient."""
+        for tensor in tensors:
+            if needs_gradient([tensor]):
+                raise ValueError(
+                    "A number that is trained, or made of what is, cannot be read by a call that "
+                    "is divided among replicas: its gradient would be lost. A tensor of shape "
+                    f"(batch, …), as an argument, is required. Received: shape {tensor.shape}, in "
+                    f"a call of '{self._layer.name}'. Let the layer hold the weight, or apply the "
+                    "number to what the call returns."
+                )
 
     def _own_shards(self, num_rows) -> list[shards.Shard]:
         """The shards of this worker's replicas."""
@@ -398,6 +412,13 @@ def checked_output(layer: keras.Layer, output: tf.Tensor) -> tf.Tensor:
             "shape (). Return a value for each example, or add a scalar with `self.add_loss`."
         )
     return output
+
+
+def _taken(operations: Sequence[tf.Operation]) -> Iterator[tf.Tensor]:
+    """The numbers that operations take from others."""
+    own = {op.name for op in operations}
+    found = {id(each): each for op in operations for each in op.inputs if each.op.name not in own}
+    return filter(is_differentiable, found.values())
 
 
 def _join(rows, all_shards):

@@ -9,11 +9,12 @@ replica is made again for each of the others. An operation that takes something 
 replica's takes there what stands for it: other rows, the copy of a variable on another device, what
 was made of them before. Gradients are traced likewise, from the tape of the first.
 
-So a step of N replicas takes Python no longer than that of one; all replicas run the same
-operations; and what layers keep in attributes meanwhile is never that of another replica.
+So Python runs once for a step of N replicas, and to make the rest takes a fraction of that for each
+of the others; all replicas run the same operations; and what layers keep in attributes meanwhile is
+never that of another replica.
 
 An eager step leaves no operations that could be made again. There each replica runs the function in
-a thread of its own.
+a thread of its own, and they take turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,8 +46,7 @@ class OneTrace:
     def __init__(self, strategy):
         self._strategy = strategy
         self._others = [_other(strategy, index) for index in range(1, len(strategy.devices))]
-        self._graph = tf.compat.v1.get_default_graph()
-        self._num_seen = 0  # How many operations of the graph are made, or are nobody's.
+        self._num_seen = 0  # How many operations there were when the replicas last met.
 
     def run(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> list[Any]:
         """Runs a function on each replica.
@@ -61,7 +61,6 @@ class OneTrace:
         """
         if tf.executing_eagerly():
             return self._run_each(function, by_replica)
-        self._graph = tf.compat.v1.get_default_graph()
         with tf.device(self._strategy.devices[0]), recording():
             with _FirstReplica(self._strategy, self, self._others):
                 return self._traced(function, by_replica)
@@ -73,19 +72,24 @@ class OneTrace:
             function: Called in a program, where variables are those of the first replica.
             *by_replica: As of `run`.
         """
-        self._graph = tf.compat.v1.get_default_graph()
         self._traced(function, by_replica)
+
+    def operations(self) -> list[tf.Operation]:
+        """What has been traced so far; nothing of an eager step."""
+        if tf.executing_eagerly():
+            return []
+        return tf.compat.v1.get_default_graph().get_operations()
 
     def make_others(self) -> None:
         """Makes for the other replicas what was traced since the last time."""
-        operations = self._graph.get_operations()[self._num_seen :]
+        operations = self.operations()[self._num_seen :]
         for other in self._others:
             other.make(operations)
         self.pass_over()
 
     def pass_over(self) -> None:
         """Leaves what was traced since the last time as it is: it belongs to no replica."""
-        self._num_seen = len(self._graph.get_operations())
+        self._num_seen = len(self.operations())
 
     def _traced(self, function, by_replica):
         first, *others = zip(*by_replica, strict=True)
