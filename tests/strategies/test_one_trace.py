@@ -255,17 +255,6 @@ def test_ragged_rows_and_masks(strategy):
         assert shown == [1.0, 5.0, 0.0][k] and mask.tolist() == [[k == 2] * (k + 1)]
 
 
-def test_what_a_program_made_of_the_first_replicas_rows_follows(strategy):
-    """A tensor that nobody said is the replica's own, but that was made of what is."""
-
-    def program(trace, x):
-        parts = tf.unstack(x)
-        doubled, shared = parts[0] * 2, x[2] * 2
-        return trace.run(lambda rows: rows + doubled + shared, parts)
-
-    assert run(strategy, program, tf.constant([1.0, 2.0, 3.0])) == [9.0, 12.0, 15.0]
-
-
 def test_a_check_of_one_replica_fails_the_step(strategy):
     def program(trace, x):
         def function(rows):

@@ -45,10 +45,9 @@ class Again:
         self._index = index
         self._device_of = functools.cache(device_of)
         self._copy_of = copy_of
-        self._given: dict[int, tuple[tf.Tensor, Any]] = {}  # By the id of the first's tensor.
-        # By graph, by the first's name: what was made; and what others made of what is given.
-        self._made: dict[tf.Graph, dict[str, tf.Operation]] = {}
-        self._following: dict[tf.Graph, set[str]] = {}
+        # By the id of the first's tensor, which is kept, so that no other gets its id.
+        self._given: dict[int, tuple[tf.Tensor, Any]] = {}
+        self._made: dict[tf.Graph, dict[str, tf.Operation]] = {}  # By graph, by the first's name.
         # Handles of variables that have no copy here, written; and who else was given a handle.
         self._written: set[int] = set()
         self._used: dict[int, tf.Operation] = {}
@@ -58,26 +57,16 @@ class Again:
     def take(self, first: Any, own: Any) -> None:
         """Is told what stands for the first place's nested tensors, and for their masks.
 
-        Of a ragged tensor its parts count, and nothing that it may keep beside them.
+        Of a ragged tensor its parts count, and nothing that it may keep beside them. What somebody
+        has made of these tensors before is taken as it is.
         """
         for there, here in zip(_leaves(first), _leaves(own), strict=True):
             if there is here or not tf.is_symbolic_tensor(there):
                 continue
-            self._stand_for(there, here)
+            self._given[id(there)] = there, here
             mask = mask_of(there)
             if mask is not None:
-                self._stand_for(mask, mask_of(here))
-
-    def _stand_for(self, there, here):
-        self._given[id(there)] = there, here  # The first's, too, so that its id is not another's.
-        # What somebody has made of it before the first place began (who asked rows for their size,
-        # say) is made here when it is read.
-        following, stack = self._following.setdefault(there.graph, set()), [there]
-        while stack:
-            for op in stack.pop().consumers():
-                if op.name not in following:
-                    following.add(op.name)
-                    stack += op.outputs
+                self._given[id(mask)] = mask, mask_of(here)
 
     def of(self, first: Any) -> Any:
         """What stands for the first place's nested tensors."""
@@ -99,8 +88,6 @@ class Again:
         if id(tensor) in self._given:
             return self._given[id(tensor)][1]
         name, made = tensor.op.name, self._made.setdefault(tensor.graph, {})
-        if name not in made and name in self._following.get(tensor.graph, ()):
-            self.make([tensor.op])
         if name in made:
             return made[name].outputs[tensor.value_index]
         if tensor.op.type != "Placeholder":
