@@ -56,6 +56,27 @@ def test_what_keras_is_asked_to_synchronize_is(in_float64):
         np.testing.assert_allclose(one, several, rtol=1e-12, atol=1e-14)
 
 
+def test_the_gradient_under_a_mask_knows_keras_epsilon(in_float64):
+    """Keras adds it to the number of valid steps; far from zero that shows in the gradient."""
+    x = np.random.default_rng(4).normal(size=(7, 5, 2))
+    x[:, 3:] = 0.0
+
+    def build():
+        keras.utils.set_random_seed(5)
+        hidden = keras.layers.Dense(3, bias_initializer=keras.initializers.Constant(1e4))
+        normalized = [hidden, keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((5, 2)), keras.layers.Masking(), *normalized])
+
+    models = [build(), tfparallel.data_parallel(build, devices=THREE)]
+    for model in models:
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+        model.fit(x, x[..., :1], batch_size=7, verbose=0)
+    one, several = ([w for w in model.get_weights()] for model in models)
+    start = build().get_weights()
+    for before, expected, received in zip(start, one, several, strict=True):
+        np.testing.assert_allclose(received - before, expected - before, rtol=1e-6, atol=1e-9)
+
+
 def test_keras_synchronized_variance_of_a_large_mean_is_lost():
     """E[x²] − E[x]² in float32: it fails on the day that Keras takes another formula."""
     strategy = tf.distribute.MirroredStrategy(

@@ -268,6 +268,21 @@ def test_a_check_of_one_replica_fails_the_step(strategy):
         run(strategy, program, tf.constant([1.0, 2.0, 3.0]))
 
 
+def test_what_waits_for_something_before_a_meeting_waits_for_the_replicas_own(strategy):
+    def program(trace, x):
+        def function(rows):
+            early = tf.sin(rows)
+            total = in_replica.all_reduce(rows)
+            with tf.control_dependencies([early]):
+                return early, tf.identity(total)
+
+        found = trace.run(function, tf.unstack(x))
+        assert [late.op.control_inputs for _, late in found] == [[early.op] for early, _ in found]
+        return found
+
+    run(strategy, program, tf.zeros([3]))
+
+
 def test_a_step_in_a_loop(strategy):
     weight = variable_of(strategy, 1.0, 2.0, 3.0)
 
