@@ -19,7 +19,7 @@ class ComputeContext:
 
     Attributes:
         shard: Which rows of the batch (`data/shard.py`).
-        replica: Which replica of a mesh (`variables/copies.py`).
+        replica: Which replica of a mesh (`variables/replica.py`).
         stage_pass: Which pass of which stage (`pipeline/micro_batch.py`).
         is_between_layers: Whether a tensor in parts stays in parts (`layers/parts.py`).
         trace: What notes the operations of layers (`engine/audit.py`).

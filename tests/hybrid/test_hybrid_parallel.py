@@ -11,7 +11,7 @@ from tests import comparison
 from tests.comparison import seeded, state_of
 from tfparallel.engine.audit import device_of, short
 from tfparallel.pipeline.batch_norm import grouped
-from tfparallel.variables.copies import copies_of
+from tfparallel.strategies.variables import copies as copies_of
 from tfparallel.variables.split import parts_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]
@@ -308,6 +308,10 @@ class Counts(layers.Layer):
         return x
 
 
+def _identity(name):
+    return layers.Activation("linear", name=name)
+
+
 def between(layer):
     def build():
         return keras.Sequential([
@@ -325,6 +329,87 @@ def test_a_layer_of_the_users_own(layer, capfd):
     assert_equal(train(model), train(compile_model(seeded(build))))
     said = "is evaluated on the first replica alone" in capfd.readouterr().err
     assert said == (layer is not Traced)
+
+
+def test_a_step_is_traced_once_for_all_replicas():
+    calls = []
+
+    class Noted(layers.Layer):
+        def call(self, x, training=False):
+            calls.append(training)
+            return x
+
+    times = []
+    for mesh in ({"data": 2, "pipeline": 2}, {"data": 1, "pipeline": 2}):
+        devices = DEVICES[: 2 * mesh["data"]]
+        model = compile_model(
+            tfparallel.hybrid_parallel(between(Noted), mesh, devices, balance="memory")
+        )
+        calls.clear()
+        model.train_on_batch(*data(residual))
+        times.append(len(calls))
+    assert times[0] == times[1]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_what_another_placement_holds_is_read(run_eagerly):
+    """Of which there are not as many copies as there are replicas here, or of other replicas."""
+    teachers = [
+        tfparallel.data_parallel(lambda: seeded(between(_identity)), devices=DEVICES[:3]),
+        hybrid(between(_identity)),
+        seeded(between(_identity)),
+    ]
+
+    def student(teacher):
+        class Taught(layers.Layer):
+            def call(self, x):
+                return x + tf.reduce_mean(teacher.get_layer("first").kernel)
+
+        return between(Taught)
+
+    def trained(model):
+        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=run_eagerly)
+        fitted = model.fit(*data(residual), batch_size=10, shuffle=False, verbose=0)
+        return fitted.history, state_of(model)
+
+    expected = trained(seeded(student(teachers[-1])))
+    for teacher in teachers[:-1]:
+        for mesh in ({"data": 4}, {"data": 2, "pipeline": 2}):
+            build = lambda: seeded(student(teacher))  # noqa: B023, E731
+            model = tfparallel.hybrid_parallel(build, mesh, DEVICES, balance="memory")
+            assert_equal(trained(model), expected)
+        for number in (2, 3):
+            model = tfparallel.data_parallel(
+                lambda: seeded(student(teacher)), devices=DEVICES[:number]  # noqa: B023
+            )
+            assert_equal(trained(model), expected)
+
+
+class Counted(layers.Layer):
+    """Has a metric, which sees the rows of each piece."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.mean = keras.metrics.Mean(name="of_rows")
+
+    def call(self, x):
+        self.mean.update_state(x)
+        return x
+
+
+@pytest.mark.parametrize("mesh", ["2 x 2 x 1", "2 x 1 x 2"])
+def test_a_metric_in_a_layer_counts_the_rows_of_all_replicas(mesh):
+    states = []
+    for make in (lambda build: hybrid(build, mesh), seeded):
+        model = make(between(Counted))
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        model.fit(*data(residual), batch_size=10, shuffle=False, verbose=0)
+        (layer,) = (each for each in model.layers if each.name == "between")
+        states.append([float(v) for v in layer.mean.variables])
+        for variable in layer.mean.variables:
+            assert len({float(copy) for copy in copies_of(variable)}) == 1
+    np.testing.assert_allclose(*states, rtol=1e-12)
+    assert states[0][1] == NUM_EXAMPLES
 
 
 class Halving(keras.optimizers.schedules.LearningRateSchedule):

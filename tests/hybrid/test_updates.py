@@ -14,8 +14,8 @@ from tests.forked import run_python
 from tests.replication import test_accumulated_steps as accumulated
 from tests.replication import test_sharded_optimizer as sharded
 from tfparallel import Mesh
+from tfparallel.strategies.variables import copies as copies_of
 from tfparallel.update.built import wrapped_by
-from tfparallel.variables.copies import copies_of
 
 pytestmark = pytest.mark.slow
 

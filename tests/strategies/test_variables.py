@@ -117,6 +117,22 @@ def test_a_replica_sees_its_own_copy(strategy):
     assert [float(gradient) for gradient in gradients] == [0.0, 20.0, 40.0]
 
 
+def test_what_is_written_outside_a_replica_reaches_all_copies(strategy):
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0, 3.0])
+
+    def write():
+        variable[1:].assign([5.0, 6.0])
+        variable.scatter_nd_add([[0]], [7.0])
+        variable.scatter_add(tf.IndexedSlices(tf.constant([1.0]), tf.constant([2])))
+
+    write()
+    with strategy.program():
+        write()
+    for copy in variables.copies(variable):
+        np.testing.assert_array_equal(copy, [15.0, 5.0, 7.0])
+
+
 @pytest.mark.parametrize("change, total", [("assign_add", 12.0), ("assign_sub", -2.0)])
 def test_a_program_holds_a_sum_in_the_first_copy(strategy, change, total):
     _, summed = make_variables(strategy)

@@ -37,6 +37,7 @@ from tfparallel.seams.keras import (
     compiled_metrics,
     compute_output_spec,
     layers_in,
+    loss_tracker,
     set_mask,
 )
 from tfparallel.step.adds_up import metrics_of_rows_together
@@ -279,7 +280,7 @@ class AsynchronousModel:
             are_alike: Whether all batches have as many rows.
         """
         loss, rows, _ = tf.unstack(numbers[: STALENESS + 1])
-        self._loss_tracker.update_state(loss, sample_weight=rows)
+        loss_tracker(self).update_state(loss, sample_weight=rows)
         start = STALENESS + 1
         for tracker in loss_trackers(self):
             if tracker is not None:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfparallel.data.shard import count_rows
 from tfparallel.extend import is_own
-from tfparallel.seams.keras import compiled_loss, mask_of
+from tfparallel.seams.keras import added_loss, compiled_loss, loss_of_batch, mask_of
 from tfparallel.step.loss import call_with
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
@@ -84,7 +84,7 @@ class WorkerStep:
         model, values = self._model, []
         compiled = compiled_loss(model)
         if compiled is None or is_own(model, "compute_loss"):
-            return model._compute_loss(x, y, outputs, sample_weight, training=True), values
+            return loss_of_batch(model, x, y, outputs, sample_weight), values
 
         def noting(loss):
             def noted(y_true, y_pred, weight):
@@ -94,7 +94,7 @@ class WorkerStep:
             return noted
 
         losses = [call_with(noting, compiled, y, outputs, sample_weight)]
-        losses += [model._aggregate_additional_loss(loss) for loss in model.losses]
+        losses += [added_loss(model, loss) for loss in model.losses]
         tracked = [value for tracker, value in zip(loss_trackers(model), values, strict=False)
                    if tracker is not None]  # fmt: skip
         return tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses]), tracked

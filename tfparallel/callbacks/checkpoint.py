@@ -20,6 +20,7 @@ from tfparallel.checkpoint.passing import PassedSteps
 from tfparallel.collectives.workers_of_model import workers_of
 from tfparallel.data.batches import EpochBatches
 from tfparallel.layout.layout import Layout
+from tfparallel.seams.keras import begin_at
 
 __all__ = ["Checkpoint"]
 
@@ -163,7 +164,7 @@ class Checkpoint(keras.callbacks.Callback):
         written_on = content.get("layout")
         self._written_on = written_on and Layout.from_json(written_on)
         # As Keras's own BackupAndRestore has it; `fit` reads it next.
-        self.model._initial_epoch = content["epoch"]
+        begin_at(self.model, content["epoch"])
         self._history().history = content["history"]
         if self._is_chief:
             print(self._announcement(), flush=True)
@@ -219,7 +220,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Waits for the last write; leaves nothing behind that would move the next `fit`."""
         self._by_chief(self._folder.release)
-        self.model._initial_epoch = None
+        begin_at(self.model, None)
 
     def _write(self, step, epoch, step_in_epoch, history):
         content = {

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.seams.keras import begin_at, first_epoch
 from tfparallel.update.files import is_in_pieces
 
 _PATH_OF = {
@@ -119,9 +120,9 @@ class RestoredByChief(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Sends the weights, the optimizer's state and where to go on."""
         optimizer = self.model.optimizer
-        mine = [self.model._initial_epoch, bool(optimizer is not None and optimizer.built)]
+        mine = [first_epoch(self.model), bool(optimizer is not None and optimizer.built)]
         initial_epoch, has_slots = self._workers.exchange(mine)[0]
         if has_slots and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         send_state(self.model, self._workers)
-        self.model._initial_epoch = initial_epoch
+        begin_at(self.model, initial_epoch)

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfparallel.newer_keras import MultiOptimizer
+from tfparallel.seams.keras import rate_of
 
 __all__ = ["LearningRateWarmup"]
 
@@ -92,7 +93,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "LearningRateWarmup sets the rate of one optimizer. Received: a MultiOptimizer. "
                 "Give each of its optimizers a schedule."
             )
-        given = optimizer._learning_rate
+        given = rate_of(optimizer)
         if not isinstance(given, keras.Variable):
             name = type(given).__name__
             raise ValueError(

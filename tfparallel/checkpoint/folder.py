@@ -15,6 +15,7 @@ stay as they were. Disks and copies fail in other ways, too; what is read is ver
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -304,6 +305,7 @@ class CheckpointFolder:
         self.settle()
         written = _WRITER.submit(self._write, step, specs, arrays, content)
         _writes[os.path.realpath(self.directory)] = written
+        _WRITER.submit(_give_back_memory)
 
     def settle(self) -> None:
         """Waits until what is written into this folder is there.
@@ -398,6 +400,15 @@ class _HashedFile:
             if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+
+
+def _give_back_memory() -> None:
+    """Has the C library give back to the system what was freed.
+
+    glibc keeps it in a pool of each thread, and with hundreds of checkpoints these would grow.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # Another library has no such function.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _skip_array(file) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.extend import extended_attributes, original_class
+from tfparallel.seams.keras import unlocked
 
 __all__ = ["CannotCarry", "carry_attributes", "same"]
 
@@ -56,9 +57,8 @@ def carry_attributes(source: Any, target: Any) -> None:
             continue
         if isinstance(value, keras.random.SeedGenerator) and copy in (_ABSENT, None):
             # A dropout whose rate is zero now has a generator from when it was not.
-            target._tracker.unlock()
-            setattr(target, name, keras.random.SeedGenerator(0, name=value.name))
-            target._tracker.lock()
+            with unlocked(target):
+                setattr(target, name, keras.random.SeedGenerator(0, name=value.name))
         elif isinstance(value, tf.Variable):
             _assign(name, value, copy)
         elif _is_value(value) and not same(value, copy):

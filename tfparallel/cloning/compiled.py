@@ -7,7 +7,7 @@ import keras
 
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import classes_of, original_class
-from tfparallel.seams.keras import layers_in
+from tfparallel.seams.keras import compile_arguments, layers_in
 from tfparallel.update.files import holds_pieces
 
 __all__ = ["compile_alike", "metric_like"]
@@ -41,7 +41,7 @@ def compile_alike(
         return
     # What `compile` was called with, which its config describes less well: a loss of the user's
     # own is one object, and a lambda has no config.
-    arguments = dict(model._compile_config.config)
+    arguments = dict(compile_arguments(model))
     arguments["optimizer"] = _optimizer_like(model, copy)
     for name in ("metrics", "weighted_metrics"):
         arguments[name] = keras.tree.map_structure(metric_like, arguments[name])

@@ -19,7 +19,7 @@ import keras
 from tfparallel.cloning.attributes import CannotCarry, carry_attributes, same
 from tfparallel.cloning.likeness import NotAlike, differences
 from tfparallel.extend import original_class
-from tfparallel.seams.keras import layers_in, seed_generators_of
+from tfparallel.seams.keras import layers_in, seed_generators_of, untrack
 
 __all__ = ["NotAlike", "complete", "without_draws"]
 
@@ -88,7 +88,7 @@ def _share_beside_the_graph(model, copy) -> None:
     for name in {*vars(model), *vars(copy)} if hasattr(model, "operations") else ():
         own, made = vars(model).get(name), vars(copy).get(name)
         if _is_beside_the_graph(model, own) or _is_beside_the_graph(copy, made):
-            copy._tracker.untrack(made)
+            untrack(copy, made)
             setattr(copy, name, own)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.cloning.attributes import same
-from tfparallel.seams.keras import takes_training
+from tfparallel.seams.keras import calls_of, functional_of, takes_training
 
 __all__ = ["NotAlike", "differences"]
 
@@ -190,13 +190,11 @@ def _first_layer(model, copy, batch) -> str:
     """Names the first layer of a model's graph whose outputs differ."""
     found = []
     for each in (model, copy):
-        functional = getattr(each, "_functional", None) or each
-        nodes = getattr(functional, "_nodes_by_depth", {})
-        calls = [n for depth in sorted(nodes, reverse=True) for n in nodes[depth] if not n.is_input]
-        found.append([(n.operation.name, n.outputs) for n in calls])
+        calls = [node for node in calls_of(each) if not node.is_input]
+        found.append([(node.operation.name, node.outputs) for node in calls])
     if found[0]:
         inner = [
-            keras.Model(getattr(each, "_functional", each).inputs, [o for _, o in calls])
+            keras.Model(functional_of(each).inputs, [o for _, o in calls])
             for each, calls in zip((model, copy), found, strict=True)
         ]
         flat = keras.tree.flatten(batch)

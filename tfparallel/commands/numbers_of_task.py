@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import keras
 
+from tfparallel.seams.keras import compile_arguments
+
 __all__ = ["compiling", "use_precision"]
 
 
@@ -34,7 +36,7 @@ def compiling(
         compile_model(model)
         if jit_compile is not None:
             model.jit_compile = jit_compile
-            if model._compile_config is not None:  # What is saved with the model.
-                model._compile_config.config["jit_compile"] = model.jit_compile
+            if compile_arguments(model) is not None:  # What is saved with the model.
+                compile_arguments(model)["jit_compile"] = model.jit_compile
 
     return compile_as_asked

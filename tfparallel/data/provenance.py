@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from tfparallel.seams.tensorflow import graph_of
+
 __all__ = ["NUMBER", "ROWS", "inputs_made_of", "made_of", "maker_of", "stand_for"]
 
 ROWS, NUMBER = "rows", "number of rows"
@@ -171,8 +173,8 @@ class _Walk:
 def _function_of(operation):
     """The graph of the function that an operation calls; None where TensorFlow kept none."""
     try:
-        return operation.graph._get_function(operation.get_attr("f").name).graph
-    except (AttributeError, ValueError):
+        return graph_of(operation.graph, operation.get_attr("f").name)
+    except ValueError:
         return None
 
 

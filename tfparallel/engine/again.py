@@ -12,18 +12,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.engine.graphs import with_inner, writes_variable
+from tfparallel.engine.graphs import writes_variable
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import (
     add_control_inputs,
     copy_handle_data,
+    extend_operation,
+    function_again,
     python_function_again,
 )
 
 __all__ = ["Again"]
 
 _FOLD = 0x9E3779B1  # Odd: seeds that TensorFlow has counted are others at each place.
-_TAKES_SEEDS: dict[str, bool] = {}  # By type of an operation.
 _PYTHON = "EagerPyFunc"
 
 
@@ -32,7 +33,7 @@ class Again:
 
     Args:
         index: The number of the other place.
-        device_of: What stands there for a device's name; itself, if nothing does.
+        device_of: What stands there for the name of a device; itself, if nothing does.
         copy_of: What stands there for an eager tensor, such as the handle of a variable; likewise.
     """
 
@@ -48,11 +49,13 @@ class Again:
         # By the id of the first's tensor, which is kept, so that no other gets its id.
         self._given: dict[int, tuple[tf.Tensor, Any]] = {}
         self._made: dict[tf.Graph, dict[str, tf.Operation]] = {}  # By graph, by the first's name.
+        self._coming: set[str] = set()  # The names of those that are being made.
         # Handles of variables that have no copy here, written; and who else was given a handle.
         self._written: set[int] = set()
         self._used: dict[int, tf.Operation] = {}
         self._captures: dict[tf.Graph, dict[int, tf.Tensor | None]] = {}  # By graph and argument.
         self._tokens: dict[bytes, bytes] = {}  # Of functions of Python, by the first's.
+        self._functions: dict[str, str] = {}  # That operations call, likewise.
 
     def take(self, first: Any, own: Any) -> None:
         """Is told what stands for the first place's nested tensors, and for their masks.
@@ -89,6 +92,8 @@ class Again:
             return self._given[id(tensor)][1]
         name, made = tensor.op.name, self._made.setdefault(tensor.graph, {})
         if name in made:
+            if tensor.value_index >= len(made[name].outputs):
+                self._catch_up(tensor.op, made[name])
             return made[name].outputs[tensor.value_index]
         if tensor.op.type != "Placeholder":
             return tensor
@@ -111,6 +116,10 @@ class Again:
     def make(self, operations: Sequence[tf.Operation]) -> None:
         """Makes operations of the first place again, in its graph."""
         operations = [op for op in operations if not self._is_of_all(op)]
+        self._coming = {op.name for op in operations}
+        self._import(operations)
+
+    def _import(self, operations) -> None:
         if not operations:
             return
         graph = operations[0].graph
@@ -127,13 +136,23 @@ class Again:
             )
         for op, again in zip(operations, found, strict=True):
             made[op.name] = again
-            for there, here in zip(op.outputs, again.outputs, strict=True):
-                if there.dtype in (tf.resource, tf.variant):
-                    copy_handle_data(there, here)
-                elif not here.shape.is_fully_defined():
-                    here.set_shape(there.shape)
+            _tell_types(op, again)
         for name, source in later:
             add_control_inputs(made[name], [made.get(source.name, source)])
+
+    def _catch_up(self, op, again) -> None:
+        """Does to an operation what TensorFlow has done to the first's since it was made.
+
+        Of what a call leaves for its gradient it makes outputs when somebody asks for that.
+        """
+        node = tf.compat.v1.NodeDef()
+        node.CopyFrom(op.node_def)
+        self._make_apart(op.graph, node)
+        given = op.inputs[len(again.inputs) :]  # The empty lists that a loop is to fill.
+        self._import([each for tensor in given for each in _behind(tensor.op, self._coming)])
+        more = list(map(self._of, given))
+        extend_operation(again, node.attr, more, op.outputs[len(again.outputs) :])
+        _tell_types(op, again)
 
     def _is_of_all(self, op) -> bool:
         """Whether an operation is not made again: the first place's is that of all."""
@@ -173,9 +192,8 @@ class Again:
         for op in operations:
             node = definition.node.add()
             node.CopyFrom(op.node_def)
-            node.device = self._device_of(op.device)
             node.attr.pop("_class", None)
-            self._make_apart(op, node)
+            self._make_apart(graph, node)
             del node.input[:]
             for tensor in op.inputs:
                 name = f"{tensor.op.name}:{tensor.value_index}"
@@ -190,32 +208,58 @@ class Again:
             later += [(op.name, each) for each in op.control_inputs if each.name not in own]
         return definition, given, later
 
-    def _make_apart(self, op, node) -> None:
-        """Has an operation that keeps something beside the graph keep its own.
+    def _make_apart(self, graph: tf.Graph, node) -> bool:
+        """Has a node stand here, and keep its own of what is kept beside the graph.
 
-        Raises:
-            ValueError: If it is one that a function, a branch or a loop calls.
+        Args:
+            graph: Where the functions that it calls are known.
+            node: As it is at the first place.
+
+        Returns:
+            Whether it is another one than at the first place.
         """
-        if _is_seeded(op):
+        is_other = False
+        if "/device:" in node.device:
+            device = self._device_of(node.device)
+            is_other, node.device = device != node.device, device
+        if _is_seeded(node):
             node.attr["seed2"].i = (node.attr["seed2"].i + self._index * _FOLD) % 2**31
-        elif op.type == _PYTHON:
+            is_other = True
+        elif node.op == _PYTHON:
             node.attr["token"].s = python_function_again(node.attr["token"].s, self._tokens)
-        for inner in with_inner([op]):
-            if inner is not op and (inner.type == _PYTHON or _is_seeded(inner)):
-                raise ValueError(
-                    "What a function, a branch or a loop draws by a seed of TensorFlow's would be "
-                    "the same on all replicas, and what it has Python compute would find the tape "
-                    "of another. Draws by a `keras.random.SeedGenerator`, and `tf.py_function` "
-                    f"outside of these, are required. Received: '{inner.name}', of type "
-                    f"{inner.type}, in '{op.name}'."
-                )
+            is_other = True
+        for value in node.attr.values():
+            for called in [value.func] if value.HasField("func") else value.list.func:
+                name = called.name
+                if name not in self._functions:
+                    self._functions[name] = function_again(
+                        graph, name, f"_{self._index}", self._make_apart
+                    )
+                called.name = self._functions[name]
+                is_other |= called.name != name
+        return is_other
 
 
-def _is_seeded(op) -> bool:
-    """Whether an operation draws by seeds that TensorFlow has counted."""
-    if op.type not in _TAKES_SEEDS:
-        _TAKES_SEEDS[op.type] = {"seed", "seed2"} <= {each.name for each in op.op_def.attr}
-    return _TAKES_SEEDS[op.type] and bool(op.get_attr("seed") or op.get_attr("seed2"))
+def _is_seeded(node) -> bool:
+    """Whether a node draws by seeds that TensorFlow has counted."""
+    own = node.attr
+    return "seed" in own and "seed2" in own and bool(own["seed"].i or own["seed2"].i)
+
+
+def _behind(op, names: set[str]) -> list[tf.Operation]:
+    """An operation and what it is made of, as far as they have one of these names."""
+    if op.name not in names:
+        return []
+    return [*(each for tensor in op.inputs for each in _behind(tensor.op, names)), op]
+
+
+def _tell_types(op, again) -> None:
+    """Has the outputs of an operation that was made again be of the shapes of the first's."""
+    for there, here in zip(op.outputs, again.outputs, strict=True):
+        if there.dtype in (tf.resource, tf.variant):
+            copy_handle_data(there, here)
+        elif not here.shape.is_fully_defined():
+            here.set_shape(there.shape)
 
 
 def _leaves(structure) -> list:

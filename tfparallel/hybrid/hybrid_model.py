@@ -3,13 +3,14 @@
 from tfparallel.hybrid.places import MeshPlaces
 from tfparallel.hybrid.spread_call import SpreadCall
 from tfparallel.layers.split_model import NestedModel
+from tfparallel.pipeline.pass_scope import states_in_layers
 from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.replication.checks import refuse_swaps
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.update.places import Places
 from tfparallel.update.prepare import prepare
-from tfparallel.variables.copies import copy_to, replicas_of
+from tfparallel.variables.replica import replicas_of
 from tfparallel.variables.split import parts_of
 
 __all__ = ["HybridModel"]
@@ -91,12 +92,7 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
         return parts_of(variables)
 
     def copy_variables(self) -> None:
-        """Gives each replica a copy of every variable, except those that a pass writes.
-
-        Seeds are drawn once a step, for all pieces; a metric inside of a layer adds up all rows.
-        """
-        layers = layers_in(self)
-        written = {id(own.state) for layer in layers for own in seed_generators_of(layer)}
-        written |= {id(v) for layer in layers for metric in layer.metrics for v in metric.variables}
-        own = [variable for variable in self.variables if id(variable) not in written]
-        copy_to(replicas_of(self.layout), parts_of(own))
+        """Gives each replica a copy of every variable, except seeds: drawn once, for all pieces."""
+        seeds = {id(own.state) for layer in layers_in(self) for own in seed_generators_of(layer)}
+        own = [v for v in (*self.variables, *states_in_layers(self)) if id(v) not in seeds]
+        MeshPlaces(replicas_of(self.layout)).copy(parts_of(own))

@@ -1,6 +1,6 @@
 """The places of an optimizer on a mesh: its replicas, each on several devices."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,8 +9,10 @@ import tensorflow as tf
 
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.device_names import canonical
+from tfparallel.strategies import variables
+from tfparallel.strategies.mesh_trace import MeshTrace
 from tfparallel.update.places import Places
-from tfparallel.variables.copies import Replica, at_work, copies_of, copy_to, first_copy
+from tfparallel.variables.replica import Replica, at_work
 
 __all__ = ["MeshPlaces"]
 
@@ -23,7 +25,7 @@ class MeshPlaces(Places):
         workers: Each of which has as many; None for one process.
     """
 
-    def __init__(self, replicas: Sequence[Replica], workers: WorkerGroup | None):
+    def __init__(self, replicas: Sequence[Replica], workers: WorkerGroup | None = None):
         self._replicas = replicas
         self.workers = workers
 
@@ -34,25 +36,30 @@ class MeshPlaces(Places):
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def copy(self, variables: Iterable[keras.Variable]) -> None:
+    def copy(self, found: Iterable[keras.Variable]) -> None:
         """Gives variables a copy in each replica, with the value that they have in the first."""
-        copy_to(self._replicas, variables)
+        for variable in found:
+            device = getattr(variable._value, "device", None)
+            variables.mirror(variable, [own.device(device) for own in self._replicas[1:]])
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
         """What each replica has of a variable."""
-        return copies_of(variable)
+        return variables.copies(variable)
 
     def at(self, index: int) -> AbstractContextManager:
         """In one replica, on its devices."""
         return at_work(self._replicas[index])
 
-    def known_as(self, variable: keras.Variable | tf.Variable) -> keras.Variable | tf.Variable:
-        """The copy in the first replica."""
-        return first_copy(variable)
+    def each(self, update: Callable[[int, Any], None], given: Sequence[Any]) -> None:
+        """Makes an update in each replica; while a graph is traced, it is traced once."""
+        if len(given) < len(self):
+            super().each(update, given)
+            return
+        MeshTrace(self._replicas).run(update, range(len(self)), given)
 
     def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
         """A dense gradient on the device of the unit in one replica."""
-        copies = copies_of(unit)
+        copies = variables.copies(unit)
         if not isinstance(gradient, tf.Tensor) or index >= len(copies):
             return gradient
         with tf.device(copies[index].device):

@@ -7,8 +7,8 @@ be computed so, as it mixes rows or changes a state, is computed on the first re
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -25,8 +25,9 @@ from tfparallel.pipeline.pass_scope import other_writes
 from tfparallel.problems import PlacementError
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
-from tfparallel.seams.keras import mask_of, set_mask
-from tfparallel.variables.copies import at_work, replicas_of
+from tfparallel.seams.keras import clear_losses, mask_of, set_mask
+from tfparallel.strategies.mesh_trace import MeshTrace
+from tfparallel.variables.replica import replicas_of
 
 __all__ = ["SpreadCall"]
 
@@ -43,6 +44,16 @@ class _Inference(keras.StatelessScope):
     def add_update(self, update) -> None:
         variable, _ = update
         raise PlacementError(f"'{variable.path}' is written in inference, once in each replica")
+
+
+class _Called(NamedTuple):
+    """What a call of one replica has made."""
+
+    structure: Any
+    logits: list
+    sources: list[list[tf.Tensor]]
+    masks: list[tf.Tensor | None]
+    losses: list[tf.Tensor]
 
 
 class SpreadCall:
@@ -74,7 +85,7 @@ class SpreadCall:
                 said = (wrapped[1] if wrapped else str(error)).partition(". ")[0]
                 notice(f"Model '{self.name}' is evaluated on the first replica alone: {said}.")
             return call(*args, **kwargs)
-        self._clear_losses()
+        clear_losses(self)
         if losses:
             keras.Layer.add_loss(self, losses)  # A functional model refuses its own.
         return outputs
@@ -129,16 +140,20 @@ class SpreadCall:
         own_shards = others.own(all_shards)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         before = 0 if graph is None else len(graph.get_operations())
-        found, losses = [], []
-        for replica, shard, rows in zip(
-            replicas, own_shards, inputs.split(own_shards), strict=True
-        ):
+
+        def on_replica(shard, rows):
             own_args, own_kwargs = inputs.pack(rows)
-            scope = _Inference()
-            with at_work(replica), shards.working_on(shard), scope:
+            with shards.working_on(shard), _Inference() as scope:
                 structure = call(*own_args, **own_kwargs)
-            found.append([checked_output(layer, o) for o in keras.tree.flatten(structure)])
-            losses.append([loss * shard.weight(loss.dtype) for loss in scope.losses])
+            outputs = [checked_output(layer, o) for o in keras.tree.flatten(structure)]
+            logits = list(map(logits_of, outputs))
+            sources = list(map(sources_of, outputs, logits))
+            masks = list(map(mask_of, outputs))
+            losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
+            return _Called(structure, logits, sources, masks, losses)
+
+        told, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
+        found = MeshTrace(replicas).run(on_replica, told, parts)
         for op in () if graph is None else other_writes(graph, before):
             # Too late to be computed otherwise: the step has these operations.
             raise RuntimeError(
@@ -154,19 +169,17 @@ class SpreadCall:
                 own = tf.concat([shard.without_dummy_row(part) for shard, part in rows], 0)
                 return others.joined(own, all_shards)
 
-            flat = [_output(parts, joined) for parts in zip(*found, strict=True)]
-            added = [tf.add_n(list(terms)) for terms in zip(*losses, strict=True)]
+            logits, sources, masks, losses = (
+                [list(each) for each in zip(*(getattr(own, name) for own in found), strict=True)]
+                for name in ("logits", "sources", "masks", "losses")
+            )
+            flat = [
+                output_of([joined(parts) for parts in zip(*of_all, strict=True)], own[0])
+                for of_all, own in zip(sources, logits, strict=True)
+            ]
+            for output, of_all in zip(flat, masks, strict=True):
+                if of_all[0] is not None:
+                    set_mask(output, joined(of_all))
+            added = [tf.add_n(terms) for terms in losses]
             added = others.summed(added)
-        return keras.tree.pack_sequence_as(structure, flat), added
-
-
-def _output(parts: tuple, joined: Callable[[Sequence[tf.Tensor]], tf.Tensor]) -> tf.Tensor:
-    """An output of the whole batch, of those of the replicas; `joined` joins the rows."""
-    logits = [logits_of(part) for part in parts]
-    pairs = zip(parts, logits, strict=True)
-    sources = zip(*(sources_of(part, own) for part, own in pairs), strict=True)
-    output = output_of([joined(tensors) for tensors in sources], logits[0])
-    masks = [mask_of(part) for part in parts]
-    if masks[0] is not None:
-        set_mask(output, joined(masks))
-    return output
+        return keras.tree.pack_sequence_as(found[0].structure, flat), added

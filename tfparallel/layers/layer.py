@@ -11,7 +11,7 @@ from tfparallel.data.partition import row_ranges
 from tfparallel.extend import attach, original_class
 from tfparallel.layers.parts import Parts, between_layers, is_between_layers, whole
 from tfparallel.placement.stages import PlacementError
-from tfparallel.variables.copies import here
+from tfparallel.variables.replica import here
 from tfparallel.variables.split import split_variable
 
 __all__ = ["FixedLayer", "SplitLayer", "WholeLayer", "local_layer", "sizes_of"]

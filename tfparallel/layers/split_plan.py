@@ -25,7 +25,7 @@ from tfparallel.layers.by_hand import written_as
 from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError, Problems
-from tfparallel.seams.keras import layers_in
+from tfparallel.seams.keras import calls_of, calls_to, functional_of, layers_in, maker_of
 
 __all__ = ["KINDS", "Graph", "plan"]
 
@@ -151,7 +151,7 @@ def _kind(layer, num_devices, reads_parts, graph) -> str | None:
     if cls is _layers.Concatenate and len(inputs) == num_devices and not reads_parts:
         is_last = layer.axis % len(inputs[0].shape) == len(inputs[0].shape) - 1
         # Only of the model's inputs: an example's features, one part a device.
-        names = [tensor._keras_history.operation for tensor in inputs]
+        names = list(map(maker_of, inputs))
         if is_last and all(isinstance(op, _layers.InputLayer) for op in names):
             return JOINED
     if reads_parts and _is_featurewise(layer, cls, inputs[0]):
@@ -249,16 +249,16 @@ class Graph:
     ):
         self._shared = shared
         self._stage_of = stage_of or {}
-        functional = getattr(model, "_functional", None) or model
-        own = {id(node) for nodes in functional._nodes_by_depth.values() for node in nodes}
+        functional = functional_of(model)
+        own = set(map(id, calls_of(model)))
         self.nodes = {
-            operation.name: [node for node in operation._inbound_nodes if id(node) in own]
+            operation.name: [node for node in calls_to(operation) if id(node) in own]
             for operation in functional.operations
         }
         self.layers = {layer.name for layer in functional.layers}
         self.sources = {
             name: [
-                tensor._keras_history.operation.name
+                maker_of(tensor).name
                 for node in nodes
                 for tensor in node.input_tensors
             ]
@@ -269,7 +269,7 @@ class Graph:
             for name in self.nodes
         }
         for tensor in functional.outputs:
-            self.readers[tensor._keras_history.operation.name].append(CALLER)
+            self.readers[maker_of(tensor).name].append(CALLER)
 
     def are_in_one_stage(self, *names: str) -> bool:
         """Whether all of them are; an operation that is no layer is in none of its own."""

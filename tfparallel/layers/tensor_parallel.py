@@ -24,7 +24,7 @@ from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import check_model, model_of, seen_model
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 from tfparallel.problems import PlacementError, Problems, usable_devices
-from tfparallel.seams.keras import layers_in
+from tfparallel.seams.keras import has_graph, layers_in
 
 __all__ = ["Asked", "parts_planned", "split_in_place", "tensor_parallel"]
 
@@ -226,7 +226,7 @@ def _split_layers(model, devices_of, kinds, initialize) -> None:
     graph = split_plan.Graph(model)
     sizes: dict[str, list[int]] = {}
     for layer in layers_in_order(model):
-        if _is_graph(layer):
+        if has_graph(layer):
             continue  # It is split by itself.
         kind, devices = kinds.get(layer.name), devices_of(layer)
         initialize(layer)
@@ -283,14 +283,9 @@ def _models_in(model) -> list[keras.Model]:
     """The model and the functional ones nested in it, the innermost first."""
     found = []
     for layer in layers_in_order(model):
-        if _is_graph(layer):
+        if has_graph(layer):
             found += [each for each in _models_in(layer) if each not in found]
     return [*found, model]
-
-
-def _is_graph(layer) -> bool:
-    """Whether a layer is a functional or Sequential model, with an input shape."""
-    return hasattr(getattr(layer, "_functional", None) or layer, "_nodes_by_depth")
 
 
 def _nothing(model, num_devices) -> str:

@@ -8,10 +8,10 @@ import tensorflow as tf
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard, count_rows, where_it_is
 from tfparallel.logits import Logits, logits_of, output_of
-from tfparallel.pipeline.cut import Key, LogitsOf, Values, functional_of
+from tfparallel.pipeline.cut import Key, LogitsOf, Values
 from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.others import Others
-from tfparallel.seams.keras import mask_of, set_mask
+from tfparallel.seams.keras import as_outputs, functional_of, mask_of, set_mask
 
 __all__ = ["Batch", "Joined"]
 
@@ -175,6 +175,6 @@ class Batch:
 
     def packed(self, flat: list[tf.Tensor]) -> Any:
         """Puts outputs into the model's own structure."""
-        packed = keras.tree.pack_sequence_as(self._functional._outputs_struct, flat)
+        packed = as_outputs(self._functional, flat)
         is_single = isinstance(packed, list | tuple) and len(packed) == 1
         return packed[0] if is_single else packed

@@ -11,7 +11,8 @@ with the count n_m, the mean μ_m and the sum of squared deviations M_m of micro
 is not that of plain Keras on one device; it is that of `GroupedBatchNormalization` on one device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,7 +20,7 @@ import tensorflow as tf
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.shard import Shard
 from tfparallel.extend import extend, original_class
-from tfparallel.pipeline.micro_batch import StepMemory, current_pass
+from tfparallel.pipeline.micro_batch import current_pass
 from tfparallel.pipeline.others import Others
 from tfparallel.replication.batch_norm import SynchronizedBatchNormalization, in_rows
 from tfparallel.seams.keras import layers_in
@@ -56,14 +57,14 @@ class DeferredBatchNormalization(SynchronizedBatchNormalization):
         return moments
 
 
-def write_averages(memory: StepMemory, others: Others) -> None:
+def write_averages(moments: Mapping[Any, Sequence[tuple]], others: Others) -> None:
     """Moves the averages of each layer by the moments of the whole batch, on its device.
 
     Args:
-        memory: What the passes here have seen.
+        moments: What the passes here have seen, by layer and call: of each micro-batch.
         others: The replicas in other processes.
     """
-    for (layer, *_), found in memory.moments.items():
+    for (layer, *_), found in moments.items():
         with tf.device(layer.moving_mean.value.device):
             here = [tf.stack(each) for each in zip(*found, strict=True)]
             counts, means, deviations, corrections = (

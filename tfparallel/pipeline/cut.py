@@ -19,9 +19,16 @@ import keras
 import tensorflow as tf
 
 from tfparallel.pipeline.masks import Masks, nodes_in_order
-from tfparallel.seams.keras import LEAVES_TRAINING, calling_with, in_training, mask_of, set_mask
+from tfparallel.seams.keras import (
+    LEAVES_TRAINING,
+    calling_with,
+    functional_of,
+    in_training,
+    mask_of,
+    set_mask,
+)
 
-__all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "functional_of", "with_mask_of"]
+__all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "with_mask_of"]
 
 
 class LogitsOf(NamedTuple):
@@ -90,11 +97,6 @@ class Stage:
             if mask is not None:
                 set_mask(tensor, mask)
         return {key: values[key] for key in (*self.outputs, *given) if key in values}
-
-
-def functional_of(model: keras.Model) -> Any:
-    """The functional model that a Sequential one holds; a functional one itself."""
-    return model._functional if isinstance(model, keras.Sequential) else model
 
 
 def cut_stages(model: keras.Model, stage_of: Mapping[str, int], num_stages: int) -> list[Stage]:

@@ -5,7 +5,7 @@ other processes too, unless an update of several batches sums it later.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -13,7 +13,19 @@ import tensorflow as tf
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.pipeline.others import Others
 
-__all__ = ["GradientSums"]
+__all__ = ["Added", "GradientSums", "totals"]
+
+
+class Added(NamedTuple):
+    """What the gradients of a weight have come to.
+
+    Attributes:
+        dense: The sum of the dense ones; None without.
+        sparse: The sparse ones, by who reads the weight.
+    """
+
+    dense: tf.Tensor | None
+    sparse: dict[int, list[tf.IndexedSlices]]
 
 
 class GradientSums:
@@ -21,32 +33,21 @@ class GradientSums:
 
     Dense gradients are added as they come, so that two are held at once and not M. Sparse ones are
     joined, not added: Keras squares them as they come.
-
-    Args:
-        variables: The weights.
-        kinds: Returns, by the weight's id, the kinds of its readings, where no graph is traced.
-        others: The replicas in other processes.
-        stay: Whether gradients are summed over the replicas of this process alone.
     """
 
-    def __init__(
-        self,
-        variables: Sequence[keras.Variable],
-        kinds: Callable[[], dict[int, Any]],
-        others: Others,
-        *,
-        stay: bool = False,
-    ):
-        self._kinds = kinds
-        self._others = others
-        self._workers = None if stay else others.workers
-        self._reducer = Reducer(None, self._workers)
-        self._dense: dict[int, dict[str, tf.Tensor]] = {id(v): {} for v in variables}
-        # By weight, then by stage: of each micro-batch the same readings, in the same order.
-        self._sparse: dict[int, dict[int, list[tf.IndexedSlices]]] = {id(v): {} for v in variables}
+    def __init__(self):
+        self._dense: dict[int, tf.Tensor] = {}  # By the weight's id.
+        # By weight, then by reader: of each micro-batch the same readings, in the same order.
+        self._sparse: dict[int, dict[int, list[tf.IndexedSlices]]] = {}
 
-    def add(self, variable: keras.Variable, gradient: Any, stage: int = 0) -> list[Any]:
-        """Adds a gradient, which a stage has found; returns what tells that it has been added."""
+    def add(self, variable: keras.Variable, gradient: Any, reader: int) -> list[Any]:
+        """Adds a gradient; returns what tells that it has been added.
+
+        Args:
+            variable: The weight.
+            gradient: Dense, sparse, or None.
+            reader: Who has found it: a stage, or another number.
+        """
         key = id(variable)
         if gradient is None:
             return []
@@ -58,38 +59,59 @@ class GradientSums:
                     tf.identity(gradient.indices),
                     gradient.dense_shape,
                 )
-                self._sparse[key].setdefault(stage, []).append(kept)
+                self._sparse.setdefault(key, {}).setdefault(reader, []).append(kept)
                 return [kept.values]
-            own, device = self._dense[key], variable._value.device
-            own[device] = own[device] + gradient if device in own else gradient
-        return [own[device]]
+            own = self._dense
+            own[key] = own[key] + gradient if key in own else gradient
+            return [own[key]]
 
-    def of(
-        self, variables: Sequence[keras.Variable], beside: Sequence[tf.Tensor] = ()
-    ) -> tuple[list[Any], list[tf.Tensor]]:
-        """Sums what was added.
+    def of(self, variables: Sequence[keras.Variable]) -> list[Added]:
+        """What those of each weight have come to."""
+        keys = map(id, variables)
+        return [Added(self._dense.get(key), self._sparse.get(key, {})) for key in keys]
 
-        Args:
-            variables: The weights.
-            beside: What else is summed over the workers, in the same collective.
 
-        Returns:
-            The sum of each weight, on its device; None where no loss depends on it. And what was
-            summed beside.
-        """
-        terms = [[*self._dense[id(variable)].values()] or [None] for variable in variables]
-        with_them = () if self._workers is None else beside
-        dense, summed = self._reducer.totals(terms, list, with_them, variables)
-        beside = self._others.summed(beside) if self._workers is None else summed
-        return [self._total(*pair) for pair in zip(variables, dense, strict=True)], list(beside)
+def totals(
+    found: Sequence[Sequence[Added]],
+    variables: Sequence[keras.Variable],
+    kinds: Callable[[], dict[int, Any]],
+    others: Others,
+    beside: Sequence[tf.Tensor] = (),
+    *,
+    stay: bool = False,
+) -> tuple[list[Any], list[tf.Tensor]]:
+    """Sums what was added, by the replicas and beside them.
 
-    def _total(self, variable, dense):
-        sparse = self._sparse[id(variable)]
+    Args:
+        found: What each has of each weight.
+        variables: The weights.
+        kinds: Returns, by the weight's id, the kinds of its readings, where no graph is traced.
+        others: The replicas in other processes.
+        beside: What else is summed over the workers, in the same collective.
+        stay: Whether gradients are summed over the replicas of this process alone.
+
+    Returns:
+        The sum of each weight, on its device; None where no loss depends on it. And what was
+        summed beside.
+    """
+    workers = None if stay else others.workers
+    reducer = Reducer(None, workers)
+    by_variable = list(zip(*found, strict=True))
+    terms = [[own.dense for own in of_one if own.dense is not None] for of_one in by_variable]
+    dense, summed = reducer.totals(
+        [own or [None] for own in terms], list, () if workers is None else beside, variables
+    )
+    results = []
+    for variable, total, of_one in zip(variables, dense, by_variable, strict=True):
+        readers: dict[int, list[tf.IndexedSlices]] = {}
+        for own in of_one:
+            for reader, slices in own.sparse.items():
+                readers.setdefault(reader, []).extend(slices)
         with tf.device(variable._value.device):
-            if dense is not None and self._workers is not None:
-                dense = tf.identity(dense)
-            if not sparse:
-                return dense
-            kinds = self._kinds().get(id(variable))
-            slices = self._reducer.slices([*sparse.values()], kinds)
-            return slices if dense is None else dense + tf.convert_to_tensor(slices)
+            if total is not None and workers is not None:
+                total = tf.identity(total)
+            if readers:
+                slices = reducer.slices([*readers.values()], kinds().get(id(variable)))
+                total = slices if total is None else total + tf.convert_to_tensor(slices)
+        results.append(total)
+    return results, list(others.summed(beside) if workers is None else summed)

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.pipeline.micro_batch import computing
-from tfparallel.seams.keras import calling_with, in_training, mask_of, set_mask
+from tfparallel.seams.keras import calling_with, calls_of, in_training, mask_of, set_mask
 
 __all__ = ["Masks", "nodes_in_order"]
 
@@ -98,7 +98,4 @@ class Masks:
 
 def nodes_in_order(functional) -> Iterator[Any]:
     """The calls of a functional model, in the order in which Keras makes them."""
-    for depth in sorted(functional._nodes_by_depth, reverse=True):
-        for node in functional._nodes_by_depth[depth]:
-            if node.operation and not node.is_input:
-                yield node
+    return (node for node in calls_of(functional) if node.operation and not node.is_input)

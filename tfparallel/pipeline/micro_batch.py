@@ -31,13 +31,10 @@ class StepMemory:
 
     Attributes:
         seeds: The seeds drawn with the first micro-batch.
-        moments: What batch normalization has seen, by layer and call: `(n, mean, M)` of each
-            micro-batch.
     """
 
     def __init__(self):
         self.seeds: dict[Any, tf.Tensor] = {}
-        self.moments: dict[Any, list[tuple]] = {}
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def outside(self) -> contextlib.AbstractContextManager:

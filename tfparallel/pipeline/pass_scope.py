@@ -6,6 +6,7 @@ where one device changes it once, by the part where one device sees the whole.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -15,6 +16,7 @@ from tfparallel.engine.graphs import writes_variable
 from tfparallel.extend import original_class
 from tfparallel.newer_keras import renormalizes
 from tfparallel.pipeline.batch_norm import batch_norms
+from tfparallel.pipeline.others import Others
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.checks import check_activity, check_scales
 from tfparallel.seams.keras import (
@@ -24,8 +26,17 @@ from tfparallel.seams.keras import (
     layers_in,
     seed_generators_of,
 )
+from tfparallel.strategies.variables import copies
 
-__all__ = ["STATEFUL_DRAWS", "PassScope", "check_state", "other_writes", "writable"]
+__all__ = [
+    "STATEFUL_DRAWS",
+    "PassScope",
+    "check_state",
+    "other_writes",
+    "states_in_layers",
+    "sums_in_layers",
+    "writable",
+]
 
 STATEFUL_DRAWS = {
     "Multinomial",
@@ -127,12 +138,43 @@ def writable(model: keras.Model, recompute: str) -> dict[int, keras.Variable]:
 
     A metric inside a layer sums over the micro-batches as over the batch, but not twice.
     """
-    found = []
-    for layer in layers_in(model):
-        found += [generator.state for generator in seed_generators_of(layer)]
-        if recompute == "never":
-            found += [variable for metric in layer.metrics for variable in metric.variables]
+    found = [own.state for layer in layers_in(model) for own in seed_generators_of(layer)]
+    if recompute == "never":
+        found += states_in_layers(model)
     return {id(variable): variable for variable in found}
+
+
+class SumInLayer(NamedTuple):
+    """The state of a metric inside of a layer, to which each replica adds what its rows do.
+
+    Attributes:
+        variable: The state.
+        before: What it was before the step.
+    """
+
+    variable: keras.Variable
+    before: tf.Tensor
+
+    def combine(self, others: Others) -> None:
+        """Writes to all copies what those of all replicas have come to."""
+        with tf.device(self.variable._value.device):
+            more = tf.add_n([copy - self.before for copy in copies(self.variable)])
+            (more,) = others.summed([more])
+            self.variable.assign(self.before + more)
+
+
+def sums_in_layers(model: keras.Model, num_replicas: int) -> list[SumInLayer]:
+    """The states of metrics inside of layers, where several replicas add to them."""
+    if num_replicas == 1:
+        return []
+    return [SumInLayer(v, tf.identity(copies(v)[0])) for v in states_in_layers(model)]
+
+
+def states_in_layers(model: keras.Model) -> list[keras.Variable]:
+    """The states of metrics inside of a model's layers, each once."""
+    inner = [layer for layer in layers_in(model) if layer is not model]
+    found = [v for layer in inner for metric in layer.metrics for v in metric.variables]
+    return list({id(variable): variable for variable in found}.values())
 
 
 def check_state(model: keras.Model, batch_normalization: str | None) -> None:

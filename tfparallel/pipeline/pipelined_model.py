@@ -4,7 +4,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
-import keras
 import tensorflow as tf
 
 from tfparallel.data.batch_size import KERAS_BATCH_SIZE
@@ -16,16 +15,18 @@ from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
 from tfparallel.pipeline.others import Others
+from tfparallel.pipeline.pass_scope import writable
+from tfparallel.pipeline.replica_step import How
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.state import global_seed_generator
-from tfparallel.seams.keras import compiled_loss
+from tfparallel.seams.keras import as_outputs, compiled_loss
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
-from tfparallel.variables.copies import replicas_of
+from tfparallel.variables.replica import replicas_of
 
 __all__ = ["PipelinedModel"]
 
@@ -140,6 +141,18 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
                 "Take schedule='gpipe', or give each example a row."
             )
         way = self._way((x, y, sample_weight), "fit")
+        metrics = way.metrics if way.rows_stay else None
+        # What runs eagerly is done at once, and holds what it holds.
+        recompute = "never" if tf.executing_eagerly() else self.layout.recompute
+        how = How(
+            recompute=recompute,
+            metrics=metrics,
+            traces_each=self._traces_each or not self._may_begin_anew,
+            has_parts=self.layout.mesh.tensor > 1,
+            begins_joined=self.schedule.name == "gpipe" and metrics is None,
+            timed=timed,
+            writable=writable(self, self.layout.recompute),
+        )
         return Step(
             self,
             cut_stages(self, self.layout.stage_of, self.layout.num_stages),
@@ -147,18 +160,15 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             self._devices_of_stages,
             replicas_of(self.layout),
             Others(self.layout.mesh.data, self._workers),
-            recompute=self.layout.recompute,
-            metrics=way.metrics if way.rows_stay else None,
-            traces_each=self._traces_each or not self._may_begin_anew,
-            has_parts=self.layout.mesh.tensor > 1,
+            how,
             gradients_stay=self._accumulates,
-            timed=timed,
         )
 
     @property
     def _devices_of_stages(self) -> list[str]:
-        """The first device of each place along the pipeline, replica by replica."""
-        return self.devices[:: self.layout.mesh.tensor]
+        """The first device of each place along the pipeline, in the first replica."""
+        mesh = self.layout.mesh
+        return self.devices[: mesh.pipeline * mesh.tensor : mesh.tensor]
 
     def _build_loss(self, x, y, sample_weight):
         """Has the loss find its targets, as Keras does before its first step."""
@@ -166,8 +176,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             self._symbolic_build(data_batch=(x, y, sample_weight))
         except (RuntimeError, ValueError):
             # What cannot be called with dense tensors, or not outside of training.
-            functional = getattr(self, "_functional", None) or self
-            outputs = keras.tree.pack_sequence_as(functional._outputs_struct, self.outputs)
+            outputs = as_outputs(self, self.outputs)
             with tf.init_scope():
                 compiled_loss(self).build(y, outputs)
 

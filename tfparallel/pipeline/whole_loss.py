@@ -15,10 +15,14 @@ from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import GradientSums
 from tfparallel.pipeline.others import Others
+from tfparallel.seams.keras import loss_of_batch, with_losses
 from tfparallel.step.terms import whole_loss
 from tfparallel.step.where_rows_meet import of_the_batch
 
 __all__ = ["ExtraLosses", "WholeLoss", "added_up", "scale_of"]
+
+
+_BESIDE = -1  # Who reads a weight to regularize it: no stage.
 
 
 class Regularized(NamedTuple):
@@ -73,7 +77,8 @@ class ExtraLosses:
                 seed, values = tf.cast(seed, own.loss.dtype), [part._value for part in own.parts]
                 found = own.tape.gradient(own.loss, values, output_gradients=seed)
             for part, gradient in zip(own.parts, found, strict=True):
-                sums.add(part, gradient if self._others.is_first else _zeros_of(gradient))
+                own_gradient = gradient if self._others.is_first else _zeros_of(gradient)
+                sums.add(part, own_gradient, _BESIDE)
 
 
 def _zeros_of(gradient):
@@ -158,17 +163,8 @@ def _average(batch: Batch, added: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tens
 
 def _loss_of(model: keras.Model, batch: Batch, predictions, extra) -> tf.Tensor:
     """Keras's own loss of the whole batch, which also updates the losses' trackers."""
-    object.__setattr__(model, "_losses_override", extra)
-    try:
-        return model._compute_loss(
-            x=batch.x,
-            y=batch.y,
-            y_pred=predictions,
-            sample_weight=batch.sample_weight,
-            training=True,
-        )
-    finally:
-        object.__setattr__(model, "_losses_override", [])
+    with with_losses(model, extra):
+        return loss_of_batch(model, batch.x, batch.y, predictions, batch.sample_weight)
 
 
 def scale_of(model: keras.Model) -> tf.Tensor:

@@ -1,10 +1,11 @@
 """What a functional model's layers are, in order, and what passes between them."""
 
-import itertools
 from typing import Any
 
 import keras
 import numpy as np
+
+from tfparallel.seams.keras import calls_of, maker_of
 
 __all__ = ["edges", "layers_in_order", "row_bytes"]
 
@@ -29,10 +30,10 @@ def edges(model: keras.Model) -> dict[int, tuple[int, list[int]]]:
         outputs = [row_bytes(layer.output) for layer in layers_in_order(model)]
         return {i: (size, [i + 1]) for i, size in enumerate(outputs[:-1])}
     found: dict[int, tuple[int, list[int]]] = {}
-    for node in itertools.chain(*model._nodes_by_depth.values()):
+    for node in calls_of(model):
         reader = index.get(node.operation.name)
         for tensor in node.input_tensors if reader is not None else ():
-            producer = index.get(tensor._keras_history.operation.name)
+            producer = index.get(maker_of(tensor).name)
             if producer is not None:
                 size, readers = found.get(producer, (0, []))
                 found[producer] = (max(size, row_bytes(tensor)), sorted({*readers, reader}))

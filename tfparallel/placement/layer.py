@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from tfparallel.engine.audit import noting
-from tfparallel.variables.copies import here
+from tfparallel.variables.replica import here
 
 __all__ = ["PlacedLayer"]
 

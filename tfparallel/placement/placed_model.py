@@ -14,7 +14,7 @@ from tfparallel.flight.marks import mark
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
-from tfparallel.seams.keras import layers_in, takes_training
+from tfparallel.seams.keras import count_of, layers_in, loss_of_batch, takes_training
 from tfparallel.step.ahead import build_ahead
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.read_inputs import read_inputs
@@ -52,7 +52,7 @@ class PlacedModel(OneStep):
         if not optimizer.built:
             optimizer.build(weights)
             attach(self, _built_by_compile=optimizer)
-        elif self._built_by_compile is optimizer and not int(optimizer._iterations):
+        elif self._built_by_compile is optimizer and not int(count_of(optimizer)):
             if trained_by(optimizer).keys() != {id(weight) for weight in weights}:
                 build_again(optimizer, weights)
 
@@ -170,9 +170,7 @@ class PlacedModel(OneStep):
         tape = tf.GradientTape() if tf.executing_eagerly() else None
         with self._beside_the_loss(), tape or contextlib.nullcontext():
             y_pred = self(x, training=True) if takes_training(self) else self(x)
-            loss = self._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-            )
+            loss = loss_of_batch(self, x, y, y_pred, sample_weight)
             scaled = self.optimizer.scale_loss(loss)
             # Not before the call, in which an activation with weights makes them.
             trained = self._trained()

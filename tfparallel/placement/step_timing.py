@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfparallel.cloning.compiled import metric_like
 from tfparallel.placement.timing import copy_of, examples, marginal_seconds, specs
+from tfparallel.seams.keras import compile_arguments, functional_of
 
 __all__ = ["measured_loss", "measured_sum", "measured_update"]
 
@@ -25,14 +26,13 @@ def measured_loss(model: keras.Model, batch_size: int) -> float | None:
     Returns:
         Seconds; None where made-up targets do not suit the loss.
     """
-    functional = getattr(model, "_functional", None) or model  # Of a Sequential model.
     inputs = [keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in model.outputs]
-    names = [name.partition("/")[0] for name in functional.output_names]
+    names = [name.partition("/")[0] for name in functional_of(model).output_names]
     pairs = zip(inputs, names, strict=True)
     outputs = [keras.layers.Identity(name=name)(tensor) for tensor, name in pairs]
     alone = keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])
     try:
-        config = dict(model._compile_config.config)
+        config = dict(compile_arguments(model))
         for name in ("metrics", "weighted_metrics"):
             config[name] = keras.tree.map_structure(metric_like, config[name])
         names = ("loss", "loss_weights", "metrics", "weighted_metrics")

@@ -24,7 +24,7 @@ from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError
-from tfparallel.seams.keras import takes_training
+from tfparallel.seams.keras import calls_of, calls_to, takes_training
 
 __all__ = [
     "LayerCall",
@@ -382,17 +382,14 @@ def _nodes_of(layer, model) -> list[tuple[Any, Any, Any]]:
     nodes = [
         # One that is read twice, as query and as value, is one input.
         (list({id(t): t for t in node.input_tensors}.values()), node.output_tensors, node)
-        for node in layer._inbound_nodes
+        for node in calls_to(layer)
         if all(id(tensor) in own for tensor in node.output_tensors)
     ]
     return nodes or [(layer.input, layer.output, None)]
 
 
 def _tensors_of(model) -> Iterable[Any]:
-    functional = model._functional if isinstance(model, keras.Sequential) else model
-    for nodes in functional._nodes_by_depth.values():
-        for node in nodes:
-            yield from node.output_tensors
+    return (tensor for node in calls_of(model) for tensor in node.output_tensors)
 
 
 def _kind(layer, inputs, outputs, is_first) -> str:

@@ -30,7 +30,7 @@ from tfparallel.notice import notice
 from tfparallel.replication.checks import check_activity
 from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.policy import BeginsEpochs, EveryStep
-from tfparallel.seams.keras import compiled_loss, layers_in
+from tfparallel.seams.keras import compiled_loss, layers_in, loss_terms
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import Found
 
@@ -145,7 +145,7 @@ class Accumulate(EveryStep):
         Raises:
             ValueError: If some are.
         """
-        kinds = {found.loss.reduction == "sum" for found in compiled_loss(self.model)._flat_losses}
+        kinds = {found.loss.reduction == "sum" for found in loss_terms(compiled_loss(self.model))}
         if len(kinds) > 1:
             self.refuse(_ONE_DIVISOR, "a loss with reduction='sum' beside others")
         return True in kinds

@@ -29,6 +29,7 @@ from tfparallel.seams.keras import (
     Functional,
     compiled_loss,
     compute_output_spec,
+    loss_tracker,
     mask_of,
     takes_training,
 )
@@ -108,7 +109,7 @@ class OwnRows(WhereRowsMeet, OneStep):
         found = self._terms_of_own_rows(data, metrics, worker_rows, training=False)
         sums = found.sums.of_all()
         loss = found.loss(sums, self.losses)
-        self._loss_tracker.update_state(loss, sample_weight=found.num_rows)
+        loss_tracker(self).update_state(loss, sample_weight=found.num_rows)
         _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         metrics.update(found.growth(sums), y, found.outputs, found.sums.rows, sample_weight)
         return self.get_metrics_result()

@@ -12,7 +12,7 @@ from tfparallel.collectives import replica_sums
 from tfparallel.replication.checks import check_updated
 from tfparallel.seams.tensorflow import PerReplica, updating_replica
 from tfparallel.strategies import keras_trainer, variables
-from tfparallel.strategies.one_trace import OneTrace
+from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.update.places import Places
 
 __all__ = ["ReplicaPlaces"]
@@ -99,7 +99,7 @@ class ReplicaPlaces(Places):
             super().each(update, given)
             return
         with self.at(0):
-            OneTrace(self.strategy).update(lambda own: update(0, own), given)
+            ReplicaTrace(self.strategy).update(lambda own: update(0, own), given)
 
     def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
         """A gradient on one device: what an all-reduce has left there, or what is sent there."""

@@ -49,7 +49,7 @@ from tfparallel.replication.sums import Summed, Sums
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import is_recording, needs_gradient, recording
 from tfparallel.strategies import variables
-from tfparallel.strategies.one_trace import OneTrace
+from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.update.pending import PendingSums
 
 
@@ -128,7 +128,7 @@ class ReplicatedCall:
         self._refuse_lost_gradients(inputs.whole_floats)
         call_state = state.CallState(self._layer)
         shards_here = self._own_shards(inputs.num_rows)
-        trace = OneTrace(self._strategy)
+        trace = ReplicaTrace(self._strategy)
         replicas: list[_Replica] = []
 
         def forward(*_):

@@ -6,7 +6,7 @@ import tensorflow as tf
 from tfparallel.engine.check_rows import check_rows
 from tfparallel.extend import attach
 from tfparallel.replication.replicated_call import ReplicatedCall
-from tfparallel.seams.keras import compute_output_spec, in_stateless_scope
+from tfparallel.seams.keras import clear_losses, compute_output_spec, in_stateless_scope
 from tfparallel.update.pending import PendingSums
 
 __all__ = ["ReplicatedLayer", "judge_anew"]
@@ -51,7 +51,7 @@ class ReplicatedLayer:
         partial = self._partial_gradients()
         replicated = ReplicatedCall(self, call, self._strategy, partial, **options)
         outputs, losses = replicated(args, kwargs)
-        self._clear_losses()
+        clear_losses(self)
         if losses:
             keras.Layer.add_loss(self, losses)  # A functional model refuses its own.
         return outputs

@@ -1,7 +1,7 @@
 """Private names of Keras."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -42,28 +42,47 @@ __all__ = [
     "Functional",
     "MetricsList",
     "SafeModeScope",
+    "added_loss",
     "apply_mask",
     "arguments_of",
+    "as_outputs",
     "batches_of",
+    "begin_at",
     "calling_with",
+    "calls_of",
+    "calls_to",
     "class_weighting",
+    "clear_losses",
+    "compile_arguments",
     "compiled_loss",
     "compiled_metrics",
     "compute_output_spec",
+    "count_of",
+    "first_epoch",
+    "functional_of",
     "get_global",
+    "has_graph",
     "in_stateless_scope",
     "in_training",
     "layers_in",
+    "loss_of_batch",
+    "loss_terms",
+    "loss_tracker",
     "make_global_seed_generator",
+    "maker_of",
     "mask_epsilon",
     "mask_of",
     "model_supports_jit",
+    "rate_of",
     "reduce_weighted_values",
     "seed_generators_of",
     "set_global",
     "set_mask",
     "squeeze_or_expand_to_same_rank",
     "takes_training",
+    "unlocked",
+    "untrack",
+    "with_losses",
 ]
 
 # Modules of Keras's, by which a caller is told in the frames of the stack.
@@ -178,3 +197,115 @@ def calling_with(layer: keras.Layer, training: bool) -> Iterator[CallContext]:
         yield own
     finally:
         set_global(_CALL, outer)
+
+
+def functional_of(model: keras.Model) -> Any:
+    """The functional model that a Sequential one holds; of any other the model itself."""
+    return getattr(model, "_functional", None) or model
+
+
+def calls_of(model: keras.Model) -> list[Any]:
+    """The calls of a functional model's graph, inputs among them, in the order of Keras's.
+
+    Returns:
+        Nodes, with `operation`, `is_input`, `input_tensors`, `outputs` and `arguments`; empty for
+        what has no graph.
+    """
+    nodes = getattr(functional_of(model), "_nodes_by_depth", {})
+    return [node for depth in sorted(nodes, reverse=True) for node in nodes[depth]]
+
+
+def has_graph(layer: keras.Layer) -> bool:
+    """Whether a layer is a functional model, or a Sequential one with an input shape."""
+    return hasattr(functional_of(layer), "_nodes_by_depth")
+
+
+def calls_to(operation: keras.Operation) -> list[Any]:
+    """The calls of a layer, or of another operation, in all graphs: nodes, as of `calls_of`."""
+    return operation._inbound_nodes
+
+
+def maker_of(tensor: keras.KerasTensor) -> keras.Operation:
+    """The operation that makes a symbolic tensor."""
+    return tensor._keras_history.operation
+
+
+def as_outputs(model: keras.Model, flat: Sequence[Any]) -> Any:
+    """Puts values into the structure of a functional model's outputs."""
+    return keras.tree.pack_sequence_as(functional_of(model)._outputs_struct, list(flat))
+
+
+def clear_losses(layer: keras.Layer) -> None:
+    """Forgets the losses that calls of a layer, and of what it holds, have added."""
+    layer._clear_losses()
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
+    """What a compiled model averages its losses in."""
+    return model._loss_tracker
+
+
+def loss_terms(compiled: CompileLoss) -> list[Any]:
+    """The losses of a built `compile`, flat, each with `loss` and `name`."""
+    return compiled._flat_losses
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any] | None:
+    """What `compile` was given, which is saved with the model; None before."""
+    return None if model._compile_config is None else model._compile_config.config
+
+
+def begin_at(model: keras.Model, epoch: int | None) -> None:
+    """Has the `fit` that is running, or the next one, begin at an epoch; None takes that back."""
+    model._initial_epoch = epoch
+
+
+def first_epoch(model: keras.Model) -> int | None:
+    """The epoch of `begin_at`."""
+    return model._initial_epoch
+
+
+def rate_of(optimizer: keras.Optimizer) -> Any:
+    """The variable of a learning rate, or its schedule."""
+    return optimizer._learning_rate
+
+
+def count_of(optimizer: keras.Optimizer) -> keras.Variable:
+    """The variable that counts the batches of an optimizer, also those between two updates."""
+    return optimizer._iterations
+
+
+def loss_of_batch(model: keras.Model, x, y, y_pred, sample_weight=None, training=True) -> Any:
+    """The loss of a batch by the model's `compute_loss`, whose signature may be an older one."""
+    given = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+    return model._compute_loss(**given, training=training)
+
+
+@contextlib.contextmanager
+def with_losses(model: keras.Model, losses: Sequence[Any]) -> Iterator[None]:
+    """Within it these are the losses that a model's layers have added."""
+    object.__setattr__(model, "_losses_override", list(losses))
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "_losses_override", [])
+
+
+def added_loss(model: keras.Model, loss: Any) -> Any:
+    """What a loss that a layer has added counts for in that of the batch."""
+    return model._aggregate_additional_loss(loss)
+
+
+def untrack(holder: Any, value: Any) -> None:
+    """Has a layer, a model or an optimizer forget a variable or a layer that it holds."""
+    holder._tracker.untrack(value)
+
+
+@contextlib.contextmanager
+def unlocked(layer: keras.Layer) -> Iterator[None]:
+    """Within it a built layer takes what it is given as its own."""
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        layer._tracker.lock()

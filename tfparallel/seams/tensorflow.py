@@ -2,11 +2,12 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import (
     cross_device_ops,
@@ -27,6 +28,7 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 from tensorflow.python.eager import context, record
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import config, kernels, ops
 from tensorflow.python.framework.errors import InaccessibleTensorError
 from tensorflow.python.framework.func_graph import FuncGraph, func_graph_from_py_func
@@ -59,6 +61,8 @@ __all__ = [
     "create_mirrored_variable",
     "devices_match",
     "distribute",
+    "extend_operation",
+    "function_again",
     "global_seed",
     "gradient_function_of",
     "graph_of",
@@ -78,6 +82,7 @@ __all__ = [
     "run_independently",
     "runtime_has_started",
     "share_functions",
+    "strategy_of",
     "traced_graph",
     "updating_replica",
     "wait_for_other_processes",
@@ -117,6 +122,11 @@ def create_mirrored_variable(
     )
 
 
+def strategy_of(extended: tf.distribute.StrategyExtended) -> tf.distribute.Strategy:
+    """The strategy whose extended object it is."""
+    return extended._container_strategy()
+
+
 def regroup(copies: Sequence[Any], wrap_class: type) -> Any:
     """Makes one distributed value of what each replica has."""
     return distribute_utils.regroup(tuple(copies), wrap_class=wrap_class, always_wrap=True)
@@ -135,6 +145,31 @@ def of_replica(index: int, found: Any) -> Any:
 def add_control_inputs(operation: tf.Operation, sources: Sequence[tf.Operation]) -> None:
     """Has an operation of a graph run only behind others."""
     operation._add_control_inputs(list(sources))
+
+
+def extend_operation(
+    operation: tf.Operation,
+    attributes: Mapping[str, Any],
+    inputs: Sequence[tf.Tensor],
+    outputs: Sequence[tf.Tensor],
+) -> None:
+    """Gives a call, a loop or a branch other functions, and the inputs and outputs that they have.
+
+    Args:
+        operation: It.
+        attributes: All of its attributes, as a node has them.
+        inputs: Those behind its own.
+        outputs: Tensors of the types and shapes of those behind its own.
+    """
+    known = operation.node_def.attr
+    for name, value in attributes.items():
+        if name not in known or known[name] != value:
+            operation._set_attr(name, value)
+    if inputs:
+        operation._add_while_inputs(list(inputs))
+    operation._add_outputs(
+        [each.dtype.as_datatype_enum for each in outputs], [each.shape for each in outputs]
+    )
 
 
 def python_function_again(token: bytes, again: dict[bytes, bytes]) -> bytes:
@@ -160,6 +195,37 @@ def python_function_again(token: bytes, again: dict[bytes, bytes]) -> bytes:
     return again[token]
 
 
+def function_again(
+    graph: tf.Graph, name: str, suffix: str, change: Callable[[tf.Graph, Any], bool]
+) -> str:
+    """Another function like one that a graph knows by its name, with nodes that are changed.
+
+    Args:
+        graph: It will know the other one, too.
+        name: Of the function.
+        suffix: Of the name of the other one, followed by a number.
+        change: Is given the function's graph and a node, and changes it; returns whether it did.
+
+    Returns:
+        The name of the other one; of the same function, if no node is another.
+    """
+    known = _function_of(graph, name)
+    if known is None:
+        return name
+    definition = FunctionDef.FromString(known.cached_definition.SerializeToString())
+    inner = known.graph
+    changed = [change(inner, node) for node in definition.node_def]  # All of them, before any.
+    if not any(changed):
+        return name
+    definition.signature.name = f"{name}{suffix}_{ops.uid()}"
+    own = context.context()
+    own.add_function_def(definition)
+    children = [*inner._functions.values()]
+    again = AtomicFunction(definition.signature.name, own, known.function_type, children)
+    graph._add_function_recursive(again)
+    return definition.signature.name
+
+
 def devices_match(value: Any, destinations: Any) -> bool:
     """Whether a distributed value lies where a reduction is to leave its result."""
     return cross_device_ops._devices_match(value, destinations)
@@ -183,15 +249,17 @@ def composite_of(spec: tf.TypeSpec, make: Callable[[tf.TensorSpec], tf.Tensor]) 
 
 
 def graph_of(graph: tf.Graph, function: str) -> tf.Graph | None:
-    """The graph of a function that a graph calls by its name; None where TensorFlow kept none.
+    """The graph of a function that a graph calls by its name; None where TensorFlow kept none."""
+    return getattr(_function_of(graph, function), "graph", None)
 
-    A graph knows the functions of those that it is traced in, too.
-    """
+
+def _function_of(graph, name):
+    """A graph knows the functions of those that it is traced in, too."""
     found = None
     while graph is not None and found is None:
-        found = graph._get_function(function)
+        found = graph._get_function(name)
         graph = getattr(graph, "outer_graph", None)
-    return getattr(found, "graph", None)
+    return found
 
 
 def traced_graph(name: str, function: Callable[..., Any], args: Sequence[Any]) -> FuncGraph:

@@ -19,7 +19,7 @@ from tfparallel.engine.placements import Mixed, Placement, Replicate, Sum
 from tfparallel.engine.rules.draws import draws
 from tfparallel.engine.where import line_of
 from tfparallel.extend import is_own
-from tfparallel.seams.keras import compiled_loss, compiled_metrics, set_mask
+from tfparallel.seams.keras import compiled_loss, compiled_metrics, loss_terms, set_mask
 from tfparallel.step.loss import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import terms
@@ -53,9 +53,9 @@ def why_not_by_rows(model: keras.Model) -> str | None:
     loss, metrics = compiled_loss(model), compiled_metrics(model)
     if any(compiled is not None and not compiled.built for compiled in (loss, metrics)):
         return "the loss and the metrics are not built"
-    if loss is None or not loss._flat_losses:
+    if loss is None or not loss_terms(loss):
         return "there is no loss"
-    for term in loss._flat_losses:
+    for term in loss_terms(loss):
         if type(term.loss).__call__ is not keras.losses.Loss.__call__:
             return f"loss '{term.loss.name}' reduces in its own way"
         if term.loss.reduction not in REDUCTIONS:
@@ -111,7 +111,7 @@ def _faults_of_loss(model, given) -> Iterator[str]:
     if exchanges_of(graph):
         yield "a loss calls a collective, which is for the whole batch"
     judge = Judge(graph, known)
-    for loss, of_loss in zip(compiled._flat_losses, found, strict=True):
+    for loss, of_loss in zip(loss_terms(compiled), found, strict=True):
         for term in of_loss:
             why_not = _no_sum(judge.of(term))
             if why_not is not None:

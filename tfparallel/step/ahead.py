@@ -11,7 +11,13 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import is_own
-from tfparallel.seams.keras import batches_of, compiled_loss, compiled_metrics, compute_output_spec
+from tfparallel.seams.keras import (
+    batches_of,
+    compiled_loss,
+    compiled_metrics,
+    compute_output_spec,
+    loss_of_batch,
+)
 
 __all__ = ["build_ahead", "symbolic_build", "types_of_batches"]
 
@@ -64,7 +70,7 @@ def symbolic_build(model: keras.Model, data_batch) -> None:
     if compiled_metrics(model) is not None and not compiled_metrics(model).built:
         compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=sample_weight)
     if compiled_loss(model) is not None and not compiled_loss(model).built:
-        compute_output_spec(model._compute_loss, None, y, y_pred, sample_weight, training=False)
+        compute_output_spec(loss_of_batch, model, None, y, y_pred, sample_weight, training=False)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     model._post_build()

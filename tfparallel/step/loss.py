@@ -26,6 +26,7 @@ import tensorflow as tf
 from tfparallel.seams.keras import (
     CompileLoss,
     apply_mask,
+    loss_terms,
     mask_epsilon,
     mask_of,
     reduce_weighted_values,
@@ -165,7 +166,7 @@ def call_with(instead: Callable, compiled: CompileLoss, y, predictions, sample_w
         NotByPieces: If `instead` or what it returns does.
     """
     own = object.__new__(CompileLoss)  # It refuses to be copied.
-    terms = [term._replace(loss=instead(term.loss)) for term in compiled._flat_losses]
+    terms = [term._replace(loss=instead(term.loss)) for term in loss_terms(compiled)]
     # Past Keras's tracking.
     metrics = list(metrics) or [None] * len(terms)
     vars(own).update(vars(compiled) | {"_flat_losses": terms, "_metrics": metrics})

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfparallel.extend import attach, attached
 from tfparallel.layout.layout import Layout
-from tfparallel.seams.keras import compiled_metrics
+from tfparallel.seams.keras import compiled_metrics, loss_tracker
 from tfparallel.step.call import Call
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
@@ -147,7 +147,7 @@ class OneStep(CompiledByDevice):
             sample_weight: Weights, or None.
         """
         with self._beside_the_loss():
-            self._loss_tracker.update_state(found.loss, sample_weight=found.num_rows)
+            loss_tracker(self).update_state(found.loss, sample_weight=found.num_rows)
         if found.variables:
             with tf.control_dependencies(found.checked):
                 gradients = found.gradients

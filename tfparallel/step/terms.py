@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.seams.keras import CompileLoss, CompileMetrics, compiled_loss
+from tfparallel.seams.keras import CompileLoss, CompileMetrics, added_loss, compiled_loss
 from tfparallel.step.loss import call_with, values_of
 
 __all__ = ["grow", "growth", "states", "terms", "whole_loss"]
@@ -79,7 +79,7 @@ def whole_loss(
     compiled = compiled_loss(model)
     trackers = compiled.metrics if tells_trackers else ()
     losses = [call_with(instead, compiled, y, outputs, sample_weight, trackers)]
-    losses += [model._aggregate_additional_loss(loss) for loss in added]
+    losses += [added_loss(model, loss) for loss in added]
     return losses[0] if len(losses) == 1 else keras.ops.sum(losses)
 
 

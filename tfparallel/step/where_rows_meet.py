@@ -26,7 +26,13 @@ from tfparallel.engine.check_rows import has_rows
 from tfparallel.extend import attach, attached
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.notice import notice
-from tfparallel.seams.keras import compiled_loss, compiled_metrics, mask_of
+from tfparallel.seams.keras import (
+    as_outputs,
+    compiled_loss,
+    compiled_metrics,
+    functional_of,
+    mask_of,
+)
 from tfparallel.step.adds_up import AddsUp, adds_up, why_not_by_rows
 from tfparallel.step.metrics import StepMetrics
 
@@ -222,9 +228,8 @@ class WhereRowsMeet:
         Returns:
             The first in the outputs' structure, the second flat, None for an output without.
         """
-        functional = getattr(self, "_functional", None) or self
-        outputs = keras.tree.pack_sequence_as(functional._outputs_struct, functional.outputs)
-        return keras.tree.map_structure(type_of, outputs), masks_of(functional.outputs)
+        flat = functional_of(self).outputs
+        return keras.tree.map_structure(type_of, as_outputs(self, flat)), masks_of(flat)
 
 
 def _bytes_of_a_row(output: tf.TensorSpec | None) -> int | None:

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfparallel import devices as device_lib
 from tfparallel.collectives import choice, cross_device
 from tfparallel.collectives.choice import ChosenAllReduce
-from tfparallel.seams.tensorflow import MirroredExtended
+from tfparallel.seams.tensorflow import MirroredExtended, strategy_of
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
 _OF_THE_HOST = tf.distribute.ReductionToOneDevice()  # As TensorFlow: int32 is the host's.
@@ -19,7 +19,7 @@ class _MirroredExtended(ProgramExtended, MirroredExtended):
     def _get_cross_device_ops(self, value):
         # TensorFlow would take collectives instead wherever `merge_call` is not used.
         is_int32 = any(tensor.dtype == tf.int32 for tensor in tf.nest.flatten(_terms(value)))
-        if is_int32 and self._cross_device_ops is self._container_strategy().all_reduce_ops:
+        if is_int32 and self._cross_device_ops is strategy_of(self).all_reduce_ops:
             return _OF_THE_HOST
         return self._cross_device_ops
 

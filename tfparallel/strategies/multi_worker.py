@@ -40,6 +40,7 @@ from tfparallel.seams.tensorflow import (
     global_seed,
     regroup,
     runtime_has_started,
+    strategy_of,
 )
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
@@ -99,7 +100,7 @@ class _MultiWorkerExtended(ProgramExtended, CollectiveAllReduceExtended):
 
     def _gather_to_implementation(self, value, destinations, axis, options):
         # TensorFlow's joins the workers in the order of their names' text: 0, 1, 10, 2, …
-        strategy = self._container_strategy()
+        strategy = strategy_of(self)
         if strategy.workers is None:
             return super()._gather_to_implementation(value, destinations, axis, options)
         move = tf.experimental.numpy.moveaxis

@@ -16,8 +16,6 @@ of TensorFlow's another one.
 """
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -30,7 +28,7 @@ from tfparallel.device_names import canonical
 from tfparallel.layout.in_words import replicas_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.seams.tensorflow import replica_index
+from tfparallel.seams.tensorflow import replica_index, strategy_of
 from tfparallel.strategies import distributed_data, keras_trainer, variables
 
 _OF_ANOTHER_STRATEGY = "Mixing different tf.distribute.Strategy objects"
@@ -43,11 +41,11 @@ class ProgramExtended:
         # Keras's optimizers reach the copies of a variable through `merge_call`, which exists in
         # a replica alone (keras#20582), or directly, where a strategy says that it needs none.
         in_program = (
-            self._container_strategy().program_is_running
+            strategy_of(self).program_is_running
             and tf.distribute.in_cross_replica_context()
         )
         if not in_program:
-            keras_trainer.refuse_unprepared_optimizer(self._container_strategy())
+            keras_trainer.refuse_unprepared_optimizer(strategy_of(self))
         return not in_program and super()._use_merge_call()
 
     def _update(self, var, fn, args, kwargs, group):
@@ -57,7 +55,7 @@ class ProgramExtended:
         return fn(variables.copies(var)[index], *args, **kwargs)  # Of an update at one place.
 
     def _create_variable(self, next_creator, **kwargs):
-        strategy, model = self._container_strategy(), keras_trainer.compiling_model()
+        strategy, model = strategy_of(self), keras_trainer.compiling_model()
         if model is not None and model._distribute_strategy is not strategy:
             strategy.check_foreign_model(model)
         elif model is not None and not strategy.has_extended(model):
@@ -83,9 +81,7 @@ class ProgramExtended:
                     made.append(next_creator(**kwargs))
             return made
 
-        made = variables.create(self._container_strategy(), create_copies, **kwargs)
-        self._container_strategy().made_here[id(variables.copies(made)[0].handle)] = made
-        return made
+        return variables.create(strategy_of(self), create_copies, **kwargs)
 
 
 class ProgramStrategy:
@@ -100,16 +96,6 @@ class ProgramStrategy:
     place: Place | None = None  # Where its rows lie in the batch of all, where it is apart.
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
-
-    @functools.cached_property
-    def made_here(self) -> weakref.WeakValueDictionary[int, tf.Variable]:
-        """The variables, by the id of the first copy's handle."""
-        return weakref.WeakValueDictionary()
-
-    def copy_of(self, tensor: tf.Tensor, index: int) -> tf.Tensor:
-        """The handle of a variable's copy on another device, for that of the first; or itself."""
-        variable = self.made_here.get(id(tensor))
-        return tensor if variable is None else variables.copies(variable)[index].handle
 
     @contextlib.contextmanager
     def apart(self, place: Place | None = None) -> Iterator[None]:

@@ -6,7 +6,8 @@ any replica:
 
 * `DistributedVariable.handle` raises outside a replica, so `GradientTape.gradient(loss, v)` is
   impossible there. A mirrored variable's copies are equal by definition; outside a replica the
-  handle is the first copy's (`MirroredVariable`).
+  handle is the first copy's (`MirroredVariable`). The replicas of a mesh have such variables, too,
+  each with copies on devices of its own, and of no strategy.
 * A variable that is summed on read, as every Keras metric's is, refuses `assign_add` outside a
   replica, and `assign` writes a share of the value into each copy, which rounds and costs a
   reduction at each read. While a program runs, the first copy holds the whole and the others
@@ -15,8 +16,14 @@ any replica:
 `tests/strategies/test_variables.py` fails on the day that TensorFlow no longer raises.
 """
 
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+
+import keras
 import tensorflow as tf
 
+from tfparallel.compute_context import context
 from tfparallel.seams.tensorflow import (
     DistributedValues,
     DistributedVariable,
@@ -26,6 +33,17 @@ from tfparallel.seams.tensorflow import (
 )
 from tfparallel.seams.tensorflow import MirroredVariable as TensorFlowsMirroredVariable
 from tfparallel.strategies import keras_trainer
+
+_WRITING = (
+    *("assign", "assign_add", "assign_sub", "batch_scatter_update", "scatter_add", "scatter_div"),
+    *("scatter_max", "scatter_min", "scatter_mul", "scatter_nd_add", "scatter_nd_max"),
+    *("scatter_nd_min", "scatter_nd_sub", "scatter_nd_update", "scatter_sub", "scatter_update"),
+    "_strided_slice_assign",  # What `variable[2:].assign` calls.
+)
+
+
+# By the id of the handle of their first copies, which live as long.
+_BY_HANDLE: weakref.WeakValueDictionary[int, DistributedVariable] = weakref.WeakValueDictionary()
 
 
 def _outside_replicas() -> bool:
@@ -40,33 +58,45 @@ class MirroredVariable(TensorFlowsMirroredVariable):
         """The resource of this replica's copy; outside a replica, of the first copy."""
         return self._get().handle
 
+    @property
+    def device(self):
+        """The device of that copy."""
+        return self._get().device
+
     def _get(self):
-        # An update under no strategy has the variable itself for TensorFlow's replica index.
-        is_outside = _outside_replicas() or not tf.distribute.has_strategy()
-        return self._primary if is_outside else super()._get()
+        if self._replica_at_work is not None:
+            return self.values[self._replica_at_work]
+        # In an update under no strategy TensorFlow's replica index is the variable itself.
+        is_in_its_replica = tf.distribute.has_strategy() and not _outside_replicas()
+        is_in_its_replica &= tf.distribute.get_strategy() is self._distribute_strategy
+        return super()._get() if is_in_its_replica else self.values[0]
 
-    def assign(self, value, *args, **kwargs):
-        return self._write("assign", value, *args, **kwargs)
+    @property
+    def _replica_at_work(self) -> int | None:
+        """The replica of a mesh that this thread works for, if it has a copy of this variable."""
+        replica = context().replica
+        is_here = replica is not None and _has_copies(self, replica.number, of_none())
+        return replica.index if is_here else None
 
-    def assign_add(self, value, *args, **kwargs):
-        return self._write("assign_add", value, *args, **kwargs)
+    __getitem__ = tf.Variable.__getitem__  # Of which `variable[1:].assign` writes all copies.
 
-    def assign_sub(self, value, *args, **kwargs):
-        return self._write("assign_sub", value, *args, **kwargs)
-
-    def _write(self, method: str, value, *args, **kwargs):
+    def _write(self, method: str, *args, **kwargs):
         """Writes the variable; outside any strategy, each of its copies.
 
         So an optimizer that knows of no strategy can train a model that reads this one's layers.
         What a replica of a custom loop writes must not be of its own rows alone.
         """
+        if self._replica_at_work is not None:
+            return getattr(self._get(), method)(*args, **kwargs)
         strategy = self._distribute_strategy
-        if not (_outside_replicas() or strategy.program_is_running or self.trainable):
-            if strategy.num_replicas > 1:
+        is_in_its_replica = not _outside_replicas() and strategy is tf.distribute.get_strategy()
+        if is_in_its_replica and tf.distribute.has_strategy() and not self.trainable:
+            if strategy.num_replicas > 1 and not strategy.program_is_running:
                 keras_trainer.refuse_own_moments()
-        if tf.distribute.has_strategy() or isinstance(value, DistributedValues):
-            return getattr(super(), method)(value, *args, **kwargs)
-        written = [getattr(copy, method)(value, *args, **kwargs) for copy in self._values]
+        is_known = method in vars(DistributedVariable)  # To a strategy of TensorFlow's.
+        if is_known and (tf.distribute.has_strategy() or isinstance(args[0], DistributedValues)):
+            return getattr(super(), method)(*args, **kwargs)
+        written = [getattr(copy, method)(*args, **kwargs) for copy in self.values]
         return written[0]
 
     def __int__(self):
@@ -74,6 +104,17 @@ class MirroredVariable(TensorFlowsMirroredVariable):
 
     def __float__(self):
         return float(self.numpy())
+
+
+def _writing(method: str) -> Callable:
+    def write(self, *args, **kwargs):
+        return self._write(method, *args, **kwargs)
+
+    return write
+
+
+for _method in _WRITING:
+    setattr(MirroredVariable, _method, _writing(_method))
 
 
 class MetricVariable(SyncOnReadVariable):
@@ -111,34 +152,34 @@ class MetricVariable(SyncOnReadVariable):
 
     def _get_cross_replica(self):
         if self._is_sum() and self._distribute_strategy.program_is_running:
-            return self._primary
+            return self.values[0]
         if self._is_sum() and self._is_whole:
-            return tf.add_n([tf.convert_to_tensor(copy) for copy in self._values])
+            return tf.add_n([tf.convert_to_tensor(copy) for copy in self.values])
         return super()._get_cross_replica()
 
     def value(self):
         in_program = self._distribute_strategy.program_is_running and _outside_replicas()
         if in_program and self._is_sum():
-            return self._primary.value()
+            return self.values[0].value()
         return super().value()
 
     def assign(self, value, *args, **kwargs):
         if not self._is_written_whole():
             return super().assign(value, *args, **kwargs)
         if not self._distribute_strategy.program_is_running:
-            for copy in self._values[1:]:
+            for copy in self.values[1:]:
                 copy.assign(tf.zeros_like(copy))
-        return self._primary.assign(self._own_part(value), *args, **kwargs)
+        return self.values[0].assign(self._own_part(value), *args, **kwargs)
 
     def assign_add(self, value, *args, **kwargs):
         if not self._is_written_whole():
             return super().assign_add(value, *args, **kwargs)
-        return self._primary.assign_add(self._own_part(value), *args, **kwargs)
+        return self.values[0].assign_add(self._own_part(value), *args, **kwargs)
 
     def assign_sub(self, value, *args, **kwargs):
         if not self._is_written_whole():
             return super().assign_sub(value, *args, **kwargs)
-        return self._primary.assign_sub(self._own_part(value), *args, **kwargs)
+        return self.values[0].assign_sub(self._own_part(value), *args, **kwargs)
 
 
 def create(strategy, create_copies, **kwargs):
@@ -156,7 +197,34 @@ def create(strategy, create_copies, **kwargs):
         TensorFlowsMirroredVariable: MirroredVariable,
         SyncOnReadVariable: MetricVariable,
     }
-    return create_mirrored_variable(strategy, create_copies, replacements, **kwargs)
+    made = create_mirrored_variable(strategy, create_copies, replacements, **kwargs)
+    _BY_HANDLE[id(made.values[0].handle)] = made
+    return made
+
+
+@functools.cache
+def of_none() -> tf.distribute.Strategy:
+    """What is TensorFlow's strategy where there is none, also within the scope of one."""
+    with tf.Graph().as_default():
+        return tf.distribute.get_strategy()
+
+
+def mirror(variable: keras.Variable, devices: Sequence[str]) -> None:
+    """Gives a variable of Keras a copy on each of other devices, with the value that it has.
+
+    One that has copies already, or no memory of its own, is left as it is.
+    """
+    first = variable._value
+    if not isinstance(first, tf.Variable) or is_distributed(first) or not devices:
+        return
+    made = [first]
+    # By its name an optimizer may leave it out of weight decay.
+    own = {"trainable": first.trainable, "dtype": first.dtype, "name": first.name.partition(":")[0]}
+    with tf.init_scope():
+        for device in devices:
+            with tf.device(device):
+                made.append(tf.Variable(first, **own))
+        variable._value = create(of_none(), lambda **_: made)
 
 
 def copies(variable) -> tuple:
@@ -170,6 +238,31 @@ def copies(variable) -> tuple:
     return (variable,)
 
 
+def copy_of(
+    handle: tf.Tensor, index: int, number: int, strategy: tf.distribute.Strategy | None = None
+) -> tf.Tensor:
+    """What is there for the handle of the first copy of a variable, in another replica.
+
+    Args:
+        handle: Of any variable.
+        index: Of the replica.
+        number: How many there are.
+        strategy: Whose replicas they are; None for those of a mesh.
+
+    Returns:
+        The handle of the copy there; itself, if the variable has no copy in each replica.
+    """
+    variable = _BY_HANDLE.get(id(handle))
+    if variable is None or not _has_copies(variable, number, strategy or of_none()):
+        return handle
+    return variable.values[index].handle
+
+
+def _has_copies(variable: DistributedVariable, number: int, strategy) -> bool:
+    """Whether a variable has a copy in each of so many replicas of a strategy."""
+    return variable.distribute_strategy is strategy and len(variable.values) == number
+
+
 def is_distributed(variable) -> bool:
-    """Whether a Keras or TensorFlow variable was made under a strategy."""
+    """Whether a Keras or TensorFlow variable has copies on several devices."""
     return isinstance(getattr(variable, "_value", variable), DistributedVariable)

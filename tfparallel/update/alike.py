@@ -3,6 +3,7 @@
 from typing import Any
 
 from tfparallel.extend import original_class
+from tfparallel.seams.keras import rate_of
 
 __all__ = ["is_from_keras", "belongs_to_keras", "updates_alike"]
 
@@ -12,7 +13,7 @@ def updates_alike(optimizer) -> bool:
 
     One of the user's own may draw, or keep a state that nobody knows of.
     """
-    return is_from_keras(original_class(optimizer)) and belongs_to_keras(optimizer._learning_rate)
+    return is_from_keras(original_class(optimizer)) and belongs_to_keras(rate_of(optimizer))
 
 
 def belongs_to_keras(held: Any) -> bool:

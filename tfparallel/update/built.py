@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from tfparallel.extend import original_class
+from tfparallel.seams.keras import count_of, rate_of, untrack
 
 __all__ = [
     "build_again",
@@ -96,10 +97,10 @@ def build_again(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -
 
 
 def _forget_slots(optimizer) -> None:
-    kept = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    kept = {id(count_of(optimizer)), id(rate_of(optimizer))}
     for variable in list(optimizer._variables):
         if id(variable) not in kept:
-            optimizer._tracker.untrack(variable)
+            untrack(optimizer, variable)
     optimizer._trainable_variables_indices.clear()
     optimizer.built = False
     for inner in wrapped_by(optimizer):

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfparallel.extend import attach, attached, extend, original_class
 from tfparallel.newer_keras import ScheduleFreeAdamW
+from tfparallel.seams.keras import count_of, rate_of
 from tfparallel.update import files
 from tfparallel.update.alike import belongs_to_keras, is_from_keras, updates_alike
 from tfparallel.update.built import own_variables, trained_by, wrapped_by
@@ -154,7 +155,7 @@ class UnitOptimizer:
         places = self._places
         if self._sums_late:
             held = [self._accumulated_gradients[self._get_variable_index(p)] for p in parts]
-            is_update = (self._iterations + 1) % self.gradient_accumulation_steps == 0
+            is_update = (count_of(self) + 1) % self.gradient_accumulation_steps == 0
             scale = self.loss_scale_factor
             return self._pending.accumulated(grads, parts, held, is_update, scale, places)
         if self._in_shares and self._pending:
@@ -189,7 +190,7 @@ class UnitOptimizer:
 
     def _rate_of_all(self):
         """The learning rate, where each share would have one of its own; else None."""
-        is_own = self._in_shares and not belongs_to_keras(self._learning_rate)
+        is_own = self._in_shares and not belongs_to_keras(rate_of(self))
         return self._get_current_learning_rate() if is_own else None
 
     def _get_current_learning_rate(self):
@@ -267,9 +268,6 @@ class UnitOptimizer:
             super()._tf_apply(grads, trainable_variables)
         else:
             self._common_apply(grads, trainable_variables=trainable_variables)
-
-    def _var_key(self, variable):
-        return super()._var_key(self._places.known_as(variable))
 
     def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
         """Makes a slot beside its unit; one of a part or of a share knows of which weight."""

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tfparallel.seams.tensorflow import add_control_inputs
+
 __all__ = ["LARGE", "one_large_update_at_a_time"]
 
 LARGE = 2**18  # Elements: 1 MiB in float32.
@@ -59,7 +61,7 @@ def one_large_update_at_a_time(gradient: tf.Tensor, variable: tf.Variable) -> It
         # Not where the last update needs this gradient, as it may where weights are shared.
         if isinstance(gradient, tf.Tensor) and gradient.graph is graph:
             if gradient.op not in updates.before:
-                gradient.op._add_control_inputs([updates.last])
+                add_control_inputs(gradient.op, [updates.last])
         with tf.control_dependencies([updates.last]):
             yield
     updates.last = tf.group(*_writes(graph, variable))

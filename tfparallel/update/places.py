@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `Places` | the only one; each variable has its own device | one |
 | `ReplicaPlaces` (`replication/places.py`) | a device of a strategy | those of `tf.distribute` |
-| `MeshPlaces` (`hybrid/places.py`) | a replica of a mesh | those of `variables/copies.py` |
+| `MeshPlaces` (`hybrid/places.py`) | a replica of a mesh | likewise, on devices of its own |
 """
 
 import contextlib
@@ -63,10 +63,6 @@ class Places:
     def hold(self, slots: Sequence[keras.Variable]) -> bool:
         """Whether slots that plain Keras made lie where they would be made here."""
         return False
-
-    def known_as(self, variable: keras.Variable | tf.Variable) -> keras.Variable | tf.Variable:
-        """What an optimizer knows a variable by, of which it may be given a copy."""
-        return variable
 
     def make(self) -> AbstractContextManager:
         """Where variables are made."""

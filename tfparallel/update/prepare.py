@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from tfparallel.seams.keras import count_of, rate_of
 from tfparallel.update.built import prepare_built, wrapped_by
 from tfparallel.update.elementwise import check_elementwise
 from tfparallel.update.optimizer import UnitOptimizer, extend_for
@@ -45,5 +46,5 @@ def _is_prepared(optimizer, places, shares) -> bool:
         return True
     if isinstance(optimizer, UnitOptimizer):
         return optimizer._places == places and optimizer._in_shares == (shares and not inner)
-    apart = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    apart = {id(count_of(optimizer)), id(rate_of(optimizer))}
     return not shares and places.hold([v for v in optimizer._variables if id(v) not in apart])

@@ -1,5 +1,4 @@
-"""Variables that are more than one: with a copy in each replica of a mesh, or in parts.
+"""Variables that lie in parts, and the replicas in which a variable has copies.
 
-`copies` has those of a mesh, `split` those that lie in parts. Those of a strategy are
-`tf.distribute`'s (`strategies/variables.py`).
+The copies are those of `strategies/variables.py`.
 """

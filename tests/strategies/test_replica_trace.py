@@ -6,7 +6,8 @@ import tensorflow as tf
 
 import tfparallel
 from tfparallel.collectives import in_replica
-from tfparallel.strategies.one_trace import OneTrace
+from tfparallel.engine.graphs import with_inner
+from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.strategies.variables import copies
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
@@ -18,8 +19,8 @@ def strategy():
 
 
 def run(strategy, program, *arguments, calls=1):
-    """What a traced program returns; `program` takes a `OneTrace` and the arguments."""
-    traced = tf.function(lambda *given: program(OneTrace(strategy), *given), autograph=False)
+    """What a traced program returns; `program` takes a `ReplicaTrace` and the arguments."""
+    traced = tf.function(lambda *given: program(ReplicaTrace(strategy), *given), autograph=False)
     return tf.nest.map_structure(lambda leaf: leaf.numpy(), traced(*arguments))
 
 
@@ -112,7 +113,7 @@ def test_an_eager_step_runs_each():
         calls.append(rows)
         return in_replica.all_reduce(rows)
 
-    found = OneTrace(strategy).run(function, tf.unstack(tf.constant([1.0, 2.0, 3.0])))
+    found = ReplicaTrace(strategy).run(function, tf.unstack(tf.constant([1.0, 2.0, 3.0])))
     assert [each.numpy() for each in found] == [6.0] * 3 and len(calls) == 3
 
 
@@ -153,6 +154,48 @@ def test_a_gradient_is_that_of_the_replica(strategy):
     )
 
 
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("how", ["loop", "branch", "function"])
+def test_a_gradient_that_changes_what_was_made_before(strategy, how, is_persistent):
+    """TensorFlow gives calls, loops and branches outputs for it, when somebody asks for it."""
+
+    def called(x):
+        return tf.sin(x) * x
+
+    def forward(rows):
+        with tf.GradientTape(persistent=is_persistent) as tape:
+            tape.watch(rows)
+            if how == "loop":
+                loop = tf.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, called(a)), (0, rows))
+                result = loop[1]
+            elif how == "branch":
+                result = tf.cond(rows > 1.5, lambda: called(rows), lambda: tf.cos(rows))
+            else:
+                result = tf.function(called)(rows)
+        return tape, rows, result
+
+    def program(trace, x):
+        found = trace.run(forward, tf.unstack(x))
+        trace.run(lambda k: in_replica.all_reduce(found[k][1]), range(3))  # They meet.
+
+        def backward(k, upstream):
+            tape, rows, result = found[k]
+            return tape.gradient(result, rows, upstream)
+
+        gradients = trace.run(backward, range(3), tf.unstack(x))
+        for op in trace.operations():
+            for each in op.inputs if op.type in ("While", "StatelessWhile") else ():
+                assert not op.name.startswith("replica_") or "CPU:0" not in each.device
+        return gradients
+
+    x = tf.constant([1.0, 2.0, 3.0])
+    expected = []
+    for rows in tf.unstack(x):
+        tape, rows, result = forward(rows)
+        expected.append(rows * tape.gradient(result, rows))
+    np.testing.assert_allclose(run(strategy, program, x), expected, 1e-6)
+
+
 @pytest.mark.parametrize("how", ["loop", "branch", "function"])
 def test_functions_read_the_replicas_own_copies(strategy, how):
     weight = variable_of(strategy, 1.0, 2.0, 3.0)
@@ -182,18 +225,87 @@ def test_draws_by_a_seed_of_tensorflows_differ(strategy):
     assert not np.allclose(found[0], found[1]) and not np.allclose(found[1], found[2])
 
 
-def test_draws_in_a_loop_are_refused_where_they_would_be_the_same(strategy):
-    def program(trace, x):
-        def function(rows):
-            return tf.while_loop(
-                lambda i, x: i < 2, lambda i, x: (i + 1, x + tf.random.uniform([], seed=4)),
-                (0, rows),
-            )[1]
+@pytest.mark.parametrize("how", ["loop", "branch", "function"])
+def test_draws_in_functions_differ(strategy, how):
+    tf.random.set_seed(3)
 
+    def drawn(x):
+        return x + tf.random.uniform([], seed=4)
+
+    def function(rows):
+        if how == "loop":
+            return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, drawn(x)), (0, rows))[1]
+        if how == "branch":
+            return tf.cond(rows > 1.5, lambda: drawn(rows), lambda: rows)
+        return tf.function(lambda x: tf.function(drawn)(x))(rows)  # One in another.
+
+    def program(trace, x):
         return trace.run(function, tf.unstack(x))
 
-    with pytest.raises(ValueError, match="would be the same on all replicas.*RandomUniform"):
-        run(strategy, program, tf.zeros([3]))
+    found = run(strategy, program, tf.fill([3], 2.0))
+    assert len({float(each) for each in found}) == 3
+
+
+@pytest.mark.parametrize("how", ["loop", "function"])
+def test_python_keeps_a_tape_for_each_replica_in_functions(strategy, how):
+    def cube(x):
+        return tf.ensure_shape(tf.py_function(lambda a: a**3, [x], tf.float32), [])
+
+    def program(trace, x):
+        def forward(rows):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(rows)
+                if how == "loop":
+                    found = tf.while_loop(
+                        lambda i, x: i < 1, lambda i, x: (i + 1, cube(x)), (0, rows)
+                    )[1]
+                else:
+                    found = tf.function(cube)(rows)
+            return tape, rows, found
+
+        def backward(k, upstream):
+            tape, rows, cubes = found[k]
+            return tape.gradient(cubes, rows, upstream)
+
+        found = trace.run(forward, tf.unstack(x))
+        return trace.run(backward, range(3), [tf.constant(1.0)] * 3)
+
+    np.testing.assert_allclose(
+        run(strategy, program, tf.constant([1.0, 2.0, 3.0])), [3.0, 12.0, 27.0]
+    )
+
+
+def test_a_function_that_names_a_device_is_on_the_replicas_own(strategy):
+    """And one in which nothing differs is not made again."""
+
+    def sine(x):
+        with tf.device(DEVICES[0]):
+            return tf.sin(x)
+
+    def program(trace, x):
+        def function(rows):
+            with tf.GradientTape() as tape:
+                tape.watch(rows)
+                found = tf.function(sine)(rows) + tf.function(tf.cos)(rows)
+            return found, tape.gradient(found, rows)
+
+        before = {op.name for op in trace.operations()}
+        results = trace.run(function, tf.unstack(x))
+        devices, functions = {}, []
+        for op in trace.operations():
+            if op.name not in before and "PartitionedCall" in op.type:
+                functions.append(op.get_attr("f").name)
+                for inner in with_inner([op]):
+                    if inner.type in ("Sin", "Cos"):
+                        devices.setdefault(op.device[-5:], set()).add(inner.device[-5:])
+        assert devices == {name: {name, ""} for name in DEVICES}
+        assert len(functions) == 12 and len(set(functions)) == 6
+        return results
+
+    x = np.array([1.0, 2.0, 3.0], "float32")
+    values, slopes = zip(*run(strategy, program, tf.constant(x)), strict=True)
+    np.testing.assert_allclose(values, np.sin(x) + np.cos(x), 1e-6)
+    np.testing.assert_allclose(slopes, np.cos(x) - np.sin(x), 1e-6)
 
 
 def test_a_replica_knows_which_it_is(strategy):
@@ -288,7 +400,7 @@ def test_a_step_in_a_loop(strategy):
 
     def program(trace, x):
         def body(i, total):
-            inner = OneTrace(strategy)
+            inner = ReplicaTrace(strategy)
             found = inner.run(lambda rows: in_replica.all_reduce(rows * weight), tf.unstack(x))
             return i + 1, total + found[1]
 
