@@ -122,6 +122,7 @@ def test_what_is_written_outside_a_replica_reaches_all_copies(strategy):
         variable = tf.Variable([1.0, 2.0, 3.0])
 
     def write():
+        variable.assign(value=[8.0, 0.0, 0.0])
         variable[1:].assign([5.0, 6.0])
         variable.scatter_nd_add([[0]], [7.0])
         variable.scatter_add(tf.IndexedSlices(tf.constant([1.0]), tf.constant([2])))

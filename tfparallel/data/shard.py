@@ -144,7 +144,11 @@ def cut(tensor, start, size):
         begin = tf.concat([[start], tf.zeros_like(tensor.dense_shape[1:], tf.int32)], 0)
         sizes = tf.concat([[size], tf.cast(tensor.dense_shape[1:], tf.int32)], 0)
         return tf.sparse.slice(tensor, tf.cast(begin, tf.int64), tf.cast(sizes, tf.int64))
-    rows = of_any_number(tensor[start : start + size])
+    rows = tensor[start : start + size]
+    if isinstance(rows, tf.RaggedTensor):
+        splits = of_any_number(rows.row_splits)
+        return tf.RaggedTensor.from_row_splits(rows.values, splits, validate=False)
+    rows = of_any_number(rows)
     mask = mask_of(tensor)
     if mask is not None:
         set_mask(rows, of_any_number(mask[start : start + size]))

@@ -96,12 +96,18 @@ class Step:
         memory, trace = StepMemory(), MeshTrace(self._replicas)
         sums = sums_in_layers(self._model, self._others.num_replicas)
 
-        def on_replica(shards):
+        def on_replica(inputs, targets, shards):
             of_all = self._model, self._stages, self._schedule, self._devices, self._batch
-            return ReplicaStep(*of_all, shards, memory, self._how).run()
+            return ReplicaStep(*of_all, inputs, targets, shards, memory, self._how).run()
 
+        def by_replica(of_each):
+            return [of_each[first : first + number] for first in range(0, len(of_each), number)]
+
+        # Cut here, where sizes are known.
+        inputs = by_replica(list(map(self._batch.inputs_of, self._batch.own)))
+        targets = by_replica(list(map(self._batch.targets_of, self._batch.own)))
         by_micro_batch = [for_replicas(self._batch.own[m::number]) for m in range(number)]
-        found = trace.run(on_replica, list(zip(*by_micro_batch, strict=True)))
+        found = trace.run(on_replica, inputs, targets, list(zip(*by_micro_batch, strict=True)))
         self.order = found[0].step.order
         for each in sums:
             each.combine(self._others)

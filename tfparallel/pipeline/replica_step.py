@@ -105,7 +105,9 @@ class ReplicaStep:
         schedule: What each device does.
         devices: The first of each place along the pipeline, in the first replica.
         batch: The whole batch.
-        shards: The rows of the replica's micro-batches.
+        inputs: Of each of the replica's micro-batches, cut.
+        targets: Likewise, with weights.
+        shards: Which rows they are.
         memory: What all passes of the step share.
         how: How they are made.
 
@@ -122,6 +124,8 @@ class ReplicaStep:
         schedule: Schedule,
         devices: Sequence[str],
         batch: Batch,
+        inputs: Sequence[Values],
+        targets: Sequence[Any],
         shards: Sequence[Shard],
         memory: StepMemory,
         how: How,
@@ -140,7 +144,8 @@ class ReplicaStep:
         self.loss = LossCall(model, batch, metrics=how.metrics, each=each)
         self._sums = GradientSums()
         # By micro-batch: what stages made for others, and the losses that layers added.
-        self._values = [batch.inputs_of(shard) for shard in shards]
+        self._values = [dict(own) for own in inputs]
+        self._targets = targets
         self._added: list[list[tf.Tensor]] = [[] for _ in shards]
         self._taken: dict[tuple, Values] = {}  # By stage and micro-batch: what was sent.
         self._recorded: dict[tuple, _Recorded] = {}  # Likewise.
@@ -270,7 +275,7 @@ class ReplicaStep:
         if self._is_last(stage.index) and not self._how.begins_joined:
             with tf.GradientTape() as tape_of_loss:
                 tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
-                part, grown = self.loss(values, shard)
+                part, grown = self.loss(values, self._targets[m], shard)
             loss = None if part is None else (tape_of_loss, part)
         return _Recorded(tape, values, added, made.moments, loss, grown)
 

@@ -143,7 +143,9 @@ class LossCall:
         self._given: list[Key] = []
         self._num_shares: int | None = None
 
-    def __call__(self, values: Values, shard: Shard) -> tuple[Part | None, list[tf.Tensor]]:
+    def __call__(
+        self, values: Values, targets: Any, shard: Shard
+    ) -> tuple[Part | None, list[tf.Tensor]]:
         """Returns a micro-batch's part of the loss, and what its rows add to metrics' states."""
         if self._loss is None:
             self._loss = self._prepared(self._batch.outputs_of(shard, values))
@@ -151,7 +153,7 @@ class LossCall:
         outputs |= {*map(LogitsOf, outputs)}
         self._given = [key for key in values if key in outputs]
         # Micro-batches may differ by a row, which is known of targets, as they are cut here.
-        targets = map(of_any_number, keras.tree.flatten(self._batch.targets_of(shard)))
+        targets = map(of_any_number, keras.tree.flatten(targets))
         found = self._call([*(values[key] for key in self._given), *targets], shard)
         if self._num_shares is None:
             return None, found

@@ -93,8 +93,9 @@ class MirroredVariable(TensorFlowsMirroredVariable):
         if is_in_its_replica and tf.distribute.has_strategy() and not self.trainable:
             if strategy.num_replicas > 1 and not strategy.program_is_running:
                 keras_trainer.refuse_own_moments()
-        is_known = method in vars(DistributedVariable)  # To a strategy of TensorFlow's.
-        if is_known and (tf.distribute.has_strategy() or isinstance(args[0], DistributedValues)):
+        is_known = is_in_its_replica or method in vars(DistributedVariable)  # To TensorFlow.
+        is_whole = not any(isinstance(v, DistributedValues) for v in (*args, *kwargs.values()))
+        if is_known and (tf.distribute.has_strategy() or not is_whole):
             return getattr(super(), method)(*args, **kwargs)
         written = [getattr(copy, method)(*args, **kwargs) for copy in self.values]
         return written[0]
