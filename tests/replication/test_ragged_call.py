@@ -48,3 +48,28 @@ def test_what_depends_on_the_longest_of_the_batch_is_refused():
     """Story: no ragged rows were made up, so that each replica took its own longest, silently."""
     with pytest.raises(ValueError, match="A layer mixes examples, and the batch is divided"):
         trained(replicated(True))
+
+
+class Averages(keras.Model):
+    """Averages each row's numbers, as many as it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(2)
+
+    def call(self, x):
+        return self.head(tf.reduce_mean(x, 1)[:, None])
+
+
+def test_replicas_have_other_numbers_of_rows(in_float64):
+    """Story: that of the first, where it was known, was a constant of all."""
+    numbers = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0], [5.0, 6.0, 7.0], [8.0]], tf.float64)
+
+    def averaged(model):
+        model.compile("sgd", "mse")
+        rows = tf.data.Dataset.from_tensor_slices((numbers, np.ones((5, 2))))
+        model.fit(rows.batch(5, drop_remainder=True), verbose=0)
+        return {}, state_of(model)
+
+    model = tfparallel.data_parallel(lambda: seeded(Averages), devices=["CPU:0", "CPU:1"])
+    assert_equal(averaged(model), averaged(seeded(Averages)), rtol=1e-10)

@@ -246,35 +246,6 @@ def test_draws_in_functions_differ(strategy, how):
     assert len({float(each) for each in found}) == 3
 
 
-@pytest.mark.parametrize("how", ["loop", "function"])
-def test_python_keeps_a_tape_for_each_replica_in_functions(strategy, how):
-    def cube(x):
-        return tf.ensure_shape(tf.py_function(lambda a: a**3, [x], tf.float32), [])
-
-    def program(trace, x):
-        def forward(rows):
-            with tf.GradientTape(persistent=True) as tape:
-                tape.watch(rows)
-                if how == "loop":
-                    found = tf.while_loop(
-                        lambda i, x: i < 1, lambda i, x: (i + 1, cube(x)), (0, rows)
-                    )[1]
-                else:
-                    found = tf.function(cube)(rows)
-            return tape, rows, found
-
-        def backward(k, upstream):
-            tape, rows, cubes = found[k]
-            return tape.gradient(cubes, rows, upstream)
-
-        found = trace.run(forward, tf.unstack(x))
-        return trace.run(backward, range(3), [tf.constant(1.0)] * 3)
-
-    np.testing.assert_allclose(
-        run(strategy, program, tf.constant([1.0, 2.0, 3.0])), [3.0, 12.0, 27.0]
-    )
-
-
 def test_a_function_that_names_a_device_is_on_the_replicas_own(strategy):
     """And one in which nothing differs is not made again."""
 
@@ -320,12 +291,21 @@ def test_a_replica_knows_which_it_is(strategy):
     assert run(strategy, program, tf.zeros([3])) == [0.0, 1.0, 2.0]
 
 
-def test_python_keeps_a_tape_for_each_replica(strategy):
+@pytest.mark.parametrize("how", ["alone", "loop", "function"])
+def test_python_keeps_a_tape_for_each_replica(strategy, how):
+    def cube(x):
+        return tf.ensure_shape(tf.py_function(lambda a: a**3, [x], tf.float32), [])
+
+    def called(x):
+        if how == "loop":
+            return tf.while_loop(lambda i, _: i < 1, lambda i, a: (i + 1, cube(a)), (0, x))[1]
+        return cube(x) if how == "alone" else tf.function(cube)(x)
+
     def program(trace, x):
         def forward(rows):
             with tf.GradientTape(persistent=True) as tape:
                 tape.watch(rows)
-                found = tf.py_function(lambda a: a**3, [rows], tf.float32)
+                found = called(rows)
             return tape, rows, found
 
         def backward(k, upstream):

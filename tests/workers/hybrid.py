@@ -34,6 +34,24 @@ def text():
     return keras.Model(inputs, layers.Dense(3, activation="softmax", name="out")(x))
 
 
+class Counted(layers.Layer):
+    """Has a metric of its rows, which is in the logs."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.mean = keras.metrics.Mean(name="mean_of_rows")
+
+    def call(self, x):
+        self.mean.update_state(x)
+        return x
+
+
+def counted():
+    keras.utils.set_random_seed(3)
+    head = layers.Dense(3, activation="softmax", name="out")
+    return keras.Sequential([keras.Input((6,)), layers.Dense(8, name="first"), Counted(), head])
+
+
 def data(build):
     generator = np.random.default_rng(0)
     if build is not text:
@@ -59,6 +77,7 @@ def cases():
         "a mask, sparse gradients": (text, pipeline, {}, sgd, cross, ["accuracy"]),
         "shares": (network, pipeline, {"shard_optimizer": True}, adam, cross, ["accuracy"]),
         "shares of parts": (network, tensor, {"shard_optimizer": True}, adam, cross, []),
+        "a metric in a layer": (counted, pipeline, {}, "sgd", cross, []),
         "several batches": (text, pipeline, {"sync": "accumulate:3"}, "sgd", cross, ["accuracy"]),
         "joined outputs": (network, pipeline, {"schedule": "gpipe"}, adam, compares, ["accuracy"]),
         "deferred": (

@@ -11,7 +11,8 @@ PROGRAM = pathlib.Path(__file__).with_name("hybrid.py")
 pytestmark = pytest.mark.slow
 
 # A replica on each worker, with all cases of the program, and two, with some of them.
-JOBS = {"1": (2, 2, []), "2": (4, 4, ["stages", "a mask, sparse gradients", "shares"])}
+SOME = ["stages", "a mask, sparse gradients", "a metric in a layer", "shares"]
+JOBS = {"1": (2, 2, []), "2": (4, 4, SOME)}
 
 
 @pytest.fixture(name="job", scope="module", params=JOBS)

@@ -403,9 +403,9 @@ class _HashedFile:
 
 
 def _give_back_memory() -> None:
-    """Has the C library give back to the system what was freed.
+    """Has the C library return freed memory to the system.
 
-    glibc keeps it in a pool of each thread, and with hundreds of checkpoints these would grow.
+    glibc keeps it in a pool for each thread, and these would grow over hundreds of checkpoints.
     """
     with contextlib.suppress(OSError, AttributeError):  # Another library has no such function.
         ctypes.CDLL(None).malloc_trim(0)

@@ -141,9 +141,9 @@ class Again:
             add_control_inputs(made[name], [made.get(source.name, source)])
 
     def _catch_up(self, op, again) -> None:
-        """Does to an operation what TensorFlow has done to the first's since it was made.
+        """Changes an operation as TensorFlow has changed the first's since it was made.
 
-        Of what a call leaves for its gradient it makes outputs when somebody asks for that.
+        A call gets outputs for what its gradient needs only when the gradient is asked for.
         """
         node = tf.compat.v1.NodeDef()
         node.CopyFrom(op.node_def)
@@ -209,14 +209,14 @@ class Again:
         return definition, given, later
 
     def _make_apart(self, graph: tf.Graph, node) -> bool:
-        """Has a node stand here, and keep its own of what is kept beside the graph.
+        """Places a node here, and gives it its own of what is kept outside the graph.
 
         Args:
             graph: Where the functions that it calls are known.
             node: As it is at the first place.
 
         Returns:
-            Whether it is another one than at the first place.
+            Whether it differs from that at the first place.
         """
         is_other = False
         if "/device:" in node.device:
@@ -254,7 +254,7 @@ def _behind(op, names: set[str]) -> list[tf.Operation]:
 
 
 def _tell_types(op, again) -> None:
-    """Has the outputs of an operation that was made again be of the shapes of the first's."""
+    """Gives the outputs of an operation that was made again the shapes of the first's."""
     for there, here in zip(op.outputs, again.outputs, strict=True):
         if there.dtype in (tf.resource, tf.variant):
             copy_handle_data(there, here)

@@ -14,19 +14,17 @@ all outputs are joined:
 * "1f1b", "interleaved": as before, held against the loss of the joined outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
 from tfparallel.collectives.between_workers import is_summable
 from tfparallel.data.shard import for_replicas
-from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.batch_norm import write_averages
-from tfparallel.pipeline.cut import Stage, Values
+from tfparallel.pipeline.cut import Values
 from tfparallel.pipeline.gradient_sums import GradientSums, totals
 from tfparallel.pipeline.loss import check_equal
 from tfparallel.pipeline.micro_batch import StepMemory
@@ -49,14 +47,10 @@ class Step:
     """One step, while it is traced (or run eagerly).
 
     Args:
-        model: The pipelined model.
-        stages: Its stages.
-        schedule: What each device does.
-        devices: Their names, in the first replica.
+        how: How the passes are made.
         replicas: Those of this process. Each has a copy of the weights, and takes as many
             micro-batches as the others.
         others: How many there are in all, and the workers that have them.
-        how: How the passes are made.
         gradients_stay: Whether gradients are those of this process's replicas, of the loss of all.
 
     Attributes:
@@ -66,46 +60,28 @@ class Step:
     order: Order
 
     def __init__(
-        self,
-        model: keras.Model,
-        stages: Sequence[Stage],
-        schedule: Schedule,
-        devices: Sequence[str],
-        replicas: Sequence[Replica],
-        others: Others,
-        how: How,
-        *,
-        gradients_stay: bool = False,
+        self, how: How, replicas: Sequence[Replica], others: Others, *, gradients_stay: bool = False
     ):
-        self._model = model
-        self._stages = stages
-        self._schedule = schedule
-        self._devices = devices
+        self._how = how
         self._replicas = replicas
         self._others = others
         self._gradients_stay = gradients_stay
-        self._metrics = how.metrics
-        self._how = how
 
     def run(self, x, y, sample_weight) -> Found:
         """Runs the passes."""
-        number = self._schedule.num_micro_batches
-        if self._metrics is not None:
+        number = self._how.schedule.num_micro_batches
+        if self._how.metrics is not None:
             y, sample_weight = aligned(x, y, sample_weight)
-        self._batch = Batch(self._model, x, y, sample_weight, number, self._others)
+        self._batch = Batch(self._how.model, x, y, sample_weight, number, self._others)
         memory, trace = StepMemory(), MeshTrace(self._replicas)
-        sums = sums_in_layers(self._model, self._others.num_replicas)
+        sums = sums_in_layers(self._how.model, self._others.num_replicas)
 
-        def on_replica(inputs, targets, shards):
-            of_all = self._model, self._stages, self._schedule, self._devices, self._batch
-            return ReplicaStep(*of_all, inputs, targets, shards, memory, self._how).run()
-
-        def by_replica(of_each):
-            return [of_each[first : first + number] for first in range(0, len(of_each), number)]
+        def on_replica(*of_replica):
+            return ReplicaStep(self._how, memory, self._batch, *of_replica).run()
 
         # Cut here, where sizes are known.
-        inputs = by_replica(list(map(self._batch.inputs_of, self._batch.own)))
-        targets = by_replica(list(map(self._batch.targets_of, self._batch.own)))
+        inputs = self._by_replica(map(self._batch.inputs_of, self._batch.own))
+        targets = self._by_replica(map(self._batch.targets_of, self._batch.own))
         by_micro_batch = [for_replicas(self._batch.own[m::number]) for m in range(number)]
         found = trace.run(on_replica, inputs, targets, list(zip(*by_micro_batch, strict=True)))
         self.order = found[0].step.order
@@ -116,7 +92,7 @@ class Step:
             for key, seen in zip(found[0].step.moment_keys, own.moments, strict=True):
                 moments.setdefault(key, []).extend(seen)
         write_averages(moments, self._others)
-        return self._meet(found, trace) if self._metrics is None else self._added_up(found)
+        return self._meet(found, trace) if self._how.metrics is None else self._added_up(found)
 
     def _meet(self, found: Sequence[Passed], trace: MeshTrace) -> Found:
         """The loss of the joined outputs; if the backward passes begin with it, they follow."""
@@ -128,20 +104,25 @@ class Step:
             found = trace.run(ReplicaStep.run_back, [own.step for own in found], upstream)
             gradients, _ = self._totals(found, extra, whole.gradient)
             return self._found(gradients, **left)
-        gradients, _ = self._totals(found, extra, lambda _: scale_of(self._model))
+        gradients, _ = self._totals(found, extra, lambda _: scale_of(self._how.model))
         return self._found(gradients, checked=self._checked(found, whole, extra), **left)
 
+    def _by_replica(self, of_each: Iterable[Any]) -> list[list[Any]]:
+        """What there is for each micro-batch here, by the replica that has it."""
+        own, number = list(of_each), self._how.schedule.num_micro_batches
+        return [own[first : first + number] for first in range(0, len(own), number)]
+
     def _found(self, gradients, **left) -> Found:
-        rows, trained = self._batch.num_rows, self._model._trained()
+        rows, trained = self._batch.num_rows, self._how.model._trained()
         return Found(num_rows=rows, variables=trained, gradients=gradients, **left)
 
     def _where_the_loss_is(self):
-        return tf.device(self._devices[self._schedule.device_of(len(self._stages) - 1)])
+        return tf.device(self._how.devices[self._how.schedule.device_of(len(self._how.stages) - 1)])
 
     def _extra(self, found: Sequence[Passed]) -> ExtraLosses:
         with self._where_the_loss_is():
             added = [terms for own in found for terms in own.added]
-            return ExtraLosses(self._model, self._batch, added, self._others)
+            return ExtraLosses(self._how.model, self._batch, added, self._others)
 
     def _joined(self, found: Sequence[Passed], keys: Sequence[int]) -> dict[int, Joined]:
         """Outputs of the whole batch, by key."""
@@ -152,24 +133,23 @@ class Step:
     def _whole_loss(self, joined: list[Joined], extra: ExtraLosses) -> WholeLoss:
         with self._where_the_loss_is():
             return WholeLoss(
-                self._model, self._batch, joined, extra, differentiate=self._how.begins_joined
+                self._how.model, self._batch, joined, extra, differentiate=self._how.begins_joined
             )
 
     def _upstream(self, found, joined: dict[int, Joined], whole: WholeLoss) -> list:
         """The gradients of the loss, by replica, micro-batch and key of the outputs."""
         sources = {key: each for own in joined.values() for key, each in own.sources.items()}
-        number, keys = self._schedule.num_micro_batches, found[0].step.output_keys
+        keys = found[0].step.output_keys
         with self._where_the_loss_is():
             gradients = [whole.gradient(sources[key]) if key in sources else None for key in keys]
-            rows = [
+            return self._by_replica(
                 [None if each is None else self._batch.rows_of(shard, each) for each in gradients]
                 for shard in self._batch.own
-            ]
-        return [rows[k * number : (k + 1) * number] for k in range(len(found))]
+            )
 
     def _totals(self, found: Sequence[Passed], extra: ExtraLosses, seed_of, beside=()):
         """The gradients of what is trained, and what is summed beside."""
-        trained, regularized = self._model._trained(), GradientSums()
+        trained, regularized = self._how.model._trained(), GradientSums()
         extra.add_gradients(regularized, seed_of)
         return totals(
             [*(own.gradients for own in found), regularized.of(trained)],
@@ -186,11 +166,11 @@ class Step:
             return {}
 
         def call(x):
-            outputs = self._model(x, training=True)
-            clear_losses(self._model)
+            outputs = self._how.model(x, training=True)
+            clear_losses(self._how.model)
             return outputs
 
-        trained = self._model._trained()
+        trained = self._how.model._trained()
         weights = [copies(variable)[0] for variable in trained]
         found = traced_readings.kinds_of(call, self._batch.x, weights)
         return dict(zip(map(id, trained), found, strict=True))
@@ -203,20 +183,20 @@ class Step:
             grown = _sums_by_place([each for own in found for each in own.growth])
         # Each collective is waited for: these go with the gradients, if every transport sums them.
         beside = [*shares, *grown] if all(map(is_summable, grown)) else shares
-        gradients, beside = self._totals(found, extra, lambda _: scale_of(self._model), beside)
+        gradients, beside = self._totals(found, extra, lambda _: scale_of(self._how.model), beside)
         shares, grown = beside[: len(shares)], beside[len(shares) :] or self._others.summed(grown)
         with self._where_the_loss_is():
             values = _values(found)[0]
             outputs = [values[key] for key in batch.output_keys]
-            loss = added_up(self._model, batch, shares, outputs, extra)
+            loss = added_up(self._how.model, batch, shares, outputs, extra)
             types = batch.packed(of_the_batch(outputs, batch.num_rows))
-        keys = [batch.output_keys[place] for place in self._metrics.places(types)]
+        keys = [batch.output_keys[place] for place in self._how.metrics.places(types)]
         with self._where_the_loss_is():
             rows = [own.output() for own in self._joined(found, keys).values()]
         return self._found(
             gradients,
             loss=loss,
-            metrics=self._metrics,
+            metrics=self._how.metrics,
             growth=grown,
             outputs=types,
             rows=rows,
@@ -231,7 +211,7 @@ class Step:
             return []
         with self._where_the_loss_is():
             terms = [*(part.loss for part in parts), *extra.losses]
-            check = check_equal(terms, whole.loss, self._model.compute_dtype)
+            check = check_equal(terms, whole.loss, self._how.model.compute_dtype)
         return [] if check is None else [check]
 
 

@@ -141,28 +141,21 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
                 "Take schedule='gpipe', or give each example a row."
             )
         way = self._way((x, y, sample_weight), "fit")
-        metrics = way.metrics if way.rows_stay else None
-        # What runs eagerly is done at once, and holds what it holds.
-        recompute = "never" if tf.executing_eagerly() else self.layout.recompute
         how = How(
-            recompute=recompute,
-            metrics=metrics,
-            traces_each=self._traces_each or not self._may_begin_anew,
-            has_parts=self.layout.mesh.tensor > 1,
-            begins_joined=self.schedule.name == "gpipe" and metrics is None,
-            timed=timed,
-            writable=writable(self, self.layout.recompute),
-        )
-        return Step(
             self,
             cut_stages(self, self.layout.stage_of, self.layout.num_stages),
             self.schedule,
             self._devices_of_stages,
-            replicas_of(self.layout),
-            Others(self.layout.mesh.data, self._workers),
-            how,
-            gradients_stay=self._accumulates,
+            # What runs eagerly is done at once, and holds what it holds.
+            recompute="never" if tf.executing_eagerly() else self.layout.recompute,
+            metrics=way.metrics if way.rows_stay else None,
+            traces_each=self._traces_each or not self._may_begin_anew,
+            has_parts=self.layout.mesh.tensor > 1,
+            timed=timed,
+            writable=writable(self, self.layout.recompute),
         )
+        others = Others(self.layout.mesh.data, self._workers)
+        return Step(how, replicas_of(self.layout), others, gradients_stay=self._accumulates)
 
     @property
     def _devices_of_stages(self) -> list[str]:

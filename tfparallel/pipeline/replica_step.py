@@ -41,26 +41,37 @@ __all__ = ["How", "Passed", "ReplicaStep"]
 
 
 class How(NamedTuple):
-    """How the passes of a step are made.
+    """How the passes of a step are made, the same in each replica.
 
     Attributes:
+        model: The pipelined model.
+        stages: Its stages.
+        schedule: What each device does.
+        devices: The first of each place along the pipeline, in the first replica.
         recompute: "never", "always" or "except_last".
         metrics: The compiled metrics, where the loss is that of the micro-batches, added up; None
             where the outputs meet.
         traces_each: Whether each micro-batch is traced, or only the first.
         has_parts: Whether a stage is on several devices, which its gradients follow.
-        begins_joined: Whether the backward passes begin with the loss of the joined outputs.
         timed: Whether to note when each instruction begins and ends.
         writable: The variables that layers may write, by their ids.
     """
 
+    model: keras.Model
+    stages: Sequence[Stage]
+    schedule: Schedule
+    devices: Sequence[str]
     recompute: str
     metrics: StepMetrics | None
     traces_each: bool
     has_parts: bool
-    begins_joined: bool
     timed: bool
     writable: dict[int, keras.Variable]
+
+    @property
+    def begins_joined(self) -> bool:
+        """Whether the backward passes begin with the loss of the joined outputs."""
+        return self.schedule.name == "gpipe" and self.metrics is None
 
 
 class Passed(NamedTuple):
@@ -100,48 +111,38 @@ class ReplicaStep:
     """The passes of one replica, while they are traced (or run eagerly).
 
     Args:
-        model: The pipelined model.
-        stages: Its stages.
-        schedule: What each device does.
-        devices: The first of each place along the pipeline, in the first replica.
+        how: How they are made.
+        memory: What all passes of the step share.
         batch: The whole batch.
         inputs: Of each of the replica's micro-batches, cut.
         targets: Likewise, with weights.
         shards: Which rows they are.
-        memory: What all passes of the step share.
-        how: How they are made.
 
     Attributes:
         order: The instructions' ends, and their times.
+        loss: The compiled loss and metrics, of a micro-batch.
         output_keys: Of the model's outputs, and of the logits behind them.
         moment_keys: Of the calls of batch normalization.
     """
 
     def __init__(
         self,
-        model: keras.Model,
-        stages: Sequence[Stage],
-        schedule: Schedule,
-        devices: Sequence[str],
+        how: How,
+        memory: StepMemory,
         batch: Batch,
         inputs: Sequence[Values],
         targets: Sequence[Any],
         shards: Sequence[Shard],
-        memory: StepMemory,
-        how: How,
     ):
-        self._model = model
-        self._stages = stages
-        self._schedule = schedule
+        self._how = how
         self._batch = batch
         self._shards = shards
-        self._how = how
-        trained, each = model._trained(), how.traces_each
-        self._trained = trained
+        self._trained, each = how.model._trained(), how.traces_each
         self._calls = [
-            StageCall(stage, batch, memory, self._scope, trained, each=each) for stage in stages
+            StageCall(stage, batch, memory, self._scope, self._trained, each=each)
+            for stage in how.stages
         ]
-        self.loss = LossCall(model, batch, metrics=how.metrics, each=each)
+        self.loss = LossCall(how.model, batch, metrics=how.metrics, each=each)
         self._sums = GradientSums()
         # By micro-batch: what stages made for others, and the losses that layers added.
         self._values = [dict(own) for own in inputs]
@@ -153,9 +154,9 @@ class ReplicaStep:
         self._parts: list[Part] = []  # Of the loss, by micro-batch.
         self._growth: list[list[tf.Tensor]] = []  # Of the metrics' states, likewise.
         self._moments: dict[Any, list[tuple]] = {}
-        self._read: list[set[int]] = [set() for _ in stages]  # Values of weights, by stage.
-        self._instructions = list(schedule.in_order())
-        self.order = Order(list(map(here, devices)), how.timed)
+        self._read: list[set[int]] = [set() for _ in how.stages]  # Values of weights, by stage.
+        self._instructions = list(how.schedule.in_order())
+        self.order = Order(list(map(here, how.devices)), how.timed)
         self.output_keys: list[Key] = []
         self.moment_keys: list[Any] = []
 
@@ -204,7 +205,7 @@ class ReplicaStep:
             done += act(instruction.stage, instruction.micro_batch)
 
     def _forward(self, index, m):
-        stage, values = self._stages[index], self._values[m]
+        stage, values = self._how.stages[index], self._values[m]
         taken = self._received(_of(values, stage.inputs))
         self._taken[index, m] = taken
         found = self._run_stage(stage, m, taken)
@@ -224,7 +225,7 @@ class ReplicaStep:
         return done or [tensor for tensor in taken.values() if tensor is not None]
 
     def _backward(self, index, m):
-        stage = self._stages[index]
+        stage = self._how.stages[index]
         taken = self._taken.pop((index, m))
         is_repeated = self._is_recomputed(m)
         if is_repeated:
@@ -282,7 +283,7 @@ class ReplicaStep:
     def _begin_with_loss(self, index, m, found: _Recorded, noted: bool):
         """Sends the gradient of the loss to the outputs that it was computed of."""
         tape, part = found.loss
-        seed = tf.cast(scale_of(self._model), part.loss.dtype)
+        seed = tf.cast(scale_of(self._how.model), part.loss.dtype)
         if noted:
             (seed,) = self.order.begun([seed])
         sources = self._returned(found.made)
@@ -298,7 +299,7 @@ class ReplicaStep:
         Returns:
             The keys of what it made for others, the tensors and the losses, their gradients.
         """
-        scale = scale_of(self._model)
+        scale = scale_of(self._how.model)
         keys, targets, seeds = [], [], []
         for key, tensor in found.made.items():
             come = self._upstream.pop((index, m, key), None)
@@ -347,20 +348,20 @@ class ReplicaStep:
         """The stage that made a tensor; -1 for the model's inputs."""
         if isinstance(key, LogitsOf):
             key = key.output
-        return next((stage.index for stage in self._stages if key in stage.outputs), -1)
+        return next((stage.index for stage in self._how.stages if key in stage.outputs), -1)
 
     def _is_last(self, index) -> bool:
-        return index == len(self._stages) - 1
+        return index == len(self._how.stages) - 1
 
     def _is_recomputed(self, m) -> bool:
-        is_last = m + 1 == self._schedule.num_micro_batches
+        is_last = m + 1 == self._how.schedule.num_micro_batches
         how = self._how.recompute
         return how == "always" or (how == "except_last" and not is_last)
 
     def _variables_of(self, stage):
         """What is trained of a stage's layers, and what they read of others' (in a closure)."""
         # A variable may be trained in a layer that is not: of a frozen one Keras names none.
-        held = self._model._parts([v for layer in stage.layers for v in layer.variables])
+        held = self._how.model._parts([v for layer in stage.layers for v in layer.variables])
         own, read = {*map(id, held)}, self._read
         return [
             variable

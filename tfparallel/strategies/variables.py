@@ -75,7 +75,7 @@ class MirroredVariable(TensorFlowsMirroredVariable):
     def _replica_at_work(self) -> int | None:
         """The replica of a mesh that this thread works for, if it has a copy of this variable."""
         replica = context().replica
-        is_here = replica is not None and _has_copies(self, replica.number, of_none())
+        is_here = replica is not None and _has_copies(self, replica.number, default_strategy())
         return replica.index if is_here else None
 
     __getitem__ = tf.Variable.__getitem__  # Of which `variable[1:].assign` writes all copies.
@@ -204,8 +204,8 @@ def create(strategy, create_copies, **kwargs):
 
 
 @functools.cache
-def of_none() -> tf.distribute.Strategy:
-    """What is TensorFlow's strategy where there is none, also within the scope of one."""
+def default_strategy() -> tf.distribute.Strategy:
+    """TensorFlow's default strategy, even within the scope of another."""
     with tf.Graph().as_default():
         return tf.distribute.get_strategy()
 
@@ -225,7 +225,7 @@ def mirror(variable: keras.Variable, devices: Sequence[str]) -> None:
         for device in devices:
             with tf.device(device):
                 made.append(tf.Variable(first, **own))
-        variable._value = create(of_none(), lambda **_: made)
+        variable._value = create(default_strategy(), lambda **_: made)
 
 
 def copies(variable) -> tuple:
@@ -254,7 +254,7 @@ def copy_of(
         The handle of the copy there; itself, if the variable has no copy in each replica.
     """
     variable = _BY_HANDLE.get(id(handle))
-    if variable is None or not _has_copies(variable, number, strategy or of_none()):
+    if variable is None or not _has_copies(variable, number, strategy or default_strategy()):
         return handle
     return variable.values[index].handle
 
