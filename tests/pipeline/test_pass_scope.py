@@ -71,13 +71,17 @@ def test_losses_that_layers_add_are_kept():
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_a_draw_that_cannot_be_repeated_is_refused_in_a_recompute(is_recomputed):
+@pytest.mark.parametrize("is_in_function", [False, True])
+def test_a_draw_that_cannot_be_repeated_is_refused_in_a_recompute(is_in_function, is_recomputed):
     scope = PassScope({}, is_recomputed)
+
+    def normal():
+        return tf.random.normal([2])
 
     @tf.function(autograph=False)
     def drawn():
         with scope, scope.refusing_operations():
-            return tf.random.normal([2])
+            return tf.function(normal)() if is_in_function else normal()
 
     if not is_recomputed:
         assert drawn().shape == [2]

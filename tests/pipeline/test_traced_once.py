@@ -631,6 +631,42 @@ def test_a_draw_in_a_loop_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["pipeline", "hybrid"])
+@pytest.mark.parametrize("how", ["alone", "function", "loop"])
+def test_micro_batches_draw_other_numbers_by_a_seed_of_tensorflows(how, form):
+    """Also in a function, which TensorFlow replaces when it is asked for its gradient."""
+    devices, seen = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"], []
+
+    def drawn(x):
+        return x + tf.random.normal(tf.shape(x), seed=5)
+
+    def call(x):
+        if how == "loop":
+            return tf.while_loop(lambda i, x: i < 1, lambda i, x: (i + 1, drawn(x)), (0, x))[1]
+        return tf.function(drawn)(x) if how == "function" else drawn(x)
+
+    def build():
+        inputs = keras.Input((2,))
+        x = layers.Dense(2, kernel_initializer="zeros")(inputs)
+        x = layers.Lambda(call, output_shape=(2,))(x)
+        return keras.Model(inputs, layers.Rescaling(1.0)(x))
+
+    def loss(y_true, y_pred):
+        tf.py_function(lambda x: seen.append(x.numpy()), [y_pred], [])
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+
+    if form == "hybrid":
+        mesh = tfparallel.Mesh(data=2, pipeline=2)
+        model = tfparallel.hybrid_parallel(build, mesh, devices=devices, num_micro_batches=2)
+    else:
+        model = tfparallel.pipeline_parallel(build, devices[:2], 4)
+    model.compile("sgd", loss)
+    model.fit(np.zeros((8, 2)), np.zeros((8, 2)), batch_size=8, verbose=0)
+    numbers = np.stack([own for own in seen if len(own) == 2][-4:])
+    assert numbers.shape == (4, 2, 2) and len(np.unique(numbers)) == numbers.size
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("row_splits_dtype", ["int32", "int64"])
 def test_ragged_rows_of_either_type(row_splits_dtype):

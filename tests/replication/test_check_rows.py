@@ -32,6 +32,26 @@ class Gathered(layers.Layer):
         return x - ops.mean(tfparallel.all_gather(x), axis=0)
 
 
+class GatheredByTensorFlow(layers.Layer):
+    """The same, by what TensorFlow tells a replica."""
+
+    how = "gather"
+
+    def call(self, x):
+        replica = tf.distribute.get_replica_context()
+        if replica is None or not tf.distribute.has_strategy():
+            return x - ops.mean(x, axis=0)
+        if self.how == "gather":
+            return x - ops.mean(replica.all_gather(x, 0), axis=0)
+        own = tf.reduce_sum(x, 0), tf.cast(tf.shape(x)[0], x.dtype)
+        total, number = replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
+        return x - total / number
+
+
+class SummedByTensorFlow(GatheredByTensorFlow):
+    how = "sum"
+
+
 class HiddenByZeros(layers.Layer):
     """Mixes examples in what a weight multiplies that is zero at first."""
 
@@ -164,6 +184,22 @@ def test_batches_of_a_known_size_train_as_on_one_device(make, in_float64):
     for one, two, three in zip(*weights, strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(three, one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [GatheredByTensorFlow, SummedByTensorFlow])
+def test_what_a_layer_exchanges_through_tensorflow_is_known_to_all(layer, in_float64):
+    def trained(make):
+        keras.utils.set_random_seed(1)
+        model = make(net(layer))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(X, Y, batch_size=9, epochs=2, verbose=0)
+        return model.get_weights()
+
+    alone = trained(lambda build: build())
+    spread = trained(lambda build: tfparallel.data_parallel(build, devices=TWO))
+    for one, other in zip(alone, spread, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-14)
 
 
 def test_groups_of_examples_are_found_at_another_number_of_rows():

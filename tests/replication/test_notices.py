@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfparallel
@@ -85,6 +86,7 @@ def build_drawing():
             layers.GaussianNoise(0.1, name="noise"),
             layers.GaussianNoise(0.0),
             keras.Sequential([keras.Input((4, 3)), layers.LSTM(2, dropout=0.2, name="inner")]),
+            layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)), name="raw"),
             layers.Dense(1),
         ]
     )
@@ -115,8 +117,10 @@ def test_layers_that_draw_otherwise_are_named_once(form, capsys):
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "random numbers" in line]
     assert line == (
         "These layers draw other random numbers than on one device: noise (GaussianNoise), inner "
-        "(LSTM). The same seed gives the same run. `Dropout` layers draw those of one device."
+        "(LSTM), raw (Lambda). The same seed gives the same run. `Dropout` layers draw those of "
+        "one device."
     )
+    assert model.layout.proof.endswith("random numbers are drawn by noise, inner, raw")
 
 
 def test_dropout_layers_are_not_named(capsys):

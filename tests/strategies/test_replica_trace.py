@@ -6,7 +6,9 @@ import tensorflow as tf
 
 import tfparallel
 from tfparallel.collectives import in_replica
-from tfparallel.engine.graphs import with_inner
+from tfparallel.engine.again import Again
+from tfparallel.engine.graphs import operations_here, with_inner
+from tfparallel.engine.one_trace import OneTrace
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.strategies.variables import copies
 
@@ -183,7 +185,7 @@ def test_a_gradient_that_changes_what_was_made_before(strategy, how, is_persiste
             return tape.gradient(result, rows, upstream)
 
         gradients = trace.run(backward, range(3), tf.unstack(x))
-        for op in trace.operations():
+        for op in operations_here():
             for each in op.inputs if op.type in ("While", "StatelessWhile") else ():
                 assert not op.name.startswith("replica_") or "CPU:0" not in each.device
         return gradients
@@ -246,6 +248,30 @@ def test_draws_in_functions_differ(strategy, how):
     assert len({float(each) for each in found}) == 3
 
 
+@pytest.mark.parametrize("how", ["alone", "function"])
+def test_replicas_of_other_processes_draw_other_numbers(how):
+    """Of a process that comes later; in a function, after TensorFlow was asked for its gradient."""
+    tf.random.set_seed(3)
+
+    def drawn(x):
+        return x * tf.random.uniform([], seed=4)
+
+    @tf.function(autograph=False)
+    def program(x):
+        found = []
+        for index in (0, 2):
+            others = [Again(1, lambda device: device, lambda handle: handle)]
+            call = tf.function(drawn) if how == "function" else drawn
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                trace = OneTrace(others, index)
+                made = trace.run(call, [x, x])
+            found += trace.run(lambda y, tape=tape: tape.gradient(y, x), made)
+        return found
+
+    assert len({float(each) for each in program(tf.constant(2.0))}) == 4
+
+
 def test_a_function_that_names_a_device_is_on_the_replicas_own(strategy):
     """And one in which nothing differs is not made again."""
 
@@ -260,10 +286,10 @@ def test_a_function_that_names_a_device_is_on_the_replicas_own(strategy):
                 found = tf.function(sine)(rows) + tf.function(tf.cos)(rows)
             return found, tape.gradient(found, rows)
 
-        before = {op.name for op in trace.operations()}
+        before = {op.name for op in operations_here()}
         results = trace.run(function, tf.unstack(x))
         devices, functions = {}, []
-        for op in trace.operations():
+        for op in operations_here():
             if op.name not in before and "PartitionedCall" in op.type:
                 functions.append(op.get_attr("f").name)
                 for inner in with_inner([op]):

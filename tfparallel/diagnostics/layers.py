@@ -8,12 +8,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.diagnostics.compare import difference
-from tfparallel.replication.draws import RATES, draws, is_rate
 from tfparallel.seams.keras import layers_in, takes_training
 
 __all__ = ["all_layers", "first_difference", "random_layers", "turn_off_draws"]
 
 Build = Callable[[], keras.Model]
+# The attributes that say how strongly Keras's random layers draw.
+_RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout", "drop_rate")
 
 
 def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
@@ -24,7 +25,7 @@ def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 def random_layers(model: keras.Model) -> list[str]:
     """Returns the names of the layers that draw random numbers in training."""
-    return [layer.name for layer in all_layers(model) if draws(layer)]
+    return [layer.name for layer in all_layers(model) if _draws(layer)]
 
 
 def turn_off_draws(model: keras.Model) -> keras.Model:
@@ -37,9 +38,9 @@ def turn_off_draws(model: keras.Model) -> keras.Model:
         The same model.
     """
     for layer in all_layers(model):
-        if not draws(layer):
+        if not _draws(layer):
             continue
-        rates = [name for name in RATES if is_rate(getattr(layer, name, None))]
+        rates = [name for name in _RATES if _is_rate(getattr(layer, name, None))]
         for name in rates:
             setattr(layer, name, 0.0)
         if not rates and takes_training(layer):
@@ -170,6 +171,19 @@ def _added_losses(model: keras.Model, x: Any) -> dict[str, float]:
         if added:
             found[layer.name] = float(sum(float(keras.ops.sum(loss)) for loss in added))
     return found
+
+
+def _draws(layer: keras.Layer) -> bool:
+    """Whether a layer itself, not one that it holds, draws random numbers in training."""
+    if not any(isinstance(v, keras.random.SeedGenerator) for v in vars(layer).values()):
+        return False
+    rates = [getattr(layer, name) for name in _RATES if _is_rate(getattr(layer, name, None))]
+    return not rates or any(rate > 0 for rate in rates)
+
+
+def _is_rate(value: Any) -> bool:
+    """Whether an attribute of one of these names is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _without_training(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.engine.graphs import writes_variable
+from tfparallel.engine.graphs import has_seeds, with_inner, writes_variable
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import (
     add_control_inputs,
@@ -22,7 +22,7 @@ from tfparallel.seams.tensorflow import (
     python_function_again,
 )
 
-__all__ = ["Again"]
+__all__ = ["Again", "DrawnApart"]
 
 _FOLD = 0x9E3779B1  # Odd: seeds that TensorFlow has counted are others at each place.
 _PYTHON = "EagerPyFunc"
@@ -55,7 +55,7 @@ class Again:
         self._used: dict[int, tf.Operation] = {}
         self._captures: dict[tf.Graph, dict[int, tf.Tensor | None]] = {}  # By graph and argument.
         self._tokens: dict[bytes, bytes] = {}  # Of functions of Python, by the first's.
-        self._functions: dict[str, str] = {}  # That operations call, likewise.
+        self._functions = _Functions(index)
 
     def take(self, first: Any, own: Any) -> None:
         """Is told what stands for the first place's nested tensors, and for their masks.
@@ -223,21 +223,82 @@ class Again:
             device = self._device_of(node.device)
             is_other, node.device = device != node.device, device
         if _is_seeded(node):
-            node.attr["seed2"].i = (node.attr["seed2"].i + self._index * _FOLD) % 2**31
+            _draw_apart(node, self._index)
             is_other = True
         elif node.op == _PYTHON:
             node.attr["token"].s = python_function_again(node.attr["token"].s, self._tokens)
             is_other = True
+        return self._functions.replace(graph, node, self._make_apart) or is_other
+
+
+class DrawnApart:
+    """Operations of one piece that draw other numbers than the same of another.
+
+    Args:
+        index: The piece's number; those of piece 0 stay as they are.
+    """
+
+    def __init__(self, index: int):
+        self._index = index
+        self._functions = _Functions(index)
+        self._calls: list[tf.Operation] = []  # Of functions that draw.
+
+    def change(self, operations: Sequence[tf.Operation] = ()) -> None:
+        """Gives operations, of which seeds are counted by TensorFlow, seeds of this piece.
+
+        A call is given another function, which TensorFlow replaces where it is asked for a gradient
+        later; so call this again behind gradients.
+
+        Args:
+            operations: Those that are new.
+        """
+        calls, self._calls = self._calls, []
+        for op in [*calls, *operations] if self._index else ():
+            if not any(map(has_seeds, with_inner([op]))):
+                continue
+            node = tf.compat.v1.NodeDef()
+            node.CopyFrom(op.node_def)
+            if not has_seeds(op):
+                self._calls.append(op)
+            if self._make_apart(op.graph, node):
+                extend_operation(op, node.attr, [], [])
+
+    def _make_apart(self, graph, node) -> bool:
+        if _is_seeded(node):
+            return _draw_apart(node, self._index)
+        return self._functions.replace(graph, node, self._make_apart)
+
+
+class _Functions:
+    """The functions that operations call at another place."""
+
+    def __init__(self, index: int):
+        self._index = index
+        self._known: dict[str, str] = {}  # By the first's.
+
+    def replace(self, graph: tf.Graph, node, change: Callable[[tf.Graph, Any], bool]) -> bool:
+        """Has a node call those of this place; returns whether any is another.
+
+        Args:
+            graph: Where the functions that it calls are known.
+            node: It.
+            change: As of `function_again`.
+        """
+        is_other = False
         for value in node.attr.values():
             for called in [value.func] if value.HasField("func") else value.list.func:
                 name = called.name
-                if name not in self._functions:
-                    self._functions[name] = function_again(
-                        graph, name, f"_{self._index}", self._make_apart
-                    )
-                called.name = self._functions[name]
+                if name not in self._known:
+                    again = function_again(graph, name, f"_{self._index}", change)
+                    self._known |= {again: again, name: again}
+                called.name = self._known[name]
                 is_other |= called.name != name
         return is_other
+
+
+def _draw_apart(node, index: int) -> bool:
+    node.attr["seed2"].i = (node.attr["seed2"].i + index * _FOLD) % 2**31
+    return True
 
 
 def _is_seeded(node) -> bool:

@@ -8,11 +8,21 @@ import tensorflow as tf
 from tfparallel.engine.judge import exchanged
 from tfparallel.engine.proof import Fault, Proof, prove
 from tfparallel.extend import attach, attached, extend, is_own, original_class
+from tfparallel.notice import notice
 from tfparallel.seams.keras import layers_in
 
 _READ_LATER = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
-__all__ = ["check_rows", "exchange_moments", "has_rows", "refusal_of", "why_not_in_pieces"]
+__all__ = [
+    "check_rows",
+    "exchange_moments",
+    "has_rows",
+    "proof_in_words",
+    "refusal_of",
+    "why_not_in_pieces",
+]
+
+_SHOWN = 5
 
 
 class ExchangedMoments:
@@ -34,9 +44,18 @@ def exchange_moments(layer: keras.Layer) -> None:
 
 
 def check_rows(
-    layer: keras.Layer, call: Callable, args: tuple, kwargs: dict, *, shares: bool = False
+    layer: keras.Layer,
+    call: Callable,
+    args: tuple,
+    kwargs: dict,
+    *,
+    shares: bool = False,
+    tells: bool = True,
 ) -> None:
     """Raises if a call of a layer is something else in pieces.
+
+    A line at the terminal names the layers that draw other random numbers than on one device: each
+    piece of a batch draws its own, but for `Dropout` layers (`replication/random.py`).
 
     Args:
         layer: The built layer, its parts extended.
@@ -44,6 +63,7 @@ def check_rows(
         args: What it is called with, tensors of shape `(batch, …)` among it.
         kwargs: Likewise.
         shares: Whether several pieces share the layer's attributes.
+        tells: Whether this process speaks for the job.
 
     Raises:
         ValueError: With the layer that is at fault, and the ways out.
@@ -54,6 +74,16 @@ def check_rows(
     if said is not None:
         _forget_steps(layer)
         raise ValueError(said)
+    drawing = layer._proof.drawing
+    if drawing and tells:
+        named = [f"{each.name} ({original_class(each).__name__})" for each in drawing]
+        more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+        notice(
+            "These layers draw other random numbers than on one device: "
+            f"{', '.join(named[:_SHOWN])}{more}. The same seed gives the same run. `Dropout` "
+            "layers draw those of one device.",
+            once=True,
+        )
 
 
 def why_not_in_pieces(layer: keras.Layer, call: Callable, args: tuple, kwargs: dict) -> str | None:
@@ -110,6 +140,12 @@ def has_rows(layer: keras.Layer) -> bool:
     """Whether it is proved that each output of a layer has a row for each example."""
     proof: Proof | None = getattr(layer, "_proof", None)
     return proof is not None and proof.fault is None and proof.has_rows
+
+
+def proof_in_words(layer: keras.Layer) -> str | None:
+    """What was proved of the last call of a layer that was judged; None where none was."""
+    proof: Proof | None = getattr(layer, "_proof", None)
+    return None if proof is None else str(proof)
 
 
 def refusal_of(layer: keras.Layer, fault: Fault) -> str:

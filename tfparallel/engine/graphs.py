@@ -10,9 +10,12 @@ from tfparallel.seams.tensorflow import FuncGraph, graph_of
 __all__ = [
     "called_by",
     "calls_unknown",
+    "draws_anew",
+    "has_seeds",
     "is_of_programs",
     "is_within",
     "of_programs",
+    "operations_here",
     "with_inner",
     "writes_variable",
 ]
@@ -23,8 +26,15 @@ _WRITES = (
     *("ResourceSparse", "ResourceStridedSliceAssign"),
 )
 
+_DRAWS_ANEW = {
+    *("Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2"),
+    *("RandomShuffle", "RandomStandardNormal", "RandomUniform", "RandomUniformInt"),
+    *("RngReadAndSkip", "TruncatedNormal"),
+}
+
 # Of an operation's type: its attributes that are functions, and whether they are lists of them.
 _KINDS: dict[str, dict[str, str]] = {}
+_SEEDED: dict[str, bool] = {}  # Whether it has two seeds.
 
 
 def with_inner(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
@@ -59,6 +69,25 @@ def _graphs_of(operation) -> list[tf.Graph | None]:
 def writes_variable(operation: tf.Operation) -> bool:
     """Whether it writes a variable, of which it is given the handle."""
     return operation.type.startswith(_WRITES)
+
+
+def draws_anew(operation: tf.Operation) -> bool:
+    """Whether it draws by a state that TensorFlow keeps: other numbers each time."""
+    return operation.type in _DRAWS_ANEW
+
+
+def has_seeds(operation: tf.Operation) -> bool:
+    """Whether it draws by seeds that TensorFlow has counted."""
+    if operation.type not in _SEEDED:
+        _SEEDED[operation.type] = {"seed", "seed2"} <= {e.name for e in operation.op_def.attr}
+    return _SEEDED[operation.type] and any(map(operation.get_attr, ("seed", "seed2")))
+
+
+def operations_here() -> list[tf.Operation]:
+    """The operations of the graph that is traced; none in an eager step."""
+    if tf.executing_eagerly():
+        return []
+    return tf.compat.v1.get_default_graph().get_operations()
 
 
 def is_within(graph: tf.Graph, other: tf.Graph) -> bool:

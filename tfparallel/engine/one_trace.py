@@ -18,7 +18,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.engine.again import Again
+from tfparallel.engine.again import Again, DrawnApart
+from tfparallel.engine.graphs import operations_here
 
 __all__ = ["OneTrace"]
 
@@ -28,10 +29,12 @@ class OneTrace:
 
     Args:
         others: The replicas behind the first.
+        index: Of the first, among those of all processes.
     """
 
-    def __init__(self, others: Sequence[Again]):
+    def __init__(self, others: Sequence[Again], index: int = 0):
         self._others = others
+        self._first = DrawnApart(index)
         self._num_seen = 0  # How many operations there were when the others were last made.
 
     def run(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> list[Any]:
@@ -54,22 +57,17 @@ class OneTrace:
         self.make_others()
         return [found, *(other.of(found) for other in self._others)]
 
-    def operations(self) -> list[tf.Operation]:
-        """What has been traced so far; nothing of an eager step."""
-        if tf.executing_eagerly():
-            return []
-        return tf.compat.v1.get_default_graph().get_operations()
-
     def make_others(self) -> None:
         """Makes for the other replicas what was traced since the last time."""
-        operations = self.operations()[self._num_seen :]
+        operations = operations_here()[self._num_seen :]
+        self._first.change(operations)
         for other in self._others:
             other.make(operations)
         self.pass_over()
 
     def pass_over(self) -> None:
         """Leaves what was traced since the last time as it is: it belongs to no replica."""
-        self._num_seen = len(self.operations())
+        self._num_seen = len(operations_here())
 
 
 def _of_components(structure):

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfparallel.engine.arguments import placeholder_of, type_of_argument
 from tfparallel.engine.graphs import called_by, is_within, with_inner, writes_variable
 from tfparallel.engine.growth import SUMS, growth_of
-from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph, notes_of
+from tfparallel.engine.judge import Judge, Judged, exchanged, exchanges_of, judged_graph, notes_of
 from tfparallel.engine.kept import attributes_kept, kept_tensors
 from tfparallel.engine.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.engine.rules.draws import draws
@@ -59,6 +59,8 @@ class Proof(NamedTuple):
         outputs: What is known of the outputs, flat.
         rows: Of layers that asked, which axis of their input holds the rows; None for none.
         num_operations: How many operations were looked at.
+        drawing: The layers that draw random numbers; without `Dropout`, which draws for a row what
+            it would draw for it in the whole batch.
         kept: Of each tensor that a layer keeps in an attribute: the layer, and the attribute.
         exchanges: Whether pieces exchange what they know.
     """
@@ -67,8 +69,20 @@ class Proof(NamedTuple):
     outputs: list[Judged]
     rows: list[tuple[keras.Layer, int | None]]
     num_operations: int
+    drawing: list[keras.Layer]
     kept: list[tuple[keras.Layer, str]]
     exchanges: bool
+
+    def __str__(self):
+        if self.fault is not None:
+            return str(self.fault)
+        names = [layer.name for layer in self.drawing]
+        return "; ".join([
+            f"{self.num_operations} operations, of any number of rows: each output has a row for "
+            "each example, made of that example alone",
+            *(["pieces exchange moments"] if self.exchanges else []),
+            *([f"random numbers are drawn by {', '.join(names)}"] if names else []),
+        ])  # fmt: skip
 
     @property
     def has_rows(self) -> bool:
@@ -167,13 +181,23 @@ class _Trace(NamedTuple):
     kept: list[tuple[keras.Layer, str]]
 
 
+class _JudgedReplica(tf.distribute.ReplicaContext):
+    """A replica in which a call is judged; what it exchanges with others, all of them know."""
+
+    def all_reduce(self, reduce_op, value, options=None):
+        return tf.nest.map_structure(exchanged, value)
+
+    def all_gather(self, value, axis, options=None):
+        return tf.nest.map_structure(exchanged, value)
+
+
 def _traced(layer, call, given_args, places, specs) -> _Trace:
     graph = judged_graph(layer.name)
     leaves = keras.tree.flatten(given_args)
     strategy, in_replica = getattr(layer, "_strategy", None), contextlib.nullcontext()
     if strategy is not None and strategy.workers is None:
         # A layer that asks which replica it is in is found out by the name of what it is told.
-        in_replica = tf.distribute.ReplicaContext(strategy, 0)
+        in_replica = _JudgedReplica(strategy, 0)
     with graph.as_default():
         given = [placeholder_of(spec) for spec in specs]
         for place, (tensor, _) in zip(places, given, strict=True):
@@ -226,7 +250,20 @@ def _judged(layer, trace: _Trace) -> Proof:
         rows.append((own, placement.axis if isinstance(placement, Shard) else None))
     outputs = [each for each in judged if each is not None]
     fault, exchanges = faults[0] if faults else None, bool(exchanges_of(judge.graph))
-    return Proof(fault, outputs, rows, len(judge.graph.get_operations()), kept, exchanges)
+    number, drawing = len(judge.graph.get_operations()), _drawing(layer, judge.graph)
+    return Proof(fault, outputs, rows, number, drawing, kept, exchanges)
+
+
+def _drawing(layer, graph) -> list[keras.Layer]:
+    found = {}
+    for op in graph.get_operations():
+        for drawn in filter(draws, with_inner([op])):
+            # In a function the scopes begin anew.
+            innermost, _ = place_in(place_in(layer, op)[0], drawn)
+            if not isinstance(innermost, keras.layers.Dropout):
+                own, _ = place_in(layer, op, of_models=True)
+                found[id(own)] = own
+    return list(found.values())
 
 
 def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Tensor]]:

@@ -35,15 +35,20 @@ def _is_of_program(filename: str) -> bool:
     return not (filename.startswith(_LIBRARIES) or _MACHINERY.search(filename))
 
 
-def place_in(layer: keras.Layer, operation: tf.Operation) -> tuple[keras.Layer, str]:
+def place_in(
+    layer: keras.Layer, operation: tf.Operation, *, of_models: bool = False
+) -> tuple[keras.Layer, str]:
     """The innermost layer that made an operation, by the scopes in its name, and its path.
 
     Args:
         layer: The layer, or model, in whose call it was made.
         operation: The operation.
+        of_models: Whether to name the layer of a model, and none that such a layer holds.
     """
     found, path = layer, []
     for scope in operation.name.split("/")[:-1]:
+        if of_models and found is not layer and not isinstance(found, keras.Model):
+            break
         inner = [
             part
             for part in layers_in(found, include_self=False)

@@ -130,7 +130,7 @@ def _split(model, devices, asked, initialize) -> keras.Model:
     if not splits:
         raise PlacementError(_nothing(model, len(devices)))
     layout = Layout(Mesh(tensor=len(devices)), devices, splits=splits)
-    return extend(model, SplitModel, layout=layout)
+    return extend(model, SplitModel, _layout=layout)
 
 
 def split_in_place(

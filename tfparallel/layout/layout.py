@@ -43,6 +43,8 @@ class Layout:
         recompute: Of which micro-batches the forward pass is done again, for the backward one.
         reduction: What sums the gradients of the replicas, in words; None for one replica.
         workers: W, over how many processes the replicas are shared out, the same number to each.
+        proof: Why a model may be computed in pieces of the batch, in words; None until a step has
+            been traced that divides it. Two layouts are equal, whatever it says.
 
     Raises:
         LayoutError: If they do not fit together; says all that does not.
@@ -67,6 +69,7 @@ class Layout:
     recompute: str = "never"
     reduction: str | None = None
     workers: int = 1
+    proof: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "devices", tuple(self.devices))

@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterator
 
 import tensorflow as tf
 
-from tfparallel.engine.graphs import called_by, with_inner
-from tfparallel.pipeline.pass_scope import STATEFUL_DRAWS
+from tfparallel.engine.graphs import called_by, draws_anew, with_inner
 
 __all__ = ["computes_the_same"]
 
@@ -37,7 +36,7 @@ def computes_the_same(graph: tf.Graph, weights: Collection[tf.Tensor]) -> bool:
         weights: The handles of the weights that are trained, as they are in it.
     """
     for operation in with_inner(graph.get_operations()):
-        if operation.type == "EagerPyFunc" or operation.type in STATEFUL_DRAWS:
+        if operation.type == "EagerPyFunc" or draws_anew(operation):
             return False
     return not any(_may_be_sparse_twice(weight) for weight in weights)
 

@@ -41,6 +41,15 @@ class StepMemory:
         """Where a tensor is made that all passes may read: in the step, and no function in it."""
         return contextlib.nullcontext() if self._graph is None else self._graph.as_default()
 
+    def is_in_control_flow(self) -> bool:
+        """Whether a `tf.while_loop` or a `tf.cond` within the step is being traced."""
+        graph = None if self._graph is None else tf.compat.v1.get_default_graph()
+        while graph is not None and graph is not self._graph:
+            if getattr(graph, "is_control_flow_graph", False):
+                return True
+            graph = getattr(graph, "outer_graph", None)
+        return False
+
 
 class Pass:
     """A forward pass of a stage on a micro-batch, or on any, where it is traced for all.
@@ -95,7 +104,7 @@ class MicroBatchSeedGenerator:
 
     def _of_step(self, own: Pass, ordered):
         key = own.key(self)
-        if _is_in_control_flow():
+        if own.memory.is_in_control_flow():
             raise PlacementError(
                 "A layer draws anew each time that a loop or a branch of its is run, and a "
                 "micro-batch draws what was drawn for the batch. A draw before the loop or the "
@@ -107,16 +116,6 @@ class MicroBatchSeedGenerator:
             with own.memory.outside():
                 own.memory.seeds[key] = super().next(ordered)
         return own.memory.seeds[key]
-
-
-def _is_in_control_flow() -> bool:
-    """Whether a `tf.while_loop` or a `tf.cond` is being traced."""
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if getattr(graph, "is_control_flow_graph", False):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
 
 
 def extend_random_layers(model: keras.Model) -> None:

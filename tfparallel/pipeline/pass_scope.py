@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import shard as shards
-from tfparallel.engine.graphs import writes_variable
+from tfparallel.engine.graphs import draws_anew, with_inner, writes_variable
 from tfparallel.extend import original_class
 from tfparallel.newer_keras import renormalizes
 from tfparallel.pipeline.batch_norm import batch_norms
@@ -29,7 +29,6 @@ from tfparallel.seams.keras import (
 from tfparallel.strategies.variables import copies
 
 __all__ = [
-    "STATEFUL_DRAWS",
     "PassScope",
     "check_state",
     "other_writes",
@@ -37,19 +36,6 @@ __all__ = [
     "sums_in_layers",
     "writable",
 ]
-
-STATEFUL_DRAWS = {
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "RandomGamma",
-    "RandomPoissonV2",
-    "RandomShuffle",
-    "RandomStandardNormal",
-    "RandomUniform",
-    "RandomUniformInt",
-    "RngReadAndSkip",
-    "TruncatedNormal",
-}
 
 
 class PassScope(keras.StatelessScope):
@@ -101,9 +87,9 @@ class PassScope(keras.StatelessScope):
         allowed += [] if generator is None else [generator.state._value]
         for op in other_writes(graph, before, allowed):
             raise PlacementError(_changes_state(f"{op.type} '{op.name}'"))
-        for op in graph.get_operations()[before:] if self._is_recomputed else ():
-            if op.type in STATEFUL_DRAWS:
-                self._refuse_recompute(f"{op.type} '{op.name}'")
+        made = graph.get_operations()[before:] if self._is_recomputed else ()
+        for op in filter(draws_anew, with_inner(made)):
+            self._refuse_recompute(f"{op.type} '{op.name}'")
 
     def _refuse_recompute(self, what: str) -> None:
         if self._is_recomputed:

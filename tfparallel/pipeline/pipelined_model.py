@@ -20,7 +20,6 @@ from tfparallel.pipeline.replica_step import How
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
-from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.state import global_seed_generator
 from tfparallel.seams.keras import as_outputs, compiled_loss
@@ -58,8 +57,6 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     def _look_at(self, call):
         if call.kind == "fit":
             self._check_batch_size(call.asked.get("x"), call.asked.get("batch_size"))
-            if self._is_chief:
-                note_other_draws(self)
         super()._look_at(call)
 
     def _begin(self, call):
@@ -126,7 +123,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
 
     def _passes(self, x, y, sample_weight) -> Found:
         if self.check_rows:
-            check_rows(self, self.__call__, (x,), {"training": True})
+            check_rows(self, self.__call__, (x,), {"training": True}, tells=self._is_chief)
         return self.passes(x, y, sample_weight).run(x, y, sample_weight)
 
     def passes(self, x, y, sample_weight, *, timed: bool = False) -> Step:

@@ -21,6 +21,8 @@ import tensorflow as tf
 
 from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.data.shard import Shard
+from tfparallel.engine.again import DrawnApart
+from tfparallel.engine.graphs import operations_here
 from tfparallel.layout.schedule import Instruction, Schedule
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of
@@ -144,6 +146,8 @@ class ReplicaStep:
         ]
         self.loss = LossCall(how.model, batch, metrics=how.metrics, each=each)
         self._sums = GradientSums()
+        # By seeds of TensorFlow's; replicas are told apart by smaller numbers.
+        self._apart = [DrawnApart(m << 16) for m in range(len(shards))]
         # By micro-batch: what stages made for others, and the losses that layers added.
         self._values = [dict(own) for own in inputs]
         self._targets = targets
@@ -184,6 +188,8 @@ class ReplicaStep:
         return self._found()
 
     def _found(self) -> Passed:
+        for drawn in self._apart:
+            drawn.change()
         outputs = {*self._batch.output_keys}
         outputs |= {*map(LogitsOf, outputs)}
         self.output_keys = [key for key in self._values[0] if key in outputs]
@@ -265,7 +271,7 @@ class ReplicaStep:
 
     def _run_stage(self, stage, m, taken) -> _Recorded:
         """Calls the stage's layers, and behind the last the loss, under a tape."""
-        shard, loss, grown = self._shards[m], None, []
+        shard, loss, grown, before = self._shards[m], None, [], len(operations_here())
         with tf.GradientTape() as tape:
             tape.watch(list(self._returned(taken).values()))
             tape.watch([copy for held in self._variables_of(stage) for copy in copies(held)])
@@ -278,6 +284,7 @@ class ReplicaStep:
                 tape_of_loss.watch([t for t in values.values() if is_differentiable(t)])
                 part, grown = self.loss(values, self._targets[m], shard)
             loss = None if part is None else (tape_of_loss, part)
+        self._apart[m].change(operations_here()[before:])
         return _Recorded(tape, values, added, made.moments, loss, grown)
 
     def _begin_with_loss(self, index, m, found: _Recorded, noted: bool):

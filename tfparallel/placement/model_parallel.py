@@ -129,7 +129,7 @@ def place(
         built.initialize(layer.variables, placement[layer.name])
         extend(layer, PlacedLayer, _device=placement[layer.name])
     built.initialize_rest()
-    model = extend(built.model, mixin, layout=layout, **(attributes or {}))
+    model = extend(built.model, mixin, _layout=layout, **(attributes or {}))
     finish(model)
     return model
 
@@ -148,7 +148,7 @@ def _copy_of(model: keras.Model, decide, mixin, attributes, finish) -> keras.Mod
 
     copy = copy_layers(model, placed) if is_its_graph(model) else _placed_later(model, placement)
     complete(model, copy)
-    extend(copy, mixin, layout=layout, **attributes)
+    extend(copy, mixin, _layout=layout, **attributes)
     finish(copy)
     compile_alike(model, copy)
     return copy

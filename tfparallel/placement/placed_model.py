@@ -1,6 +1,7 @@
 """The Keras model whose layers stand on several devices."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 
@@ -9,8 +10,10 @@ import tensorflow as tf
 
 from tfparallel.checkpoint.streamed import save_streamed
 from tfparallel.data.shard import count_rows
+from tfparallel.engine.check_rows import proof_in_words
 from tfparallel.extend import attach, original_class
 from tfparallel.flight.marks import mark
+from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
@@ -31,6 +34,11 @@ class PlacedModel(OneStep):
     """Extends a functional or Sequential model of placed layers."""
 
     _built_by_compile: keras.Optimizer | None = None  # Which the user has not built before.
+
+    @property
+    def layout(self) -> Layout:
+        """What is where."""
+        return dataclasses.replace(self._layout, proof=proof_in_words(self))
 
     def compile(self, *args, **kwargs):
         """Compiles the model, as `keras.Model.compile`; the slots are made beside their weights."""

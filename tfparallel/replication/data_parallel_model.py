@@ -1,6 +1,7 @@
 """The Keras model whose steps run as one program over the replicas."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.engine.check_rows import exchange_moments
+from tfparallel.engine.check_rows import exchange_moments, proof_in_words
 from tfparallel.extend import attach, extend, is_own, original_class
 from tfparallel.flight.marks import mark
 from tfparallel.layout.layout import Layout
@@ -22,7 +23,6 @@ from tfparallel.replication import (
     state,
 )
 from tfparallel.replication.accumulate import Accumulate
-from tfparallel.replication.draws import note_other_draws
 from tfparallel.replication.local_sgd import LocalSgd
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.places import ReplicaPlaces
@@ -78,7 +78,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
     def layout(self) -> Layout:
         """What is where; what sums the gradients may be chosen when training begins."""
         if self.strategy is not None:
-            return self.strategy.layout
+            return dataclasses.replace(self.strategy.layout, proof=proof_in_words(self))
         return Layout(Mesh(), device_lib.choose_devices(num_devices=1))
 
     def compile(self, *args, **kwargs):
@@ -105,8 +105,6 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
                 checks.check_data(*(call.asked.get(name) for name in names), "fit")
             if self._shards_optimizer:
                 checks.refuse_swaps(call.callbacks)
-            if self.strategy is not None and self.strategy.num_replicas > 1 and self._is_chief:
-                note_other_draws(self)
             for layer in layers_in(self):
                 judge_anew(layer)
         if call.kind == "predict" and not self._gathers:

@@ -41,6 +41,7 @@ from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import partition
 from tfparallel.data import shard as shards
 from tfparallel.engine.check_rows import has_rows
+from tfparallel.engine.graphs import operations_here
 from tfparallel.extend import attach
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
@@ -200,10 +201,10 @@ class ReplicatedCall:
                 shard, tape, own, logits, sources, losses, sums, masks, scope, structure
             )
 
-        told, before = shards.for_replicas(shards_here), trace.operations()
+        told, before = shards.for_replicas(shards_here), len(operations_here())
         replicas = trace.run(on_replica, range(len(shards_here)), told, parts)
         with recording():
-            self._refuse_lost_gradients(_taken(trace.operations()[len(before) :]))
+            self._refuse_lost_gradients(_taken(operations_here()[before:]))
         inputs.take_off_masks(parts[0])
         return replicas
 

@@ -42,7 +42,9 @@ class ReplicatedLayer:
         # A step that is traced is judged each time; an eager one would be in every call.
         kind = str(keras.tree.map_structure(_type_of, (args, kwargs)))
         if not tf.executing_eagerly() or kind not in self._judged_eagerly:
-            check_rows(self, call, args, kwargs, shares=is_divided)
+            workers = self._strategy.workers
+            tells = is_divided and (workers is None or workers.worker_index == 0)
+            check_rows(self, call, args, kwargs, shares=is_divided, tells=tells)
         if tf.executing_eagerly():
             attach(self, _judged_eagerly=self._judged_eagerly | {kind})
 

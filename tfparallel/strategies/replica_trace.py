@@ -36,15 +36,20 @@ class ReplicaTrace(OneTrace):
     """
 
     def __init__(self, strategy):
-        super().__init__([_other(strategy, k) for k in range(1, len(strategy.devices))])
+        others = [_other(strategy, k) for k in range(1, len(strategy.devices))]
+        super().__init__(others, strategy.first_replica)
         self._strategy = strategy
+        # The gradient of what was asked of it asks it again.
+        self._at_first: _FirstReplica | None = None
 
     def run(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> list[Any]:
         """Runs a function on each replica, as `OneTrace` does; an eager step calls it on each."""
         if tf.executing_eagerly():
             return self._run_each(function, by_replica)
         with tf.device(self._strategy.devices[0]), recording():
-            with _FirstReplica(self._strategy, self, self._others):
+            if self._at_first is None:
+                self._at_first = _FirstReplica(self._strategy, self, self._others)
+            with self._at_first:
                 return super().run(function, *by_replica)
 
     def update(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> None:

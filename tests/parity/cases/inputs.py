@@ -268,6 +268,14 @@ CASES += [
         ("8 of 6 batches", 8, digits),
         ("4 of tf.data of unknown size", 4, lambda: {"x": unknown_size()}),
     ]
+] + [
+    case(
+        GROUP,
+        "`steps_per_execution` and `Dropout`",
+        "steps_per_execution dropout",
+        build=stack((64,), lambda: layers.Dense(12), lambda: layers.Dropout(0.3)),
+        compile=compiled(steps_per_execution=2),
+    )
 ]
 
 
