@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from tfparallel.seams.keras import layers_in
+from tfparallel.seams.keras import KerasSaveable, layers_in
 
 Extended = TypeVar("Extended")
 
@@ -30,12 +30,12 @@ def extended_class(mixin: type, original: type) -> type:
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
             "__new__": _new_original,
-            "_extended_from": original,
+            "_tfparallel_extended_from": original,
         },
     )
     if hasattr(original, "from_config"):
         extended.from_config = classmethod(_original_from_config)
-    if hasattr(original, "_unpickle_model"):
+    if issubclass(original, KerasSaveable):
         extended.__reduce__ = _reduce_to_original
     package, _, name = keras.saving.get_registered_name(original).rpartition(">")
     if package:
@@ -95,8 +95,8 @@ def is_own(model: keras.Model, method: str) -> bool:
 
 
 def _before(original: type) -> type:
-    while hasattr(original, "_extended_from"):
-        original = original._extended_from
+    while hasattr(original, "_tfparallel_extended_from"):
+        original = original._tfparallel_extended_from
     return original
 
 

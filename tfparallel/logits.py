@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfparallel.seams.keras import logits_beside, set_logits
+
 __all__ = ["Logits", "logits_of", "output_of", "sources_of"]
 
 _ACTIVATIONS = {
@@ -44,13 +46,13 @@ class Logits(NamedTuple):
         """
         found = kept if self.operation is None else _ACTIVATIONS[self.operation](logits)
         if self.is_noted:
-            found._keras_logits = logits
+            set_logits(found, logits)
         return found
 
 
 def logits_of(output: tf.Tensor) -> Logits | None:
     """Returns what a loss would find behind an output, or None."""
-    noted = getattr(output, "_keras_logits", None)
+    noted = logits_beside(output)
     if tf.is_symbolic_tensor(output) and output.op.type in _ACTIVATIONS:
         logits = output.op.inputs[0]
         if noted is None or noted is logits:

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.newer_keras import MultiOptimizer
+from tfparallel.update.built import own_variables
 
 __all__ = ["move_to_servers"]
 
@@ -58,9 +59,8 @@ def move_to_servers(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy
             f"{type(optimizer).__name__}. Compile with one that does not, or take "
             "sync='every_step'."
         )
-    own = {id(variable) for variable in getattr(optimizer, "_trainable_variables", ())}
-    for variable in optimizer.variables:
-        if id(variable) not in own and "/job:ps" not in variable.value.device:
+    for variable in own_variables(optimizer):
+        if "/job:ps" not in variable.value.device:
             with tf.init_scope(), strategy.scope():
                 variable._value = tf.Variable(
                     variable.value.numpy(), dtype=variable.dtype, trainable=False

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfparallel.newer_keras import MultiOptimizer
-from tfparallel.seams.keras import rate_of
+from tfparallel.seams.optimizers import rate_of
 
 __all__ = ["LearningRateWarmup"]
 

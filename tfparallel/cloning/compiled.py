@@ -8,6 +8,7 @@ import keras
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import classes_of, original_class
 from tfparallel.seams.keras import compile_arguments, layers_in
+from tfparallel.seams.optimizers import key_of, left_out_of_decay, left_out_pattern, weights_of
 from tfparallel.update.files import holds_pieces
 
 __all__ = ["compile_alike", "metric_like"]
@@ -47,7 +48,7 @@ def compile_alike(
         arguments[name] = keras.tree.map_structure(metric_like, arguments[name])
     trained = {
         id(getattr(variable, "_sharded", getattr(variable, "_whole", variable)))
-        for variable in getattr(model.optimizer, "_trainable_variables", ())
+        for variable in weights_of(model.optimizer)
     }
     if not trained:
         copy.compile(**arguments, auto_scale_loss=False)
@@ -108,11 +109,11 @@ def _optimizer_like(model, copy):
 
 def _exclude_alike(source, target, pairs) -> None:
     """What is left out of weight decay stands in no config."""
-    excluded = getattr(source, "_exclude_from_weight_decay", None) or set()
-    pattern = getattr(source, "_exclude_from_weight_decay_pattern", None)
+    excluded = left_out_of_decay(source)
+    pattern = left_out_pattern(source)
     if excluded or pattern:
         target.exclude_from_weight_decay(
-            var_list=[copied for own, copied in pairs if source._var_key(own) in excluded],
+            var_list=[copied for own, copied in pairs if key_of(source, own) in excluded],
             var_names=[pattern.pattern] if pattern else None,
         )
     for inner, copied in _inner(source, target):

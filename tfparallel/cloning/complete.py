@@ -19,7 +19,7 @@ import keras
 from tfparallel.cloning.attributes import CannotCarry, carry_attributes, same
 from tfparallel.cloning.likeness import NotAlike, differences
 from tfparallel.extend import original_class
-from tfparallel.seams.keras import layers_in, seed_generators_of, untrack
+from tfparallel.seams.keras import layers_in, seed_generators_of, untrack, variables_held_by
 
 __all__ = ["NotAlike", "complete", "without_draws"]
 
@@ -190,7 +190,7 @@ def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
 
 
 def _variables_of(layer) -> list[keras.Variable]:
-    held = [*layer._trainable_variables, *layer._non_trainable_variables]
+    held = variables_held_by(layer)
     held += [generator.state for generator in seed_generators_of(layer)]
     return held + [variable for metric in layer._metrics for variable in metric.variables]
 

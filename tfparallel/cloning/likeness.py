@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.cloning.attributes import same
-from tfparallel.seams.keras import calls_of, functional_of, takes_training
+from tfparallel.seams.keras import calls_of, functional_of, shapes_of_build, takes_training
 
 __all__ = ["NotAlike", "differences"]
 
@@ -129,7 +129,7 @@ def _batches(model) -> Iterator[Any]:
     try:
         inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
     except (AttributeError, ValueError, IndexError):
-        shape = getattr(model, "_build_shapes_dict", None) or {}
+        shape = shapes_of_build(model)
         is_one = len(shape) == 1 and all(
             isinstance(s, tuple) and all(isinstance(n, int | None) for n in s)
             for s in shape.values()

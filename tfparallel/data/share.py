@@ -41,13 +41,13 @@ class Readings(NamedTuple):
 
 def offer(dataset: tf.data.Dataset, readings: Readings) -> tf.data.Dataset:
     """Says of a data set of global batches that it can be read in shares, too."""
-    dataset._readings = readings
+    dataset._tfparallel_readings = readings
     return dataset
 
 
 def readings_of(data: Any) -> Readings | None:
     """How some data is read in shares, if it can be."""
-    return getattr(data, "_readings", None)
+    return getattr(data, "_tfparallel_readings", None)
 
 
 def rows_of_worker(strategy: Any) -> Bounds:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.diagnostics.compare import difference
-from tfparallel.seams.keras import layers_in, takes_training
+from tfparallel.seams.keras import Functional, layers_in, run_through, takes_training
 
 __all__ = ["all_layers", "first_difference", "random_layers", "turn_off_draws"]
 
@@ -114,13 +114,12 @@ def _with_all_outputs(model: keras.Model) -> tuple[list[str], keras.Model]:
             for layer in model.layers:
                 inputs = call_layer(layer, prefix, inputs)
             return inputs
-        # Keras has no public way to run a functional model's layers on other tensors.
-        return model._run_through_graph(
-            inputs, lambda layer: layer, lambda layer, *a, **k: call_layer(layer, prefix, *a, **k)
+        return run_through(
+            model, inputs, lambda layer, *a, **k: call_layer(layer, prefix, *a, **k)
         )
 
     def call_layer(layer, prefix, *args, **kwargs):
-        if isinstance(layer, keras.Sequential) or hasattr(layer, "_run_through_graph"):
+        if isinstance(layer, Functional | keras.Sequential):
             return call_model(layer, f"{prefix}{layer.name}/", args[0])
         name = f"{prefix}{layer.name}"
         if holders.setdefault(layer.name, layer) is not layer:

@@ -8,7 +8,7 @@ from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.dropout import share_draws
 from tfparallel.layers.layer import FixedLayer, SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parts import on_each, pieces, whole
-from tfparallel.seams.keras import mask_of, set_mask
+from tfparallel.seams.keras import attention_axes, dropout_of, mask_of, output_projection, set_mask
 from tfparallel.variables.split import split_variable
 
 __all__ = ["ParallelMultiHeadAttention"]
@@ -63,17 +63,17 @@ class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
         most = max(heads, key=heads.get)
         numbers = [local.get_config()[most] for local in locals_]
         object.__setattr__(self, "_num_heads_of_parts", numbers)
-        object.__setattr__(self, "_output_bias", self._output_dense.bias)
+        object.__setattr__(self, "_output_bias", output_projection(self).bias)
         for projection in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
             if getattr(self, projection, None) is not None:
                 _take_projection(self, locals_, projection, {"kernel": 1, "bias": 0})
         _take_projection(self, locals_, "_output_dense", {"kernel": 0})
         for local in locals_:
             # It is added once, to the sum.
-            object.__setattr__(local._output_dense, "bias", None)
+            object.__setattr__(output_projection(local), "bias", None)
         if self.dropout > 0:
             share_draws(
-                self._dropout_layer, [local._dropout_layer for local in locals_],
+                dropout_of(self), [dropout_of(local) for local in locals_],
                 self._num_heads_of_parts,
                 axis=self._heads_axis,
             )  # fmt: skip
@@ -82,7 +82,7 @@ class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
     @property
     def _heads_axis(self) -> int:
         """The axis of the heads in scores, and in masks of scores: (batch, …, heads, T, S)."""
-        return -1 - 2 * len(getattr(self, "_attention_axes", None) or (1,))
+        return -1 - 2 * len(attention_axes(self))
 
     def call(self, query, value, key=None, **kwargs):
         """Computes the heads, each on its device, and sums what they say."""

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfparallel.device_names import canonical
 from tfparallel.extend import extend, original_class
 from tfparallel.layers.parts import Parts
+from tfparallel.seams.keras import logits_beside, options_of
 
 __all__ = ["cross_entropy", "in_parts"]
 
@@ -31,7 +32,7 @@ class LossInParts:
         parts = getattr(y_pred, "_tfparallel_logits", None)
         # Of probabilities, only those that a softmax made of these logits.
         is_known = parts is not None and (
-            self._fn_kwargs["from_logits"] != hasattr(y_pred, "_keras_logits")
+            options_of(self)["from_logits"] != logits_beside(y_pred) is not None
         )
         object.__setattr__(self, "_parts", parts if is_known else None)
         try:
@@ -53,8 +54,8 @@ def in_parts(loss):
     if (
         isinstance(loss, keras.losses.Loss)
         and original_class(loss) is keras.losses.SparseCategoricalCrossentropy
-        and loss._fn_kwargs.get("ignore_class") is None
-        and loss._fn_kwargs.get("axis", -1) == -1
+        and options_of(loss).get("ignore_class") is None
+        and options_of(loss).get("axis", -1) == -1
     ):
         return extend(loss, LossInParts, _parts=None)
     return loss

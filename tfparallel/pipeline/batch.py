@@ -11,7 +11,7 @@ from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.cut import Key, LogitsOf, Values
 from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.others import Others
-from tfparallel.seams.keras import as_outputs, functional_of, mask_of, set_mask
+from tfparallel.seams.keras import as_outputs, flat_inputs, functional_of, mask_of, set_mask
 
 __all__ = ["Batch", "Joined"]
 
@@ -67,7 +67,7 @@ class Batch:
         leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
         with where_it_is(leaf):
             given = model.dtype_policy.convert_input(x, model.autocast, model.input_dtype)
-            self._flat = self._functional._standardize_inputs(given)
+            self._flat = flat_inputs(self._functional, given)
         self.masks = Masks(model, self._functional, self._flat)
         first = next(tensor for tensor in self._flat if tensor is not None)
         self.num_rows = count_rows(first)

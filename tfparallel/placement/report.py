@@ -12,6 +12,7 @@ from tfparallel.engine.audit import Noted, recording, short
 from tfparallel.placement.costs import bytes_of
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.processes import peak_memory_bytes
+from tfparallel.seams.optimizers import weights_of
 from tfparallel.size_text import size_text
 
 __all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report"]
@@ -178,7 +179,7 @@ def _slots(model: keras.Model):
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     for part in getattr(optimizer, "optimizers", [optimizer] if optimizer is not None else []):
-        trainable = getattr(part, "_trainable_variables", [])
+        trainable = weights_of(part)
         for own in part.variables:
             for variable in trainable:
                 # Keras names a slot after its variable: "adam/dense_kernel_momentum".

@@ -25,7 +25,10 @@ from tfparallel.seams.keras import (
     NAME_NUMBERS,
     SHAPES_GRAPH,
     get_global,
+    initialize,
+    initializer_of,
     set_global,
+    set_initializer,
 )
 
 __all__ = ["NeedsStorage", "StoragelessModel", "move_variables"]
@@ -44,7 +47,7 @@ class _Waiting(list):
 
     def append(self, variable: keras.Variable) -> None:
         """Notes a variable that has just been made."""
-        initializer = variable._initializer
+        initializer = initializer_of(variable)
 
         @functools.wraps(initializer)
         def noticed(*args, **kwargs):
@@ -53,7 +56,7 @@ class _Waiting(list):
                 raise NeedsStorage(f"'{variable.path}' is read before it has a value.")
             return initializer(*args, **kwargs)
 
-        variable._initializer = noticed
+        set_initializer(variable, noticed)
         super().append(variable)
 
 
@@ -106,7 +109,7 @@ class StoragelessModel:
             if self._waiting.pop(id(variable), None) is None:
                 continue
             with tf.device(device), _scope_of(variable):
-                variable._deferred_initialize()
+                initialize(variable)
                 assigned = self._scope.get_current_value(variable)
                 if assigned is not None:
                     variable.assign(assigned)
@@ -120,7 +123,7 @@ def move_variables(variables: Iterable[keras.Variable], device: str) -> None:
     """Has variables that have their values hold them on another device."""
     for variable in variables:
         with tf.device(device), _scope_of(variable):
-            variable._initialize(variable.numpy())
+            initialize(variable, variable.numpy())
 
 
 def _scope_of(variable):

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfparallel.cluster.agreement import differences
 from tfparallel.data import share
+from tfparallel.seams.optimizers import rate_of
 
 # The first batches of a `fit`, `evaluate` or `predict` are compared; another order shows there.
 _NUM_STEPS = 2
@@ -115,7 +116,7 @@ def _configuration(optimizer):
     try:
         config = dict(optimizer.get_config())
     except NotImplementedError:  # As a learning rate schedule of the user's own may.
-        rate = getattr(optimizer, "_learning_rate", None)
+        rate = rate_of(optimizer)
         kinds = (int, float, str, type(None))
         config = {name: own for name, own in vars(optimizer).items() if isinstance(own, kinds)}
         config |= {"optimizer": type(optimizer).__name__, "learning_rate": type(rate).__name__}

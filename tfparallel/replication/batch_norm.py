@@ -22,6 +22,7 @@ from tfparallel.collectives import differentiable
 from tfparallel.collectives.gradient import call_with_gradient
 from tfparallel.collectives.in_replica import Replicas, of_all_here
 from tfparallel.data import shard as shards
+from tfparallel.seams.keras import reduced_axes
 
 
 class SynchronizedBatchNormalization:
@@ -38,12 +39,12 @@ class SynchronizedBatchNormalization:
     def _own_moments(self, inputs):
         """Returns n_k, m_k and M_k of this replica's rows; n_k is the same for all channels."""
         count = tf.cast(tf.size(inputs) // inputs.shape[self.axis], inputs.dtype)
-        mean, variance = tf.nn.moments(inputs, self._reduction_axes)
+        mean, variance = tf.nn.moments(inputs, reduced_axes(self))
         return count, mean, variance * count
 
     def _own_masked_moments(self, inputs, mask):
         """The same; n_k is of each channel, which is a step in time where `axis` says so."""
-        kept, axes = _kept(inputs, mask), self._reduction_axes
+        kept, axes = _kept(inputs, mask), reduced_axes(self)
         count = tf.reduce_sum(tf.cast(kept, inputs.dtype), axes, keepdims=True)
         # `where`, not a product: a masked position may hold NaN.
         total = tf.reduce_sum(tf.where(kept, inputs, 0), axes, keepdims=True)

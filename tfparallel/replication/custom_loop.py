@@ -112,7 +112,7 @@ def reduce_gradients(
             results[index].set_shape(gradients[index].shape)
     for result in results:
         if result is not None:
-            result._is_reduced = True
+            result._tfparallel_reduced = True
     return results
 
 
@@ -238,7 +238,7 @@ def _refuse_unreduced(optimizer, gradients) -> None:
     missing = [
         index
         for index, gradient in enumerate(gradients)
-        if gradient is not None and not getattr(gradient, "_is_reduced", False)
+        if gradient is not None and not getattr(gradient, "_tfparallel_reduced", False)
     ]
     if missing:
         raise ValueError(

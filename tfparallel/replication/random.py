@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfparallel.data import provenance
 from tfparallel.data import shard as shards
 from tfparallel.engine.judge import note
+from tfparallel.seams.keras import noise_shape_of
 
 _PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.
 _FOLD = 0x9E3779B1  # Odd, so that r ↦ r·_FOLD is one-to-one modulo 2³².
@@ -112,10 +113,7 @@ class IndexedDropout:
 
     def _mask_shape(self, inputs):
         """Sizes of the mask of this replica's rows."""
-        if hasattr(self, "_get_noise_shape"):
-            asked = self._get_noise_shape(inputs)
-        else:
-            asked = self.noise_shape or (None,) * inputs.shape.rank
+        asked = noise_shape_of(self, inputs)
         shape = keras.ops.shape(inputs)
         return [shape[axis] if size is None else size for axis, size in enumerate(asked)]
 

@@ -75,7 +75,7 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
                 f"worker: {cardinalities}, where {num_batches} is this worker's and -1 is without "
                 "end. Add `.repeat()` on all workers, or on none."
             )
-        dataset._is_by_sample = True
+        dataset._tfparallel_by_sample = True
         return dataset
     nothing = tf.nest.map_structure(_no_rows, dataset.element_spec)
     empty = tf.data.Dataset.from_tensors(nothing).map(
@@ -83,22 +83,22 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     )
     even = dataset.concatenate(empty.repeat(num_steps - num_batches))
     even = even.apply(tf.data.experimental.assert_cardinality(num_steps))
-    even._is_by_sample = True
+    even._tfparallel_by_sample = True
     return even
 
 
 def weighted(dataset: Any, class_weight: dict[int, float] | None) -> Any:
     """Weights by class the batches of a sample partition; what Keras maps is none any more."""
-    if class_weight is None or not getattr(dataset, "_is_by_sample", False):
+    if class_weight is None or not getattr(dataset, "_tfparallel_by_sample", False):
         return dataset
     dataset = dataset.map(class_weighting(class_weight))
-    dataset._is_by_sample = True
+    dataset._tfparallel_by_sample = True
     return dataset
 
 
 def marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Wraps the batches of a data set that `by_sample` returned, so that a step can tell."""
-    if not getattr(dataset, "_is_by_sample", False):
+    if not getattr(dataset, "_tfparallel_by_sample", False):
         return dataset
     # Which axes have an unknown length is said here: `predict` hands its steps batches of known
     # shapes, which are others on each worker, and all must make the same of them.

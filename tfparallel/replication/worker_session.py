@@ -151,7 +151,7 @@ class WorkerSession:
         """
         model, data = self._model, asked.get(name)
         if self._each_reads_all:
-            if getattr(data, "_is_by_sample", False):
+            if getattr(data, "_tfparallel_by_sample", False):
                 raise PlacementError(
                     "Each worker of `hybrid_parallel` is given the whole batch. Received: `"
                     f"{name}` of `{kind}`, marked by `tfparallel.data.by_sample` as this worker's "

@@ -16,6 +16,7 @@ from keras.src.losses.loss import (
 from keras.src.models import functional
 from keras.src.models.functional import Functional
 from keras.src.random import seed_generator
+from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters.tf_dataset_adapter import (
@@ -40,12 +41,14 @@ __all__ = [
     "CompileLoss",
     "CompileMetrics",
     "Functional",
+    "KerasSaveable",
     "MetricsList",
     "SafeModeScope",
     "added_loss",
     "apply_mask",
     "arguments_of",
     "as_outputs",
+    "attention_axes",
     "batches_of",
     "begin_at",
     "calling_with",
@@ -57,14 +60,21 @@ __all__ = [
     "compiled_loss",
     "compiled_metrics",
     "compute_output_spec",
-    "count_of",
+    "dropout_of",
+    "end_build",
     "first_epoch",
+    "flat_inputs",
+    "flat_targets",
     "functional_of",
     "get_global",
     "has_graph",
     "in_stateless_scope",
     "in_training",
+    "initialize",
+    "initializer_of",
+    "inputs_of",
     "layers_in",
+    "logits_beside",
     "loss_of_batch",
     "loss_terms",
     "loss_tracker",
@@ -72,17 +82,27 @@ __all__ = [
     "maker_of",
     "mask_epsilon",
     "mask_of",
+    "metrics_by_output",
     "model_supports_jit",
-    "rate_of",
+    "noise_shape_of",
+    "options_of",
+    "output_projection",
     "reduce_weighted_values",
+    "reduced_axes",
+    "run_through",
     "seed_generators_of",
     "set_global",
+    "set_initializer",
+    "set_logits",
     "set_mask",
+    "shapes_of_build",
     "squeeze_or_expand_to_same_rank",
     "takes_training",
     "unlocked",
     "untrack",
+    "variables_held_by",
     "with_losses",
+    "with_metrics_by_output",
 ]
 
 # Modules of Keras's, by which a caller is told in the frames of the stack.
@@ -124,6 +144,11 @@ def takes_training(layer: keras.Layer) -> bool:
     return getattr(layer, "_call_has_training_arg", False)
 
 
+def variables_held_by(layer: keras.Layer) -> list[keras.Variable]:
+    """The variables that a layer holds itself, but for those of its seeds and metrics."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
 def compiled_loss(model: keras.Model) -> CompileLoss | None:
     """What `compile` made of a model's losses; None without any."""
     return model._compile_loss
@@ -142,6 +167,16 @@ def mask_of(tensor: Any) -> Any:
 def set_mask(tensor: Any, mask: Any) -> None:
     """Has Keras find a mask beside a tensor, or none."""
     tensor._keras_mask = mask
+
+
+def logits_beside(output: Any) -> Any:
+    """The logits that Keras keeps beside an output of a softmax or sigmoid; None without."""
+    return getattr(output, "_keras_logits", None)
+
+
+def set_logits(output: Any, logits: Any) -> None:
+    """Has a loss find logits beside an output."""
+    output._keras_logits = logits
 
 
 def get_global(name: str) -> Any:
@@ -235,6 +270,112 @@ def as_outputs(model: keras.Model, flat: Sequence[Any]) -> Any:
     return keras.tree.pack_sequence_as(functional_of(model)._outputs_struct, list(flat))
 
 
+def flat_inputs(model: keras.Model, inputs: Any) -> list[Any]:
+    """What is given to a functional model, as its inputs are asked for, in their order."""
+    return model._standardize_inputs(inputs)
+
+
+def run_through(model: keras.Model, inputs: Any, call: Callable[..., Any]) -> Any:
+    """Computes a functional model of other tensors.
+
+    Args:
+        model: Functional.
+        inputs: In its structure.
+        call: Is given an operation of the model and its arguments, and returns its outputs.
+    """
+    return model._run_through_graph(inputs, lambda operation: operation, call)
+
+
+def end_build(model: keras.Model) -> None:
+    """Tells a model, built otherwise than by Keras, that it is."""
+    model._post_build()
+
+
+def initializer_of(variable: keras.Variable) -> Any:
+    """What makes the value of a variable that has none yet."""
+    return variable._initializer
+
+
+def set_initializer(variable: keras.Variable, initializer: Callable[..., Any]) -> None:
+    """Has something else make the value of a variable that has none yet."""
+    variable._initializer = initializer
+
+
+def initialize(variable: keras.Variable, value: Any = None) -> None:
+    """Gives a variable its memory where TensorFlow places it now.
+
+    Args:
+        variable: It.
+        value: Its value; None for that of its initializer, which it must wait for.
+    """
+    if value is None:
+        variable._deferred_initialize()
+    else:
+        variable._initialize(value)
+
+
+def inputs_of(model: keras.Model) -> Any:
+    """The structure of a functional or Sequential model's inputs; None of any other."""
+    return getattr(functional_of(model), "_inputs_struct", None)
+
+
+def shapes_of_build(layer: keras.Layer) -> dict[str, Any]:
+    """By argument the shapes that a layer was built for."""
+    return getattr(layer, "_build_shapes_dict", None) or {}
+
+
+def reduced_axes(layer: keras.layers.BatchNormalization) -> list[int]:
+    """The axes of which batch normalization takes the moments."""
+    return layer._reduction_axes
+
+
+def noise_shape_of(layer: keras.layers.Dropout, inputs: Any) -> Sequence[int | None]:
+    """Sizes of what a dropout layer draws; None for those of the inputs."""
+    if hasattr(layer, "_get_noise_shape"):
+        return layer._get_noise_shape(inputs)
+    return layer.noise_shape or (None,) * len(inputs.shape)
+
+
+def output_projection(layer: keras.Layer) -> keras.Layer:
+    """What attention of several heads ends with."""
+    return layer._output_dense
+
+
+def attention_axes(layer: keras.Layer) -> Sequence[int]:
+    """Along which axes queries look at keys."""
+    return getattr(layer, "_attention_axes", None) or (1,)
+
+
+def dropout_of(layer: keras.Layer) -> keras.Layer:
+    """What drops scores of attention."""
+    return layer._dropout_layer
+
+
+def options_of(loss: keras.losses.Loss) -> dict[str, Any]:
+    """What a loss hands its function, beside targets and outputs."""
+    return loss._fn_kwargs
+
+
+def metrics_by_output(compiled: CompileMetrics) -> tuple[list[Any], list[Any]]:
+    """Of each output the list of its metrics, and of its weighted ones; None for none."""
+    return compiled._flat_metrics, compiled._flat_weighted_metrics
+
+
+def with_metrics_by_output(
+    compiled: CompileMetrics, metrics: list[Any], weighted: list[Any]
+) -> CompileMetrics:
+    """The same, with these lists in place of its own, and past Keras's tracking."""
+    other = object.__new__(CompileMetrics)
+    lists = {"_flat_metrics": metrics, "_flat_weighted_metrics": weighted}
+    vars(other).update(vars(compiled) | lists)
+    return other
+
+
+def flat_targets(compiled: CompileMetrics, y: Any) -> list[Any]:
+    """Targets, or outputs, in the order of the lists by output."""
+    return compiled._flatten_y(y)
+
+
 def clear_losses(layer: keras.Layer) -> None:
     """Forgets the losses that calls of a layer, and of what it holds, have added."""
     layer._clear_losses()
@@ -263,16 +404,6 @@ def begin_at(model: keras.Model, epoch: int | None) -> None:
 def first_epoch(model: keras.Model) -> int | None:
     """The epoch of `begin_at`."""
     return model._initial_epoch
-
-
-def rate_of(optimizer: keras.Optimizer) -> Any:
-    """The variable of a learning rate, or its schedule."""
-    return optimizer._learning_rate
-
-
-def count_of(optimizer: keras.Optimizer) -> keras.Variable:
-    """The variable that counts the batches of an optimizer, also those between two updates."""
-    return optimizer._iterations
 
 
 def loss_of_batch(model: keras.Model, x, y, y_pred, sample_weight=None, training=True) -> Any:

@@ -50,14 +50,15 @@ __all__ = [
     "PerReplica",
     "ResourceVariable",
     "SyncOnReadVariable",
+    "add_control_inputs",
     "all_gather_v2",
     "all_reduce_v2",
-    "add_control_inputs",
     "all_to_all_v2",
+    "batch_size_of",
     "collective_keys",
     "composite_of",
-    "copy_handle_data",
     "coordination_service",
+    "copy_handle_data",
     "create_mirrored_variable",
     "devices_match",
     "distribute",
@@ -75,17 +76,20 @@ __all__ = [
     "python_function_again",
     "record_operation",
     "recording",
+    "reduction_of",
     "registered_kernels",
     "regroup",
     "replica_index",
     "run_alone",
     "run_independently",
     "runtime_has_started",
+    "set_identity",
     "share_functions",
     "strategy_of",
     "traced_graph",
     "updating_replica",
     "wait_for_other_processes",
+    "worker_of",
 ]
 
 
@@ -224,6 +228,26 @@ def function_again(
     again = AtomicFunction(definition.signature.name, own, known.function_type, children)
     graph._add_function_recursive(again)
     return definition.signature.name
+
+
+def reduction_of(extended: MirroredExtended) -> Any:
+    """What sums between the devices of a strategy."""
+    return extended._cross_device_ops
+
+
+def worker_of(extended: CollectiveAllReduceExtended) -> tuple[int, int]:
+    """Which worker a strategy is of, and of how many."""
+    return extended._id_in_cluster, extended._num_workers
+
+
+def set_identity(value: tf.Tensor, name: str) -> None:
+    """Has an optimizer know a tensor, the value of a variable, by a name."""
+    value._unique_id = name
+
+
+def batch_size_of(dataset: tf.data.Dataset) -> Any:
+    """The size of the batches that a data set makes; None if it makes none."""
+    return getattr(dataset, "_batch_size", None)
 
 
 def devices_match(value: Any, destinations: Any) -> bool:

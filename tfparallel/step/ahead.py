@@ -16,6 +16,7 @@ from tfparallel.seams.keras import (
     compiled_loss,
     compiled_metrics,
     compute_output_spec,
+    end_build,
     loss_of_batch,
 )
 
@@ -73,7 +74,7 @@ def symbolic_build(model: keras.Model, data_batch) -> None:
         compute_output_spec(loss_of_batch, model, None, y, y_pred, sample_weight, training=False)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    model._post_build()
+    end_build(model)
 
 
 def _is_ragged(leaf) -> bool:

@@ -14,7 +14,13 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.seams.keras import CompileMetrics, MetricsList
+from tfparallel.seams.keras import (
+    CompileMetrics,
+    MetricsList,
+    flat_targets,
+    metrics_by_output,
+    with_metrics_by_output,
+)
 from tfparallel.step.terms import grow
 
 __all__ = ["StepMetrics"]
@@ -55,9 +61,8 @@ class StepMetrics(NamedTuple):
         if self.joined is None:
             return []
         indices = list(range(len(keras.tree.flatten(outputs))))
-        indices = self.joined._flatten_y(keras.tree.pack_sequence_as(outputs, indices))
-        by_output = zip(self.joined._flat_metrics, self.joined._flat_weighted_metrics, strict=True)
-        looked_at = [any(lists) for lists in by_output]
+        indices = flat_targets(self.joined, keras.tree.pack_sequence_as(outputs, indices))
+        looked_at = [any(lists) for lists in zip(*metrics_by_output(self.joined), strict=True)]
         return sorted(place for place, is_one in zip(indices, looked_at, strict=True) if is_one)
 
     def update(
@@ -89,12 +94,6 @@ def _only(compiled: CompileMetrics, is_wanted) -> CompileMetrics:
         kept = [] if metrics is None else [m for m in metrics.metrics if is_wanted(m)]
         return MetricsList(kept, output_name=metrics.output_name) if kept else None
 
-    some = object.__new__(CompileMetrics)  # Past Keras's tracking.
-    vars(some).update(
-        vars(compiled)
-        | {
-            "_flat_metrics": [of_output(each) for each in compiled._flat_metrics],
-            "_flat_weighted_metrics": [of_output(m) for m in compiled._flat_weighted_metrics],
-        }
+    return with_metrics_by_output(
+        compiled, *([of_output(each) for each in lists] for lists in metrics_by_output(compiled))
     )
-    return some

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from tfparallel.extend import original_class
-from tfparallel.seams.keras import Functional, functional_of
+from tfparallel.seams.keras import Functional, inputs_of
 
 __all__ = ["read_inputs"]
 
@@ -17,7 +17,7 @@ def read_inputs(model: keras.Model, x: Any) -> Any:
         model: Any model; of one with a `call` of its own nothing is left out.
         x: The inputs of a batch.
     """
-    wanted = getattr(functional_of(model), "_inputs_struct", None)
+    wanted = inputs_of(model)
     is_graph = original_class(model).call in (Functional.call, keras.Sequential.call)
     if not isinstance(x, dict) or wanted is None or not is_graph or "call" in vars(model):
         return x

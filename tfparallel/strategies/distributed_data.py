@@ -16,7 +16,7 @@ from tfparallel.seams.tensorflow import DistributedValues
 
 __all__ = ["joined", "made_by_function", "made_of", "whole_batches"]
 
-_MADE_OF = "_whole_batches"
+_MADE_OF = "_tfparallel_made_of"
 _ALL_ROWS = 2**31
 
 

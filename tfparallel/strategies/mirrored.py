@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfparallel import devices as device_lib
 from tfparallel.collectives import choice, cross_device
 from tfparallel.collectives.choice import ChosenAllReduce
-from tfparallel.seams.tensorflow import MirroredExtended, strategy_of
+from tfparallel.seams.tensorflow import MirroredExtended, reduction_of, strategy_of
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
 _OF_THE_HOST = tf.distribute.ReductionToOneDevice()  # As TensorFlow: int32 is the host's.
@@ -19,9 +19,9 @@ class _MirroredExtended(ProgramExtended, MirroredExtended):
     def _get_cross_device_ops(self, value):
         # TensorFlow would take collectives instead wherever `merge_call` is not used.
         is_int32 = any(tensor.dtype == tf.int32 for tensor in tf.nest.flatten(_terms(value)))
-        if is_int32 and self._cross_device_ops is strategy_of(self).all_reduce_ops:
+        if is_int32 and reduction_of(self) is strategy_of(self).all_reduce_ops:
             return _OF_THE_HOST
-        return self._cross_device_ops
+        return reduction_of(self)
 
     def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
         # TensorFlow refuses pairs of which the host reduces some; here they go apart.

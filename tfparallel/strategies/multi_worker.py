@@ -41,6 +41,7 @@ from tfparallel.seams.tensorflow import (
     regroup,
     runtime_has_started,
     strategy_of,
+    worker_of,
 )
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
@@ -184,10 +185,11 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
                 communication_options=options,
             )
         tf.distribute.Strategy.__init__(self, extended)
-        if extended._num_workers > 1:
+        index, number = worker_of(extended)
+        if number > 1:
             self.workers = WorkerGroup(
-                extended._num_workers,
-                extended._id_in_cluster,
+                number,
+                index,
                 self.devices[0],
                 timeout_seconds=options.timeout_seconds or 0.0,
                 first_host=_first_host(cluster_resolver),

@@ -129,7 +129,7 @@ class MetricVariable(SyncOnReadVariable):
     _is_whole = False  # Whether it was a program that wrote it last, or replicas.
 
     def _is_sum(self) -> bool:
-        return self._aggregation == tf.VariableAggregation.SUM
+        return self.aggregation == tf.VariableAggregation.SUM
 
     def _is_written_whole(self) -> bool:
         """Whether what is written now is the whole, not a replica's part; remembers who writes.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tfparallel.extend import original_class
-from tfparallel.seams.keras import rate_of
+from tfparallel.seams.optimizers import rate_of
 
 __all__ = ["is_from_keras", "belongs_to_keras", "updates_alike"]
 

@@ -11,7 +11,8 @@ from typing import Any
 import keras
 
 from tfparallel.extend import original_class
-from tfparallel.seams.keras import count_of, rate_of, untrack
+from tfparallel.seams.keras import untrack
+from tfparallel.seams.optimizers import count_of, forget_places, rate_of, weights_of
 
 __all__ = [
     "build_again",
@@ -31,14 +32,14 @@ def wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
 
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """The variables of an optimizer, without the model's."""
-    trained = {id(variable) for variable in getattr(optimizer, "_trainable_variables", ())}
+    trained = {id(variable) for variable in weights_of(optimizer)}
     return [variable for variable in optimizer._variables if id(variable) not in trained]
 
 
 def trained_by(optimizer: keras.Optimizer | None) -> dict[int, keras.Variable]:
     """The weights that an optimizer was built for, by their id: wholes, of parts and of shares."""
     found = {}
-    for variable in getattr(optimizer, "_trainable_variables", ()):
+    for variable in weights_of(optimizer):
         variable = getattr(variable, "_sharded", variable)
         variable = getattr(variable, "_whole", variable)
         found[id(variable)] = variable
@@ -101,7 +102,7 @@ def _forget_slots(optimizer) -> None:
     for variable in list(optimizer._variables):
         if id(variable) not in kept:
             untrack(optimizer, variable)
-    optimizer._trainable_variables_indices.clear()
+    forget_places(optimizer)
     optimizer.built = False
     for inner in wrapped_by(optimizer):
         _forget_slots(inner)

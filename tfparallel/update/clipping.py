@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.seams.optimizers import clipped_by_norm
 from tfparallel.variables.split import whole_of
 
 __all__ = ["clip_parts", "clip_shares"]
@@ -29,7 +30,7 @@ def clip_parts(
     clipped = list(gradients)
     for indices in groups.values():
         if len(indices) == 1:
-            clipped[indices[0]] = optimizer._clip_by_norm(gradients[indices[0]])
+            clipped[indices[0]] = clipped_by_norm(optimizer, gradients[indices[0]])
             continue
         own = _by_norm_of_all([gradients[index] for index in indices], optimizer.clipnorm)
         for index, gradient in zip(indices, own, strict=True):

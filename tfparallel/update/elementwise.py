@@ -10,6 +10,7 @@ import keras
 from tfparallel.extend import original_class
 from tfparallel.newer_keras import MultiOptimizer, ScheduleFreeAdamW
 from tfparallel.problems import PlacementError
+from tfparallel.seams.optimizers import has_a_table
 
 __all__ = ["NAMES", "check_elementwise", "is_elementwise"]
 
@@ -69,6 +70,6 @@ def _known_wrapped(optimizer, cls) -> list[keras.Optimizer]:
     """What an optimizer hands its variables on to; those that a function makes are not known."""
     if cls is _optimizers.LossScaleOptimizer:
         return [optimizer.inner_optimizer]
-    if cls is MultiOptimizer and hasattr(optimizer._optimizer_map, "values"):
+    if cls is MultiOptimizer and has_a_table(optimizer):
         return optimizer.optimizers
     return []

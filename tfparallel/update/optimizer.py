@@ -13,7 +13,17 @@ import tensorflow as tf
 
 from tfparallel.extend import attach, attached, extend, original_class
 from tfparallel.newer_keras import ScheduleFreeAdamW
-from tfparallel.seams.keras import count_of, rate_of
+from tfparallel.seams.optimizers import (
+    accumulators_of,
+    apply_in_replica,
+    check_known,
+    count_of,
+    key_of,
+    left_out_of_decay,
+    momentums_of,
+    rate_of,
+    weights_of,
+)
 from tfparallel.update import files
 from tfparallel.update.alike import belongs_to_keras, is_from_keras, updates_alike
 from tfparallel.update.built import own_variables, trained_by, wrapped_by
@@ -50,10 +60,10 @@ class UnitOptimizer:
         if self._in_shares:
             attach(self, _shares=Shares(parts, places))
             units = self._shares.variables
-        left_out = getattr(self, "_exclude_from_weight_decay", set())
+        left_out = left_out_of_decay(self)
         for part, unit in zip(parts, units, strict=True):
-            if left_out & {self._var_key(whole_of(part)), self._var_key(part)}:
-                left_out.add(self._var_key(unit))
+            if left_out & {key_of(self, whole_of(part)), key_of(self, part)}:
+                left_out.add(key_of(self, unit))
         with places.make():
             super().build(units)
         self._mark_sums()
@@ -89,7 +99,7 @@ class UnitOptimizer:
     @tf.autograph.experimental.do_not_convert  # Keras's own methods are not, either.
     def _apply_at_places(self, grads, parts):
         units = self._units_of(parts)
-        self._check_variables_are_known(units)
+        check_known(self, units)
         self._places.copy(parts)  # Weights that were made after the optimizer was built.
         changed = [part for part, g in zip(parts, grads, strict=True) if g is not None]
         with self._places.all():
@@ -154,7 +164,7 @@ class UnitOptimizer:
         """At each of the first places the gradients of its units."""
         places = self._places
         if self._sums_late:
-            held = [self._accumulated_gradients[self._get_variable_index(p)] for p in parts]
+            held = accumulators_of(self, parts)
             is_update = (count_of(self) + 1) % self.gradient_accumulation_steps == 0
             scale = self.loss_scale_factor
             return self._pending.accumulated(grads, parts, held, is_update, scale, places)
@@ -179,12 +189,12 @@ class UnitOptimizer:
     @property
     def _updates_alike(self) -> bool:
         """Whether the update is known to come to the same at all places."""
-        units = getattr(self, "_trainable_variables", ())
+        units = weights_of(self)
         return updates_alike(self) and all(belongs_to_keras(unit.constraint) for unit in units)
 
     def _mark_sums(self) -> None:
         if self.gradient_accumulation_steps and not wrapped_by(self):
-            for accumulator in self._accumulated_gradients:
+            for accumulator in accumulators_of(self):
                 if accumulator is not None:
                     files.mark_sum(accumulator, self._places if self._sums_late else None)
 
@@ -216,7 +226,7 @@ class UnitOptimizer:
 
     def _begin_as_weights(self) -> None:
         index = self._index
-        for slot, share in zip(self._momentums, self._shares.variables, strict=True):
+        for slot, share in zip(momentums_of(self), self._shares.variables, strict=True):
             self._places.copies(slot)[index].assign(self._places.copies(share)[index])
 
     def _constrained_whole(self, parts) -> list[keras.Variable]:
@@ -267,7 +277,7 @@ class UnitOptimizer:
         if _is_in_replica():
             super()._tf_apply(grads, trainable_variables)
         else:
-            self._common_apply(grads, trainable_variables=trainable_variables)
+            apply_in_replica(self, grads, trainable_variables)
 
     def add_variable_from_reference(self, reference_variable, name=None, initializer="zeros"):
         """Makes a slot beside its unit; one of a part or of a share knows of which weight."""

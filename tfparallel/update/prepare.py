@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from tfparallel.seams.keras import count_of, rate_of
+from tfparallel.seams.optimizers import count_of, rate_of
 from tfparallel.update.built import prepare_built, wrapped_by
 from tfparallel.update.elementwise import check_elementwise
 from tfparallel.update.optimizer import UnitOptimizer, extend_for

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
+from tfparallel.seams.tensorflow import set_identity
 
 __all__ = ["SplitVariable", "cut", "cut_all", "parts_of", "split_variable", "whole_of"]
 
@@ -69,7 +70,7 @@ class SplitVariable:
         with tf.device(self.parts[0].value.device):
             value = tf.concat([part.value for part in self.parts], self.axis)
         # What an optimizer of the user's own knows a variable by, and does to it.
-        value._unique_id = f"split_{id(self)}"
+        set_identity(value, f"split_{id(self)}")
         value.assign = self.assign
         value.assign_add = value.scatter_add = self.assign_add
         value.assign_sub = value.scatter_sub = self.assign_sub
