@@ -23,6 +23,7 @@ from tfparallel.notice import notice
 __all__ = ["meet_peers", "serving"]
 
 _PAGE = "docs/security.md"
+_OF_NCCL = "NCCL_SOCKET_IFNAME"  # On which network interfaces NCCL listens.
 
 
 def meet_peers(
@@ -68,7 +69,7 @@ def meet_peers(
 
 @contextlib.contextmanager
 def serving(addresses: Sequence[str], index: int) -> Iterator[None]:
-    """TensorFlow's server starts inside; other hosts do not reach it unless the job has several.
+    """TensorFlow's server starts inside; on one host, no other host reaches it, nor NCCL.
 
     Args:
         addresses: What `meet_peers` returned.
@@ -80,6 +81,7 @@ def serving(addresses: Sequence[str], index: int) -> Iterator[None]:
         # It is so in every process, and one of them says it.
         problems = [] if index else [f"(one per process) {OPEN}; the job has several hosts"]
     else:
+        os.environ.setdefault(_OF_NCCL, "lo")
         with loopback_only(port) as problems:
             yield
     for problem in problems:

@@ -18,6 +18,7 @@ from tfparallel.cluster.loopback import (
     network_name,
 )
 from tfparallel.cluster.ports import free_ports
+from tfparallel.peers import serving
 
 PORT = 29_557
 # As TensorFlow listens: on all addresses, and at a port that is shared if its variable says so.
@@ -135,6 +136,20 @@ def test_a_port_that_was_open_for_a_moment_is_told(monkeypatch):
         (problem,) = problems
     assert problem.startswith("was open to other hosts for a moment")
     assert problem.endswith("(the port could not be guarded: Operation not permitted)")
+
+
+@pytest.mark.parametrize(
+    ("other", "asked", "expected"),
+    [("127.0.0.1", None, "lo"), ("127.0.0.1", "eth1", "eth1"), ("10.0.0.1", None, None)],
+    ids=["one host", "the user's own", "two hosts"],
+)
+def test_nccl_listens_where_tensorflow_does(other, asked, expected, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", asked or "")
+    if asked is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    own, theirs = free_ports(2)
+    with serving([f"127.0.0.1:{own}", f"{other}:{theirs}"], 0):
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
 
 
 def test_which_addresses_are_the_loopbacks():
