@@ -20,6 +20,7 @@ from tfparallel.seams.tensorflow import (
     extend_operation,
     function_again,
     python_function_again,
+    set_device,
 )
 
 __all__ = ["Again", "DrawnApart"]
@@ -125,17 +126,16 @@ class Again:
         graph = operations[0].graph
         made = self._made.setdefault(graph, {})
         definition, given, later = self._definition(graph, operations)
-        devices = {node.device for node in definition.node}
-        device = devices.pop() if len(devices) == 1 else None
-        if device is not None:  # Faster than one by one.
-            for node in definition.node:
-                node.ClearField("device")
-        with tf.device(None), tf.device(device), graph.control_dependencies(None):
+        devices = [node.device for node in definition.node]
+        for node in definition.node:  # TensorFlow enters a context for each that has one.
+            node.ClearField("device")
+        with tf.device(None), graph.control_dependencies(None):
             found = tf.graph_util.import_graph_def(
                 definition, given, [op.name for op in operations], name=f"replica_{self._index}"
             )
-        for op, again in zip(operations, found, strict=True):
+        for op, device, again in zip(operations, devices, found, strict=True):
             made[op.name] = again
+            set_device(again, device)
             _tell_types(op, again)
         for name, source in later:
             add_control_inputs(made[name], [made.get(source.name, source)])

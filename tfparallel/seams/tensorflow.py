@@ -83,6 +83,7 @@ __all__ = [
     "run_alone",
     "run_independently",
     "runtime_has_started",
+    "set_device",
     "set_identity",
     "share_functions",
     "strategy_of",
@@ -144,6 +145,11 @@ def distribute(by_replica: Sequence[Any]) -> Any:
 def of_replica(index: int, found: Any) -> Any:
     """What a replica of this process gets of what `merge_call` returns."""
     return distribute_utils.select_replica(index, found)
+
+
+def set_device(operation: tf.Operation, device: str) -> None:
+    """Has an operation of a graph be on a device, by its whole name; "" for any."""
+    operation._set_device_from_string(device)
 
 
 def add_control_inputs(operation: tf.Operation, sources: Sequence[tf.Operation]) -> None:
