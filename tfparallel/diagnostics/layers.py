@@ -63,17 +63,9 @@ def first_difference(
         tolerance: The largest relative difference that is rounding.
 
     Returns:
-        The layer's name and what differs, or None if neither the layers'
-        outputs nor the losses that they add tell the two apart.
+        The layer's name and what differs, or None if the layers' outputs do
+        not tell the two apart.
     """
-    return _first_output(build, make_parallel_model, batch[0], tolerance) or _first_added_loss(
-        build, batch[0], tolerance
-    )
-
-
-def _first_output(
-    build: Build, make_parallel_model: Callable[[Build], keras.Model], x: Any, tolerance: float
-) -> str | None:
     names: list[str] = []
 
     def build_probe() -> keras.Model:
@@ -82,9 +74,9 @@ def _first_output(
 
     if not getattr(build(), "inputs", None):
         return None
-    expected = build_probe().predict_on_batch(x)
+    expected = build_probe().predict_on_batch(batch[0])
     single_names = list(names)
-    received = make_parallel_model(build_probe).predict_on_batch(x)
+    received = make_parallel_model(build_probe).predict_on_batch(batch[0])
     pairs = zip(single_names, _as_list(expected), _as_list(received), strict=True)
     for name, one, other in pairs:
         found = difference(np.asarray(one), np.asarray(other), tolerance)
@@ -134,42 +126,6 @@ def _with_all_outputs(model: keras.Model) -> tuple[list[str], keras.Model]:
 
     call_model(model, "", model.inputs[0] if isinstance(model, keras.Sequential) else model.input)
     return names, keras.Model(model.inputs, outputs)
-
-
-def _first_added_loss(build: Build, x: Any, tolerance: float) -> str | None:
-    model = build()
-    num_examples = len(tf.nest.flatten(x)[0])
-    # Three parts of unequal size, as replicas would take them.
-    bounds = sorted({0, (num_examples + 2) // 3, (2 * num_examples + 2) // 3, num_examples})
-    whole = _added_losses(model, x)
-    parts = {name: 0.0 for name in whole}
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
-        part = tf.nest.map_structure(lambda array, b=begin, e=end: array[b:e], x)
-        for name, value in _added_losses(model, part).items():
-            parts[name] += value * (end - begin) / num_examples
-    for name, value in whole.items():
-        if abs(value - parts[name]) > tolerance * max(abs(value), abs(parts[name])):
-            return (
-                f"layer {name!r}: the loss that it adds compares examples of the batch; it is "
-                f"{value:.6g} on the whole first batch, and {parts[name]:.6g} as the mean over "
-                "its parts"
-            )
-    return None
-
-
-def _added_losses(model: keras.Model, x: Any) -> dict[str, float]:
-    model(x, training=True)
-    found = {}
-    for layer in all_layers(model):
-        if layers_in(layer, include_self=False):
-            continue
-        num_weight_terms = sum(
-            getattr(v, "regularizer", None) is not None for v in layer.trainable_variables
-        )
-        added = layer.losses[: len(layer.losses) - num_weight_terms]
-        if added:
-            found[layer.name] = float(sum(float(keras.ops.sum(loss)) for loss in added))
-    return found
 
 
 def _draws(layer: keras.Layer) -> bool:
