@@ -121,10 +121,16 @@ def trained(build, **options):
         (net(Constant, tail=False), "class Constant"),
         (net(TimeMajor, tail=False), "class TimeMajor"),
         (net(LessRowMean, RunningMax), "class RunningMax"),
+        (net(lambda: layers.Lambda(lambda x: x - tfparallel.all_reduce(ops.mean(x), "mean"))),
+         r"\(line \d+ of test_check_rows.py\) takes the mean over replicas, which may have other"),
+        (net(lambda: layers.Lambda(lambda x: x / tfparallel.all_reduce(ops.ones(())))),
+         "adds up over the replicas what is no sum over the rows"),
+        (net(lambda: layers.Lambda(lambda x: x - tfparallel.all_gather(ops.mean(x, 0))[0])),
+         "joins what does not have a row for each example"),
     ],
     ids=[
         *("mean", "nested", "zeros", "loss", "state", "softmax", "axis -2", "activation"),
-        *("double", "constant", "time", "largest"),
+        *("double", "constant", "time", "largest", "mean of means", "number", "joined means"),
     ],
 )
 def test_a_layer_that_mixes_examples_is_named(build, message):

@@ -62,7 +62,7 @@ def all_reduce(value: Value, op: str = "sum") -> Value:
         0.5
     """
     if any(map(is_judged, tf.nest.flatten(value))):
-        return tf.nest.map_structure(exchanged, value)
+        return tf.nest.map_structure(lambda each: exchanged(each, op), value)
     ranks, tensors = agreed("all_reduce", value, op=op)
     return tf.nest.pack_sequence_as(value, _reduce(ranks, tensors, op))
 
@@ -92,7 +92,7 @@ def all_gather(value: Value) -> Value:
         array([4, 8], dtype=int32)
     """
     if any(map(is_judged, tf.nest.flatten(value))):
-        return tf.nest.map_structure(exchanged, value)  # Of the judge nobody receives anything.
+        return tf.nest.map_structure(lambda each: exchanged(each, "gather"), value)
     ranks, tensors = agreed("all_gather", value)
     return tf.nest.pack_sequence_as(value, _join(ranks, tensors))
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.engine import flow, rules, trial, values
-from tfparallel.engine.placements import Entries, Mixed, Placement, Replicate, Row, Shard
+from tfparallel.engine.placements import Entries, Mixed, Placement, Replicate, Row, Shard, Sum
 from tfparallel.engine.size import ROWS, depends_on_rows, power_of_rows, size_named
 from tfparallel.seams.tensorflow import FuncGraph
 
@@ -31,8 +31,24 @@ __all__ = [
 
 _MOST_SIZES, _MOST_KNOWN = 8, 64
 _REPLICA = "replica_id_in_sync_group"  # As TensorFlow names what its replica contexts tell.
-# Of a graph: names of tensors in which a form has joined what all pieces have, and what was asked.
+# Of a graph: by name, tensors in which a form has joined what all pieces have, and how; and what
+# was asked.
 _EXCHANGED, _NOTES = "_tfparallel_exchanged", "_tfparallel_notes"
+
+# What comes to that of the whole batch if pieces exchange it so, and what becomes of all else.
+_RIGHT = {
+    "sum": (
+        (Sum(), Replicate(power=1)),
+        "adds up over the replicas what is no sum over the rows: the result depends on how many "
+        "there are",
+    ),
+    "mean": (
+        (Replicate(),),
+        "takes the mean over replicas, which may have other numbers of rows: sums, and numbers of "
+        "rows, are to be added up",
+    ),
+    "gather": ((Shard(0),), "joins what does not have a row for each example"),
+}
 
 
 class Judged(NamedTuple):
@@ -72,17 +88,19 @@ def _judged_graph_of(graph) -> tf.Graph | None:
     return graph
 
 
-def exchanged(tensor: tf.Tensor) -> tf.Tensor:
+def exchanged(tensor: tf.Tensor, how: str = "") -> tf.Tensor:
     """Tells the judge that a tensor is the same on all pieces, which exchange what they know.
 
     Args:
-        tensor: Any tensor; only in a trace that is judged it is told.
+        tensor: What a piece knows; only in a trace that is judged it is told.
+        how: "sum", "mean" or "gather", of which the judge looks at what is given: whether it
+            comes to what the whole batch has. Of what is told otherwise it believes that.
     """
     if not is_judged(tensor):
         return tensor
     tensor = tf.identity(tensor)
     for graph in {tensor.graph, _judged_graph_of(tensor.graph)}:
-        setattr(graph, _EXCHANGED, {*getattr(graph, _EXCHANGED, ()), tensor.name})
+        setattr(graph, _EXCHANGED, getattr(graph, _EXCHANGED, {}) | {tensor.name: how})
     return tensor
 
 
@@ -168,9 +186,11 @@ class Judge:
         return self.known[tensor.name]
 
     def _judged(self, op: tf.Operation, given: list[Judged]) -> list[Judged]:
-        marked = getattr(op.graph, _EXCHANGED, ())
-        if any(out.name in marked for out in op.outputs):
-            return [Judged(Replicate(), self._static(out)) for out in op.outputs]
+        marked = getattr(op.graph, _EXCHANGED, {})
+        if op.outputs and op.outputs[0].name in marked:
+            (out,) = op.outputs
+            placement = _exchanged(op, marked[out.name], given[0].placement)
+            return [Judged(placement, self._static(out))]
         if op.type == "Const" and _REPLICA in op.name:
             return [Judged(Mixed(op, "is the number of the replica"), ())]
         value = values.value_of(op, given)
@@ -217,6 +237,14 @@ class Judge:
         if tensor.shape.rank is None:
             return None
         return tuple(_dim(tensor, axis, *self.names) for axis in range(tensor.shape.rank))
+
+
+def _exchanged(op, how: str, placement: Placement) -> Placement:
+    """The placement of what pieces have exchanged."""
+    right, why = _RIGHT.get(how, ((), ""))
+    if not why or placement in right:
+        return Replicate()
+    return placement if isinstance(placement, Mixed) else Mixed(op, why)
 
 
 def _of_value(op, value) -> Placement:

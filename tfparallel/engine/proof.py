@@ -185,10 +185,17 @@ class _JudgedReplica(tf.distribute.ReplicaContext):
     """A replica in which a call is judged; what it exchanges with others, all of them know."""
 
     def all_reduce(self, reduce_op, value, options=None):
-        return tf.nest.map_structure(exchanged, value)
+        how = "sum" if reduce_op in ("SUM", tf.distribute.ReduceOp.SUM) else "mean"
+        return tf.nest.map_structure(lambda each: exchanged(_tensor(each), how), value)
 
     def all_gather(self, value, axis, options=None):
-        return tf.nest.map_structure(exchanged, value)
+        how = "gather" if axis == 0 else ""
+        return tf.nest.map_structure(lambda each: exchanged(_tensor(each), how), value)
+
+
+def _tensor(value) -> tf.Tensor:
+    """A tensor of the trace: a number of Python's would not be told of."""
+    return tf.identity(tf.convert_to_tensor(value))
 
 
 def _traced(layer, call, given_args, places, specs) -> _Trace:
