@@ -5,6 +5,7 @@ import os
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 import tfparallel
@@ -141,6 +142,19 @@ def resumed(folder, undisturbed):
     return difference(model.get_weights(), undisturbed.get_weights())
 
 
+def drawn():
+    """Predictions that `tf.random` draws, by one seed on all workers."""
+
+    def build():
+        draw = layers.Lambda(lambda x: 0 * x + tf.random.normal(tf.shape(x), seed=4, dtype=x.dtype))
+        return keras.Sequential([keras.Input((2,)), draw, layers.Rescaling(1.0)])
+
+    keras.utils.set_random_seed(5)
+    mesh = tfparallel.Mesh(data=int(os.environ["NUM_REPLICAS"]), pipeline=2)
+    model = tfparallel.hybrid_parallel(build, mesh, num_micro_batches=1, balance="memory")
+    return model.predict(np.ones((8, 2)), verbose=0).tolist()
+
+
 def main(folder, names):
     from tfparallel.pipeline.batch_norm import grouped
 
@@ -179,5 +193,6 @@ def main(folder, names):
     return {
         "apart": seen,
         "sent": sent,
+        "drawn": drawn(),
         "layout": str(first.layout).splitlines(),
     }

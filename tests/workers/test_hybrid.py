@@ -49,6 +49,12 @@ def test_gradients_of_several_batches_are_sent_once(job):
             assert 2 * gradients < sent < 2 * gradients + 2000
 
 
+def test_by_one_seed_of_tensorflows_each_replica_draws_its_own_numbers(job):
+    for seen in job:
+        drawn = [number for row in seen["drawn"] for number in row]
+        assert len(drawn) == 16 == len(set(drawn))
+
+
 def test_the_layout_names_workers_and_replicas(job):
     lines = job[1]["layout"]
     assert lines == job[0]["layout"]

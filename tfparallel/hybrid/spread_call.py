@@ -153,7 +153,7 @@ class SpreadCall:
             return _Called(structure, logits, sources, masks, losses)
 
         told, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
-        found = MeshTrace(replicas).run(on_replica, told, parts)
+        found = MeshTrace(replicas, others.first_replica).run(on_replica, told, parts)
         for op in () if graph is None else other_writes(graph, before):
             # Too late to be computed otherwise: the step has these operations.
             raise RuntimeError(

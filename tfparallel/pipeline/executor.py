@@ -73,7 +73,7 @@ class Step:
         if self._how.metrics is not None:
             y, sample_weight = aligned(x, y, sample_weight)
         self._batch = Batch(self._how.model, x, y, sample_weight, number, self._others)
-        memory, trace = StepMemory(), MeshTrace(self._replicas)
+        memory, trace = StepMemory(), MeshTrace(self._replicas, self._others.first_replica)
         sums = sums_in_layers(self._how.model, self._others.num_replicas)
 
         def on_replica(*of_replica):

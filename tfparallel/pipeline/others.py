@@ -33,6 +33,13 @@ class Others(NamedTuple):
         """Whether what is there once, and not once a piece, counts here."""
         return self.workers is None or self.workers.worker_index == 0
 
+    @property
+    def first_replica(self) -> int:
+        """The index of this worker's first replica among those of all."""
+        if self.workers is None:
+            return 0
+        return self.num_replicas // self.workers.num_workers * self.workers.worker_index
+
     def own(self, shards: Sequence[Shard]) -> list[Shard]:
         """The pieces of this worker's replicas, of those of the whole batch."""
         return self._by_worker(shards)[0 if self.workers is None else self.workers.worker_index]

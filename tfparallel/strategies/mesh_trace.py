@@ -23,10 +23,11 @@ class MeshTrace(OneTrace):
 
     Args:
         replicas: They.
+        index: Of the first, among those of all processes.
     """
 
-    def __init__(self, replicas: Sequence[Replica]):
-        super().__init__(list(map(_other, replicas[1:])))
+    def __init__(self, replicas: Sequence[Replica], index: int = 0):
+        super().__init__(list(map(_other, replicas[1:])), index)
         self._replicas = replicas
 
     def run(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> list[Any]:
