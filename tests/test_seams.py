@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfparallel
 from tfparallel.cluster.loopback import loopback_only
 from tfparallel.cluster.ports import free_ports
-from tfparallel.seams.keras import LEAVES_TRAINING
+from tfparallel.seams.functional import LEAVES_TRAINING
 from tfparallel.seams.tensorflow import ResourceVariable
 
 TOP = pathlib.Path(__file__).parents[1]
@@ -44,7 +44,7 @@ def test_private_modules_are_imported_by_the_seams_alone():
         for module, _ in imports_of(path)
         if module.startswith(PRIVATE)
     }
-    assert found == {"seams/keras.py", "seams/tensorflow.py"}
+    assert found and all(name.startswith("seams/") for name in found)
 
 
 def test_whoever_takes_a_private_name_is_in_the_page():

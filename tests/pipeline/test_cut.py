@@ -8,7 +8,8 @@ from keras import layers
 
 from tfparallel.pipeline.cut import Values, cut_stages, functional_of, with_mask_of
 from tfparallel.pipeline.masks import Masks
-from tfparallel.seams.keras import LEAVES_TRAINING, mask_of
+from tfparallel.seams.functional import LEAVES_TRAINING
+from tfparallel.seams.keras import mask_of
 
 
 def inputs(name="in"):

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from tfparallel.data.shard import count_rows
 from tfparallel.extend import is_own
-from tfparallel.seams.keras import added_loss, compiled_loss, loss_of_batch, mask_of
+from tfparallel.seams.compiled import added_loss, compiled_loss, loss_of_batch
+from tfparallel.seams.keras import mask_of
 from tfparallel.step.loss import call_with
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth

@@ -7,7 +7,8 @@ import keras
 
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import classes_of, original_class
-from tfparallel.seams.keras import compile_arguments, layers_in
+from tfparallel.seams.compiled import compile_arguments
+from tfparallel.seams.keras import layers_in
 from tfparallel.seams.optimizers import key_of, left_out_of_decay, left_out_pattern, weights_of
 from tfparallel.update.files import holds_pieces
 

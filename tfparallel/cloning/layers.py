@@ -15,7 +15,8 @@ from tfparallel.cloning.arguments import NotKept, again
 from tfparallel.cloning.complete import without_draws
 from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import classes_of, original_class
-from tfparallel.seams.keras import Functional, SafeModeScope, arguments_of
+from tfparallel.seams.functional import Functional
+from tfparallel.seams.keras import SafeModeScope, arguments_of
 
 __all__ = ["copy_layers", "is_its_graph", "like", "rebuilt"]
 

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.cloning.attributes import same
-from tfparallel.seams.keras import calls_of, functional_of, shapes_of_build, takes_training
+from tfparallel.seams.functional import calls_of, functional_of
+from tfparallel.seams.keras import shapes_of_build, takes_training
 
 __all__ = ["NotAlike", "differences"]
 

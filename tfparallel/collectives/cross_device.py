@@ -1,7 +1,7 @@
 """All-reduce between the devices of one process, by name.
 
 Rests on TensorFlow's insides: a `tf.distribute.CrossDeviceOps` takes and returns
-distributed values, which only `seams.tensorflow.regroup` makes; and TensorFlow's collective ring,
+distributed values, which only `seams.distribute.regroup` makes; and TensorFlow's collective ring,
 which its strategies take for themselves, has no public name. TensorFlow's hierarchical copy leaves
 out the last replica of an odd number without a word, and is refused there.
 """
@@ -14,7 +14,7 @@ from tfparallel.collectives import nccl
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS
 from tfparallel.collectives.scheduled import execute
 from tfparallel.collectives.vectors import in_vectors
-from tfparallel.seams.tensorflow import (
+from tfparallel.seams.distribute import (
     CollectiveAllReduce,
     Mirrored,
     PerReplica,

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import cross_device
 from tfparallel.engine.graphs import is_of_programs
-from tfparallel.seams.tensorflow import PerReplica
+from tfparallel.seams.distribute import PerReplica
 
 _COPIES = "_replica_copies"
 

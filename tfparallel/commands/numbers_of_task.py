@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import keras
 
-from tfparallel.seams.keras import compile_arguments
+from tfparallel.seams.compiled import compile_arguments
 
 __all__ = ["compiling", "use_precision"]
 

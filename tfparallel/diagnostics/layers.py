@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.diagnostics.compare import difference
-from tfparallel.seams.keras import Functional, layers_in, run_through, takes_training
+from tfparallel.seams.functional import Functional, run_through
+from tfparallel.seams.keras import layers_in, takes_training
 
 __all__ = ["all_layers", "first_difference", "random_layers", "turn_off_draws"]
 

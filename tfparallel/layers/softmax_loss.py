@@ -19,7 +19,8 @@ import tensorflow as tf
 from tfparallel.device_names import canonical
 from tfparallel.extend import extend, original_class
 from tfparallel.layers.parts import Parts
-from tfparallel.seams.keras import logits_beside, options_of
+from tfparallel.seams.compiled import options_of
+from tfparallel.seams.keras import logits_beside
 
 __all__ = ["cross_entropy", "in_parts"]
 

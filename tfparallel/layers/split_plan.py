@@ -25,7 +25,8 @@ from tfparallel.layers.by_hand import written_as
 from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError, Problems
-from tfparallel.seams.keras import calls_of, calls_to, functional_of, layers_in, maker_of
+from tfparallel.seams.functional import calls_of, calls_to, functional_of, maker_of
+from tfparallel.seams.keras import layers_in
 
 __all__ = ["KINDS", "Graph", "plan"]
 

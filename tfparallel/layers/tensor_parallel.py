@@ -24,7 +24,8 @@ from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import check_model, model_of, seen_model
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 from tfparallel.problems import PlacementError, Problems, usable_devices
-from tfparallel.seams.keras import has_graph, layers_in
+from tfparallel.seams.functional import has_graph
+from tfparallel.seams.keras import layers_in
 
 __all__ = ["Asked", "parts_planned", "split_in_place", "tensor_parallel"]
 

@@ -11,7 +11,8 @@ from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.cut import Key, LogitsOf, Values
 from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.others import Others
-from tfparallel.seams.keras import as_outputs, flat_inputs, functional_of, mask_of, set_mask
+from tfparallel.seams.functional import as_outputs, flat_inputs, functional_of
+from tfparallel.seams.keras import mask_of, set_mask
 
 __all__ = ["Batch", "Joined"]
 

@@ -19,14 +19,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.pipeline.masks import Masks, nodes_in_order
-from tfparallel.seams.keras import (
-    LEAVES_TRAINING,
-    calling_with,
-    functional_of,
-    in_training,
-    mask_of,
-    set_mask,
-)
+from tfparallel.seams.functional import LEAVES_TRAINING, calling_with, functional_of, in_training
+from tfparallel.seams.keras import mask_of, set_mask
 
 __all__ = ["Key", "LogitsOf", "Stage", "Values", "cut_stages", "with_mask_of"]
 

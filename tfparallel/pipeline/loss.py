@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfparallel.extend import is_own, original_class
 from tfparallel.placement.stages import PlacementError
-from tfparallel.seams.keras import CompileLoss
+from tfparallel.seams.compiled import CompileLoss
 from tfparallel.step.loss import ExampleLosses, NotByPieces, call_with, values_of
 
 __all__ = ["COMPARES", "MicroBatchLoss", "Part", "check_decomposes", "check_equal"]

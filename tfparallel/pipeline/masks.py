@@ -20,7 +20,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.pipeline.micro_batch import computing
-from tfparallel.seams.keras import calling_with, calls_of, in_training, mask_of, set_mask
+from tfparallel.seams.functional import calling_with, calls_of, in_training
+from tfparallel.seams.keras import mask_of, set_mask
 
 __all__ = ["Masks", "nodes_in_order"]
 

@@ -19,13 +19,8 @@ from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.others import Others
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.checks import check_activity, check_scales
-from tfparallel.seams.keras import (
-    GLOBAL_SEED_GENERATOR,
-    Functional,
-    get_global,
-    layers_in,
-    seed_generators_of,
-)
+from tfparallel.seams.functional import Functional
+from tfparallel.seams.keras import GLOBAL_SEED_GENERATOR, get_global, layers_in, seed_generators_of
 from tfparallel.strategies.variables import copies
 
 __all__ = [

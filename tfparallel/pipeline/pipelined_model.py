@@ -22,7 +22,8 @@ from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.state import global_seed_generator
-from tfparallel.seams.keras import as_outputs, compiled_loss
+from tfparallel.seams.compiled import compiled_loss
+from tfparallel.seams.functional import as_outputs
 from tfparallel.step.one_step import Found
 from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
 from tfparallel.variables.replica import replicas_of

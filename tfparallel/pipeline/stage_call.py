@@ -17,7 +17,8 @@ from tfparallel.pipeline.loss import MicroBatchLoss, Part
 from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
 from tfparallel.pipeline.pass_scope import PassScope
 from tfparallel.pipeline.traced_once import MustTraceEach, TracedOnce
-from tfparallel.seams.keras import compiled_loss, mask_of
+from tfparallel.seams.compiled import compiled_loss
+from tfparallel.seams.keras import mask_of
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
 from tfparallel.step.where_rows_meet import as_many_rows

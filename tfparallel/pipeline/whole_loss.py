@@ -15,7 +15,7 @@ from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import GradientSums
 from tfparallel.pipeline.others import Others
-from tfparallel.seams.keras import loss_of_batch, with_losses
+from tfparallel.seams.compiled import loss_of_batch, with_losses
 from tfparallel.step.terms import whole_loss
 from tfparallel.step.where_rows_meet import of_the_batch
 

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfparallel.seams.keras import calls_of, maker_of
+from tfparallel.seams.functional import calls_of, maker_of
 
 __all__ = ["edges", "layers_in_order", "row_bytes"]
 

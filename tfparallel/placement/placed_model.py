@@ -17,7 +17,8 @@ from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
-from tfparallel.seams.keras import layers_in, loss_of_batch, takes_training
+from tfparallel.seams.compiled import loss_of_batch
+from tfparallel.seams.keras import layers_in, takes_training
 from tfparallel.seams.optimizers import count_of
 from tfparallel.step.ahead import build_ahead
 from tfparallel.step.one_step import Found, OneStep

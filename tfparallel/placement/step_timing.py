@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from tfparallel.cloning.compiled import metric_like
 from tfparallel.placement.timing import copy_of, examples, marginal_seconds, specs
-from tfparallel.seams.keras import compile_arguments, functional_of
+from tfparallel.seams.compiled import compile_arguments
+from tfparallel.seams.functional import functional_of
 
 __all__ = ["measured_loss", "measured_sum", "measured_update"]
 

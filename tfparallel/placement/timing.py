@@ -24,7 +24,8 @@ from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError
-from tfparallel.seams.keras import calls_of, calls_to, takes_training
+from tfparallel.seams.functional import calls_of, calls_to
+from tfparallel.seams.keras import takes_training
 
 __all__ = [
     "LayerCall",

@@ -30,7 +30,8 @@ from tfparallel.notice import notice
 from tfparallel.replication.checks import check_activity
 from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.policy import BeginsEpochs, EveryStep
-from tfparallel.seams.keras import compiled_loss, layers_in, loss_terms
+from tfparallel.seams.compiled import compiled_loss, loss_terms
+from tfparallel.seams.keras import layers_in
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import Found
 

@@ -22,7 +22,7 @@ from tfparallel.replication.checks import check_scope
 from tfparallel.replication.data_parallel_model import extend_model, preparing
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.replication.synchronization import Synchronization
-from tfparallel.seams.tensorflow import DistributedVariable
+from tfparallel.seams.distribute import DistributedVariable
 
 
 def data_parallel(

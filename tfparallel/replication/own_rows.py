@@ -25,14 +25,9 @@ from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
 from tfparallel.replication.replicated_call import checked_output
 from tfparallel.replication.sums import Summed, Sums
-from tfparallel.seams.keras import (
-    Functional,
-    compiled_loss,
-    compute_output_spec,
-    loss_tracker,
-    mask_of,
-    takes_training,
-)
+from tfparallel.seams.compiled import compiled_loss, loss_tracker
+from tfparallel.seams.functional import Functional
+from tfparallel.seams.keras import compute_output_spec, mask_of, takes_training
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.terms import growth, terms, whole_loss

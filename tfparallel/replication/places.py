@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import replica_sums
 from tfparallel.replication.checks import check_updated
-from tfparallel.seams.tensorflow import PerReplica, updating_replica
+from tfparallel.seams.distribute import PerReplica, updating_replica
 from tfparallel.strategies import keras_trainer, variables
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.update.places import Places

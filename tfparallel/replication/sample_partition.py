@@ -22,7 +22,7 @@ from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import share
 from tfparallel.data.partition import rows_of_workers
 from tfparallel.data.received import short
-from tfparallel.seams.keras import class_weighting
+from tfparallel.seams.compiled import class_weighting
 
 _KEY = "__rows_of_this_worker__"
 

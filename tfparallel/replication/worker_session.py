@@ -25,7 +25,7 @@ from tfparallel.data import share
 from tfparallel.data.batch_size import full_batch_size
 from tfparallel.problems import PlacementError
 from tfparallel.replication import agreement, sample_partition
-from tfparallel.seams.keras import class_weighting
+from tfparallel.seams.compiled import class_weighting
 from tfparallel.step.ahead import types_of_batches
 from tfparallel.step.call import Call
 from tfparallel.strategies.distributed_data import whole_batches

@@ -9,24 +9,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework.function_pb2 import FunctionDef
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.distribute import (
-    cross_device_ops,
-    cross_device_utils,
-    distribute_utils,
-    values_util,
-)
-from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
-from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
-from tensorflow.python.distribute.distribute_lib import UpdateContext
-from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
-from tensorflow.python.distribute.values import (
-    DistributedValues,
-    DistributedVariable,
-    Mirrored,
-    MirroredVariable,
-    PerReplica,
-    SyncOnReadVariable,
-)
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import config, kernels, ops
@@ -38,30 +20,17 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.util import nest
 
 __all__ = [
-    "CollectiveAllReduce",
-    "CollectiveAllReduceExtended",
-    "DistributedValues",
-    "DistributedVariable",
     "FuncGraph",
     "InaccessibleTensorError",
-    "Mirrored",
-    "MirroredExtended",
-    "MirroredVariable",
-    "PerReplica",
     "ResourceVariable",
-    "SyncOnReadVariable",
     "add_control_inputs",
     "all_gather_v2",
     "all_reduce_v2",
     "all_to_all_v2",
     "batch_size_of",
-    "collective_keys",
     "composite_of",
     "coordination_service",
     "copy_handle_data",
-    "create_mirrored_variable",
-    "devices_match",
-    "distribute",
     "extend_operation",
     "function_again",
     "global_seed",
@@ -72,79 +41,19 @@ __all__ = [
     "leaves_with_paths",
     "needs_gradient",
     "not_recording",
-    "of_replica",
     "python_function_again",
     "record_operation",
     "recording",
-    "reduction_of",
     "registered_kernels",
-    "regroup",
-    "replica_index",
     "run_alone",
     "run_independently",
     "runtime_has_started",
     "set_device",
     "set_identity",
     "share_functions",
-    "strategy_of",
     "traced_graph",
-    "updating_replica",
     "wait_for_other_processes",
-    "worker_of",
 ]
-
-
-def replica_index() -> int | None:
-    """The index of the replica that is running, or updated; None outside of any."""
-    return values_util.get_current_replica_id_as_int()
-
-
-def updating_replica(index: int) -> AbstractContextManager[None]:
-    """Within it a strategy's variable is its copy on one device of this process."""
-    return UpdateContext(index)
-
-
-def create_mirrored_variable(
-    strategy: tf.distribute.Strategy,
-    create_copies: Callable[..., Sequence[tf.Variable]],
-    replacements: dict[type, type],
-    **kwargs: Any,
-) -> DistributedVariable:
-    """Makes a strategy's variable of its copies.
-
-    Args:
-        strategy: The strategy.
-        create_copies: Function of `kwargs` that returns one `tf.Variable` for each device.
-        replacements: Classes of TensorFlow's, and what is made in their place.
-        **kwargs: The arguments of `tf.Variable`.
-    """
-    classes = {
-        key: replacements.get(found, found)
-        for key, found in distribute_utils.VARIABLE_CLASS_MAPPING.items()
-    }
-    return distribute_utils.create_mirrored_variable(
-        strategy, create_copies, classes, distribute_utils.VARIABLE_POLICY_MAPPING, **kwargs
-    )
-
-
-def strategy_of(extended: tf.distribute.StrategyExtended) -> tf.distribute.Strategy:
-    """The strategy whose extended object it is."""
-    return extended._container_strategy()
-
-
-def regroup(copies: Sequence[Any], wrap_class: type) -> Any:
-    """Makes one distributed value of what each replica has."""
-    return distribute_utils.regroup(tuple(copies), wrap_class=wrap_class, always_wrap=True)
-
-
-def distribute(by_replica: Sequence[Any]) -> Any:
-    """What replicas hand to `merge_call`, nested: one distributed value where they differ."""
-    return distribute_utils.regroup(tuple(by_replica))
-
-
-def of_replica(index: int, found: Any) -> Any:
-    """What a replica of this process gets of what `merge_call` returns."""
-    return distribute_utils.select_replica(index, found)
 
 
 def set_device(operation: tf.Operation, device: str) -> None:
@@ -236,16 +145,6 @@ def function_again(
     return definition.signature.name
 
 
-def reduction_of(extended: MirroredExtended) -> Any:
-    """What sums between the devices of a strategy."""
-    return extended._cross_device_ops
-
-
-def worker_of(extended: CollectiveAllReduceExtended) -> tuple[int, int]:
-    """Which worker a strategy is of, and of how many."""
-    return extended._id_in_cluster, extended._num_workers
-
-
 def set_identity(value: tf.Tensor, name: str) -> None:
     """Has an optimizer know a tensor, the value of a variable, by a name."""
     value._unique_id = name
@@ -254,16 +153,6 @@ def set_identity(value: tf.Tensor, name: str) -> None:
 def batch_size_of(dataset: tf.data.Dataset) -> Any:
     """The size of the batches that a data set makes; None if it makes none."""
     return getattr(dataset, "_batch_size", None)
-
-
-def devices_match(value: Any, destinations: Any) -> bool:
-    """Whether a distributed value lies where a reduction is to leave its result."""
-    return cross_device_ops._devices_match(value, destinations)
-
-
-def collective_keys(first_group: int) -> cross_device_utils.CollectiveKeys:
-    """Makes keys of collectives, counted from `first_group` on."""
-    return cross_device_utils.CollectiveKeys(group_key_start=first_group)
 
 
 def gradient_function_of(operation: tf.Operation) -> Callable | None:

@@ -19,7 +19,8 @@ from tfparallel.engine.placements import Mixed, Placement, Replicate, Sum
 from tfparallel.engine.rules.draws import draws
 from tfparallel.engine.where import line_of
 from tfparallel.extend import is_own
-from tfparallel.seams.keras import compiled_loss, compiled_metrics, loss_terms, set_mask
+from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_terms
+from tfparallel.seams.keras import set_mask
 from tfparallel.step.loss import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import terms

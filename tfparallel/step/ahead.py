@@ -11,14 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import is_own
-from tfparallel.seams.keras import (
-    batches_of,
-    compiled_loss,
-    compiled_metrics,
-    compute_output_spec,
-    end_build,
-    loss_of_batch,
-)
+from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_of_batch
+from tfparallel.seams.keras import batches_of, compute_output_spec, end_build
 
 __all__ = ["build_ahead", "symbolic_build", "types_of_batches"]
 

@@ -23,15 +23,15 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.seams.keras import (
+from tfparallel.seams.compiled import (
     CompileLoss,
     apply_mask,
     loss_terms,
     mask_epsilon,
-    mask_of,
     reduce_weighted_values,
     squeeze_or_expand_to_same_rank,
 )
+from tfparallel.seams.keras import mask_of
 
 __all__ = ["REDUCTIONS", "ExampleLosses", "NotByPieces", "call_with", "values_of"]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.seams.keras import (
+from tfparallel.seams.compiled import (
     CompileMetrics,
     MetricsList,
     flat_targets,

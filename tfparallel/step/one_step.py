@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfparallel.extend import attach, attached
 from tfparallel.layout.layout import Layout
-from tfparallel.seams.keras import compiled_metrics, loss_tracker
+from tfparallel.seams.compiled import compiled_metrics, loss_tracker
 from tfparallel.step.call import Call
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 
 from tfparallel.extend import original_class
-from tfparallel.seams.keras import Functional, inputs_of
+from tfparallel.seams.functional import Functional, inputs_of
 
 __all__ = ["read_inputs"]
 

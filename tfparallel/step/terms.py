@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.seams.keras import CompileLoss, CompileMetrics, added_loss, compiled_loss
+from tfparallel.seams.compiled import CompileLoss, CompileMetrics, added_loss, compiled_loss
 from tfparallel.step.loss import call_with, values_of
 
 __all__ = ["grow", "growth", "states", "terms", "whole_loss"]

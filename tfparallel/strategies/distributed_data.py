@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.seams.tensorflow import DistributedValues
+from tfparallel.seams.distribute import DistributedValues
 
 __all__ = ["joined", "made_by_function", "made_of", "whole_batches"]
 

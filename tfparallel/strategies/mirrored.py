@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfparallel import devices as device_lib
 from tfparallel.collectives import choice, cross_device
 from tfparallel.collectives.choice import ChosenAllReduce
-from tfparallel.seams.tensorflow import MirroredExtended, reduction_of, strategy_of
+from tfparallel.seams.distribute import MirroredExtended, reduction_of, strategy_of
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
 _OF_THE_HOST = tf.distribute.ReductionToOneDevice()  # As TensorFlow: int32 is the host's.

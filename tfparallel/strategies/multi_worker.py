@@ -34,15 +34,14 @@ from tfparallel.collectives.leaving import leave_in_order
 from tfparallel.device_names import canonical
 from tfparallel.notice import notice
 from tfparallel.peers import meet_peers, serving
-from tfparallel.seams.tensorflow import (
+from tfparallel.seams.distribute import (
     CollectiveAllReduceExtended,
     Mirrored,
-    global_seed,
     regroup,
-    runtime_has_started,
     strategy_of,
     worker_of,
 )
+from tfparallel.seams.tensorflow import global_seed, runtime_has_started
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
 from tfparallel.strategies.came_first import came_first

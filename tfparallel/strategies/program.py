@@ -28,7 +28,7 @@ from tfparallel.device_names import canonical
 from tfparallel.layout.in_words import replicas_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.seams.tensorflow import replica_index, strategy_of
+from tfparallel.seams.distribute import replica_index, strategy_of
 from tfparallel.strategies import distributed_data, keras_trainer, variables
 
 _OF_ANOTHER_STRATEGY = "Mixing different tf.distribute.Strategy objects"

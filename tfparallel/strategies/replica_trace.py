@@ -16,13 +16,8 @@ from tfparallel.compute_context import context, within
 from tfparallel.devices import resolve
 from tfparallel.engine.again import Again
 from tfparallel.engine.one_trace import OneTrace
-from tfparallel.seams.tensorflow import (
-    distribute,
-    not_recording,
-    of_replica,
-    recording,
-    replica_index,
-)
+from tfparallel.seams.distribute import distribute, of_replica, replica_index
+from tfparallel.seams.tensorflow import not_recording, recording
 from tfparallel.strategies import variables
 
 __all__ = ["ReplicaTrace"]

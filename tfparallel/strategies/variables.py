@@ -24,14 +24,14 @@ import keras
 import tensorflow as tf
 
 from tfparallel.compute_context import context
-from tfparallel.seams.tensorflow import (
+from tfparallel.seams.distribute import (
     DistributedValues,
     DistributedVariable,
     SyncOnReadVariable,
     create_mirrored_variable,
     replica_index,
 )
-from tfparallel.seams.tensorflow import MirroredVariable as TensorFlowsMirroredVariable
+from tfparallel.seams.distribute import MirroredVariable as TensorFlowsMirroredVariable
 from tfparallel.strategies import keras_trainer
 
 _WRITING = (
