@@ -16,6 +16,9 @@ TRAINING = {"fit", "evaluate", "predict", "train_step", "test_step", "predict_st
 # Underscored, and public all the same.
 PUBLIC = {"_asdict", "_current_frames", "_exit", "_getframe", "_replace"}
 
+# Keras's and TensorFlow's, though classes of the library have attributes of these names.
+OTHERS = {"_inputs", "_layers", "_metrics", "_tracker", "_value", "_variables"}
+
 # What there is today.
 MOST = {
     "classes that have a `fit`": 2,
@@ -57,8 +60,17 @@ def own_names():
 
 
 def named(of):
-    """Private names of attributes, but for marks of the library's own on what is not its own."""
+    """Private names of attributes, but for marks of the library's own on what is not its own.
+
+    A name that the library gives, too, is counted where it is surely another's.
+    """
     found = [node.attr for node in nodes(ast.Attribute, of)]
+    found += [
+        f"{node.attr} of another"
+        for node in nodes(ast.Attribute, of)
+        if node.attr in OTHERS and getattr(node.value, "id", "") != "self"
+        if not isinstance(node.value, ast.Call)  # `super()._value`
+    ]
     for node in nodes(ast.Call, of):
         if called(node) in ("getattr", "hasattr", "setattr", "__setattr__") and len(node.args) > 1:
             found.append(str(getattr(node.args[1], "value", "")))

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.newer_keras import MultiOptimizer
+from tfparallel.seams.keras import set_storage
 from tfparallel.update.built import own_variables
 
 __all__ = ["move_to_servers"]
@@ -62,7 +63,6 @@ def move_to_servers(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy
     for variable in own_variables(optimizer):
         if "/job:ps" not in variable.value.device:
             with tf.init_scope(), strategy.scope():
-                variable._value = tf.Variable(
-                    variable.value.numpy(), dtype=variable.dtype, trainable=False
-                )
+                value = variable.value.numpy()
+                set_storage(variable, tf.Variable(value, dtype=variable.dtype, trainable=False))
     optimizer._distribution_strategy = OnServers(strategy)

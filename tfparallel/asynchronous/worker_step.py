@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfparallel.data.shard import count_rows
 from tfparallel.extend import is_own
-from tfparallel.seams.compiled import added_loss, compiled_loss, loss_of_batch
+from tfparallel.seams.compiled import added_loss, compiled_loss, loss_of_batch, loss_trackers_of
 from tfparallel.seams.keras import mask_of
 from tfparallel.step.loss import call_with
 from tfparallel.step.metrics import StepMetrics
@@ -104,7 +104,7 @@ class WorkerStep:
 def loss_trackers(model) -> list[Any]:
     """What logs the loss of each output; None for one that is not logged."""
     compiled = compiled_loss(model)
-    return [] if compiled is None else list(compiled._metrics or ())
+    return [] if compiled is None else loss_trackers_of(compiled)
 
 
 def _beside(gradient, weight):

@@ -19,7 +19,14 @@ import keras
 from tfparallel.cloning.attributes import CannotCarry, carry_attributes, same
 from tfparallel.cloning.likeness import NotAlike, differences
 from tfparallel.extend import original_class
-from tfparallel.seams.keras import layers_in, seed_generators_of, untrack, variables_held_by
+from tfparallel.seams.keras import (
+    layers_held_by,
+    layers_in,
+    metrics_held_by,
+    seed_generators_of,
+    untrack,
+    variables_held_by,
+)
 
 __all__ = ["NotAlike", "complete", "without_draws"]
 
@@ -101,7 +108,7 @@ def _compared(model) -> list[keras.Layer]:
     """All layers of a model, but for those that it shares with its copy."""
     shared = {
         id(inner)
-        for layer in model._layers
+        for layer in layers_held_by(model)
         if _is_beside_the_graph(model, layer)
         for inner in layers_in(layer)
     }
@@ -135,7 +142,7 @@ def _holders(model) -> dict[str, list[str]]:
     """The names of what holds each layer, by the layer's name; the most for a name of several."""
     found: dict[int, tuple[str, list[str]]] = {}
     for holder in layers_in(model):
-        for layer in {id(layer): layer for layer in holder._layers}.values():
+        for layer in {id(layer): layer for layer in layers_held_by(holder)}.values():
             found.setdefault(id(layer), (layer.name, []))[1].append(holder.name)
     ordered = sorted(found.values(), key=lambda named: len(named[1]))
     return dict(ordered)
@@ -152,7 +159,7 @@ def _carry_layer(source: keras.Layer, target: keras.Layer) -> None:
             target.load_assets(folder)
     carry_attributes(source, target)
     target.name = source.name  # Which a config without `name` leaves to Keras.
-    for metric, copied in zip(source._metrics, target._metrics, strict=True):
+    for metric, copied in zip(metrics_held_by(source), metrics_held_by(target), strict=True):
         carry_attributes(metric, copied)
 
 
@@ -192,7 +199,7 @@ def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
 def _variables_of(layer) -> list[keras.Variable]:
     held = variables_held_by(layer)
     held += [generator.state for generator in seed_generators_of(layer)]
-    return held + [variable for metric in layer._metrics for variable in metric.variables]
+    return held + [variable for metric in metrics_held_by(layer) for variable in metric.variables]
 
 
 def _path(layer) -> str:

@@ -18,6 +18,7 @@ from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_rep
 from tfparallel.layout.simulator import simulate, theoretical_bubble
 from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
 from tfparallel.placement.report import held_by_device
+from tfparallel.seams.keras import storage_of
 from tfparallel.task import load_task
 
 __all__ = ["measure"]
@@ -108,8 +109,8 @@ def _update_seconds(model) -> float:
     def update():
         gradients = []
         for variable in model.trainable_variables:
-            with tf.device(variable._value.device):
-                gradients.append(tf.identity(variable._value))
+            with tf.device(storage_of(variable).device):
+                gradients.append(tf.identity(storage_of(variable)))
         model.optimizer.apply(gradients, model.trainable_variables)
         return {"loss": tf.zeros([])}
 

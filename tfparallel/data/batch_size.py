@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.share import readings_of
-from tfparallel.seams.tensorflow import batch_size_of
+from tfparallel.seams.tensorflow import batch_size_of, made_of
 
 __all__ = ["KERAS_BATCH_SIZE", "full_batch_size"]
 
@@ -46,7 +46,7 @@ def _of_dataset(dataset: tf.data.Dataset) -> int | None:
         return size
     # The last batch may be short, and the spec is silent; what made the batches knows.
     while type(dataset).__name__.strip("_").removesuffix("Dataset") in _KEEP_ELEMENTS:
-        (dataset,) = dataset._inputs()
+        (dataset,) = made_of(dataset)
     size = batch_size_of(dataset)
     return None if size is None else int(size)
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.device_names import canonical
+from tfparallel.seams.keras import storage_of
 from tfparallel.strategies import variables
 from tfparallel.strategies.mesh_trace import MeshTrace
 from tfparallel.update.places import Places
@@ -39,7 +40,7 @@ class MeshPlaces(Places):
     def copy(self, found: Iterable[keras.Variable]) -> None:
         """Gives variables a copy in each replica, with the value that they have in the first."""
         for variable in found:
-            device = getattr(variable._value, "device", None)
+            device = getattr(storage_of(variable), "device", None)
             variables.mirror(variable, [own.device(device) for own in self._replicas[1:]])
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:

@@ -14,6 +14,7 @@ import keras
 
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.replication.accumulate import Accumulate
+from tfparallel.seams.keras import storage_of
 
 __all__ = ["AccumulateBatches"]
 
@@ -42,7 +43,7 @@ class AccumulateBatches(Accumulate):
 
     def device_of_sum(self, variable: keras.Variable | None) -> str:
         """Where the gradients of a weight are added up, or what is not of one."""
-        return self.model._last_device if variable is None else variable._value.device
+        return self.model._last_device if variable is None else storage_of(variable).device
 
     def of_all_workers(self, variables, sums, divisor):
         """The sums over all workers; the divisor of a batch is that of all its rows, on each."""

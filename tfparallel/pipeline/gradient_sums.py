@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.pipeline.others import Others
+from tfparallel.seams.keras import storage_of
 
 __all__ = ["Added", "GradientSums", "totals"]
 
@@ -51,7 +52,7 @@ class GradientSums:
         key = id(variable)
         if gradient is None:
             return []
-        with tf.device(variable._value.device):
+        with tf.device(storage_of(variable).device):
             if isinstance(gradient, tf.IndexedSlices):
                 # An identity, so that the values lie where the weight does.
                 kept = tf.IndexedSlices(
@@ -107,7 +108,7 @@ def totals(
         for own in of_one:
             for reader, slices in own.sparse.items():
                 readers.setdefault(reader, []).extend(slices)
-        with tf.device(variable._value.device):
+        with tf.device(storage_of(variable).device):
             if total is not None and workers is not None:
                 total = tf.identity(total)
             if readers:

@@ -20,7 +20,13 @@ from tfparallel.pipeline.others import Others
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.checks import check_activity, check_scales
 from tfparallel.seams.functional import Functional
-from tfparallel.seams.keras import GLOBAL_SEED_GENERATOR, get_global, layers_in, seed_generators_of
+from tfparallel.seams.keras import (
+    GLOBAL_SEED_GENERATOR,
+    get_global,
+    layers_in,
+    seed_generators_of,
+    storage_of,
+)
 from tfparallel.strategies.variables import copies
 
 __all__ = [
@@ -60,8 +66,9 @@ class PassScope(keras.StatelessScope):
         value = keras.ops.cast(value, variable.dtype)
         shard = shards.current()
         if shard is not None and shard.may_be_idle and not _is_seed(variable):
-            value = tf.where(shard.num_rows > 0, value, variable._value)  # A dummy row is none.
-        variable._value.assign(value)
+            # A dummy row is none.
+            value = tf.where(shard.num_rows > 0, value, storage_of(variable))
+        storage_of(variable).assign(value)
 
     @contextlib.contextmanager
     def refusing_operations(self) -> Iterator[None]:
@@ -77,9 +84,9 @@ class PassScope(keras.StatelessScope):
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         yield
-        allowed = [variable._value for variable in self._allowed.values()]
+        allowed = list(map(storage_of, self._allowed.values()))
         generator = get_global(GLOBAL_SEED_GENERATOR)
-        allowed += [] if generator is None else [generator.state._value]
+        allowed += [] if generator is None else [storage_of(generator.state)]
         for op in other_writes(graph, before, allowed):
             raise PlacementError(_changes_state(f"{op.type} '{op.name}'"))
         made = graph.get_operations()[before:] if self._is_recomputed else ()
@@ -138,7 +145,7 @@ class SumInLayer(NamedTuple):
 
     def combine(self, others: Others) -> None:
         """Writes to all copies what those of all replicas have come to."""
-        with tf.device(self.variable._value.device):
+        with tf.device(storage_of(self.variable).device):
             more = tf.add_n([copy - self.before for copy in copies(self.variable)])
             (more,) = others.summed([more])
             self.variable.assign(self.before + more)

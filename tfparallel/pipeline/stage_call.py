@@ -18,7 +18,7 @@ from tfparallel.pipeline.micro_batch import Pass, StepMemory, computing
 from tfparallel.pipeline.pass_scope import PassScope
 from tfparallel.pipeline.traced_once import MustTraceEach, TracedOnce
 from tfparallel.seams.compiled import compiled_loss
-from tfparallel.seams.keras import mask_of
+from tfparallel.seams.keras import mask_of, storage_of
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
 from tfparallel.step.where_rows_meet import as_many_rows
@@ -66,7 +66,7 @@ class StageCall:
         self._batch = batch
         self._memory = memory
         self._scope = scope
-        values = [weight._value for weight in weights]
+        values = list(map(storage_of, weights))
         self._call = TracedOnce(self._run, batch.shards, values, each=each)
         self._given: list[Key] = []
         # What `_run` returns: values by these keys, losses, and the moments of batch norms.

@@ -16,6 +16,7 @@ from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import GradientSums
 from tfparallel.pipeline.others import Others
 from tfparallel.seams.compiled import loss_of_batch, with_losses
+from tfparallel.seams.keras import storage_of
 from tfparallel.step.terms import whole_loss
 from tfparallel.step.where_rows_meet import of_the_batch
 
@@ -70,11 +71,12 @@ class ExtraLosses:
             seed_of: The gradient that a regularizer's loss has; None if nothing reaches it.
         """
         for own in self._regularized:
-            with tf.device(own.parts[0]._value.device):
+            with tf.device(storage_of(own.parts[0]).device):
                 seed = seed_of(own.loss)
                 if seed is None:
                     continue
-                seed, values = tf.cast(seed, own.loss.dtype), [part._value for part in own.parts]
+                seed = tf.cast(seed, own.loss.dtype)
+                values = list(map(storage_of, own.parts))
                 found = own.tape.gradient(own.loss, values, output_gradients=seed)
             for part, gradient in zip(own.parts, found, strict=True):
                 own_gradient = gradient if self._others.is_first else _zeros_of(gradient)
@@ -176,7 +178,7 @@ def _regularized(model):
     for variable in model.trainable_weights:
         if variable.regularizer is not None:
             parts = model._parts([variable])
-            with tf.device(parts[0]._value.device), tf.GradientTape() as tape:
-                tape.watch([part._value for part in parts])
+            with tf.device(storage_of(parts[0]).device), tf.GradientTape() as tape:
+                tape.watch(list(map(storage_of, parts)))
                 loss = variable.regularizer(variable)
             yield Regularized(loss, tape, parts)

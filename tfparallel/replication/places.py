@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfparallel.collectives import replica_sums
 from tfparallel.replication.checks import check_updated
 from tfparallel.seams.distribute import PerReplica, updating_replica
+from tfparallel.seams.keras import set_storage
 from tfparallel.strategies import keras_trainer, variables
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.update.places import Places
@@ -69,13 +70,14 @@ class ReplicaPlaces(Places):
             if not isinstance(held, tf.Variable) or variables.is_distributed(held):
                 continue
             with self.make():
-                variable._value = tf.Variable(
+                made = tf.Variable(
                     held,
                     trainable=held.trainable,
                     dtype=held.dtype,
                     name=held.name.partition(":")[0],
                     aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
                 )
+                set_storage(variable, made)
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
         """What each device has of a variable."""

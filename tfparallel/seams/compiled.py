@@ -25,6 +25,7 @@ __all__ = [
     "loss_of_batch",
     "loss_terms",
     "loss_tracker",
+    "loss_trackers_of",
     "mask_epsilon",
     "metrics_by_output",
     "options_of",
@@ -51,6 +52,11 @@ def mask_epsilon() -> float:
     Lest it divide by zero; later versions look whether there is none.
     """
     return 0.0 if "divide_no_nan" in apply_mask.__code__.co_names else keras.config.epsilon()
+
+
+def loss_trackers_of(compiled: CompileLoss) -> list[Any]:
+    """What logs the loss of each output; None for one that is not logged."""
+    return list(compiled._metrics or ())
 
 
 def options_of(loss: keras.losses.Loss) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend import compute_output_spec, in_stateless_scope
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
@@ -40,10 +41,12 @@ __all__ = [
     "in_stateless_scope",
     "initialize",
     "initializer_of",
+    "layers_held_by",
     "layers_in",
     "logits_beside",
     "make_global_seed_generator",
     "mask_of",
+    "metrics_held_by",
     "model_supports_jit",
     "noise_shape_of",
     "output_projection",
@@ -53,7 +56,9 @@ __all__ = [
     "set_initializer",
     "set_logits",
     "set_mask",
+    "set_storage",
     "shapes_of_build",
+    "storage_of",
     "takes_training",
     "unlocked",
     "untrack",
@@ -94,9 +99,35 @@ def takes_training(layer: keras.Layer) -> bool:
     return getattr(layer, "_call_has_training_arg", False)
 
 
-def variables_held_by(layer: keras.Layer) -> list[keras.Variable]:
-    """The variables that a layer holds itself, but for those of its seeds and metrics."""
-    return [*layer._trainable_variables, *layer._non_trainable_variables]
+def layers_held_by(layer: keras.Layer) -> list[keras.Layer]:
+    """The layers that a layer holds itself."""
+    return layer._layers
+
+
+def metrics_held_by(layer: keras.Layer) -> list[keras.metrics.Metric]:
+    """The metrics that a layer holds itself."""
+    return layer._metrics
+
+
+def variables_held_by(holder: keras.Layer | keras.Optimizer) -> list[keras.Variable]:
+    """The variables that a layer or optimizer holds itself.
+
+    Of a layer without those of its seeds and metrics; of an optimizer without those of another that
+    it hands gradients on to.
+    """
+    if isinstance(holder, keras.Optimizer):
+        return holder._variables
+    return [*holder._trainable_variables, *holder._non_trainable_variables]
+
+
+def storage_of(variable: keras.Variable) -> tf.Variable | None:
+    """TensorFlow's variable in which one of Keras's has its value; None before it has one."""
+    return variable._value
+
+
+def set_storage(variable: keras.Variable, storage: tf.Variable | None) -> None:
+    """Has a variable of Keras's have its value elsewhere."""
+    variable._value = storage
 
 
 def mask_of(tensor: Any) -> Any:

@@ -39,6 +39,7 @@ __all__ = [
     "is_deterministic",
     "is_recording",
     "leaves_with_paths",
+    "made_of",
     "needs_gradient",
     "not_recording",
     "python_function_again",
@@ -148,6 +149,11 @@ def function_again(
 def set_identity(value: tf.Tensor, name: str) -> None:
     """Has an optimizer know a tensor, the value of a variable, by a name."""
     value._unique_id = name
+
+
+def made_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The data sets that a data set is made of."""
+    return dataset._inputs()
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> Any:

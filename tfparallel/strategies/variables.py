@@ -32,6 +32,7 @@ from tfparallel.seams.distribute import (
     replica_index,
 )
 from tfparallel.seams.distribute import MirroredVariable as TensorFlowsMirroredVariable
+from tfparallel.seams.keras import set_storage, storage_of
 from tfparallel.strategies import keras_trainer
 
 _WRITING = (
@@ -215,7 +216,7 @@ def mirror(variable: keras.Variable, devices: Sequence[str]) -> None:
 
     One that has copies already, or no memory of its own, is left as it is.
     """
-    first = variable._value
+    first = storage_of(variable)
     if not isinstance(first, tf.Variable) or is_distributed(first) or not devices:
         return
     made = [first]
@@ -225,7 +226,7 @@ def mirror(variable: keras.Variable, devices: Sequence[str]) -> None:
         for device in devices:
             with tf.device(device):
                 made.append(tf.Variable(first, **own))
-        variable._value = create(default_strategy(), lambda **_: made)
+        set_storage(variable, create(default_strategy(), lambda **_: made))
 
 
 def copies(variable) -> tuple:

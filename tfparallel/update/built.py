@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from tfparallel.extend import original_class
-from tfparallel.seams.keras import untrack
+from tfparallel.seams.keras import untrack, variables_held_by
 from tfparallel.seams.optimizers import count_of, forget_places, rate_of, weights_of
 
 __all__ = [
@@ -33,7 +33,7 @@ def wrapped_by(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
 def own_variables(optimizer: keras.Optimizer) -> list[keras.Variable]:
     """The variables of an optimizer, without the model's."""
     trained = {id(variable) for variable in weights_of(optimizer)}
-    return [variable for variable in optimizer._variables if id(variable) not in trained]
+    return [variable for variable in variables_held_by(optimizer) if id(variable) not in trained]
 
 
 def trained_by(optimizer: keras.Optimizer | None) -> dict[int, keras.Variable]:
@@ -99,7 +99,7 @@ def build_again(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -
 
 def _forget_slots(optimizer) -> None:
     kept = {id(count_of(optimizer)), id(rate_of(optimizer))}
-    for variable in list(optimizer._variables):
+    for variable in list(variables_held_by(optimizer)):
         if id(variable) not in kept:
             untrack(optimizer, variable)
     forget_places(optimizer)

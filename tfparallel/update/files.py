@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.barrier import wait_for_all
 from tfparallel.extend import attach, extend
+from tfparallel.seams.keras import set_storage
 from tfparallel.update.places import Places
 from tfparallel.update.shares import cut_out, joined, mark, shape_shared_out
 from tfparallel.variables.split import split_variable, whole_of
@@ -228,7 +229,7 @@ def _side_by_side(slots, whole) -> keras.Variable:
     one = object.__new__(type(slots[0]))
     left_out = ("_group", "_value")
     one.__dict__.update({k: value for k, value in vars(slots[0]).items() if k not in left_out})
-    one._value = None
+    set_storage(one, None)
     one._shape = tuple(whole.shape)
     path = slots[0].path
     split_variable(one, slots, whole.axis)

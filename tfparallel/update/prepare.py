@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from tfparallel.seams.keras import variables_held_by
 from tfparallel.seams.optimizers import count_of, rate_of
 from tfparallel.update.built import prepare_built, wrapped_by
 from tfparallel.update.elementwise import check_elementwise
@@ -47,4 +48,5 @@ def _is_prepared(optimizer, places, shares) -> bool:
     if isinstance(optimizer, UnitOptimizer):
         return optimizer._places == places and optimizer._in_shares == (shares and not inner)
     apart = {id(count_of(optimizer)), id(rate_of(optimizer))}
-    return not shares and places.hold([v for v in optimizer._variables if id(v) not in apart])
+    own = [v for v in variables_held_by(optimizer) if id(v) not in apart]
+    return not shares and places.hold(own)

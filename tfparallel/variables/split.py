@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfparallel.extend import extend
 from tfparallel.problems import PlacementError
+from tfparallel.seams.keras import set_storage, storage_of
 from tfparallel.seams.tensorflow import set_identity
 
 __all__ = ["SplitVariable", "cut", "cut_all", "parts_of", "split_variable", "whole_of"]
@@ -179,7 +180,7 @@ def split_variable(
         parts: Variables whose shapes follow one another along the axis.
         axis: The axis.
     """
-    if variable._value is not None:
+    if storage_of(variable) is not None:
         sizes = [part.shape[axis] for part in parts]
         for part, share in zip(parts, tf.split(variable.value, sizes, axis), strict=True):
             part.assign(share)
@@ -187,7 +188,7 @@ def split_variable(
         # An optimizer names slots, and finds what it leaves out, by the path.
         part._path = variable.path
         part._whole = variable
-    variable._value = None
+    set_storage(variable, None)
     return extend(variable, SplitVariable, parts=tuple(parts), axis=axis)
 
 
