@@ -441,6 +441,69 @@ def test_stages_are_counted_where_the_devices_are_wrong(options, counted):
         pipelined(stack, ["CPU:0", "CPU:7"], layers_per_stage=[1, 9], **options)
 
 
+class TracedForEach(layers.Layer):
+    """Draws, and so is traced for each micro-batch; adds nothing of it."""
+
+    def call(self, x):
+        return x + 0 * tf.random.normal(tf.shape(x), dtype=x.dtype)
+
+
+def hands_on_its_input(x):
+    return layers.Activation("linear")(layers.Dense(3)(x))
+
+
+def softmax_of_its_input(x):
+    return layers.Activation("softmax")(layers.Dense(3)(x))
+
+
+def puts_out_logits_too(x):
+    x = layers.Dense(3)(TracedForEach()(x))
+    return [layers.Identity()(x), layers.Activation("softmax")(x)]
+
+
+def puts_it_out_twice(x):
+    x = layers.Dense(3)(TracedForEach()(x))
+    return [x, layers.Identity()(x)]
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize(
+    ("tail", "cuts"),
+    [
+        (hands_on_its_input, [[2, 1], [1, 2]]),
+        (softmax_of_its_input, [[2, 1], [1, 2]]),
+        (puts_out_logits_too, [[1, 4], [3, 2]]),
+        (puts_it_out_twice, [[1, 3], [3, 1]]),
+    ],
+)
+def test_a_tensor_that_is_several_has_a_gradient_for_each(tail, cuts, eagerly):
+    """Of one object, the gradient of each would be that of all."""
+
+    def build():
+        inputs = keras.Input((6,))
+        return keras.Model(inputs, tail(layers.Dense(4, activation="tanh")(inputs)))
+
+    def trained(make):
+        keras.utils.set_random_seed(1)
+        model = make()
+        number = len(model.outputs)
+        losses = ["mse", "categorical_crossentropy"][-number:]
+        model.compile(keras.optimizers.SGD(0.1), losses, run_eagerly=eagerly)
+        x, y = np.random.default_rng(0).normal(size=(8, 6)), np.eye(3)[np.arange(8) % 3]
+        model.fit(x, [y] * number, batch_size=8, epochs=2, verbose=0)
+        return model.get_weights()
+
+    expected = trained(build)
+    for cut in cuts:
+        for schedule in ("1f1b", "gpipe"):
+            options = {"schedule": schedule, "layers_per_stage": cut}
+            found = trained(
+                lambda o=options: tfparallel.pipeline_parallel(build, DEVICES[:2], 4, **o)
+            )
+            for one, other in zip(expected, found, strict=True):
+                np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-13)
+
+
 def test_what_micro_batches_would_change_is_refused():
     with pytest.raises(ValueError, match="a write to '.*calls'"):
         fit_stack(pipelined(lambda: stack(Counting(name="counting")), DEVICES[:2]))

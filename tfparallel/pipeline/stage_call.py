@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.data.shard import Shard, of_any_number, where_it_is
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of
@@ -92,6 +93,7 @@ class StageCall:
         with computing(own), scope, scope.refusing_operations():
             made = self._stage.run(taken, self._batch.masks)
         self._batch.note_logits(made)
+        made = _each_by_itself(made, taken)
         self._made = [key for key in made if key not in taken]
         self._num_losses = len(scope.losses)
         self._moments = {key: len(moments) for key, moments in own.moments.items()}
@@ -115,6 +117,21 @@ class StageCall:
         targets = {key for place, key in enumerate(self._made) if place in self._call.targets}
         if targets - {*keys}:
             raise MustTraceEach
+
+
+def _each_by_itself(made: Values, taken: Values) -> Values:
+    """The same, with a tensor of its own for each key, whose gradient is that of the key alone.
+
+    A layer may hand on what it was given, or the logits behind an output may be another output.
+    """
+    seen, found = {id(tensor) for tensor in taken.values()}, dict(made)
+    for key, tensor in made.items():
+        if key in taken or tensor is None:
+            continue
+        if id(tensor) in seen and is_differentiable(tensor):
+            found[key] = with_mask_of(tf.identity(tensor), tensor)
+        seen.add(id(found[key]))
+    return found
 
 
 class LossCall:
