@@ -152,3 +152,36 @@ def test_dropout_layers_made_outside_draw_the_masks_of_one_device(form, in_float
 
     for weight, wanted in zip(trained(form), trained(lambda build: build()), strict=True):
         np.testing.assert_allclose(weight, wanted, rtol=1e-12, atol=1e-14)
+
+
+class DrawsByGlobalSeed(keras.layers.Layer):
+    def call(self, x):
+        return 0 * x + keras.random.normal(keras.ops.shape(x))
+
+
+class DrawsByGenerator(keras.layers.Layer):
+    """By TensorFlow's generator, which asks which replica it is in."""
+
+    def build(self, shape):
+        self.generator = tf.random.Generator.from_seed(3)
+
+    def call(self, x):
+        return 0 * x + self.generator.normal(tf.shape(x), dtype=x.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("layer", [DrawsByGlobalSeed, DrawsByGenerator])
+def test_replicas_draw_other_numbers_by_a_seed_of_all(layer, eagerly):
+    def predicted():
+        keras.utils.set_random_seed(3)
+        model = tfparallel.data_parallel(
+            lambda: keras.Sequential([keras.Input((2,)), layer()]), devices=["CPU:0", "CPU:1"]
+        )
+        model.compile(run_eagerly=eagerly)
+        return model.predict(np.ones((8, 2)), batch_size=8, verbose=0)
+
+    first = predicted()
+    assert len(np.unique(first)) == first.size
+    np.testing.assert_array_equal(predicted(), first)
+    assert type(keras.random.SeedGenerator()) is keras.random.SeedGenerator

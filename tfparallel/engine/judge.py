@@ -14,7 +14,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.engine import flow, rules, trial, values
-from tfparallel.engine.placements import Entries, Mixed, Placement, Replicate, Row, Shard, Sum
+from tfparallel.engine.placements import (
+    OF_REPLICA,
+    Entries,
+    Mixed,
+    Placement,
+    Replicate,
+    Row,
+    Shard,
+    Sum,
+)
 from tfparallel.engine.size import ROWS, depends_on_rows, power_of_rows, size_named
 from tfparallel.seams.tensorflow import FuncGraph
 
@@ -192,7 +201,7 @@ class Judge:
             placement = _exchanged(op, marked[out.name], given[0].placement)
             return [Judged(placement, self._static(out))]
         if op.type == "Const" and _REPLICA in op.name:
-            return [Judged(Mixed(op, "is the number of the replica"), ())]
+            return [Judged(Mixed(op, OF_REPLICA), ())]
         value = values.value_of(op, given)
         if value is not None and not any(isinstance(p, Entries) for p, *_ in given):
             return [Judged(_of_value(op, value), value.shape, value)]

@@ -15,7 +15,19 @@ pieces make if each is weighted with its share of the rows; B itself is `Replica
 import dataclasses
 from typing import Any
 
-__all__ = ["Entries", "Listed", "Mixed", "Placement", "Replicate", "Row", "Shard", "Sum"]
+__all__ = [
+    "OF_REPLICA",
+    "Entries",
+    "Listed",
+    "Mixed",
+    "Placement",
+    "Replicate",
+    "Row",
+    "Shard",
+    "Sum",
+]
+
+OF_REPLICA = "is the number of the replica"  # Why a tensor may be `Mixed`.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -177,12 +177,11 @@ class ReplicatedCall:
         parts = inputs.split(shards_here)
 
         def on_replica(k, shard, part):
-            call_state.inherit()
             own = inputs.floats_of(part)
             with shards.working_on(shard), tf.GradientTape(persistent=True) as tape:
                 tape.watch(own)
                 replica_args, replica_kwargs = inputs.pack(part)
-                with state.ReplicaScope(k) as scope:
+                with call_state.inherited(), state.ReplicaScope(k) as scope:
                     structure = self._call(*replica_args, **replica_kwargs)
                 is_summed = isinstance(structure, Sums)
                 sums = structure.tensors if is_summed else []

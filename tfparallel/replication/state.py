@@ -9,13 +9,17 @@ In a replica a variable is written to the replica's own copy (`ReplicaScope`). A
   weighted with their shares n_k / B of the batch; integers are replica 0's.
 """
 
+import contextlib
+import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
 
 from tfparallel.data import shard as shards
+from tfparallel.extend import extend
+from tfparallel.replication.random import ReplicaSeedGenerator
 from tfparallel.seams.keras import (
     DTYPE_POLICY,
     GLOBAL_SEED_GENERATOR,
@@ -77,10 +81,21 @@ class CallState:
         equal.extend(generator.state for generator in generators)
         self._equal = {id(variable) for variable in equal}
 
-    def inherit(self) -> None:
-        """Takes what Keras keeps for the caller's thread into this one, if it is another."""
-        for name, value in self._thread_state.items():
+    @contextlib.contextmanager
+    def inherited(self) -> Iterator[None]:
+        """Within it a thread, of a replica, has what Keras keeps for the caller's.
+
+        Draws by Keras's global seed are the replica's own, as are those by a layer's.
+        """
+        before = {name: get_global(name) for name in self._thread_state}
+        seed = extend(copy.copy(self._thread_state[GLOBAL_SEED_GENERATOR]), ReplicaSeedGenerator)
+        for name, value in (self._thread_state | {GLOBAL_SEED_GENERATOR: seed}).items():
             set_global(name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                set_global(name, value)
 
     def written(
         self, scopes: list[ReplicaScope], *, with_sums: bool = True
@@ -128,8 +143,8 @@ class CallState:
                 continue
             variable.assign(before[0] + total)
             # In a program the first copy holds the whole; of the others each would count again.
-            for copy, own in zip(variables.copies(variable)[1:], before[1:], strict=True):
-                copy.assign(own)
+            for held, own in zip(variables.copies(variable)[1:], before[1:], strict=True):
+                held.assign(own)
 
 
 def _added(old, new, own_shards):

@@ -2,7 +2,7 @@
 
 import re
 
-from tfparallel.engine.placements import Replicate, Shard
+from tfparallel.engine.placements import OF_REPLICA, Mixed, Replicate, Shard
 from tfparallel.engine.rules.call import Call, first_mixed, spread
 from tfparallel.engine.size import depends_on_rows
 
@@ -11,6 +11,8 @@ __all__ = ["drawn", "draws", "shape_argument"]
 _DRAWS = re.compile("Random|Multinomial|TruncatedNormal|StandardNormal|StatefulUniform|Binomial")
 _COUNTS = re.compile("GetKeyCounter|GetAlg|GetKey")
 
+
+_SEEDS = ("seed", "key", "counter")  # Inputs, of which one may say which replica draws.
 
 # From which input on are parameters of what is drawn: one for each element, broadcast, ...
 _PARAMETERS = {
@@ -38,7 +40,12 @@ def drawn(call: Call):
     """Each piece draws for itself: a row for each row, or one for all rows of the piece."""
     kind, place = call.op.type, shape_argument(call.op)
     sizes = None if place is None else call.given[place].value
-    others = {i: each.placement for i, each in enumerate(call.given) if i != place}
+    names = [argument.name for argument in call.op.op_def.input_arg]
+    others = {
+        i: each.placement
+        for i, each in enumerate(call.given)
+        if i != place and not (names[i] in _SEEDS and _is_of_replica(each.placement))
+    }
     if (mixed := first_mixed(others.values())) is not None:
         return mixed
     if kind in ("Multinomial", "StatelessMultinomial"):
@@ -62,6 +69,10 @@ def drawn(call: Call):
     if kind in _APPENDS:
         sizes = (*sizes, *(call.dims(1) or ()))
     return spread(call, sorted(rows), sizes, is_one=lambda axis: True)
+
+
+def _is_of_replica(placement) -> bool:
+    return isinstance(placement, Mixed) and placement.why == OF_REPLICA
 
 
 def _axis_of_parameter(call, place, rank) -> int | None:
