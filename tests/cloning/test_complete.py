@@ -16,6 +16,7 @@ from tfparallel.cloning import likeness
 from tfparallel.cloning.complete import NotAlike
 
 TWO = ["CPU:0", "CPU:1"]
+FOUR = [*TWO, "CPU:2", "CPU:3"]
 BUILDERS = {
     "data": lambda model: tfparallel.data_parallel(model, devices=TWO),
     "model": lambda model: tfparallel.model_parallel(model, TWO),
@@ -68,6 +69,22 @@ def test_lora_keeps_its_alpha(clone):
     copy = clone(model)
     assert copy.layers[0].lora_alpha == 8
     assert_alike(copy, model)
+
+
+@pytest.mark.parametrize("name", [*BUILDERS, "hybrid"])
+def test_a_call_that_was_replaced_on_the_layer_is_refused(name):
+    """Story: the clone computed what the class does."""
+
+    def hybrid(model):
+        mesh = tfparallel.Mesh(data=2, pipeline=2)
+        return tfparallel.hybrid_parallel(model, mesh, FOUR, num_micro_batches=2, balance="memory")
+
+    model = around()
+    call = model.layers[0].call
+    model.layers[0].call = lambda x, **_: 2.0 * call(x)
+    told = "Received: layer 'sequential.*/first': its method `call` was replaced by <function"
+    with pytest.raises(NotAlike, match=told):
+        (BUILDERS | {"hybrid": hybrid})[name](model)
 
 
 class Sum(layers.Layer):

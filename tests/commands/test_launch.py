@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
-from tests.cluster.test_screening import strange_lines
+from tests.cluster.test_screening import MARK, strange_lines
 from tests.commands.command_line import ROOT
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.worker_error import WorkerError
@@ -130,7 +130,7 @@ sys.exit(75)
 """
 
 
-def test_a_worker_that_is_suspended_is_named_and_not_the_one_that_waited(tmp_path):
+def test_a_worker_that_is_suspended_is_named_and_not_the_one_that_waited(tmp_path, capsys):
     """Story: `launch` named worker 0, and `trace` worker 1."""
     flags = ["--nproc_per_node=2", f"--log_dir={tmp_path}", "--grace_seconds=0.1"]
     code, _, errors = launch(flags, RECORDS)
@@ -138,6 +138,9 @@ def test_a_worker_that_is_suspended_is_named_and_not_the_one_that_waited(tmp_pat
     assert "worker 0 exited with code 75 after " in errors
     assert " s (to be started again: it had lost another worker, hung, or was " in errors
     assert main(["trace", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Worker 1 stopped without a word"), shown
+    assert re.findall(r"^(.) worker (\d) on ", shown, re.MULTILINE) == [(" ", "0"), ("*", "1")]
 
 
 def test_death_by_signal_is_128_and_its_number():
@@ -242,13 +245,53 @@ print("well")
 
 
 def test_whatever_a_worker_says_the_launcher_restarts_it(tmp_path):
-    (tmp_path / "lines").write_bytes(b"".join(strange_lines(1000)))
+    (tmp_path / "lines").write_bytes(b"".join(strange_lines(10_000)))
     done = subprocess.run(
         command(["--max_restarts=1"], SURROGATE, tmp_path / "lines"),
         cwd=ROOT, capture_output=True, timeout=DEADLINE_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == b"[0] well\n", done.stderr[-2000:]
     assert b"[0] ValueError: no file \\udc80\n" in done.stderr
+
+
+# A launcher that writes how many kB of memory it took at most into the file that is named first.
+WEIGHED = """
+import re, sys
+from tfparallel.commands.main import main
+code = main(["launch", "--", *sys.argv[2:]])
+with open("/proc/self/status") as status, open(sys.argv[1], "w") as file:
+    file.write(re.search(r"VmHWM:\\s+(\\d+) kB", status.read())[1])
+sys.exit(code)
+"""
+# A worker that writes a beginning and so many MiB, of which no line ends.
+ENDLESS = """
+import sys
+sys.stderr.buffer.write(sys.argv[1].encode())
+for _ in range(int(sys.argv[2])):
+    sys.stderr.buffer.write(b"x" * (1 << 20))
+"""
+
+
+def peak_bytes(folder, begin, num_mib):
+    """How much memory a launcher took at most, all of whose worker's output is on the screen."""
+    arguments = [folder / "peak", sys.executable, "-c", ENDLESS, begin, num_mib]
+    with open(folder / "screen", "wb") as screen:
+        code = subprocess.run(
+            [sys.executable, "-c", WEIGHED, *map(str, arguments)],
+            cwd=ROOT, stderr=screen, timeout=DEADLINE_SECONDS,
+        ).returncode  # fmt: skip
+    told = f"[0] {begin}".encode()
+    assert code == 0 and (folder / "screen").read_bytes()[: len(told)] == told
+    written = len(told) + (num_mib << 20)
+    assert 0 <= os.path.getsize(folder / "screen") - written <= 1  # It may end the last line.
+    return 1024 * int((folder / "peak").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", ["\x1e", f"{MARK.decode()}{{"])
+def test_a_line_without_end_costs_little_memory(tmp_path, begin):
+    """Story: 16 MiB of it took 49 s."""
+    assert peak_bytes(tmp_path, begin, 48) - peak_bytes(tmp_path, begin, 0) < 64 << 20
 
 
 def test_a_full_folder_of_logs_does_not_end_the_job(tmp_path):

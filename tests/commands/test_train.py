@@ -1,6 +1,7 @@
 """`tfparallel train`, run as users run it."""
 
 import json
+import platform
 import signal
 import subprocess
 import sys
@@ -10,8 +11,11 @@ import keras
 import numpy as np
 import pytest
 
+from tests.cluster.processes import wait_for
 from tests.commands.command_line import ROOT, TASKS, tfparallel
+from tests.forked import Forked
 from tfparallel.commands.forms import Form
+from tfparallel.commands.main import main
 
 BLOBS = TASKS / "blobs.py"
 
@@ -144,6 +148,18 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
 
     code, _, errors = tfparallel("train", task, *flags, "--seed=1", f"--checkpoint_dir={directory}")
     assert code == 2 and "Received: --seed=1 (the checkpoint has 0)" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_second_run_on_the_same_checkpoints_ends_with_code_2_and_names_the_first(tmp_path):
+    state = tmp_path / "state"
+    arguments = ["train", str(BLOBS), "--parallel=none", f"--checkpoint_dir={state}"]
+    with Forked(main, [[*arguments, "--epochs=100000"]], tmp_path, cwd=ROOT) as first:
+        wait_for(lambda: newest_step(state), "a checkpoint")
+        code, shown, errors = tfparallel(*arguments)
+    assert code == 2 and "Epoch" not in shown, shown + errors
+    assert f"process {first.pid} on {platform.node()}, since 20" in errors, errors
     assert "Traceback" not in errors
 
 

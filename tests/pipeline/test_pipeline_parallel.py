@@ -322,6 +322,20 @@ def test_a_layer_that_cannot_be_copied_is_not_measured(capsys):
     assert "balance='memory', not 'time'" in said and "layer 'tied' of class Tied" in said
 
 
+def test_an_embedding_that_another_layer_holds_trains_to_the_weights_of_one_device():
+    """Input and output share it, in the first stage and in the last."""
+    generator = np.random.default_rng(0)
+    x, y = generator.integers(0, 9, size=(2, NUM_EXAMPLES, 7))
+    seen = []
+    for build in (lambda: seeded(tied), lambda: pipelined(tied, DEVICES[:2], balance="time")):
+        model = build()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss)
+        history = model.fit(x, y, batch_size=10, epochs=3, shuffle=False, verbose=0).history
+        seen.append((history, state_of(model)))
+    assert_equal(*seen[::-1])
+
+
 class Counting(layers.Layer):
     """Changes its state in each call."""
 

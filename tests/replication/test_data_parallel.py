@@ -83,6 +83,41 @@ def test_all_devices_by_default():
     assert [name[-5:] for name in model.strategy.devices] == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 
 
+# Trains and predicts on one device and on twelve: "CPU:10" comes behind "CPU:9", not "CPU:1".
+TWELVE = """
+import keras, numpy as np, tfparallel
+from tests.comparison import assert_equal, seeded, state_of
+from tfparallel.engine.audit import short
+from tfparallel.strategies.variables import copies
+
+devices = tfparallel.devices.split_cpu(12)
+assert devices == tfparallel.devices.list_devices() == [f"CPU:{k}" for k in range(12)]
+keras.config.set_floatx("float64")
+keras.config.set_dtype_policy("float64")
+x, y = np.random.default_rng(8).normal(size=(2, 41, 3))
+
+def build():
+    layers = [keras.layers.Dense(4), keras.layers.Dropout(0.4, seed=5), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+def trained(model):
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    history = model.fit(x, y, batch_size=29, epochs=2, shuffle=False, verbose=0).history
+    return history, [*state_of(model), model.predict(x, batch_size=29, verbose=0)]
+
+model = tfparallel.data_parallel(lambda: seeded(build))
+assert_equal(trained(model), trained(seeded(build)))
+assert [short(copy.device) for copy in copies(model.variables[0])] == devices
+"""
+
+
+@pytest.mark.slow
+def test_twelve_replicas_are_one_device_in_the_order_of_their_numbers():
+    """Batches of 29 and 12 rows: of two or three, and of one each."""
+    done = run_python(["-c", TWELVE], timeout=DEADLINE_SECONDS)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_given_strategy_is_used():
     strategy = tfparallel.MirroredStrategy(TWO)
     assert tfparallel.data_parallel(mlp, strategy).strategy is strategy

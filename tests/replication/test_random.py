@@ -131,7 +131,24 @@ def of_a_scope(build):
         return build()
 
 
-@pytest.mark.parametrize("form", [of_a_function, of_a_scope])
+def of_stages(build):
+    return tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 3, balance="memory")
+
+
+def of_a_mesh(build):
+    mesh = tfparallel.Mesh(data=2, pipeline=2)
+    return tfparallel.hybrid_parallel(build, mesh, num_micro_batches=2, balance="memory")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        of_a_function,
+        of_a_scope,
+        pytest.param(of_stages, marks=pytest.mark.slow),
+        pytest.param(of_a_mesh, marks=pytest.mark.slow),
+    ],
+)
 def test_dropout_layers_made_outside_draw_the_masks_of_one_device(form, in_float64):
     """Their seed had one copy, which the first replica counted up before the second read it."""
     x = np.random.default_rng(0).normal(size=(7, 4, 3))

@@ -128,16 +128,31 @@ def test_one_row_for_all_is_refused_in_words_where_sizes_are_unknown(form, what)
         model.fit(dataset, verbose=0)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_one_row_for_all_of_known_size(form):
-    x, y = np.arange(12.0).reshape(ROWS, 3), np.ones((1, 2))
-    dataset = tf.data.Dataset.from_tensors((x, y))
+def hybrid(build):
+    mesh = tfparallel.Mesh(data=2, pipeline=2)
+    devices = [*DEVICES, "CPU:2", "CPU:3"]
+    return tfparallel.hybrid_parallel(build, mesh, devices, num_micro_batches=2, schedule="gpipe")
+
+
+@pytest.mark.parametrize("form", [*FORMS, "hybrid"])
+@pytest.mark.parametrize(
+    ("y_and_weight", "said"),
+    [
+        ([np.ones((1, 2))], r"inputs and targets have \[1, 4\] rows"),
+        ([np.float64(0.7)], r"a target, .* of shape \(\) is one for all rows"),
+        ([np.ones((ROWS, 2)), np.float64(0.7)], r".*weight, of shape \(\) is one for all"),
+    ],
+    ids=["a row", "a scalar", "a scalar weight"],
+)
+def test_one_for_all_rows(form, y_and_weight, said):
+    """Story: 1f1b advised to take gpipe, which raised "Attempting to slice scalar input"."""
+    dataset = tf.data.Dataset.from_tensors((np.arange(12.0).reshape(ROWS, 3), *y_and_weight))
+    model = hybrid(lambda: seeded(one)) if form == "hybrid" else placed(form, one)
     if form == "1f1b":
-        with pytest.raises(ValueError, match=r"Received: inputs and targets have \[1, 4\] rows"):
-            trained_on(placed(form, one), dataset)
+        with pytest.raises(ValueError, match=f"Received: {said}.*Take schedule='gpipe'"):
+            trained_on(model, dataset)
         return
-    found, expected = trained_on(placed(form, one), dataset), trained_on(seeded(one), dataset)
-    assert_equal(found, expected, rtol=1e-9)
+    assert_equal(trained_on(model, dataset), trained_on(seeded(one), dataset), rtol=1e-9)
 
 
 def trained_on(model, dataset):

@@ -1,11 +1,14 @@
 """The strategy: programs, and what crashes under TensorFlow's own and runs under this one."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfparallel
+from tests import comparison
 from tfparallel.strategies import variables
 
 THREE = ["CPU:0", "CPU:1", "CPU:2"]
@@ -133,6 +136,59 @@ def test_tensorflows_strategy_needs_a_first_batch_that_the_replicas_divide():
         model = compiled_model()
     with pytest.raises(Exception, match="(?i)shape"):
         model.fit(*data(9), batch_size=9, shuffle=False, verbose=0)
+
+
+class AccumulatingByHand(keras.Model):
+    """Adds up the gradients of two batches, and then takes a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        zeros = {"initializer": "zeros", "trainable": False}
+        self.num_batches = self.add_weight((), dtype="int64", **zeros)
+        self.sums = [self.add_weight(each.shape, **zeros) for each in self.dense.trainable_weights]
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.dense.trainable_weights
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for total, gradient in zip(self.sums, tape.gradient(loss, weights), strict=True):
+            total.assign_add(gradient)
+        self.num_batches.assign_add(1)
+        tf.cond(self.num_batches % 2 == 0, self.take_step, lambda: None)
+        return {"loss": loss}
+
+    def take_step(self):
+        gradients = [total / 2 for total in self.sums]
+        self.optimizer.apply(gradients, self.dense.trainable_weights)
+        for total in self.sums:
+            total.assign(tf.zeros_like(total))
+
+
+@pytest.mark.slow
+def test_gradients_that_a_model_accumulates_by_hand(in_float64):
+    """Its optimizer is built before it is compiled, and both outside of the scope."""
+    x, y = (array.astype("float64") for array in data(21))
+    seen = []
+    for scope in (contextlib.nullcontext(), tfparallel.MirroredStrategy(THREE).scope()):
+        keras.utils.set_random_seed(11)
+        with scope:
+            model = AccumulatingByHand()
+            model.build((None, 4))
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build(model.trainable_variables)
+        model.compile(optimizer, "mse")
+        losses = model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0).history
+        assert int(optimizer.iterations.numpy()) == 4
+        seen.append((losses, comparison.state_of(model)))
+    comparison.assert_equal(*seen[::-1])
 
 
 @pytest.mark.slow

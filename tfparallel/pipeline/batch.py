@@ -111,11 +111,14 @@ class Batch:
             values[key.output] = behind.output(values[key], values[key.output])
 
     def targets_of(self, shard: Shard) -> tuple[Any, Any]:
-        """A micro-batch's targets and weights, cut where the batch is."""
+        """A micro-batch's targets and weights, cut where the batch is; a scalar as it is."""
 
         def rows(tensor):
+            if tensor is None:
+                return None
             with where_it_is(tensor):
-                return None if tensor is None else shard.rows(tf.convert_to_tensor(tensor))
+                tensor = tf.convert_to_tensor(tensor)
+                return tensor if tensor.shape.rank == 0 else shard.rows(tensor)
 
         return keras.tree.map_structure(rows, (self.y, self.sample_weight))
 
