@@ -171,3 +171,33 @@ def test_a_layer_that_keeps_what_it_reads_is_built_with_storage(in_function):
     placed = tfparallel.model_parallel(build, devices=DEVICES, layers_per_stage=[1, 1])
     for one, other in zip(trained(build()), trained(placed), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5)
+
+
+class ReadsInBranch(layers.Layer):
+    """Has no config, and reads its weight while Keras looks at its shapes."""
+
+    def __init__(self, scale, **kwargs):
+        super().__init__(**kwargs)
+        self.scale = scale
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(shape[-1],), name="weight")
+
+    def call(self, x):
+        return tf.cond(tf.timestamp() > 0.0, lambda: x * self.weight * self.scale(), lambda: x)
+
+
+class SaysItsShape(ReadsInBranch):
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def test_why_a_model_is_cloned_that_a_function_builds_is_said():
+    def of(layer):
+        return lambda: keras.Sequential([keras.Input((2,)), layer(lambda: 2.0), layers.Dense(2)])
+
+    said = r"'.*/weight' is read before .*`compute_output_spec`"
+    with pytest.raises(ValueError, match=said) as raised:
+        tfparallel.model_parallel(of(ReadsInBranch), DEVICES, layers_per_stage=[1, 1])
+    assert "Pass the function" not in str(raised.value)
+    tfparallel.model_parallel(of(SaysItsShape), DEVICES, layers_per_stage=[1, 1])

@@ -6,9 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.cloning.attributes import CannotCarry
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.complete import complete
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
+from tfparallel.cloning.likeness import NotAlike
 from tfparallel.extend import extend, is_own
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -20,6 +22,8 @@ from tfparallel.placement.storageless import NeedsStorage, StoragelessModel, mov
 from tfparallel.problems import PlacementError, Problems, usable_devices
 
 __all__ = ["check_model", "model_of", "model_parallel", "place", "seen_model"]
+
+_INSTEAD = " Pass the function that builds the model instead."  # Which was passed.
 
 
 def model_parallel(
@@ -116,8 +120,16 @@ def place(
         return _copy_of(model_of(model_or_function), decide, *how)
     try:
         built = StoragelessModel(lambda: model_of(model_or_function))
-    except NeedsStorage:
-        return _copy_of(model_of(model_or_function), decide, *how)
+    except NeedsStorage as reason:
+        model = model_of(model_or_function)
+        try:
+            return _copy_of(model, decide, *how)
+        except (CannotCarry, NotAlike) as error:
+            raise PlacementError(
+                f"{str(error).removesuffix(_INSTEAD)} The function's own model is cloned, because "
+                f"{reason} Or give the layer a `compute_output_spec`: then it is not called while "
+                "the model is built."
+            ) from error
     layers = layers_in_order(check_model(built.model))
     layout = decide(built.model)
     placement = layout.placement

@@ -14,6 +14,7 @@ in which shapes are worked out.
 import collections
 import functools
 import random
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +35,7 @@ from tfparallel.seams.keras import (
 __all__ = ["NeedsStorage", "StoragelessModel", "move_variables"]
 
 _CANNOT_WAIT = "create a variable while in a stateless scope"
+_READ = re.compile(r"'\S+' is read before it has a value\.")
 
 
 class NeedsStorage(Exception):
@@ -91,7 +93,8 @@ class StoragelessModel:
                 raise
             random.setstate(drawn)
             set_global(NAME_NUMBERS, collections.defaultdict(int, numbers))
-            raise NeedsStorage(str(error)) from error
+            read = _READ.search(str(error))  # In what Keras says of it.
+            raise NeedsStorage(read[0] if read else str(error)) from error
         finally:
             waiting.is_open = False
             set_global(DEFERRED_VARIABLES, others)

@@ -393,7 +393,7 @@ def extend_parts(model: keras.Model) -> None:
             extend(layer, random.IndexedDropout)
         for generator in seed_generators_of(layer):
             random.hold_state(generator, strategy)
-            extend(generator, random.ReplicaSeedGenerator)
+            random.by_replica(generator)
     exchange_moments(model)
     cls = original_class(model)
     if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):

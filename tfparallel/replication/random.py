@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfparallel.data import provenance
 from tfparallel.data import shard as shards
 from tfparallel.engine.judge import note
+from tfparallel.extend import extend
 from tfparallel.seams.keras import noise_shape_of
 
 _PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.
@@ -39,6 +40,11 @@ class ReplicaSeedGenerator:
         if shard is None or shard.stream == 0:
             return seed
         return seed + _folded(0, shard.stream, seed.dtype)
+
+
+def by_replica(generator: keras.random.SeedGenerator) -> keras.random.SeedGenerator:
+    """Extends a generator, so that each replica draws its own numbers."""
+    return extend(generator, ReplicaSeedGenerator)
 
 
 def hold_state(generator: keras.random.SeedGenerator, strategy) -> None:

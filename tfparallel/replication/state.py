@@ -18,8 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data import shard as shards
-from tfparallel.extend import extend
-from tfparallel.replication.random import ReplicaSeedGenerator
+from tfparallel.replication.random import by_replica
 from tfparallel.seams.keras import (
     DTYPE_POLICY,
     GLOBAL_SEED_GENERATOR,
@@ -88,7 +87,7 @@ class CallState:
         Draws by Keras's global seed are the replica's own, as are those by a layer's.
         """
         before = {name: get_global(name) for name in self._thread_state}
-        seed = extend(copy.copy(self._thread_state[GLOBAL_SEED_GENERATOR]), ReplicaSeedGenerator)
+        seed = by_replica(copy.copy(self._thread_state[GLOBAL_SEED_GENERATOR]))
         for name, value in (self._thread_state | {GLOBAL_SEED_GENERATOR: seed}).items():
             set_global(name, value)
         try:
