@@ -230,6 +230,9 @@ CASES += [
         data=image_digits,
         compile=compiled(lambda: optimizers.SGD(0.05)),
         train=half_precision,
+        # The gradient of a bias adds up a term for each place of each image, in half precision: a
+        # processor that has sums of its own for that is up to 1.1e-2 apart on half the channels.
+        tolerance=3e-2,
     ),
     case(
         GROUP,
