@@ -4,8 +4,9 @@ Under 1F1B the first micro-batch goes back before the last has come forward, so 
 known without the others' outputs. Its part of the loss is N_m / D (`step/loss.py`), and D is known
 beforehand, of shapes, masks and weights of the whole batch.
 
-A loss that compares examples has no such form. Of a loss that is not known by name to have it, the
-values show: Σ_m N_m / D is held against the loss of the joined outputs in every step.
+A loss that compares examples has no such form. Where it is not proved that a loss is a sum over the
+rows (`step/adds_up.py`), values show it: Σ_m N_m / D is held against the loss of the joined outputs
+in every step.
 """
 
 from collections.abc import Callable, Sequence
