@@ -33,7 +33,7 @@ class LossInParts:
         parts = getattr(y_pred, "_tfparallel_logits", None)
         # Of probabilities, only those that a softmax made of these logits.
         is_known = parts is not None and (
-            options_of(self)["from_logits"] != logits_beside(y_pred) is not None
+            options_of(self)["from_logits"] != (logits_beside(y_pred) is not None)
         )
         object.__setattr__(self, "_parts", parts if is_known else None)
         try:
