@@ -69,7 +69,7 @@ def meet_peers(
 
 @contextlib.contextmanager
 def serving(addresses: Sequence[str], index: int) -> Iterator[None]:
-    """TensorFlow's server starts inside; on one host, no other host reaches it, nor NCCL.
+    """Closes TensorFlow's server, started inside, and NCCL to other hosts if the job has one.
 
     Args:
         addresses: What `meet_peers` returned.

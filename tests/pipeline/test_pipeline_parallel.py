@@ -490,9 +490,7 @@ def puts_it_out_twice(x):
         (puts_it_out_twice, [[1, 3], [3, 1]]),
     ],
 )
-def test_a_tensor_that_is_several_has_a_gradient_for_each(tail, cuts, eagerly):
-    """Of one object, the gradient of each would be that of all."""
-
+def test_the_gradient_of_a_tensor_that_has_two_keys_is_counted_once(tail, cuts, eagerly):
     def build():
         inputs = keras.Input((6,))
         return keras.Model(inputs, tail(layers.Dense(4, activation="tanh")(inputs)))

@@ -35,7 +35,7 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
     @property
     def split(self) -> dict[str, str]:
         """How each split layer is split, by name; the others are on their stage's first device."""
-        return self.layout.split_of
+        return self._layout.split_of
 
     def _look_at(self, call):
         if call.kind == "fit" and self._shards_optimizer:
@@ -77,16 +77,16 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
     def trace_each(self, is_needed: bool = True) -> None:
         """Has steps trace their micro-batches one by one, as layers in parts need, or the first."""
         # Of a function TensorFlow has the gradients computed on one device.
-        super().trace_each(is_needed or self.layout.mesh.tensor > 1)
+        super().trace_each(is_needed or self._layout.mesh.tensor > 1)
 
     def _choose_all_reduce(self):
         self.strategy.choose_all_reduce(self._trained())
 
     def _place_updates(self):
-        replicas, shares = replicas_of(self.layout), self._shards_optimizer
+        replicas, shares = replicas_of(self._layout), self._shards_optimizer
         is_one = len(replicas) == 1 and not shares
         places = Places() if is_one else MeshPlaces(replicas, self._workers)
-        prepare(self.optimizer, places, shares=shares, parts=self.layout.mesh.tensor > 1)
+        prepare(self.optimizer, places, shares=shares, parts=self._layout.mesh.tensor > 1)
 
     def _parts(self, variables):
         return parts_of(variables)
@@ -95,4 +95,4 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
         """Gives each replica a copy of every variable, except seeds: drawn once, for all pieces."""
         seeds = {id(own.state) for layer in layers_in(self) for own in seed_generators_of(layer)}
         own = [v for v in (*self.variables, *states_in_layers(self)) if id(v) not in seeds]
-        MeshPlaces(replicas_of(self.layout)).copy(parts_of(own))
+        MeshPlaces(replicas_of(self._layout)).copy(parts_of(own))

@@ -71,7 +71,7 @@ class SpreadCall:
         if not self._spreads_next:
             return super().__call__(*args, **kwargs)
         attach(self, _spreads_next=False)
-        call, others = super().__call__, Others(self.layout.mesh.data, self._workers)
+        call, others = super().__call__, Others(self._layout.mesh.data, self._workers)
         try:
             if self.check_rows:
                 said = why_not_in_pieces(self, call, args, kwargs)
@@ -102,7 +102,7 @@ class SpreadCall:
 
     @contextlib.contextmanager
     def _spreading(self) -> Iterator[None]:
-        attach(self, _spreads_next=self._can_spread and self.layout.mesh.data > 1)
+        attach(self, _spreads_next=self._can_spread and self._layout.mesh.data > 1)
         try:
             yield
         finally:
@@ -130,7 +130,7 @@ class SpreadCall:
             The outputs of the whole batch, and the losses that layers added.
         """
         inputs = BatchInputs(args, kwargs)
-        replicas = replicas_of(self.layout)
+        replicas = replicas_of(self._layout)
         others = others or Others(len(replicas))
         number = others.num_replicas
         all_shards = [

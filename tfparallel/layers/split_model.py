@@ -34,7 +34,7 @@ class SplitModel(NestedModel, PlacedModel):
     @property
     def split(self) -> dict[str, str]:
         """How each split layer is split, by name; the others are on the first device."""
-        return self.layout.split_of
+        return self._layout.split_of
 
     @property
     def _by_device(self) -> dict[str, str]:

@@ -46,7 +46,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     @property
     def schedule(self) -> Schedule:
         """What each device does, in order."""
-        return self.layout.make_schedule()
+        return self._layout.make_schedule()
 
     def compile(self, *args, **kwargs):
         """Compiles the model, as `keras.Model.compile`."""
@@ -141,24 +141,24 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
         way = self._way((x, y, sample_weight), "fit")
         how = How(
             self,
-            cut_stages(self, self.layout.stage_of, self.layout.num_stages),
+            cut_stages(self, self._layout.stage_of, self._layout.num_stages),
             self.schedule,
             self._devices_of_stages,
             # What runs eagerly is done at once, and holds what it holds.
-            recompute="never" if tf.executing_eagerly() else self.layout.recompute,
+            recompute="never" if tf.executing_eagerly() else self._layout.recompute,
             metrics=way.metrics if way.rows_stay else None,
             traces_each=self._traces_each or not self._may_begin_anew,
-            has_parts=self.layout.mesh.tensor > 1,
+            has_parts=self._layout.mesh.tensor > 1,
             timed=timed,
-            writable=writable(self, self.layout.recompute),
+            writable=writable(self, self._layout.recompute),
         )
-        others = Others(self.layout.mesh.data, self._workers)
-        return Step(how, replicas_of(self.layout), others, gradients_stay=self._accumulates)
+        others = Others(self._layout.mesh.data, self._workers)
+        return Step(how, replicas_of(self._layout), others, gradients_stay=self._accumulates)
 
     @property
     def _devices_of_stages(self) -> list[str]:
         """The first device of each place along the pipeline, in the first replica."""
-        mesh = self.layout.mesh
+        mesh = self._layout.mesh
         return self.devices[: mesh.pipeline * mesh.tensor : mesh.tensor]
 
     def _build_loss(self, x, y, sample_weight):
@@ -177,7 +177,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
             batch_size = next((spec.shape[0] for spec in specs if spec.shape.rank), None)
         elif batch_size is None and not hasattr(x, "__next__") and hasattr(x, "shape"):
             batch_size = KERAS_BATCH_SIZE
-        of_each, replicas = self.schedule.num_micro_batches, self.layout.mesh.data
+        of_each, replicas = self.schedule.num_micro_batches, self._layout.mesh.data
         number = of_each * replicas
         if batch_size is not None and batch_size < number:
             of_all = f"{replicas} replicas x {of_each}" if replicas > 1 else f"{of_each}"

@@ -120,9 +120,9 @@ class StageCall:
 
 
 def _each_by_itself(made: Values, taken: Values) -> Values:
-    """The same, with a tensor of its own for each key, whose gradient is that of the key alone.
+    """Gives each key a tensor of its own: one under two keys would count its gradient twice.
 
-    A layer may hand on what it was given, or the logits behind an output may be another output.
+    A layer may return its input, and the logits behind one output may be another output.
     """
     seen, found = {id(tensor) for tensor in taken.values()}, dict(made)
     for key, tensor in made.items():

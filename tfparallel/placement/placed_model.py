@@ -137,12 +137,12 @@ class PlacedModel(OneStep):
     @property
     def placement(self) -> dict[str, str]:
         """The device of each layer, by the layer's name, in topological order."""
-        return self.layout.placement
+        return self._layout.placement
 
     @property
     def devices(self) -> list[str]:
         """The devices, in the order of the stages."""
-        return list(self.layout.devices)
+        return list(self._layout.devices)
 
     @property
     def _by_device(self) -> dict[str, str]:
@@ -152,7 +152,7 @@ class PlacedModel(OneStep):
     @property
     def _last_device(self) -> str:
         """Where the outputs are."""
-        return self.layout.device(pipeline=self.layout.mesh.pipeline - 1)
+        return self._layout.device(pipeline=self._layout.mesh.pipeline - 1)
 
     @compiled_by_device
     def train_step(self, data):

@@ -82,9 +82,9 @@ class CallState:
 
     @contextlib.contextmanager
     def inherited(self) -> Iterator[None]:
-        """Within it a thread, of a replica, has what Keras keeps for the caller's.
+        """Gives a replica's thread what Keras keeps for the caller's, within the block.
 
-        Draws by Keras's global seed are the replica's own, as are those by a layer's.
+        By Keras's global seed the replica draws its own numbers, as it does by a layer's seed.
         """
         before = {name: get_global(name) for name in self._thread_state}
         seed = by_replica(copy.copy(self._thread_state[GLOBAL_SEED_GENERATOR]))
