@@ -204,8 +204,24 @@ def test_a_compiled_dropout_draws_what_it_draws_on_one_device(form):
     np.testing.assert_allclose(losses(FORMS[form], True), expected, rtol=1e-5)
 
 
-def traced_steps(form, jit_compile=True, build=build):
+def accumulating():
+    return keras.optimizers.Adam(gradient_accumulation_steps=2)
+
+
+def with_loss_scale():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+
+
+OPTIMIZERS = {
+    "sgd": keras.optimizers.SGD,
+    "accumulating": accumulating,
+    "loss scale": with_loss_scale,
+}
+
+
+def traced_steps(form, jit_compile=True, build=build, optimizer="sgd"):
     """What a step does on which device, and how many programs each of them runs."""
+    asked = {"optimizer": OPTIMIZERS[optimizer](), "loss": "mse", "jit_compile": jit_compile}
     keras.backend.clear_session()
     placed = ["CPU:1", "CPU:2"]  # The lint takes the first device for the host.
     make = {
@@ -218,7 +234,13 @@ def traced_steps(form, jit_compile=True, build=build):
         "tensor": lambda model: tfparallel.tensor_parallel(model, placed),
         "pipeline": lambda model: tfparallel.pipeline_parallel(model, placed, 2),
     }[form]
-    return edges.traced(lambda: compiled(make(build()), jit_compile=jit_compile), X, Y)
+
+    def made():
+        model = make(build())
+        model.compile(**asked)
+        return model
+
+    return edges.traced(made, X, Y)
 
 
 def under_scope(model, devices):
@@ -233,21 +255,28 @@ def with_batch_norm():
 
 
 PROGRAMS = [
-    ("one replica", build, [1, 0]),
-    ("one replica", with_batch_norm, [1, 0]),
-    ("data", build, [2, 2]),
-    ("data", with_batch_norm, [4, 4]),
-    ("own moments", with_batch_norm, [2, 2]),
-    ("model", build, [2, 2]),
-    ("tensor", build, [2, 2]),
-    ("pipeline", build, [6, 12]),
+    ("one replica", build, "sgd", [1, 0]),
+    ("one replica", with_batch_norm, "sgd", [1, 0]),
+    ("data", build, "sgd", [2, 2]),
+    ("data", with_batch_norm, "sgd", [4, 4]),
+    ("own moments", with_batch_norm, "sgd", [2, 2]),
+    ("model", build, "sgd", [2, 2]),
+    ("tensor", build, "sgd", [2, 2]),
+    ("pipeline", build, "sgd", [6, 12]),
+    # Whether to update is a branch, which is cut as a step is.
+    ("one replica", build, "loss scale", [1, 0]),
+    ("data", build, "loss scale", [4, 3]),
+    ("data", build, "accumulating", [4, 4]),
+    ("model", build, "loss scale", [3, 3]),
+    ("tensor", build, "loss scale", [4, 3]),
+    ("pipeline", build, "loss scale", [8, 13]),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "network", "number"), PROGRAMS)
-def test_a_step_is_cut_at_its_exchanges_alone(form, network, number):
-    step = traced_steps(form, build=network)
+@pytest.mark.parametrize(("form", "network", "optimizer", "number"), PROGRAMS)
+def test_a_step_is_cut_at_its_exchanges_alone(form, network, optimizer, number):
+    step = traced_steps(form, build=network, optimizer=optimizer)
     assert [step.num_programs(device) for device in ("CPU:1", "CPU:2")] == number
 
 
@@ -259,10 +288,12 @@ FUSED = {"BiasAdd", "Tanh"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("form", ["data", "model", "tensor", "pipeline"])
-def test_no_pass_and_no_update_stays_outside(form):
+def test_no_pass_and_no_update_stays_outside(form, optimizer):
     def kinds(jit_compile):
-        return {kind.removeprefix("Fused") for kind in traced_steps(form, jit_compile).kinds()}
+        found = traced_steps(form, jit_compile, optimizer=optimizer).kinds()
+        return {kind.removeprefix("Fused") for kind in found}
 
     assert INSIDE <= kinds(False)
     assert not (INSIDE | FUSED) & kinds(True)
@@ -286,11 +317,10 @@ class DrawsFromAConstant(layers.Layer):
 
 class DrawsBesideAString(layers.Layer):
     def call(self, x):
-        def drawn():
-            number = tf.strings.to_number(tf.strings.as_string(tf.random.uniform([])))
-            return x + number
+        def drawn(row):
+            return row + tf.strings.to_number(tf.strings.as_string(tf.random.uniform([])))
 
-        return tf.cond(tf.reduce_sum(x) > 1e9, lambda: x, drawn)
+        return tf.map_fn(drawn, x)
 
 
 def with_layer(layer):

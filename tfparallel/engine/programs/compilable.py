@@ -10,6 +10,7 @@ from tfparallel.engine.graphs import called_by, calls_unknown, with_inner
 from tfparallel.seams.tensorflow import registered_kernels
 
 __all__ = [
+    "BRANCHES",
     "CALLS",
     "CHECKS",
     "has_list_of_any_size",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+BRANCHES = ("If", "StatelessIf")
 
 # What XLA would leave out,
 CHECKS = {"Assert", "CheckNumerics", "CheckNumericsV2"}

@@ -53,22 +53,26 @@ __all__ = ["plan_of"]
 _MOVES = {"Cast", "Identity", "PlaceholderWithDefault", "Slice", "StridedSlice"}
 
 
-def plan_of(graph, devices: Sequence[str], homes: Mapping[str, str]) -> list[Outside | Program]:
+def plan_of(
+    graph, devices: Sequence[str], homes: Mapping[str, str], is_branch: bool = False
+) -> list[Outside | Program]:
     """Divides a traced step into programs and what stays outside.
 
     Args:
-        graph: The step's `FuncGraph`.
+        graph: The step's `FuncGraph`, or that of a branch.
         devices: Names of the devices that programs run on; what has no device is on the first.
         homes: By the name of an argument that is a variable's handle: the variable's device.
+        is_branch: Whether all that stays outside at a level is to be one unit, on no device, since
+            each unit asks whether the branch is taken.
 
     Returns:
         The units, in an order in which they can run.
     """
-    return _Planner(graph, devices, homes).plan()
+    return _Planner(graph, devices, homes, is_branch).plan()
 
 
 class _Planner:
-    def __init__(self, graph, devices, homes):
+    def __init__(self, graph, devices, homes, is_branch):
         self._trace = Trace(graph)
         self._operations = self._trace.operations
         self._ranks = {resolve(device): rank for rank, device in enumerate(devices)}
@@ -79,15 +83,23 @@ class _Planner:
         self._level: dict[str, int] = {}
         self._waits_for: dict[str, list[str]] = {}
         self._alone: dict[str, int] = {}
+        self._is_branch = is_branch
         self._units = Units(
-            self._trace, self._place, self._level, self._waits_for, self._alone, self._homes
+            self._trace,
+            self._place,
+            self._level,
+            self._waits_for,
+            self._alone,
+            self._homes,
+            is_branch,
         )
 
     def plan(self) -> list[Outside | Program]:
         """Moves outside what cannot be in a program, until all that is left can."""
         for op in self._operations:
             self._place[op.name] = self._place_of(op)
-        self._leave_functions_alone()
+        if not self._is_branch:
+            self._leave_functions_alone()
         self._move_rows_outside()
         while True:
             self._find_levels()

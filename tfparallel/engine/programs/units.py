@@ -11,7 +11,8 @@ from tfparallel.engine.programs.trace import Trace
 
 __all__ = ["Outside", "Program", "Unit", "Units"]
 
-Unit = str | tuple[int, int]  # An operation's name, or a program's device and level.
+# An operation's name, or a program's device and level; no device of what is not compiled.
+Unit = str | tuple[int | None, int]
 
 
 class Outside(NamedTuple):
@@ -34,12 +35,17 @@ class Outside(NamedTuple):
         """What `after` calls it."""
         return self.operation.name
 
+    @property
+    def outputs(self) -> Sequence[tf.Tensor]:
+        """What it returns."""
+        return self.operation.outputs
+
 
 class Program(NamedTuple):
-    """Operations that XLA compiles together.
+    """Operations that XLA compiles together, or that a branch runs together, uncompiled.
 
     Attributes:
-        device: The device's place in the list of devices.
+        device: The device's place in the list of devices; None if it is not compiled.
         level: How many exchanges stand behind it.
         operations: What it does, in order; constants and values of variables first where needed.
         inputs: The tensors that it takes.
@@ -47,7 +53,7 @@ class Program(NamedTuple):
         after: As of `Outside`.
     """
 
-    device: int
+    device: int | None
     level: int
     operations: list[tf.Operation]
     inputs: list[tf.Tensor]
@@ -70,6 +76,7 @@ class Units:
         waits_for: Likewise: what it must wait for, beside what it reads.
         alone: The ranks of functions outside that XLA compiles by themselves.
         homes: The ranks of the variables' devices, by argument.
+        is_branch: As `plan_of` takes it.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class Units:
         waits_for: Mapping[str, Sequence[str]],
         alone: Mapping[str, int],
         homes: Mapping[str, int | None],
+        is_branch: bool,
     ):
         self._trace = trace
         self._place = place
@@ -87,6 +95,7 @@ class Units:
         self._waits_for = waits_for
         self._alone = alone
         self._homes = homes
+        self._is_branch = is_branch
         self._members = collections.defaultdict(list)  # By unit: the names of its operations,
         self._copies = collections.defaultdict(set)  # and of what it has a copy of;
         self._wants = collections.defaultdict(set)  # the units that it reads from,
@@ -117,7 +126,8 @@ class Units:
     def unit(self, name: str) -> Unit:
         """The unit of an operation."""
         place = self._place.get(name)
-        return name if place is None else (place, self._level[name])
+        is_alone = place is None and (name not in self._place or not self._is_branch)
+        return name if is_alone else (place, self._level[name])
 
     def _read(self, tensor, unit) -> None:
         """Notes what a unit reads; None is the caller of the step."""
