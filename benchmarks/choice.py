@@ -85,7 +85,7 @@ def choices(sweeps, default):
     """What `auto` takes at each size by the first sweep, and what that took in the second."""
     # Loads TensorFlow, which the sweeps do in processes of their own.
     from tfparallel.collectives import cross_device
-    from tfparallel.collectives.choice import fastest
+    from tfparallel.collectives.algorithm_selection import fastest
 
     profile, rows = sweeps[0]["profile"], sweeps[1]["rows"]
     found = []

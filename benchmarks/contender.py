@@ -145,8 +145,8 @@ def fit(model, dataset, clock, steps, skip):
 
 def sent_bytes():
     """Returns what this process has handed to other workers so far; 0 of one that has none."""
-    joined = sys.modules.get("tfparallel.collectives.between_workers")
-    workers = joined.WorkerGroup.of_process if joined is not None else None
+    joined = sys.modules.get("tfparallel.collectives.process_group")
+    workers = joined.ProcessGroup.of_process if joined is not None else None
     return 0 if workers is None else sum(workers.traffic.read().values())
 
 

@@ -111,7 +111,7 @@ def killed(job, checkpoints, worker, step, pause):
     (victim,) = [
         process
         for process in psutil.Process(job.pid).children(recursive=True)
-        # The command itself, not the guardian that holds it as an argument.
+        # The command itself, not the reaper that holds it as an argument.
         if process.cmdline()[1:4] == ["-m", "tfparallel", "train"]
         and process.environ().get("RANK") == str(worker)
         and "TFPARALLEL_STANDBY" not in process.environ()  # One that waits.

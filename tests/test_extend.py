@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tfparallel
-from tests.cloning.test_complete import around, every_builder
+from tests.cloning.test_copy_state import around, every_builder
 from tfparallel.extend import extend, extended_attributes, original_class
 
 

@@ -19,9 +19,9 @@ LIBRARY = TOP / "tfparallel"
 # and itself; a new package is given its row here.
 ROWS = [
     ["activity", "chatter", "compute_context", "installed", "size_text"],
-    ["startup", "cluster", "cuda_driver", "device_names", "layout", "newer_keras", "seams"],
+    ["startup", "cluster", "cuda_driver", "device_names", "layout", "keras_compat", "seams"],
     ["device_memory"],
-    ["devices", "data", "task", "extend", "logits", "notice", "flight"],
+    ["devices", "data", "task", "extend", "logits", "user_log", "flight"],
     ["problems"],
     ["engine", "variables"],
     ["collectives", "step", "peers"],
@@ -32,7 +32,7 @@ ROWS = [
     ["callbacks"],
     ["asynchronous"],
     ["replication", "placement"],
-    ["pipeline", "layers", "standby"],
+    ["pipeline", "layers", "warm_spare"],
     ["hybrid"],
     ["diagnostics"],
     ["commands"],

@@ -20,7 +20,7 @@ import keras  # noqa: E402  (TensorFlow is loaded by the face, without its chatt
 
 from tests import forked  # noqa: E402
 from tfparallel.chatter import has_nvidia_gpu  # noqa: E402
-from tfparallel.newer_keras import ACTIVITY_IS_SUMMED  # noqa: E402
+from tfparallel.keras_compat import ACTIVITY_IS_SUMMED  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

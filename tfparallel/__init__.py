@@ -22,10 +22,10 @@ _FACE = {
         "tfparallel.replication.drop_in",
         "MultiWorkerMirroredStrategy",
     ),
-    "all_gather": ("tfparallel.collectives.anywhere", "all_gather"),
-    "all_reduce": ("tfparallel.collectives.anywhere", "all_reduce"),
-    "barrier": ("tfparallel.collectives.anywhere", "barrier"),
-    "broadcast": ("tfparallel.collectives.anywhere", "broadcast"),
+    "all_gather": ("tfparallel.collectives.ops", "all_gather"),
+    "all_reduce": ("tfparallel.collectives.ops", "all_reduce"),
+    "barrier": ("tfparallel.collectives.ops", "barrier"),
+    "broadcast": ("tfparallel.collectives.ops", "broadcast"),
     "callbacks": ("tfparallel.callbacks", None),
     "check": ("tfparallel.diagnostics.check_form", "check"),
     "connect_to_cluster": ("tfparallel.placement.processes", "connect_to_cluster"),
@@ -34,19 +34,19 @@ _FACE = {
     "devices": ("tfparallel.devices", None),
     "distribute_optimizer": ("tfparallel.replication.custom_loop", "distribute_optimizer"),
     "layers": ("tfparallel.layers", None),
-    "gather": ("tfparallel.collectives.anywhere", "gather"),
+    "gather": ("tfparallel.collectives.ops", "gather"),
     "hybrid_parallel": ("tfparallel.hybrid.hybrid_parallel", "hybrid_parallel"),
     "init": ("tfparallel.replication.init", "init"),
     "Mesh": ("tfparallel.layout.mesh", "Mesh"),
     "model_parallel": ("tfparallel.placement.model_parallel", "model_parallel"),
-    "num_workers": ("tfparallel.collectives.anywhere", "num_workers"),
+    "num_workers": ("tfparallel.collectives.ops", "num_workers"),
     "pipeline_parallel": ("tfparallel.pipeline.pipeline_parallel", "pipeline_parallel"),
     "placement_report": ("tfparallel.placement.report", "placement_report"),
     "reduce_gradients": ("tfparallel.replication.custom_loop", "reduce_gradients"),
-    "reduce_scatter": ("tfparallel.collectives.anywhere", "reduce_scatter"),
+    "reduce_scatter": ("tfparallel.collectives.ops", "reduce_scatter"),
     "tensor_parallel": ("tfparallel.layers.tensor_parallel", "tensor_parallel"),
     "spawn": ("tfparallel.cluster.spawn", "spawn"),
-    "worker_index": ("tfparallel.collectives.anywhere", "worker_index"),
+    "worker_index": ("tfparallel.collectives.ops", "worker_index"),
 }
 
 # What decides in plain Python, and must not make a launcher wait for TensorFlow.
@@ -106,4 +106,4 @@ def __dir__():
 
 
 if os.environ.get("TFPARALLEL_STANDBY"):  # A process that `launch --standby` has started ahead.
-    importlib.import_module("tfparallel.standby").wait()
+    importlib.import_module("tfparallel.warm_spare").wait()

@@ -17,16 +17,16 @@ from tfparallel.cluster.loopback import (
     moved_to_loopback,
     network_name,
 )
-from tfparallel.cluster.rendezvous import meet
-from tfparallel.notice import notice
+from tfparallel.cluster.worker_rendezvous import meet
+from tfparallel.user_log import notice
 
-__all__ = ["meet_peers", "serving"]
+__all__ = ["join_job", "serving"]
 
 _PAGE = "docs/security.md"
 _OF_NCCL = "NCCL_SOCKET_IFNAME"  # On which network interfaces NCCL listens.
 
 
-def meet_peers(
+def join_job(
     addresses: Sequence[str], index: int, facts: Mapping[str, Any], start_timeout: float
 ) -> list[str]:
     """Waits until all processes are there, and agree on the facts and on the versions.
@@ -72,7 +72,7 @@ def serving(addresses: Sequence[str], index: int) -> Iterator[None]:
     """Closes TensorFlow's server, started inside, and NCCL to other hosts if the job has one.
 
     Args:
-        addresses: What `meet_peers` returned.
+        addresses: What `join_job` returned.
         index: Which of them this process is.
     """
     port = split_address(addresses[index])[1]

@@ -106,7 +106,7 @@ def processes_of(launcher):
             is_own = "train" in process.cmdline() or str(PROGRAM) in process.cmdline()
         except psutil.Error:
             continue
-        if config and is_own and "guardian.py" not in " ".join(process.cmdline()):
+        if config and is_own and "reaper.py" not in " ".join(process.cmdline()):
             task = config["task"]
             found[task["type"], task["index"]] = process
     return found

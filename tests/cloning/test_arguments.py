@@ -8,7 +8,7 @@ from keras import layers
 
 import tfparallel
 from tfparallel.cloning.arguments import again
-from tfparallel.cloning.likeness import NotAlike
+from tfparallel.cloning.verify_clone import NotAlike
 
 TWO = ["CPU:0", "CPU:1"]
 

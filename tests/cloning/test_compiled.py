@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import tfparallel
-from tests.cloning.test_complete import BUILDERS, around, every_builder
+from tests.cloning.test_copy_state import BUILDERS, around, every_builder
 
 
 def data(num_examples=12):

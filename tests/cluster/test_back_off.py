@@ -72,7 +72,7 @@ def elastic_job():
 
     yield make
     for meetings in made:
-        meetings._close_door()
+        meetings._close_acceptor()
 
 
 def test_the_next_one_waits_and_then_joins(job, monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfparallel import Cluster
-from tfparallel.cluster.claims import without_counts
+from tfparallel.cluster.launcher_env import without_counts
 
 DEADLINE_SECONDS = 60
 

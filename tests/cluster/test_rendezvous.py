@@ -1,734 +1,545 @@
-"""The rendezvous, among threads and among real processes; every wait has a limit."""
+"""Launchers of several hosts meet; who is missing or in the way is named."""
 
-import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import itertools
 import json
-import os
-import re
-import signal
+import resource
 import socket
-import subprocess
-import sys
-import threading
 import time
 
 import pytest
 
-from tfparallel.cluster import listener, meeting, messages, rendezvous
+from tfparallel.cluster import acceptor, control_channel, rendezvous
+from tfparallel.cluster.acceptor import Acceptor
+from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.control_channel import ControlChannel
+from tfparallel.cluster.elastic import ElasticMeetings
+from tfparallel.cluster.handshake import Call, Session
 from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.rendezvous import meet
 from tfparallel.cluster.secret import Secret
 
-PROTOCOL = "tfparallel rendezvous 2"
-GREETING = json.dumps({"protocol": PROTOCOL, "nonce": "mine"}).encode() + b"\n"
-# Beyond the time limit: the verdict's way, and a busy machine.
-SLACK_SECONDS = 8.0
 
-PROCESS = """
-import json, sys
-from tfparallel.cluster import rendezvous
-arguments = json.loads(sys.argv[1])
-print("ready", flush=True)
-try:
-    print(json.dumps(rendezvous.meet(**arguments)), flush=True)
-except RuntimeError as error:
-    sys.exit(f"RuntimeError: {error}")
-"""
-
-
-def free_addresses(num_workers, host="127.0.0.1"):
-    """Addresses whose ports were free a moment ago, all different."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))  # Raises where this host has no such address.
-    ports = free_ports(num_workers)
-    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for port in ports]
-
-
-def outcome(workers, index, facts, **options):
-    """What one worker's meeting ends with: its result or its error's text."""
-    try:
-        return rendezvous.meet(workers, index, facts, **options)
-    except RuntimeError as error:
-        return str(error)
-
-
-def meet_in_threads(calls, timeout_seconds=20.0):
-    """Runs each call's meeting in a thread; returns the outcomes and the seconds it took."""
-    started = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
-        futures = [
-            threads.submit(outcome, **{"timeout_seconds": timeout_seconds, **call})
-            for call in calls
-        ]
-        results = [future.result(timeout_seconds + 3 * SLACK_SECONDS) for future in futures]
-    return results, time.monotonic() - started
-
-
-def calls_of(workers, skip=(), **common):
-    return [
-        {"workers": workers, "index": index, "facts": {"seed": 7}, **common}
-        for index in range(len(workers))
-        if index not in skip
-    ]
-
-
-def port_of(address):
-    return int(address.rpartition(":")[2])
-
-
-@contextlib.contextmanager
-def process(workers, index, facts=None, timeout_seconds=20.0, program=PROCESS, **options):
-    """A worker in a process of its own, about to meet."""
+def start(pool, endpoint, node, **changes):
     arguments = {
-        "workers": workers,
-        "worker_index": index,
-        "facts": facts or {"seed": 7},
-        "timeout_seconds": timeout_seconds,
-        **options,
+        "nnodes": 2,
+        "node_rank": node,
+        "ports": [1000 * (node + 1), 1000 * (node + 1) + 1],
+        "master_port": 99,
+        "attempt": 0,
+        "token": "right",
+        "job": "blobs",
+        "timeout_seconds": 20,
     }
-    worker = subprocess.Popen(
-        [sys.executable, "-X", "dev", "-c", program, json.dumps(arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    return pool.submit(meet_and_leave, endpoint, **(arguments | changes))
+
+
+def meet_and_leave(*arguments, **keywords):
+    meeting = meet(*arguments, **keywords)
+    meeting.news.close()
+    return meeting
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        yield pool
+
+
+@pytest.fixture
+def endpoint():
+    (port,) = free_ports(1)
+    return f"127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_all_learn_the_same(pool, endpoint, order):
+    calls = []
+    for node in order:
+        calls.append(start(pool, endpoint, node, nnodes=3, ports=[node + 1] * (node + 1)))
+        time.sleep(0.1)
+    first, *others = [call.result(30) for call in calls]
+    assert all(other == first for other in others)
+    assert first.addresses == (
+        ("127.0.0.1:1",),
+        ("127.0.0.1:2",) * 2,
+        ("127.0.0.1:3",) * 3,
     )
-    with worker:
-        try:
-            assert worker.stdout.readline() == "ready\n"
-            yield worker
-        finally:
-            worker.kill()
+    assert first.master == "127.0.0.1:99" and len(first.token) == 32
 
 
-def wait_until_it_listens(address, timeout_seconds=20.0):
-    """Returns a connection to an address as soon as somebody listens there."""
-    end = time.monotonic() + timeout_seconds
+def test_a_node_says_how_it_is_reached(pool, endpoint):
+    port = split_address(endpoint)[1]
+    # As behind a gateway, or with an address for each of several networks.
+    calls = [
+        start(pool, f"gateway.invalid:{port}", 0, local_address="127.0.0.1"),
+        start(pool, endpoint, 1, local_address="node-b.cluster"),
+    ]
+    assert calls[0].result(30) == calls[1].result(30)
+    assert calls[0].result().addresses == (
+        ("127.0.0.1:1000", "127.0.0.1:1001"),
+        ("node-b.cluster:2000", "node-b.cluster:2001"),
+    )
+    assert calls[0].result().master == "127.0.0.1:99"
+
+
+def test_node_0_behind_a_gateway_listens_on_its_own_addresses(pool, endpoint):
+    port = split_address(endpoint)[1]
+    # An address for documentation (RFC 5737): no host has it.
+    first = start(pool, f"192.0.2.1:{port}", 0, local_address="192.0.2.1")
+    assert start(pool, endpoint, 1).result(30) == first.result(30)
+    assert first.result().addresses[0] == ("192.0.2.1:1000", "192.0.2.1:1001")
+
+
+def test_ipv6(pool):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    (port,) = free_ports(1)
+    calls = [start(pool, f"[::1]:{port}", node) for node in (0, 1)]
+    assert calls[0].result(30) == calls[1].result(30)
+    assert calls[0].result().addresses[1] == ("[::1]:2000", "[::1]:2001")
+    assert calls[0].result().master == "[::1]:99"
+
+
+def test_missing_nodes_are_named_to_all_who_came(pool, endpoint):
+    # Node 2 is there in time, and has time left when node 0 gives up.
+    calls = [
+        start(pool, endpoint, 0, nnodes=4, timeout_seconds=1),
+        start(pool, endpoint, 2, nnodes=4),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError) as caught:
+            call.result(30)
+        assert "nodes 1, 3 did not come" in str(caught.value)
+        assert "within 1 s; all 4 nodes are required. Received: nodes 0, 2." in str(caught.value)
+
+
+def test_node_0_is_missing(pool, endpoint):
+    with pytest.raises(RuntimeError) as caught:
+        start(pool, endpoint, 1, timeout_seconds=0.5).result(30)
+    assert "Node 1 waited 0.5 s for node 0's launcher" in str(caught.value)
+    assert "Received: Connection refused" in str(caught.value)
+
+
+def test_who_listens_but_never_answers_does_not_hold_us(pool):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(RuntimeError, match="Received: no answer"):
+            address = join_address(*silent.getsockname())
+            start(pool, address, 1, timeout_seconds=0.5).result(30)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"nnodes": 3}, "agree on --nnodes. Received: 2 on node 0, 3 on node 1"),
+        ({"attempt": 1}, "agree on the number of restarts. Received: 0 on node 0, 1 on node 1"),
+        ({"node_rank": 5}, "from 0 to 1. Received: --node_rank=5"),
+    ],
+)
+def test_who_contradicts_is_told_and_the_others_wait_on(pool, endpoint, changes, message):
+    host = start(pool, endpoint, 0)
+    with pytest.raises(RuntimeError, match=message):
+        start(pool, endpoint, 1, **changes).result(30)
+    assert start(pool, endpoint, 1).result(30) == host.result(30)
+
+
+def test_who_was_turned_away_is_told_at_the_end(pool, endpoint):
+    host = start(pool, endpoint, 0, timeout_seconds=3)
+    with pytest.raises(RuntimeError, match="agree on --nnodes"):
+        start(pool, endpoint, 1, nnodes=3).result(30)
+    with pytest.raises(RuntimeError) as caught:
+        host.result(30)
+    assert "Turned away: 127.0.0.1, All nodes must agree on --nnodes." in str(caught.value)
+
+
+def test_two_nodes_of_one_rank(pool, endpoint):
+    """The second is told, and has no effect."""
+    host = start(pool, endpoint, 0, nnodes=3)
+    ones = [start(pool, endpoint, 1, nnodes=3) for _ in range(2)]
+    done, (one,) = concurrent.futures.wait(ones, 30, concurrent.futures.FIRST_COMPLETED)
+    with pytest.raises(RuntimeError, match="--node_rank=1, which another launcher has"):
+        done.pop().result()
+    assert start(pool, endpoint, 2, nnodes=3).result(30) == host.result(30) == one.result(30)
+
+
+def test_who_ends_while_it_waits_may_be_started_again(pool, endpoint):
+    host = start(pool, endpoint, 0, nnodes=3)
+    with pytest.raises(RuntimeError, match="Node 1 waited"):
+        start(pool, endpoint, 1, nnodes=3, timeout_seconds=1).result(30)
+    calls = [start(pool, endpoint, node, nnodes=3) for node in (2, 1)]
+    assert all(call.result(30) == host.result(30) for call in calls)
+
+
+def test_another_token_does_not_come_in(pool, endpoint):
+    host = start(pool, endpoint, 0)
+    with pytest.raises(RuntimeError, match="there has another TFPARALLEL_JOB_TOKEN"):
+        start(pool, endpoint, 1, token="wrong", timeout_seconds=1).result(30)
+    assert start(pool, endpoint, 1).result(30) == host.result(30)
+
+
+@pytest.mark.parametrize("token", ["right", pytest.param("other", marks=pytest.mark.slow)])
+def test_two_jobs_at_one_endpoint_refuse_each_other_by_name(pool, endpoint, token):
+    """Also where one user has one token for all."""
+    host = start(pool, endpoint, 0, timeout_seconds=3)
+    message = "the launcher there is of the job 'blobs', and this one of 'digits'"
+    with pytest.raises(RuntimeError, match=message):
+        start(pool, endpoint, 1, job="digits", token=token, timeout_seconds=2).result(30)
+    with pytest.raises(RuntimeError, match="in use.*: by a launcher of the job 'blobs'"):
+        start(pool, endpoint, 0, job="digits", token=token).result(30)
+    with pytest.raises(RuntimeError, match=r"Turned away: 127.0.0.1, of the job 'digits'\. Start"):
+        host.result(30)
+
+
+def test_workers_have_a_secret_of_each_attempt_which_is_not_the_jobs(pool, endpoint):
+    tokens = []
+    for attempt in range(2):
+        calls = [start(pool, endpoint, node, attempt=attempt) for node in range(2)]
+        first, second = (call.result(30).token for call in calls)
+        assert first == second and len(first) == 32
+        tokens.append(first)
+    assert len({*tokens, "right"}) == 3
+
+
+def until_it_listens(endpoint):
+    deadline = time.monotonic() + 20
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port_of(address)), timeout=5)
-        except ConnectionRefusedError:
-            assert time.monotonic() < end, f"nobody listens at {address}"
-            time.sleep(0.02)
-
-
-def talk(address, message):
-    """Says one thing to a listener and returns the open connection and the answer."""
-    connection = wait_until_it_listens(address)
-    connection.sendall(GREETING)
-    nonces = ("mine", read_line(connection)["nonce"])
-    content = {key: value for key, value in message.items() if key != "call"}
-    proof = Secret("").proof("call", *nonces, message["call"], content)
-    connection.sendall(json.dumps({**message, "proof": proof}).encode() + b"\n")
-    answer = read_line(connection)
-    assert answer == {"welcome": Secret("").proof("welcome", *nonces)}
-    return connection
-
-
-def read_line(connection):
-    """The next message; byte by byte, so that the one after it is not taken along."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        assert byte, f"hung up after {line!r}"
-        line += byte
-    return json.loads(line)
-
-
-def hello(workers, index, facts=None, **changes):
-    return {
-        "call": "hello", "index": index, "workers": workers,
-        "facts": facts or {"seed": 7}, "host": "elsewhere", "pid": 4711, "seconds": 20.0, **changes,
-    }  # fmt: skip
-
-
-# All is well
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
-def test_workers_meet(num_workers):
-    workers = free_addresses(num_workers)
-    calls = [
-        {**call, "facts": {"seed": 7, "rank": call["index"]}, "may_differ": ["rank"]}
-        for call in calls_of(workers)
-    ]
-    results, _ = meet_in_threads(calls)
-    expected = tuple({"seed": 7, "rank": rank} for rank in range(num_workers))
-    assert results == [expected] * num_workers
-
-
-@pytest.mark.parametrize("host", ["::1", "localhost"])
-def test_other_forms_of_address(host):
-    literal = "127.0.0.1" if host == "localhost" else host
-    try:
-        workers = free_addresses(3, literal)
-    except OSError:
-        pytest.skip(f"this host has no {host}")
-    workers = [worker.replace("127.0.0.1", "localhost") for worker in workers]
-    results, _ = meet_in_threads(calls_of(workers))
-    assert results == [({"seed": 7},) * 3] * 3
-
-
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_processes_meet(num_workers):
-    workers = free_addresses(num_workers)
-    with contextlib.ExitStack() as running:
-        started = [
-            running.enter_context(process(workers, index, token="ours"))
-            for index in range(num_workers)
-        ]
-        for worker in started:
-            output, errors = worker.communicate(timeout=60)
-            # Developer mode would tell of a socket or a task left behind.
-            assert (worker.returncode, errors) == (0, "")
-            assert json.loads(output) == [{"seed": 7}] * num_workers
+            return socket.create_connection(split_address(endpoint), timeout=5)
+        except OSError:
+            assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize(
-    "late", [0, *(pytest.param(worker, marks=pytest.mark.slow) for worker in (1, 2))]
-)
-def test_a_late_comer(late):
-    workers = free_addresses(3)
-    with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        futures = [threads.submit(outcome, **call) for call in calls_of(workers, skip=[late])]
-        time.sleep(1.5)
-        assert not any(future.done() for future in futures)
-        futures.append(threads.submit(outcome, **calls_of(workers)[late]))
-        assert [future.result(60) for future in futures] == [({"seed": 7},) * 3] * 3
-
-
-def test_meets_again_at_once_and_leaves_nothing():
-    workers = free_addresses(3)
-    descriptors = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-    for _ in range(5):
-        results, _ = meet_in_threads(calls_of(workers))
-        assert results == [({"seed": 7},) * 3] * 3
-        for worker in workers:
-            # On all addresses, as TensorFlow does.
-            socket.create_server(("", port_of(worker))).close()
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if "look up" in name or "rendezvous" in name]
-    if descriptors:
-        assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-def test_under_a_running_event_loop():
-    workers = free_addresses(1)
-
-    async def notebook():
-        return rendezvous.meet(workers, 0, {"seed": 7}, timeout_seconds=20)
-
-    assert asyncio.run(notebook()) == ({"seed": 7},)
-
-
-def test_facts_come_back_as_json_has_them():
-    workers = free_addresses(1)
-    facts = {"shape": (2, 3), "nested": {"a": None}}
-    assert rendezvous.meet(workers, 0, facts) == ({"shape": [2, 3], "nested": {"a": None}},)
-
-
-TENSORFLOW = """
-import json, sys
-import tensorflow as tf
-from tfparallel.cluster import rendezvous
-arguments = json.loads(sys.argv[1])
-cluster, index = {"worker": arguments["workers"]}, arguments["worker_index"]
-print("ready", flush=True)
-rendezvous.meet(**arguments)
-server = tf.distribute.Server(cluster, job_name="worker", task_index=index)
-print(json.dumps(server.target), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_tensorflow_takes_the_port_over():
-    workers = free_addresses(2)
-    with contextlib.ExitStack() as running:
-        started = [
-            running.enter_context(process(workers, index, timeout_seconds=60, program=TENSORFLOW))
-            for index in (0, 1)
-        ]
-        for worker, address in zip(started, workers, strict=True):
-            output, errors = worker.communicate(timeout=60)
-            assert worker.returncode == 0, errors
-            assert json.loads(output) == f"grpc://{address}"
-
-
-# Somebody is missing
-
-
-def named_as_missing(text):
-    return {int(index) for index in re.findall(r"worker (\d+) \(\S+\) did not come", text)}
-
-
-@pytest.mark.slow
-def test_whoever_is_missing_is_named():
-    """Every set of missing workers out of 4, all jobs at the same time."""
-    limit = 8.0  # Many threads on few cores.
-    missing_sets = [
-        set(missing) for size in (1, 2, 3) for missing in itertools.combinations(range(4), size)
-    ]
-    addresses = free_addresses(4 * len(missing_sets))
-    jobs = [addresses[start : start + 4] for start in range(0, len(addresses), 4)]
-    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as threads:
-        outcomes = threads.map(
-            lambda workers, missing: meet_in_threads(calls_of(workers, skip=missing), limit),
-            jobs,
-            missing_sets,
-        )
-        for workers, missing, (results, seconds) in zip(jobs, missing_sets, outcomes, strict=True):
-            for text in results:
-                assert named_as_missing(text) == missing, text
-                assert all(workers[index] in text for index in missing)
-                assert "nothing listens there" in text
-            assert seconds < limit + SLACK_SECONDS
-
-
-def test_all_say_the_same():
-    workers = free_addresses(4)
-    results, _ = meet_in_threads(calls_of(workers, skip=[2]), timeout_seconds=2.0)
-    assert len(set(results)) == 1
-    assert f"worker 2 ({workers[2]}) did not come" in results[0]
-    assert "All 4 workers must start" in results[0] and "--start_timeout" in results[0]
-
-
-def test_the_earliest_time_limit_holds_for_all():
-    workers = free_addresses(3)
-    calls = calls_of(workers, skip=[2])
-    calls[1]["timeout_seconds"] = 1.5
-    results, seconds = meet_in_threads(calls, timeout_seconds=60.0)
-    assert [named_as_missing(text) for text in results] == [{2}, {2}]
-    assert seconds < 1.5 + SLACK_SECONDS
-
-
-def test_says_what_is_there_instead_of_the_missing_worker():
-    workers = free_addresses(2)
-    with socket.create_server(("127.0.0.1", port_of(workers[0]))) as silent:
-        [text], _ = meet_in_threads(calls_of(workers, skip=[0]), timeout_seconds=1.5)
-        assert silent and "worker 0" in text and "did not come (no answer)" in text
-
-
-def test_without_a_chief_a_silent_worker_is_named_too():
-    workers = free_addresses(3)
-    with socket.create_server(("127.0.0.1", port_of(workers[2]))):
-        [text], seconds = meet_in_threads(calls_of(workers, skip=[0, 2]), timeout_seconds=1.5)
-    assert named_as_missing(text) == {0, 2}
-    assert f"worker 2 ({workers[2]}) did not come (no answer)" in text
-    assert seconds < 1.5 + SLACK_SECONDS
-
-
-def test_two_chiefs_are_told_apart():
-    """The same two addresses in another order on each worker: nobody goes to anybody."""
-    one = free_addresses(2)
-    other = one[::-1]
-    calls = [calls_of(one)[0], calls_of(other)[0]]
-    results, _ = meet_in_threads(calls, timeout_seconds=2.0)
-    for text in results:
-        assert "did not come (the process there says that it is worker 0)" in text
-
-
-# The port
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the owner is read from /proc")
-@pytest.mark.parametrize(
-    "where",
+    "sent",
     [
-        "127.0.0.2",  # The least like the port's own address; each waits a second.
-        pytest.param("127.0.0.1", marks=pytest.mark.slow),
-        pytest.param("0.0.0.0", marks=pytest.mark.slow),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\n",
+        b"[1, 2]\n",
+        b"x" * (1 << 17),
+        b'{"job": "blobs", "nonce": 7}\n',
+        b'{"job": "blo bs", "nonce": "7"}\n',
+        b'{"job": "\\ud800", "nonce": "7"}\n',
+        b'{"job": "blobs", "nonce": "\\ud800"}\n',
+        b"[" * 60000 + b"\n",
+        b"",
     ],
+    ids=["http", "empty", "list", "long", "nonce", "job", "no text", "surrogate", "deep", "silent"],
 )
-def test_a_taken_port_names_its_owner(where):
-    """TensorFlow listens on every address: 127.0.0.2 is in its way too."""
-    workers = free_addresses(2)
-    with socket.create_server((where, port_of(workers[1]))):
-        text = outcome(workers, 1, {}, timeout_seconds=20)
-    assert f"Worker 1 ({workers[1]}) finds its port {port_of(workers[1])} taken" in text
-    assert f"process {os.getpid()} (" in text
+def test_strangers_are_ignored(pool, endpoint, sent):
+    host = start(pool, endpoint, 0)
+    with until_it_listens(endpoint) as stranger:
+        try:
+            stranger.sendall(sent)
+        except OSError:
+            pass  # It hung up already.
+        assert start(pool, endpoint, 1).result(30) == host.result(30)
 
 
-def test_a_port_that_becomes_free_in_a_moment():
-    workers = free_addresses(1)
-    held = socket.create_server(("127.0.0.1", port_of(workers[0])))
-    timer = threading.Timer(0.3, held.close)
-    timer.start()
-    assert outcome(workers, 0, {"seed": 7}) == ({"seed": 7},)
-    timer.join()
+HELLO = {"node_rank": 1, "nnodes": 2, "attempt": 0, "ports": [1], "master_port": 2}
+HELLO |= {"local_address": None}
 
 
-# Documentation addresses (RFC 5737) and names (RFC 6761) that are nobody's.
-@pytest.mark.parametrize("host", ["203.0.113.7", "nobody.invalid"])
-def test_an_address_of_another_host(host):
-    calls = calls_of([f"{host}:38123", "127.0.0.1:38124"], skip=[1])
-    [text], _ = meet_in_threads(calls, timeout_seconds=5)
-    assert f"Worker 0 ({host}:38123) cannot listen on {host}:38123 on host" in text
-    assert "Correct the task index" in text and "set TFPARALLEL_LISTEN_ADDR=0.0.0.0" in text
+def second_lines():
+    """What a stranger that knows the job's name may say behind the acceptor's nonce."""
+    hello = json.dumps(HELLO).encode()
+    yield b"0" * 64 + b" " + hello + b"\n"
+    yield b"\xff" * 64 + b" " + hello + b"\n"
+    yield hello + b"\n"
+    yield b"\n"
+    yield b"x" * (1 << 17)
+    # What another one has said, to another nonce.
+    yield Session(Secret("right"), "blobs", ("a", "b")).sealed("caller", hello)
+    yield Session(Secret("wrong"), "blobs", ("a", "b")).sealed("caller", hello)
 
 
-def test_listens_where_it_is_told_to():
-    """Behind a gateway: the address is not this host's, and others would be led here."""
-    text = outcome(
-        ["203.0.113.7:38125", "203.0.113.8:38125"], 0, {}, timeout_seconds=1,
-        listen_host="127.0.0.1",
+def test_a_thousand_wrong_hellos_have_no_effect(pool, endpoint):
+    host = start(pool, endpoint, 0)
+    until_it_listens(endpoint).close()
+    silent = []
+    for number, line in zip(range(1000), itertools.cycle([None, *second_lines()]), strict=False):
+        stranger = socket.create_connection(split_address(endpoint), timeout=5)
+        if line is None:
+            silent.append(stranger)
+            continue
+        with stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(b'{"job": "blobs", "nonce": "a"}\n')
+            assert b"nonce" in stranger.recv(1 << 10)
+            stranger.sendall(line)
+            if number < 50:
+                assert b"nodes" not in stranger.recv(1 << 10)
+    assert not host.done()
+    assert start(pool, endpoint, 1).result(30) == host.result(30)
+    for stranger in silent:
+        stranger.close()
+
+
+def test_what_was_said_once_lets_nobody_in_again(pool, endpoint):
+    """All that node 1 says is heard on its way, and said again to the next acceptor."""
+    heard = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        address = join_address(*between.getsockname())
+        host, joining = start(pool, endpoint, 0), start(pool, address, 1)
+        until_it_listens(endpoint).close()
+        node, there = between.accept()[0], until_it_listens(endpoint)
+        with node, there:
+            for _ in range(2):
+                heard += node.recv(1 << 16)
+                there.sendall(heard.splitlines(keepends=True)[-1])
+                node.sendall(there.recv(1 << 16))
+            assert joining.result(30) == host.result(30)
+    assert b"right" not in heard
+    host = start(pool, endpoint, 0, timeout_seconds=3)
+    with until_it_listens(endpoint) as stranger:
+        stranger.sendall(heard)
+        lines = stranger.makefile("rb").read().splitlines()
+    assert [sorted(json.loads(line)) for line in lines] == [["job", "nonce"], ["refused"]]
+    with pytest.raises(RuntimeError, match="with another TFPARALLEL_JOB_TOKEN"):
+        host.result(30)
+
+
+def test_what_a_false_acceptor_says_is_not_believed(pool):
+    """It knows the job's name, and not its token."""
+    answer = {"nodes": [["127.0.0.1", [1]], ["127.0.0.1", [2]]], "master": "a:1", "nonce": "n"}
+    with socket.create_server(("127.0.0.1", 0)) as acceptor:
+        call = start(pool, join_address(*acceptor.getsockname()), 1, timeout_seconds=2)
+        caller = acceptor.accept()[0]
+        with caller:
+            greeting = json.loads(caller.makefile("rb").readline())
+            caller.sendall(b'{"job": "blobs", "nonce": "b"}\n')
+            nonces = (greeting["nonce"], "b")
+            message = json.dumps(answer).encode()
+            caller.sendall(Session(Secret("wrong"), "blobs", nonces).sealed("acceptor", message))
+            with pytest.raises(RuntimeError, match="what listens there is no launcher"):
+                call.result(30)
+
+
+def test_more_workers_than_a_variable_can_name_are_refused_on_all_hosts(pool, endpoint):
+    """Before any worker starts."""
+    calls = [start(pool, endpoint, node, ports=[12_345] * 4_000) for node in (0, 1)]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="Received: 8000 workers, which need"):
+            call.result(30)
+
+
+def test_more_than_64_launchers_may_wait_where_the_job_can_have_more(endpoint):
+    meetings = ElasticMeetings([endpoint], min_nodes=90, max_nodes=90, token="right", job="blobs")
+    hello = HELLO | {"nnodes": [90, 90], "attempt": -1}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with meetings, contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        assert meetings._open()
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+        for number in range(1, 71):
+            launcher = stack.enter_context(socket.create_connection(split_address(endpoint), 5))
+            call = Call(launcher, Secret("right"), "blobs")
+            asked = pool.submit(call.ask, hello, time.monotonic() + 10)
+            deadline = time.monotonic() + 10
+            while not meetings._let_in(0.1):
+                assert time.monotonic() < deadline, f"launcher {number} was not let in"
+            asked.result(10)
+        assert len(meetings._waiting) == 70
+
+
+@pytest.mark.parametrize("num_workers", [6, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_thousand_hosts_meet(pool, endpoint, monkeypatch, num_workers):
+    """All hosts but node 0 are small. Of 6 workers each, TF_CONFIG can name almost no more."""
+    if num_workers > 6:  # The refusal would come first.
+        monkeypatch.setattr(rendezvous, "too_many_workers", lambda addresses: None)
+    number, deadline = 1000, time.monotonic() + 30
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    host = pool.submit(
+        meet, endpoint, nnodes=number, node_rank=0, ports=list(range(20_000, 20_000 + num_workers)),
+        master_port=99, attempt=0, token="right", job="blobs", timeout_seconds=30,
     )  # fmt: skip
-    assert "cannot listen" not in text and "worker 1 (203.0.113.8:38125) did not come" in text
+    hello = HELLO | {"nnodes": number, "ports": list(range(60_000, 60_000 + num_workers))}
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        stack.enter_context(until_it_listens(endpoint))
+        callers = []
+        for node in range(1, number):
+            connected = socket.create_connection(split_address(endpoint), timeout=20)
+            callers.append((connected, Call(connected, Secret("right"), "blobs")))
+            stack.callback(connected.close)
+            callers[-1][1].ask(hello | {"node_rank": node}, deadline)
+        _, first = callers.pop()
+        # To read a thousand times what each host reads once would take longest.
+        answers = {read_to_the_end_of_a_line(connected)[65:] for connected, _ in callers}
+        answer = first.answer(deadline)
+        meeting = host.result(deadline - time.monotonic())
+        meeting.news.close()
+    assert [json.loads(each) for each in answers] == [answer]
+    assert [len(ports) for _, ports in answer["nodes"]] == [num_workers] * number
+    assert [len(addresses) for addresses in meeting.addresses] == [num_workers] * number
 
 
-def test_the_environment_says_where_to_listen(monkeypatch):
-    """As `launch` sets it where the others reach a host by no address of its own."""
-    assert listener.everywhere("203.0.113.7") == "0.0.0.0"
-    assert listener.everywhere("127.0.0.1") is None
-    assert listener.everywhere("nobody.invalid") is None
-    monkeypatch.setenv(listener.LISTEN_ADDR, "127.0.0.1")
-    text = outcome(["203.0.113.7:38125", "203.0.113.8:38125"], 0, {}, timeout_seconds=1)
-    assert "cannot listen" not in text and "worker 1 (203.0.113.8:38125) did not come" in text
+def read_to_the_end_of_a_line(connected):
+    with connected.makefile("rb") as file:
+        return file.readline()
 
 
-def test_loopback_is_not_reached_from_outside():
-    workers = free_addresses(2)
-    port = port_of(workers[0])
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        meeting = threads.submit(outcome, workers, 0, {}, timeout_seconds=1.5)
-        wait_until_it_listens(workers[0]).close()
-        with pytest.raises(OSError):
-            socket.create_connection(("127.0.0.2", port), timeout=1)
-        assert named_as_missing(meeting.result(20)) == {1}
+def test_many_strangers_are_dropped_and_a_launcher_still_comes_in(endpoint):
+    place = split_address(endpoint)
+    with Acceptor(*place, Secret("right"), "blobs") as acceptor, contextlib.ExitStack() as stack:
+        for number in range(150):
+            stranger = stack.enter_context(socket.create_connection(place, timeout=5))
+            if number % 2:
+                stranger.sendall(b"{")
+            acceptor.wait(0)
+        launcher = stack.enter_context(socket.create_connection(place, timeout=5))
+        call = Call(launcher, Secret("right"), "blobs")
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            asked = pool.submit(call.ask, HELLO, time.monotonic() + 10)
+            come, deadline = [], time.monotonic() + 10
+            while not come:
+                assert time.monotonic() < deadline
+                come = acceptor.wait(0.1)
+            asked.result(10)
+        assert come[0].hello["node_rank"] == 1
+        come[0].close()
+        assert len(acceptor._selector.get_map()) <= 65
 
 
-def test_a_host_that_knows_its_own_name_as_a_loopback():
-    """Debian's /etc/hosts; with peers elsewhere it must be reached from outside all the same."""
-    name = socket.gethostname()
-    try:
-        if not socket.gethostbyname(name).startswith("127."):
-            pytest.skip("this host knows its name by another address")
-    except OSError:
-        pytest.skip("this host does not know its own name")
-    port = port_of(free_addresses(1)[0])
-    workers = [f"{name}:{port}", "203.0.113.7:38125"]
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        meeting = threads.submit(outcome, workers, 0, {}, timeout_seconds=1.5)
-        wait_until_it_listens(workers[0]).close()
-        socket.create_connection(("127.0.0.2", port), timeout=1).close()
-        assert named_as_missing(meeting.result(20)) == {1}
-
-
-# They disagree
-
-
-def test_another_seed():
-    workers = free_addresses(3)
-    calls = calls_of(workers)
-    calls[1]["facts"] = {"seed": 8}
-    results, _ = meet_in_threads(calls)
-    assert len(set(results)) == 1
-    assert "the workers disagree: seed: 7 on workers 0 and 2; 8 on worker 1." in results[0]
-
-
-def test_disagreement_is_told_before_the_time_limit(monkeypatch):
-    """Two disagree and the third never comes: nobody waits for it until the end."""
-    monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 0.5)
-    workers = free_addresses(3)
-    calls = calls_of(workers, skip=[2])
-    calls[1]["facts"] = {"seed": 8}
-    results, seconds = meet_in_threads(calls, timeout_seconds=60.0)
-    assert len(set(results)) == 1
-    assert "seed: 7 on worker 0; 8 on worker 1; worker 2 had not come yet" in results[0]
-    assert seconds < 60.0
-
-
-def test_another_list_of_workers():
-    workers = free_addresses(4)
-    one, other = workers[:3], [*workers[:2], workers[3]]
-    calls = [calls_of(one)[0], calls_of(other)[1], calls_of(one)[2]]
-    results, _ = meet_in_threads(calls)
-    assert len(set(results)) == 1
-    there, elsewhere = workers[2:]
-    assert f"workers[2]: '{there}' on workers 0 and 2; '{elsewhere}' on worker 1" in results[0]
-
-
-def test_another_number_of_workers():
-    workers = free_addresses(3)
-    calls = [calls_of(workers[:2])[0], calls_of(workers)[1]]
-    results, _ = meet_in_threads(calls)
-    assert len(set(results)) == 1
-    assert f"workers[2]: nothing on worker 0; '{workers[2]}' on worker 1" in results[0]
-
-
-def test_the_order_of_the_workers_differs():
-    """Worker 2's chief is worker 1 to everybody else."""
-    workers = free_addresses(3)
-    swapped = [workers[1], workers[0], workers[2]]
-    calls = [*calls_of(workers, skip=[2]), calls_of(swapped)[2]]
-    results, _ = meet_in_threads(calls, timeout_seconds=2.0)
-    assert f"workers[0]: '{workers[0]}' on worker 0; '{workers[1]}' on worker 2" in results[2]
-    assert "another list of workers" in results[2]
-    assert named_as_missing(results[0]) == {2} and results[0] == results[1]
-
-
-def test_two_that_say_they_are_the_same_worker():
-    workers = free_addresses(3)
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        chief = threads.submit(outcome, workers, 0, {"seed": 7}, timeout_seconds=20)
-        first = talk(workers[0], hello(workers, 1, host="a", pid=11))
-        second = talk(workers[0], hello(workers, 1, host="b", pid=12))
-        with first, second:
-            expected = (
-                f"two processes say that they are worker 1 ({workers[1]}): "
-                "process 11 on host a and process 12 on host b"
-            )
-            assert expected in read_line(first)["error"]
-            assert expected in read_line(second)["error"]
-        assert expected in chief.result(20)
-
-
-@pytest.mark.parametrize("longer", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_one_too_many(longer):
-    """It comes when all have come: it says that it is worker 1 too, or its list is longer."""
-    workers = free_addresses(3)
-    one = workers[:2]
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        chief = threads.submit(outcome, one, 0, {"seed": 7}, timeout_seconds=20)
-        first = talk(workers[0], hello(one, 1))
-        with first:
-            assert "probe" in read_line(first)
-            late = talk(workers[0], hello(workers, 2) if longer else hello(one, 1))
-            with late:
-                text = chief.result(20)
-                assert read_line(first)["error"] == text == read_line(late)["error"]
-    if longer:
-        assert f"workers[2]: nothing on workers 0 and 1; '{workers[2]}' on worker 2" in text
-    else:
-        assert "two processes say that they are worker 1" in text
-
-
-def test_another_job_on_the_same_port():
-    workers = free_addresses(3)
-    calls = calls_of(workers, token="ours")
-    calls[2]["token"] = "theirs"
-    results, _ = meet_in_threads(calls, timeout_seconds=2.0)
-    assert f"the address of worker 0 ({workers[0]}) is used by another tfparallel job" in results[2]
-    for text in results[:2]:
-        assert named_as_missing(text) == {2}
-        assert f"process {os.getpid()} on host {socket.gethostname()} came as worker 2 of" in text
-
-
-# Somebody dies
-
-
-@pytest.mark.parametrize("dying", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_death_is_named_at_once(dying):
-    workers = free_addresses(3)
-    with process(workers, dying, timeout_seconds=120) as victim:
-        with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            call = {"index": 1 - dying, "facts": {"seed": 7}, "timeout_seconds": 120}
-            survivor = threads.submit(outcome, workers, **call)
-            wait_until_it_listens(workers[dying]).close()
-            time.sleep(1.5)
-            assert not survivor.done()
-            victim.send_signal(signal.SIGKILL)
-            text = survivor.result(SLACK_SECONDS)
-    assert f"worker {dying} ({workers[dying]})" in text and "ended during the rendezvous" in text
-    assert dying == 0 or f"process {victim.pid} on host {socket.gethostname()}" in text
-
-
-def test_control_c():
-    workers = free_addresses(2)
-    with process(workers, 0, timeout_seconds=120) as worker:
-        wait_until_it_listens(workers[0]).close()
-        worker.send_signal(signal.SIGINT)
-        _, errors = worker.communicate(timeout=20)
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert "ResourceWarning" not in errors and "never retrieved" not in errors
-
-
-def test_control_c_in_the_middle_of_a_task():
-    program = f"""import os, signal
-from tfparallel.cluster import meeting
-async def survey(self, absent):
-    os.kill(os.getpid(), signal.SIGINT)
-    for _ in range(1000):  # Python runs the handler between two of its instructions.
-        pass
-meeting.Meeting.survey = survey
-{PROCESS}"""
-    with process(free_addresses(2), 0, timeout_seconds=120, program=program) as worker:
-        _, errors = worker.communicate(timeout=20)
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert "ResourceWarning" not in errors and "never retrieved" not in errors
-
-
-def test_a_worker_that_is_reached_by_nobody():
-    """It comes to the chief, but nothing listens at the address in the list."""
-    workers = free_addresses(3)
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        meetings = [threads.submit(outcome, **call) for call in calls_of(workers, skip=[2])]
-        lost = talk(workers[0], hello(workers, 2))
-        with lost:
-            assert read_line(lost)["probe"] > 0
-            lost.sendall(b'{"reached": ""}\n')
-            text = read_line(lost)["error"]
-        assert [meeting.result(20) for meeting in meetings] == [text, text]
-    # Both the chief and its neighbour in the ring have tried.
-    for source in (0, 1):
-        assert (
-            f"worker {source} ({workers[source]}) cannot reach worker 2 ({workers[2]}) "
-            "(nothing listens there)" in text
-        )
-
-
-def test_a_worker_that_falls_silent(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_PROBE_SECONDS", 1.0)
-    workers = free_addresses(2)
-    with socket.create_server(("127.0.0.1", port_of(workers[1]))):
-        with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            chief = threads.submit(outcome, workers, 0, {"seed": 7}, timeout_seconds=20)
-            stopped = talk(workers[0], hello(workers, 1))
-            with stopped:
-                text = chief.result(20)
-    assert f"worker 1 ({workers[1]}) fell silent" in text and "cannot reach worker 1" in text
-
-
-# Strangers
-
-
-STRANGERS = {
-    "http": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
-    "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "bytes": bytes(range(256)) * 8,
-    "no object": b"[1, 2]\n",
-    "deep": b"[" * 60_000 + b"\n",
-    "endless": b"x" * (2 * messages.MAX_BYTES),
-    "digits": b"1" * 60_000 + b"\n",
-    "no protocol": b'{"call": "hello"}\n',
-    "no nonce": b'{"protocol": "%b"}\n' % PROTOCOL.encode(),
-    "half a hello": GREETING + b'{"call": "hello", "proof": "a"}\n',
-    "odd proof": GREETING + b'{"call": "probe", "proof": "\\ud800"}\n',
-    "no proof": GREETING + b'{"call": "probe"}\n',
-    "odd call": GREETING + b'{"call": "exec", "proof": 1}\n',
-    "deep call": GREETING + b'{"call": ' + b"[" * 900 + b"]" * 900 + b', "proof": "a"}\n',
-}
-
-REFUSED = [["nonce"], ["refused"]]
-
-
-@pytest.mark.parametrize("target", [0, 1])
-def test_strangers_do_not_disturb(target):
-    workers = free_addresses(3)
-    with contextlib.ExitStack() as open_until_the_end, \
-            concurrent.futures.ThreadPoolExecutor(3) as threads:
-        meetings = [threads.submit(outcome, **call) for call in calls_of(workers, skip=[2])]
-        silent = open_until_the_end.enter_context(wait_until_it_listens(workers[target]))
-        drip = open_until_the_end.enter_context(wait_until_it_listens(workers[target]))
-        for name, said in STRANGERS.items():
-            with wait_until_it_listens(workers[target]) as stranger:
-                with contextlib.suppress(OSError):
-                    stranger.sendall(said)
-                    answer = stranger.makefile("rb").read()
-                    lines = [json.loads(line) for line in answer.splitlines()]
-                    assert [*map(list, lines)] in ([], [["nonce"]], REFUSED), name
-            drip.sendall(b"{")
-        meetings.append(threads.submit(outcome, **calls_of(workers)[2]))
-        assert [meeting.result(40) for meeting in meetings] == [({"seed": 7},) * 3] * 3
-        assert silent.recv(1) == b""
-
-
-def test_a_thousand_wrong_hellos_end_nothing():
-    """Each says all that a worker says, and does not know the token."""
-    workers = free_addresses(2)
-    wrong = Secret("theirs")
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        chief = threads.submit(outcome, **calls_of(workers, token="ours")[0])
-        wait_until_it_listens(workers[0]).close()
-        content = {key: value for key, value in hello(workers, 1).items() if key != "call"}
-        for _ in range(1000):
-            with wait_until_it_listens(workers[0]) as stranger:
-                stranger.sendall(GREETING)
-                nonces = ("mine", read_line(stranger)["nonce"])
-                proof = wrong.proof("call", *nonces, "hello", content)
-                call = {"call": "hello", **content, "proof": proof}
-                stranger.sendall(json.dumps(call).encode() + b"\n")
-                assert read_line(stranger) == {"refused": "another job"}
-        other = threads.submit(outcome, **calls_of(workers, token="ours")[1])
-        assert [chief.result(40), other.result(40)] == [({"seed": 7},) * 2] * 2
-
-
-def test_a_false_chief_hears_no_secret_and_is_not_believed():
-    workers = free_addresses(2)
-    heard = b""
-    with socket.create_server(("127.0.0.1", port_of(workers[0]))) as false:
-        with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            call = calls_of(workers, token="our secret")[1]
-            worker = threads.submit(outcome, **(call | {"timeout_seconds": 2}))
-            with false.accept()[0] as caller:
-                heard += caller.recv(1 << 16)
-                caller.sendall(b'{"nonce": "theirs"}\n')
-                heard += caller.recv(1 << 16)
-                caller.sendall(b'{"welcome": "0"}\n')
-            assert "worker 0" in worker.result(20)
-    assert b'"hello"' in heard and b"secret" not in heard
-
-
-@pytest.mark.slow
-def test_a_silent_stranger_has_its_time(monkeypatch):
-    monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.5)
-    workers = free_addresses(2)
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        chief = threads.submit(outcome, workers, 0, {}, timeout_seconds=4)
-        with wait_until_it_listens(workers[0]) as silent:
-            silent.settimeout(2)
-            # A byte now and then does not help.
-            with contextlib.suppress(OSError):
-                for _ in range(6):
-                    silent.sendall(b"{")
-                    time.sleep(0.2)
-            with contextlib.suppress(ConnectionResetError):
-                assert silent.recv(1) == b""
-            assert not chief.done()
-        assert named_as_missing(chief.result(20)) == {1}
-
-
-def test_a_crowd_of_silent_strangers(monkeypatch):
-    monkeypatch.setattr(meeting, "_MAX_STRANGERS", 10)
-    workers = free_addresses(2)
-    with contextlib.ExitStack() as crowd, concurrent.futures.ThreadPoolExecutor(2) as threads:
-        chief = threads.submit(outcome, **calls_of(workers)[0])
-        first = crowd.enter_context(wait_until_it_listens(workers[0]))
-        for _ in range(30):
-            crowd.enter_context(wait_until_it_listens(workers[0]))
-        # The oldest is hung up on, long before its time.
-        first.settimeout(3)
-        assert first.recv(1) == b""
-        other = threads.submit(outcome, **calls_of(workers)[1])
-        assert [chief.result(40), other.result(40)] == [({"seed": 7},) * 2] * 2
-
-
-# Bad arguments
+def test_an_endpoint_that_cannot_be_listened_at(pool):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = join_address(*other.getsockname())
+        with pytest.raises(RuntimeError, match=f"{address} .*in use.*Choose another port"):
+            start(pool, address, 0).result(30)
+    # An address for documentation (RFC 5737): no host has it.
+    told = r"Received: 192\.0\.2\.1:8000.*--local_addr=192\.0\.2\.1\.$"
+    with pytest.raises(RuntimeError, match=told):
+        start(pool, "192.0.2.1:8000", 0).result(30)
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"workers": []}, "the list of workers is empty"),
-        ({"workers": ["a:1", "a:1"]}, "'a:1' is named 2 times"),
-        ({"workers": ["a:1", "b"]}, "'b' is not 'host:port'"),
-        ({"workers": ["a:1", "::1:2"]}, "'::1:2' is not"),
-        ({"workers": ["a:1", "b:65536"]}, "'b:65536' is not"),
-        ({"worker_index": 2}, "worker_index is not from 0 to 1"),
-        ({"worker_index": "0"}, "worker_index is no integer"),
-        ({"timeout_seconds": 0}, "timeout_seconds is not above 0"),
-        ({"timeout_seconds": float("inf")}, "timeout_seconds is not above 0"),
-        ({"facts": {"model": object()}}, "facts are not what JSON holds"),
-        ({"facts": {"file": "x" * 70_000}}, "bytes of a message's 65536"),
-    ],
+    "address, parts",
+    [("a:1", ("a", 1)), ("[::1]:65535", ("::1", 65535)), ("10.0.0.1:80", ("10.0.0.1", 80))],
 )
-def test_bad_arguments(changes, expected):
-    arguments = {"workers": ["a:1", "b:1"], "worker_index": 0, "facts": {}, **changes}
-    with pytest.raises(ValueError, match="Cannot hold a rendezvous: ") as caught:
-        rendezvous.meet(**arguments)
-    assert expected in str(caught.value)
-    assert f"Received: workers={arguments['workers']}" in str(caught.value)
+def test_addresses(address, parts):
+    assert split_address(address) == parts
+    assert join_address(*parts) == address
 
 
-def test_bad_arguments_come_together():
-    with pytest.raises(ValueError, match="'b' is not .*; worker_index .*; timeout_seconds"):
-        rendezvous.meet(["a:1", "b"], 7, {}, timeout_seconds=-1)
+@pytest.mark.parametrize(
+    "address", ["", "a", ":1", "a:", "a:0", "a:65536", "a:x", "::1:80", "a:-1", "[]:1", "a b:1",
+                "http://a:1", "a:1:2", "a:\N{SUPERSCRIPT TWO}"]
+)  # fmt: skip
+def test_bad_addresses(address):
+    with pytest.raises(ValueError, match="must be host:port") as caught:
+        split_address(address)
+    assert repr(address) in str(caught.value)
+
+
+def connected():
+    """Two ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        return server.accept()[0], caller
+
+
+def lines(number):
+    """Node 0's news, and the other end of each of its lines."""
+    pairs = [connected() for _ in range(number)]
+    news = ControlChannel(0, number + 1, {index + 1: pair[0] for index, pair in enumerate(pairs)})
+    return news, [pair[1] for pair in pairs]
+
+
+def test_who_has_fallen_silent_is_told_to_the_others():
+    news, (first, second) = lines(2)
+    third, there = connected()
+    other = ControlChannel(2, 3, {0: third})
+    with first, second, there:
+        news.lines[0].is_silent = True  # As of a connection that has timed out.
+        news._lost(news.lines[0])
+        there.sendall(second.recv(4096))
+        while not other.gone:
+            other.lines[0].listen()
+        assert news.silent == other.silent == {1} and news.gone == other.gone == {1}
+        news.close()
+        other.close()
+
+
+def test_whom_a_worker_had_lost_is_told_to_the_others():
+    """Story: behind a link cut one way, the other host blamed the worker that had lost its own."""
+    news, (there,) = lines(1)
+    connection, far = connected()
+    other = ControlChannel(1, 2, {0: connection})
+    with there, far:
+        news.tell_failure(0, 75, 2.0, lost=1)
+        far.sendall(there.recv(4096))
+        far.sendall(b'{"failed":0,"worker":0,"returncode":1,"time_seconds":2.5,"lost":"me"}\n')
+        while len(other.failures) < 2:
+            assert other.lines[0].listen()
+        (told, _), (bad, _) = other.failures
+        assert told.lost == 1
+        assert "code 75 after 2.0 s (it had lost worker 1, or the network" in told.explain()
+        assert bad.lost is None and "lost" not in bad.explain()
+        news.close()
+        other.close()
+
+
+def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all(monkeypatch):
+    """Half an answer is no answer, and node 0 does not take it for one."""
+    monkeypatch.setattr(acceptor, "_SEND_SECONDS", 0.2)
+    (slow, there), (second, second_there) = connected(), connected()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    there.settimeout(5)
+    session = Session(Secret("right"), "blobs", ("a", "b"))
+    with there, second_there:
+        acceptor.Visitor(slow, HELLO, "127.0.0.1", session).send(b"1" * (1 << 24))
+        news = ControlChannel(0, 3, {1: slow, 2: second})
+        assert not news.lines[0].listen() and news.departure.node == 1
+        assert json.loads(second_there.recv(4096)) == {"stopped": 1, "signum": None}
+        news.tell_newcomer()  # Goes to the other one alone.
+        end = b""
+        while chunk := there.recv(1 << 20):
+            end = chunk[-20:]
+        assert b"newcomer" not in end
+        news.close()
+
+
+def test_a_line_that_nobody_reads_ends_with_the_first_message_that_does_not_go_out(monkeypatch):
+    monkeypatch.setattr(control_channel, "_SEND_SECONDS", 0.2)
+    news, (there,) = lines(1)
+    news.lines[0]._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with there:
+        news._tell({"text": "x" * (1 << 24)})
+        assert not news.lines[0].listen()
+        assert news.departure.node == 1 and news.silent == {1}
+        news.close()
+
+
+def test_what_a_send_finds_out_is_kept():
+    """The system tells an error once."""
+    news, (there,) = lines(1)
+    (line,) = news.lines
+
+    class TimedOut:
+        def __getattr__(self, name):
+            return getattr(line_socket, name)
+
+        def sendall(self, data):
+            raise TimeoutError(errno.ETIMEDOUT, "timed out")
+
+    line_socket = line._socket
+    with there:
+        line._socket = TimedOut()
+        news.tell_newcomer()
+        assert line.is_silent
+        news.close()
+
+
+def test_node_0_is_missed_though_its_own_workers_have_succeeded():
+    """It would have handed on what the others say."""
+    connection, there = connected()
+    news = ControlChannel(1, 3, {0: connection})
+    with there:
+        there.sendall(b'{"succeeded": 0}\n')
+    while news.lines[0].listen():
+        pass
+    assert news.departure is not None and not news.all_succeeded
+    news.close()

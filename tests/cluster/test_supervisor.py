@@ -241,12 +241,12 @@ def test_a_screen_that_stands_still_hides_no_failure():
 
 def guardian_of(job):
     (worker,) = job._workers
-    wait_for(lambda: worker.listen() and worker.pid, "the guardian to say whom it has started")
+    wait_for(lambda: worker.listen() and worker.pid, "the reaper to say whom it has started")
     return psutil.Process(worker.pid).parent()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system has no reapers")
-def test_a_killed_guardian_takes_its_worker_and_its_family_along(tmp_path):
+def test_a_killed_reaper_takes_its_worker_and_its_family_along(tmp_path):
     """Story: a child in a session of its own outlived it."""
     with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=600) as job:
         processes = family(tmp_path)
@@ -257,17 +257,17 @@ def test_a_killed_guardian_takes_its_worker_and_its_family_along(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system has no reapers")
-def test_a_guardian_whose_second_is_killed_goes_on(tmp_path):
+def test_a_reaper_whose_second_is_killed_goes_on(tmp_path):
     with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=0.1) as job:
         processes = family(tmp_path)
-        job._workers[0].guardian.kill()
-        job._workers[0].guardian.wait()
+        job._workers[0].reaper.kill()
+        job._workers[0].reaper.wait()
         assert len(left(processes)) == 3 and not job._all_ended()
         job.stop()
     assert left(processes) == []
 
 
-def test_a_guardian_that_does_not_answer_is_killed(tmp_path, monkeypatch):
+def test_a_reaper_that_does_not_answer_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("tfparallel.cluster.supervisor._GUARDIAN_SECONDS", 0.2)
     with Job([python(0, STUBBORN_FAMILY, tmp_path)], grace_seconds=0.1) as job:
         processes = family(tmp_path)

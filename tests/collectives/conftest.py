@@ -4,14 +4,14 @@ import concurrent.futures
 
 import pytest
 
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.process_group import ProcessGroup
 
 PREFIX = "/job:localhost/replica:0/task:0/device:"
 
 
 @pytest.fixture(name="workers")
 def two_workers():
-    groups = [WorkerGroup(2, k, f"{PREFIX}CPU:{k}", timeout_seconds=30.0) for k in range(2)]
+    groups = [ProcessGroup(2, k, f"{PREFIX}CPU:{k}", timeout_seconds=30.0) for k in range(2)]
     for group in groups[1:]:
         group._group_key = groups[0]._group_key  # As in processes, which each count from the first.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

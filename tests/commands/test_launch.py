@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
-from tests.cluster.test_screening import MARK, strange_lines
+from tests.cluster.test_output_filter import MARK, strange_lines
 from tests.commands.command_line import ROOT
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.worker_error import WorkerError
@@ -378,7 +378,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path):
     flags, environment = ["--nproc_per_node=2"], os.environ | {"TMPDIR": str(temporary)}
     process = start(flags, STUBBORN_FAMILY, workers, env=environment)
     processes = family(workers, 6) + psutil.Process(process.pid).children(recursive=True)
-    # With two guardians each, and the process that removes the folder of flight records.
+    # With two reapers each, and the process that removes the folder of flight records.
     assert len(set(processes)) == 11 and len(os.listdir(temporary)) == 1
     process.kill()
     process.communicate(timeout=DEADLINE_SECONDS)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tfparallel.activity import Activity
-from tfparallel.commands.form_flags import common_flags
 from tfparallel.commands.mesh_trials import after_trials, batch_of
+from tfparallel.commands.parallelism_flags import common_flags
 from tfparallel.hybrid.mesh_plan import MeshPlan
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.prediction import Prediction

@@ -14,8 +14,8 @@ import pytest
 from tests.cluster.processes import wait_for
 from tests.commands.command_line import ROOT, TASKS, tfparallel
 from tests.forked import Forked
-from tfparallel.commands.forms import Form
 from tfparallel.commands.main import main
+from tfparallel.commands.parallelism import Parallelism
 
 BLOBS = TASKS / "blobs.py"
 
@@ -220,5 +220,5 @@ def test_one_gpu_is_split_for_a_form(monkeypatch):
 
 def test_of_many_devices_the_first_and_the_last_are_named():
     """Story: 64 names stood in the first line of a training."""
-    form = Form("data", [f"CPU:{index}" for index in range(64)])
+    form = Parallelism("data", [f"CPU:{index}" for index in range(64)])
     assert str(form) == "data parallel on 64 devices (CPU:0 … CPU:63)"

@@ -9,9 +9,9 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
-from tfparallel.collectives import between_workers, choice, cross_device, vectors
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives import algorithm_selection, cross_device, process_group, vectors
 from tfparallel.collectives.nccl import refusal, refusal_between
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.engine.graphs import with_inner
 from tfparallel.seams import tensorflow as seam
@@ -80,7 +80,7 @@ def faults(operations):
 
 @pytest.fixture(name="group")
 def a_group():
-    return WorkerGroup(2, 0, GPU).with_transport("nccl")
+    return ProcessGroup(2, 0, GPU).with_transport("nccl")
 
 
 def test_gpus_are_joined_by_nccl_in_one_order(group):
@@ -92,7 +92,7 @@ def test_the_lint_sees_a_missing_hint(group, monkeypatch):
     def without_hint(*args, communication_hint, **kwargs):
         return seam.all_reduce_v2(*args, communication_hint="auto", **kwargs)
 
-    monkeypatch.setattr(between_workers, "all_reduce_v2", without_hint)
+    monkeypatch.setattr(process_group, "all_reduce_v2", without_hint)
     assert any("by auto" in fault for fault in faults(collectives_of(program_of(group))))
 
 
@@ -104,7 +104,7 @@ def test_the_lint_sees_a_second_order(group):
 
 
 def test_the_lint_sees_a_type_that_nccl_lacks(group, monkeypatch):
-    monkeypatch.setattr(between_workers, "_WIDENED", ())
+    monkeypatch.setattr(process_group, "_WIDENED", ())
     found = collectives_of(lambda: group.all_reduce([tf.ones([3], tf.bfloat16)]))
     assert any("bfloat16" in fault for fault in faults(found))
 
@@ -216,12 +216,17 @@ def test_sums_of_several_types_in_a_custom_loop():
 def test_what_auto_measures_has_devices():
     """A term without one is what NCCL refuses: `read_value` outside a device's scope."""
     devices = ["CPU:0", "CPU:1"]
-    terms = choice._inputs(devices, [(3, tf.float32)])
+    terms = algorithm_selection._inputs(devices, [(3, tf.float32)])
     graph = (
         tf.function(
             lambda: cross_device.all_reduce(
                 cross_device.NcclAllReduce(),
-                [[choice._read(device, v) for device, v in zip(devices, terms[0], strict=True)]],
+                [
+                    [
+                        algorithm_selection._read(device, v)
+                        for device, v in zip(devices, terms[0], strict=True)
+                    ]
+                ],
             ),
             autograph=False,
         )

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 from tfparallel.data.shard import Shard, working_on
-from tfparallel.newer_keras import ACTIVITY_IS_SUMMED
+from tfparallel.keras_compat import ACTIVITY_IS_SUMMED
 from tfparallel.pipeline.pass_scope import PassScope, check_state, writable
 from tfparallel.placement.stages import PlacementError
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.collectives import choice, profile
+from tfparallel.collectives import algorithm_selection, profile
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 
@@ -104,10 +104,10 @@ def test_each_device_adds_its_blocks_and_updates_with_its_own_sum(options):
 def test_auto_measures_once_and_says_why():
     model = trained(lambda: tfparallel.data_parallel(build_model, devices=DEVICES,
                                                      all_reduce="auto"))  # fmt: skip
-    report = choice.all_reduce_report(model)
+    report = algorithm_selection.all_reduce_report(model)
     assert report["source"] == "calibration" and report["algorithm"] in report["microseconds"]
     assert "4 tensors on 3 devices" in report["why"]
-    assert choice.all_reduce_report(trained(build_model)) is None
+    assert algorithm_selection.all_reduce_report(trained(build_model)) is None
 
 
 def test_a_profile_decides_and_another_machines_is_an_error():
@@ -118,11 +118,14 @@ def test_a_profile_decides_and_another_machines_is_an_error():
     path = profile.save(DEVICES, times)
     loaded = profile.load(DEVICES)
     small, large = [(25, tf.float32)], [(2500, tf.float32)]
-    assert choice.choose(DEVICES, small, loaded).algorithm == "tree"
-    found = choice.choose(DEVICES, large, loaded)
+    assert algorithm_selection.choose(DEVICES, small, loaded).algorithm == "tree"
+    found = algorithm_selection.choose(DEVICES, large, loaded)
     assert found.algorithm == "tf_reduce_to_one" and found.source == "profile"
     # By a straight line of logarithms, half-way: 1 ms and 4 ms give 2 ms. A tie is the default's.
-    assert choice.choose(DEVICES, [(250, tf.float32)], loaded).algorithm == "tf_reduce_to_one"
+    assert (
+        algorithm_selection.choose(DEVICES, [(250, tf.float32)], loaded).algorithm
+        == "tf_reduce_to_one"
+    )
     content = json.loads(path.read_text())
     content["key"]["host"] = "elsewhere"
     path.write_text(json.dumps(content))
@@ -132,7 +135,7 @@ def test_a_profile_decides_and_another_machines_is_an_error():
 
 
 def test_without_a_profile_and_without_measuring_it_is_the_default():
-    found = choice.choose(DEVICES, [(10, tf.float32)], None, calibrate=False)
+    found = algorithm_selection.choose(DEVICES, [(10, tf.float32)], None, calibrate=False)
     assert (found.algorithm, found.source) == ("tf_reduce_to_one", "default")
 
 

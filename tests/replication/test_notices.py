@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
-from tfparallel import notice as notices
+from tfparallel import user_log as notices
 from tfparallel.layout.in_words import replicas_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.collectives import profile, worker_choice
+from tfparallel.collectives import profile, transport_selection
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
 
 BLOCK = 262_144  # Float32s of a block of shared memory.
@@ -117,21 +117,21 @@ def results_outlive_later_calls(group):
 def the_profile_of_worker_0_decides(group):
     """For all, whatever the others have; one of another machine is refused by all."""
     tensorflow = group.by_tensorflow
-    names = worker_choice.names_of(tensorflow)
+    names = transport_selection.names_of(tensorflow)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TFPARALLEL_PROFILES"] = folder
-        found = worker_choice.WorkerChoice(tensorflow, calibrate=False).choose(1000)
+        found = transport_selection.TransportChoice(tensorflow, calibrate=False).choose(1000)
         assert (found.choice.algorithm, found.choice.source) == ("ring_tuned", "default")
         if group.worker_index == 0:
             path = profile.save(names, {"ring_tuned": [(1000, 2e-3)], "ring": [(1000, 1e-3)]})
-        found = worker_choice.WorkerChoice(tensorflow).choose(1000)
+        found = transport_selection.TransportChoice(tensorflow).choose(1000)
         assert (found.choice.algorithm, found.choice.source) == ("ring", "profile")
         assert found.workers.transport == "ring" and "50% less time" in found.choice.why
         assert float(found.workers.all_reduce([tf.ones([3])])[0][0]) == group.num_workers
         if group.worker_index == 0:
             path.write_text(path.read_text().replace(names[0], "worker:elsewhere"))
         try:
-            worker_choice.WorkerChoice(tensorflow)
+            transport_selection.TransportChoice(tensorflow)
             raise AssertionError("A profile of another machine was taken.")
         except ValueError as error:
             assert "worker:elsewhere" in str(error)

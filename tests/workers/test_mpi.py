@@ -152,18 +152,18 @@ os.environ["TFPARALLEL_PROFILES"] = folder.name
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.collectives import profile, worker_choice
+from tfparallel.collectives import profile, transport_selection
 
 def main():
     group = tfparallel.MultiWorkerMirroredStrategy().workers
-    found = [worker_choice.WorkerChoice(group).choose(1000)]
-    names = worker_choice.names_of(group)
+    found = [transport_selection.TransportChoice(group).choose(1000)]
+    names = transport_selection.names_of(group)
     if group.worker_index == 0:
         profile.save(names, {"ring_tuned": [(1000, 2e-3)], "mpi": [(1000, 1e-3)]})
-    found.append(worker_choice.WorkerChoice(group).choose(1000))
+    found.append(transport_selection.TransportChoice(group).choose(1000))
     rank = [tf.constant(1.0 + group.worker_index)]
     sums = [float(one.workers.all_reduce(rank)[0]) for one in found]
-    by_default = worker_choice.by_default(group).choice
+    by_default = transport_selection.by_default(group).choice
     return [one.as_json() for one in (by_default, *(one.choice for one in found))], sums
 """
 
@@ -183,13 +183,13 @@ TWO_HOSTS = """
 import os
 import tensorflow as tf
 import tfparallel
-from tfparallel.collectives import worker_choice
+from tfparallel.collectives import transport_selection
 from tfparallel.collectives.mpi import start
 
 def main():
     start._memory_name = lambda: os.environ["RANK"]  # Each on a host of its own, it says.
     group = tfparallel.MultiWorkerMirroredStrategy(all_reduce="mpi").workers
-    by_default = worker_choice.by_default(group.by_tensorflow).choice
+    by_default = transport_selection.by_default(group.by_tensorflow).choice
     sums = [group.all_reduce([tf.ones([size])])[0] for size in (1, 100, 300_000)]
     try:
         group.communicator.use("mpi_shared_memory")

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.newer_keras import MultiOptimizer
+from tfparallel.keras_compat import MultiOptimizer
 from tfparallel.seams.keras import set_storage
 from tfparallel.update.built import own_variables
 

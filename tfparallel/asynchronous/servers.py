@@ -24,13 +24,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.cluster.gpu_binding import visible_gpus
-from tfparallel.cluster.presence import hold_until_gone, is_there, wait_for_server
+from tfparallel.cluster.liveness import hold_until_gone, is_there, wait_for_server
 from tfparallel.cluster.roles import Roles
-from tfparallel.collectives.between_workers import WorkerLostError
+from tfparallel.collectives.process_group import WorkerLostError
 from tfparallel.devices import reached_devices
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.peers import meet_peers, serving
+from tfparallel.peers import join_job, serving
 from tfparallel.startup import quiet_stderr
 
 __all__ = ["Servers", "join"]
@@ -170,7 +170,7 @@ def join(
         os.environ.update(visible_gpus(os.environ, *roles.place_on_host))
     else:
         os.environ[_VISIBLE] = "-1"  # A GPU's memory is the workers'.
-    roles = roles.moved_to(meet_peers(roles.addresses, roles.place, facts or {}, start_timeout))
+    roles = roles.moved_to(join_job(roles.addresses, roles.place, facts or {}, start_timeout))
     if not roles.is_chief:
         _serve(roles, start_timeout)
     deadline = time.monotonic() + start_timeout

@@ -13,9 +13,9 @@ from tfparallel.bench.collectives import input_count
 from tfparallel.bench.step import PreparedStep
 from tfparallel.bench.through_mpi import mpi_contenders
 from tfparallel.collectives import transport
-from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
-from tfparallel.collectives.worker_choice import names_of
+from tfparallel.collectives.process_group import ProcessGroup
+from tfparallel.collectives.transport_selection import names_of
 
 
 class Workers:
@@ -25,7 +25,7 @@ class Workers:
         group: What joins them.
     """
 
-    def __init__(self, group: WorkerGroup):
+    def __init__(self, group: ProcessGroup):
         self._group = group
         self.num_ranks = group.num_workers
         self.ranks = range(group.worker_index, group.worker_index + 1)
@@ -56,7 +56,7 @@ class TensorFlowCollectives:
         name: "ring", over gRPC with TensorFlow's settings; "ring_tuned"; or "nccl".
     """
 
-    def __init__(self, group: WorkerGroup, name: str):
+    def __init__(self, group: ProcessGroup, name: str):
         self.name = name
         self._group = group.with_transport(name)
         self.implementation = self._group.implementation
@@ -81,12 +81,12 @@ class TensorFlowCollectives:
         return PreparedStep(steps[collective], own, dtype)
 
 
-def worker_contenders(group: WorkerGroup) -> list:
+def worker_contenders(group: ProcessGroup) -> list:
     """Returns all that can run between these workers."""
     return _all_of(group)[0]
 
 
-def worker_refusals(group: WorkerGroup) -> dict[str, str]:
+def worker_refusals(group: ProcessGroup) -> dict[str, str]:
     """Returns the algorithms that cannot run between these workers, and why."""
     return _all_of(group)[1]
 

@@ -5,7 +5,7 @@ import tensorflow as tf
 from tfparallel.bench.collectives import COLLECTIVES, input_count
 from tfparallel.bench.step import PreparedStep
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
-from tfparallel.collectives.mpi.workers import MpiWorkerGroup
+from tfparallel.collectives.mpi.workers import MpiProcessGroup
 
 
 class MpiContender:
@@ -16,7 +16,7 @@ class MpiContender:
         name: One of `ALGORITHMS`; they are those of sums, and "mpi" has the other collectives too.
     """
 
-    def __init__(self, group: MpiWorkerGroup, name: str):
+    def __init__(self, group: MpiProcessGroup, name: str):
         self._group, self.name = group, name
         group.communicator.use(name)
         self.implementation = group.communicator.implementation("all_reduce")
@@ -47,7 +47,7 @@ class MpiContender:
         return PreparedStep(lambda x: group.run_on_arrays(collective, x), own, dtype)
 
 
-def mpi_contenders(group: MpiWorkerGroup) -> tuple[list[MpiContender], dict[str, str]]:
+def mpi_contenders(group: MpiProcessGroup) -> tuple[list[MpiContender], dict[str, str]]:
     """Returns a contender for each algorithm that can run here, and why the others cannot."""
     found, refused = [], {}
     for name in ALGORITHMS:

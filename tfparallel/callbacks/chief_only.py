@@ -77,7 +77,7 @@ def send_state(model: keras.Model, workers) -> None:
 
     Args:
         model: A built model, its optimizer built or not, alike on all workers.
-        workers: The strategy's `WorkerGroup`.
+        workers: The strategy's `ProcessGroup`.
     """
     found = list(model.variables)
     if getattr(model, "optimizer", None) is not None:
@@ -110,7 +110,7 @@ class RestoredByChief(keras.callbacks.Callback):
     """Gives all workers what the chief's `BackupAndRestore` found when training began.
 
     Args:
-        workers: The strategy's `WorkerGroup`.
+        workers: The strategy's `ProcessGroup`.
     """
 
     def __init__(self, workers):

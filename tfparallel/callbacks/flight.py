@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 
-from tfparallel.collectives.lost import WorkerLostError
+from tfparallel.collectives.errors import WorkerLostError
 from tfparallel.flight.marks import Marks
 from tfparallel.flight.record import FOLDER, FlightRecord, path_of
-from tfparallel.notice import notice
+from tfparallel.user_log import notice
 
 __all__ = ["FlightRecorder"]
 

@@ -8,7 +8,7 @@ import keras
 
 from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN, SignalWatch
-from tfparallel.collectives.stopping import StopAgreement
+from tfparallel.collectives.preemption_sync import PreemptionSync
 from tfparallel.collectives.workers_of_model import workers_of
 
 __all__ = ["Preempted", "Preemption"]
@@ -59,7 +59,7 @@ class Preemption(keras.callbacks.Callback):
             )
         self._checkpoint = checkpoint
         self._watch = SignalWatch(signals, self._told)
-        self._agreement: StopAgreement | None = None
+        self._agreement: PreemptionSync | None = None
         self._signal: int | None = None
         self._num_begun = 0
 
@@ -80,7 +80,7 @@ class Preemption(keras.callbacks.Callback):
         self._end()
         self._num_begun = 0
         workers = workers_of(self.model)
-        self._agreement = StopAgreement(workers).__enter__()
+        self._agreement = PreemptionSync(workers).__enter__()
         if self._signal is not None:  # It came before.
             self._agreement.ask()
 

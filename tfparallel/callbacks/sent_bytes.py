@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.process_group import ProcessGroup
 
 __all__ = ["SentBytes"]
 
@@ -45,14 +45,14 @@ class SentBytes(keras.callbacks.Callback):
         """Reads the counters."""
         self._num_steps += 1
         if self._is_read:
-            self._before = WorkerGroup.of_process.traffic.read()
+            self._before = ProcessGroup.of_process.traffic.read()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads them again."""
         if self._is_read:
-            after = WorkerGroup.of_process.traffic.read()
+            after = ProcessGroup.of_process.traffic.read()
             self.in_a_step = {kind: after[kind] - self._before[kind] for kind in after}
 
     @property
     def _is_read(self) -> bool:
-        return WorkerGroup.of_process is not None and self._num_steps <= _STEP
+        return ProcessGroup.of_process is not None and self._num_steps <= _STEP

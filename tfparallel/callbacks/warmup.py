@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfparallel.newer_keras import MultiOptimizer
+from tfparallel.keras_compat import MultiOptimizer
 from tfparallel.seams.optimizers import rate_of
 
 __all__ = ["LearningRateWarmup"]

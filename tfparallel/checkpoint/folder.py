@@ -35,7 +35,7 @@ import numpy as np
 
 from tfparallel.checkpoint import writer
 
-__all__ = ["CheckpointError", "CheckpointFolder", "Found", "ForeignCheckpointError"]
+__all__ = ["CheckpointError", "CheckpointFolder", "ForeignCheckpointError", "Found"]
 
 _FORMAT = 1
 _ARRAYS = "state.npy"

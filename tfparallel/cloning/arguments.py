@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfparallel.cloning.likeness import NotAlike
+from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import original_class
 from tfparallel.seams.keras import layers_in
 

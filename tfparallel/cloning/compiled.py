@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tfparallel.cloning.likeness import NotAlike
+from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import classes_of, original_class
 from tfparallel.seams.compiled import compile_arguments
 from tfparallel.seams.keras import layers_in

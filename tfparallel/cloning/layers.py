@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import keras
 
 from tfparallel.cloning.arguments import NotKept, again
-from tfparallel.cloning.complete import without_draws
-from tfparallel.cloning.likeness import NotAlike
+from tfparallel.cloning.copy_state import without_draws
+from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import classes_of, original_class
 from tfparallel.seams.functional import Functional
 from tfparallel.seams.keras import SafeModeScope, arguments_of

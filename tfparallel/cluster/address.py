@@ -4,7 +4,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 
-from tfparallel.cluster.problems import shown
+from tfparallel.cluster.config_error import shown
 
 __all__ = ["address_problems", "join_address", "local_place", "split_address"]
 

@@ -6,15 +6,21 @@ what started them. A launcher of one process says nothing about others.
 
 TFPARALLEL_WORKERS, `"host1:port,host2:port"`, an address for each worker in the
 order of their ranks, goes before every address that is worked out from the
-launchers' variables; `tfparallel.cluster.claims` says what those are.
+launchers' variables; `tfparallel.cluster.launcher_env` says what those are.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
 from tfparallel.cluster.address import address_problems, local_place
-from tfparallel.cluster.claims import Claim, of_kubernetes, of_mpi, of_slurm, of_torchrun
-from tfparallel.cluster.problems import refusal, shown
+from tfparallel.cluster.config_error import refusal, shown
+from tfparallel.cluster.launcher_env import (
+    LauncherEnv,
+    of_kubernetes,
+    of_mpi,
+    of_slurm,
+    of_torchrun,
+)
 
 __all__ = ["Found", "find"]
 
@@ -33,7 +39,7 @@ class Found:
     num_local_workers: int
 
 
-def find(environ: Mapping[str, str], configured: Claim | None = None) -> Found | None:
+def find(environ: Mapping[str, str], configured: LauncherEnv | None = None) -> Found | None:
     """Finds this process's job.
 
     Args:

@@ -7,8 +7,8 @@
     round 2   B ◄── C, D
 
 The first round begins when all hosts are there, or enough of them and no other has come for a
-while; a later one as soon as the hosts that are left have come, if they may go on (quorum.py). Node
-0's door (door.py) stays open while the workers run; a host that joins and fails has the next one
+while; a later one as soon as the hosts that are left have come, if they may go on (membership.py).
+Node 0's acceptor stays open while the workers run; a host that joins and fails has the next one
 wait (back_off.py). If the host of the first endpoint is lost, another takes over at the next
 endpoint in the list. A launcher that listens at a later endpoint moves to an earlier one as soon as
 somebody listens there.
@@ -19,14 +19,14 @@ import socket
 import time
 from collections.abc import Sequence
 
+from tfparallel.cluster.acceptor import Acceptor, allow_connections
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.back_off import BackOff
-from tfparallel.cluster.door import Door, allow_connections
+from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.environment import too_many_workers
 from tfparallel.cluster.handshake import Call, RefusedError
-from tfparallel.cluster.node_news import NodeNews
-from tfparallel.cluster.nodes import NodeMeeting
-from tfparallel.cluster.quorum import Present, are_all_back, has_quorum, may_run, num_needed
+from tfparallel.cluster.membership import Present, are_all_back, has_quorum, may_run, num_needed
+from tfparallel.cluster.rendezvous import Rendezvous
 from tfparallel.cluster.secret import Secret, new_nonce
 
 __all__ = ["ElasticMeetings", "JobEndedError"]
@@ -44,7 +44,7 @@ class JobEndedError(Exception):
 
 
 class ElasticMeetings:
-    """The rounds of one launcher. A context manager, which closes its door.
+    """The rounds of one launcher. A context manager, which closes its acceptor.
 
     Args:
         endpoints: Where launchers meet, "host:port" each, the same on every host.
@@ -81,12 +81,12 @@ class ElasticMeetings:
             "node_rank": node_rank,
             "local_address": local_address,
         }
-        self._door: Door | None = None
+        self._acceptor: Acceptor | None = None
         self._why_closed = self._why_refused = ""
-        self._place = 0  # Of the door, among the endpoints.
+        self._place = 0  # Of the acceptor, among the endpoints.
         self._waiting: list[Present] = []
         self._round = -1
-        self._last: NodeNews | None = None
+        self._last: ControlChannel | None = None
         self._back_off = back_off or BackOff()
         self._joined: frozenset[int] = frozenset()  # The nodes that are new in this round.
         self._began = 0.0
@@ -95,9 +95,9 @@ class ElasticMeetings:
         return self
 
     def __exit__(self, *_):
-        self._close_door()
+        self._close_acceptor()
 
-    def meet(self, ports: Sequence[int], master_port: int) -> NodeMeeting:
+    def meet(self, ports: Sequence[int], master_port: int) -> Rendezvous:
         """Waits until a round begins.
 
         Args:
@@ -121,7 +121,7 @@ class ElasticMeetings:
             "may_run": None if self._last is None else self._last.num_nodes - self._num_ended(),
         }
         while True:
-            if self._door is None:
+            if self._acceptor is None:
                 met = self._join(hello, deadline, self._endpoints)
                 if met is None and not self._open():
                     if time.monotonic() > deadline:
@@ -147,21 +147,21 @@ class ElasticMeetings:
         return self._back_off.failed(now - self._began, now)
 
     def end(self) -> None:
-        """Says to those that wait at this launcher's door that the job has ended well."""
-        if self._door is not None:
+        """Says to those that wait at this launcher's acceptor that the job has ended well."""
+        if self._acceptor is not None:
             self._let_in(0)
         for other in self._waiting:
             other.caller.send({"ended": True})
             other.caller.close()
         self._waiting.clear()
 
-    def _close_door(self):
+    def _close_acceptor(self):
         for other in self._waiting:
             other.caller.close()
         self._waiting.clear()
-        if self._door is not None:
-            self._door.close()
-        self._door = None
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self._acceptor = None
 
     def _open(self) -> bool:
         """Whether this launcher listens now, at the first endpoint that is of this host."""
@@ -175,7 +175,7 @@ class ElasticMeetings:
                 may_be_node_0 = self._hello["node_rank"] in (None, 0)
                 is_given = may_be_node_0 and name == self._hello["local_address"]
                 try:
-                    self._door = Door(
+                    self._acceptor = Acceptor(
                         name, port, self._secret, self._job, may_be_gateway=is_given
                     )
                     self._place = place
@@ -184,7 +184,7 @@ class ElasticMeetings:
                     self._why_closed = str(error)
         return False
 
-    def _join(self, hello, deadline, endpoints, patience=None) -> NodeMeeting | None:
+    def _join(self, hello, deadline, endpoints, patience=None) -> Rendezvous | None:
         """Takes part where somebody listens; None where nobody does, or it hung up.
 
         With patience, in seconds, only where a round begins within it, or a job is running.
@@ -207,7 +207,7 @@ class ElasticMeetings:
                     call.ask(hello, until)
                     answer = call.answer(until)
                     if answer is not None and "running" in answer:
-                        self._close_door()  # It lets us in, sooner or later.
+                        self._close_acceptor()  # It lets us in, sooner or later.
                         until, patience = deadline, None
                         answer = call.answer(until)
                 except RefusedError as error:
@@ -224,14 +224,14 @@ class ElasticMeetings:
                 if "ended" in answer:
                     raise JobEndedError
                 if "nodes" in answer:
-                    self._close_door()
+                    self._close_acceptor()
                     stack.pop_all()
                     return self._meeting(answer, answer["rank"], {0: caller}, None)
         return None
 
-    def _gather(self, hello, deadline) -> NodeMeeting | None:
+    def _gather(self, hello, deadline) -> Rendezvous | None:
         """Node 0: waits for the others, and answers them all; None if it is to go elsewhere."""
-        own = Present(None, self._hello["local_address"] or self._door.host, hello)
+        own = Present(None, self._hello["local_address"] or self._acceptor.host, hello)
         quiet_since = looked = time.monotonic()
         patience = _FIRST_CALL_SECONDS if self._last is None else _LAST_CALL_SECONDS
         while True:
@@ -254,13 +254,13 @@ class ElasticMeetings:
             if now - looked > _KNOCK_SECONDS:
                 looked = now
                 if self._place and self._somebody_is_earlier():
-                    self._close_door()  # Those who wait here call again, there.
+                    self._close_acceptor()  # Those who wait here call again, there.
                     return None
                 others = [*self._endpoints[: self._place], *self._endpoints[self._place + 1 :]]
                 # A job may be running that could not be reached before.
                 if others and not any(each.was_there for each in present):
                     met = self._join(hello, deadline, others, patience=_RETRY_SECONDS)
-                    if met is not None or self._door is None:
+                    if met is not None or self._acceptor is None:
                         return met
             if self._let_in(min(_RETRY_SECONDS, max(0.0, deadline - now))):
                 quiet_since = time.monotonic()
@@ -287,10 +287,10 @@ class ElasticMeetings:
     def _meeting(self, answer, rank, connections, newcomers):
         nodes = answer["nodes"]
         self._joined = frozenset(answer.get("joined", ()))
-        news = NodeNews(rank, len(nodes), connections, newcomers)
+        news = ControlChannel(rank, len(nodes), connections, newcomers)
         if newcomers is not None:
             newcomers.news = news
-        return NodeMeeting(
+        return Rendezvous(
             addresses=tuple(
                 tuple(join_address(host, port) for port in ports) for host, ports in nodes
             ),
@@ -307,7 +307,7 @@ class ElasticMeetings:
         for gone in [other for other in self._waiting if other.has_hung_up]:
             gone.caller.close()
             self._waiting.remove(gone)
-        for visitor in self._door.wait(seconds):
+        for visitor in self._acceptor.wait(seconds):
             hello = visitor.hello
             if hello["nnodes"] != self._hello["nnodes"] or hello["attempt"] is None:
                 visitor.send({"error": self._disagreement(hello)})
@@ -365,7 +365,7 @@ class ElasticMeetings:
         )
 
     def _turned_away(self):
-        return "".join(f" Turned away: {told}." for told in self._door.turned_away)
+        return "".join(f" Turned away: {told}." for told in self._acceptor.turned_away)
 
     def _places(self):
         return ", ".join(join_address(*endpoint) for endpoint in self._endpoints)
@@ -389,14 +389,14 @@ def _joined(present: Sequence[Present]) -> list[int]:
 
 
 class _Newcomers:
-    """The door, while the workers run: one of the lines of `NodeNews`."""
+    """The acceptor, while the workers run: one of the lines of `ControlChannel`."""
 
     def __init__(self, meetings: ElasticMeetings):
         self._meetings = meetings
-        self.news: NodeNews | None = None
+        self.news: ControlChannel | None = None
 
     def fileno(self):
-        return self._meetings._door.fileno()
+        return self._meetings._acceptor.fileno()
 
     def listen(self):
         """Lets in who has come; `look` decides whether a round begins for it."""
@@ -417,4 +417,4 @@ class _Newcomers:
         return 0.0
 
     def close(self):
-        """The door stays open for the next round."""
+        """The acceptor stays open for the next round."""

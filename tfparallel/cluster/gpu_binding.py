@@ -4,7 +4,7 @@ import glob
 import re
 from collections.abc import Mapping
 
-from tfparallel.cluster.problems import refusal, shown
+from tfparallel.cluster.config_error import refusal, shown
 
 __all__ = ["visible_gpus"]
 

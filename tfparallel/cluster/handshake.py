@@ -1,9 +1,9 @@
-"""How a launcher comes in at the door of another one, and how each knows the other as its job's.
+"""How a launcher comes in at another's acceptor, and how each knows the other as its job's.
 
-    launcher ──{"job": "train-17", "nonce": a}─────────────> door
-    launcher <──{"job": "train-17", "nonce": b}───────────── door    or {"refused": its own job}
-    launcher ──proof {"nnodes": 2, "ports": [...], ...}────> door
-    launcher <──proof {"nodes": [...], ...}───────────────── door
+    launcher ──{"job": "train-17", "nonce": a}─────────────> acceptor
+    launcher <──{"job": "train-17", "nonce": b}───────────── acceptor    or {"refused": its own job}
+    launcher ──proof {"nnodes": 2, "ports": [...], ...}────> acceptor
+    launcher <──proof {"nodes": [...], ...}───────────────── acceptor
 
 Each message is a line of bounded size. A proof (secret.py) is of the nonces and of what stands
 behind it; the job's token, which makes it, never crosses the wire. Without a proof what is said is
@@ -59,7 +59,7 @@ class Session:
     Args:
         secret: The job's.
         job: Its name.
-        nonces: The caller's, and the door's.
+        nonces: The caller's, and the acceptor's.
     """
 
     def __init__(self, secret: Secret, job: str, nonces: tuple[str, str]):
@@ -69,7 +69,7 @@ class Session:
         """Returns the line to send.
 
         Args:
-            speaker: `"caller"` or `"door"`.
+            speaker: `"caller"` or `"acceptor"`.
             message: What `encoded` returned.
         """
         return self._proof(speaker, message).encode() + b" " + message + b"\n"
@@ -88,7 +88,7 @@ class Session:
 
 
 class Call:
-    """A launcher's own side of a connection to a door.
+    """A launcher's own side of a connection to an acceptor.
 
     Args:
         connected: The connection, which the caller closes.
@@ -136,7 +136,7 @@ class Call:
         line = self._line(until, _ANSWER_BYTES)
         if line is None:
             return None
-        message = self._session.opened("door", line)
+        message = self._session.opened("acceptor", line)
         if not isinstance(message, dict):
             raise self._refused(parsed(line))
         return message
@@ -167,7 +167,7 @@ class Call:
 
 
 def who_listens(address: tuple[str, int], job: str, timeout_seconds: float) -> str | None:
-    """Returns the name of the job whose door is at an address; None if there is none.
+    """Returns the name of the job whose acceptor is at an address; None if there is none.
 
     Args:
         address: The host and the port.

@@ -14,7 +14,7 @@ import tempfile
 
 __all__ = ["OwnFolder"]
 
-# Of a process whose launcher was killed, workers may write there until their guardians have killed
+# Of a process whose launcher was killed, workers may write there until their reapers have killed
 # them. Slurm signals every process of a job, and this one is to stay.
 _REMOVE = """
 import signal, sys

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfparallel.cluster.address import address_problems, local_place
-from tfparallel.cluster.problems import refusal, shown
+from tfparallel.cluster.config_error import refusal, shown
 
 __all__ = ["Roles"]
 

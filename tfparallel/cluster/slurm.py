@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 
-from tfparallel.cluster.problems import shown
+from tfparallel.cluster.config_error import shown
 
 __all__ = ["base_port", "expand_node_list", "expand_tasks_per_node", "place_tasks"]
 

@@ -25,12 +25,12 @@ from typing import Any
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.back_off import RestartBackOff
-from tfparallel.cluster.host_share import host_programs, meet_alone
+from tfparallel.cluster.config_error import refusal, shown
+from tfparallel.cluster.local_workers import host_programs, meet_alone
 from tfparallel.cluster.output import Prefixer
+from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.own_folder import OwnFolder
-from tfparallel.cluster.problems import refusal, shown
-from tfparallel.cluster.screening import Screening
-from tfparallel.cluster.sendable import as_bytes
+from tfparallel.cluster.pickling import as_bytes
 from tfparallel.cluster.spec import Cluster
 from tfparallel.cluster.supervisor import run
 from tfparallel.cluster.worker_exit import Outcome
@@ -258,16 +258,16 @@ def _run(command, num_workers, device_type, max_restarts, timeout_seconds):
             meet_alone(num_workers), command, _environment(device_type), restart_count=attempt
         )
         screen = Prefixer(_Text("stdout"), _Text("stderr"))
-        screening = Screening(screen.write, has_gpu=has_nvidia_gpu(), is_quiet=wants_quiet())
+        output_filter = OutputFilter(screen.write, has_gpu=has_nvidia_gpu(), is_quiet=wants_quiet())
         try:
             outcome = run(
                 programs,
-                on_output=screening.write,
+                on_output=output_filter.write,
                 timeout_seconds=None if deadline is None else max(0, deadline - time.monotonic()),
             )
         finally:
             with contextlib.suppress(OSError):
-                screening.finish()
+                output_filter.finish()
                 screen.finish()
         if outcome.culprit is None or attempt == max_restarts:
             return outcome

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 from tfparallel.cluster import tf_config
 from tfparallel.cluster.address import address_problems
-from tfparallel.cluster.claims import Claim
+from tfparallel.cluster.config_error import refusal, shown
 from tfparallel.cluster.discover import find
 from tfparallel.cluster.gpu_binding import visible_gpus
-from tfparallel.cluster.problems import refusal, shown
+from tfparallel.cluster.launcher_env import LauncherEnv
 
 __all__ = ["Cluster"]
 
@@ -155,7 +155,7 @@ class Cluster:
                 each other.
 
         References:
-            The documentation of each launcher stands in `tfparallel.cluster.claims`.
+            The documentation of each launcher stands in `tfparallel.cluster.launcher_env`.
         """
         environ = os.environ if environ is None else environ
         configured = cls.from_tf_config(environ.get("TF_CONFIG", ""))
@@ -167,7 +167,7 @@ class Cluster:
             return cls(**vars(found)) if found else cls()
         found = find(
             environ,
-            Claim(
+            LauncherEnv(
                 source="TF_CONFIG",
                 num_workers=configured.num_workers,
                 worker_index=configured.worker_index,

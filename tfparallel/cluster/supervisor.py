@@ -10,7 +10,7 @@ if outcome.culprit is not None:
 The first worker to fail is the root cause, and ends the job, on all its hosts:
 TensorFlow's survivors of a lost peer fail as well, seconds later, and those of
 NCCL wait. Nothing outlives a job:
-between this process and each worker stands a guardian (guardian.py).
+between this process and each worker stands a reaper (reaper.py).
 """
 
 import contextlib
@@ -20,12 +20,12 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from tfparallel.cluster.guarded import GuardedWorker, Program
-from tfparallel.cluster.node_news import NodeNews
+from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.output import Reader, last_lines
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN, held_back
-from tfparallel.cluster.standby import Standbys
+from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit, root_cause_first
+from tfparallel.cluster.worker_process import Program, WorkerProcess
 
 __all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest", "run"]
 
@@ -36,7 +36,7 @@ GRACE_SECONDS = 3.0
 _LOST_SECONDS = 1.0
 # What fails this soon after the first failure may have failed before it.
 _SETTLE_SECONDS = 0.25
-# A guardian kills within 5 s, once told to; past that nobody can.
+# A reaper kills within 5 s, once told to; past that nobody can.
 _GUARDIAN_SECONDS = 10.0
 _LAST_OUTPUT_SECONDS = 2.0
 _TAIL_LINES = 20
@@ -67,10 +67,10 @@ class Job:
         *,
         on_output: Callable[[int, str, bytes], None] | None = None,
         grace_seconds: float = GRACE_SECONDS,
-        news: NodeNews | None = None,
+        news: ControlChannel | None = None,
         on_lost: Callable[[WorkerExit], None] | None = None,
         lost_by: Callable[[int], int | None] | None = None,
-        standbys: Standbys | None = None,
+        standbys: WarmSpares | None = None,
     ):
         """Starts all programs.
 
@@ -87,8 +87,8 @@ class Job:
         """
         self._on_lost = on_lost or (lambda _: None)
         self._lost_by = lost_by or (lambda _: None)
-        self._told_lost: list[GuardedWorker] = []
-        self._news = news or NodeNews()
+        self._told_lost: list[WorkerProcess] = []
+        self._news = news or ControlChannel()
         self._grace_seconds = grace_seconds
         self._started_at = time.monotonic()
         self._stopping_at = None
@@ -103,11 +103,11 @@ class Job:
         try:
             for position, program in enumerate(programs):
                 worker = standbys.take(position, program) if standbys is not None else None
-                worker = worker or GuardedWorker(program)
+                worker = worker or WorkerProcess(program)
                 self._workers.append(worker)
                 self._selector.register(worker.control, selectors.EVENT_READ, worker)
-                self._reader.add(program.worker, "stdout", worker.guardian.stdout)
-                self._reader.add(program.worker, "stderr", worker.guardian.stderr)
+                self._reader.add(program.worker, "stdout", worker.reaper.stdout)
+                self._reader.add(program.worker, "stderr", worker.reaper.stderr)
             self._reader.start()
             if standbys is not None:
                 standbys.prepare(programs)
@@ -153,7 +153,7 @@ class Job:
             if self._has_lost_a_worker(culprit):
                 self._grace_seconds = min(self._grace_seconds, _LOST_SECONDS)
         exits = tuple(self._exit_of(worker) for worker in self._workers)
-        if isinstance(culprit, GuardedWorker):
+        if isinstance(culprit, WorkerProcess):
             culprit = exits[self._workers.index(culprit)]
         departure = self._news.departure if culprit is None else None
         has_newcomer = self._news.has_newcomer and any(exit_.stopped for exit_ in exits)
@@ -247,7 +247,7 @@ class Job:
         return [worker for worker in self._workers if worker.returncode and not worker.is_lost]
 
     def _close(self):
-        """Has the guardians kill what is left, and waits for them."""
+        """Has the reapers kill what is left, and waits for them."""
         with contextlib.suppress(OSError):
             for worker in self._workers:
                 worker.order_death()
@@ -279,10 +279,10 @@ def run(
     on_output: Callable[[int, str, bytes], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
     timeout_seconds: float | None = None,
-    news: NodeNews | None = None,
+    news: ControlChannel | None = None,
     on_lost: Callable[[WorkerExit], None] | None = None,
     lost_by: Callable[[int], int | None] | None = None,
-    standbys: Standbys | None = None,
+    standbys: WarmSpares | None = None,
 ) -> Outcome:
     """Runs a job to its end.
 

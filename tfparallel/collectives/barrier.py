@@ -9,14 +9,14 @@ import itertools
 
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.seams.tensorflow import coordination_service
 
 _LOOK_MS = 500  # What a worker left is there at once, or never; a busy machine answers late.
 _numbers = itertools.count()  # Every worker makes the same calls, and so counts alike.
 
 
-def wait_for_all(workers: WorkerGroup, timeout_seconds: float) -> None:
+def wait_for_all(workers: ProcessGroup, timeout_seconds: float) -> None:
     """Waits until all workers have called this.
 
     Args:

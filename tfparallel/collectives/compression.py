@@ -145,7 +145,7 @@ class Compression(abc.ABC):
         """Sums gradients over the workers.
 
         Args:
-            workers: The `WorkerGroup`.
+            workers: The `ProcessGroup`.
             gradients: Of the same shapes on all workers.
             weights: What each is the gradient of; None for what is no gradient, and is summed as
                 it is.

@@ -7,7 +7,7 @@
               were made of (`indexed_slices.py`)
 
 What computes gradients knows neither devices nor wires; what carries them (`cross_device.py`,
-`between_workers.py`) knows no variables. Between the two is this.
+`process_group.py`) knows no variables. Between the two is this.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices, replica_sums
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import SLICES
 from tfparallel.flight.marks import mark
 
@@ -34,7 +34,7 @@ class Reducer:
         workers: The workers, or None for one.
     """
 
-    def __init__(self, ops: tf.distribute.CrossDeviceOps | None, workers: WorkerGroup | None):
+    def __init__(self, ops: tf.distribute.CrossDeviceOps | None, workers: ProcessGroup | None):
         self._ops = ops
         self._workers = workers
 

@@ -7,7 +7,7 @@
 | `nccl` | NVIDIA's NCCL, between GPUs; NCCL_ALGO and NCCL_PROTO are read at its first use |
 | `tensorflow` | of TensorFlow's own the fastest: NCCL between GPUs, `ring_tuned` between CPUs |
 | `mpi`, `mpi_…` | MPI, through host memory: `tfparallel.collectives.mpi` |
-| `auto` | the fastest, measured: `tfparallel.collectives.worker_choice` |
+| `auto` | the fastest, measured: `tfparallel.collectives.transport_selection` |
 | None | NCCL between GPUs; on one host `mpi` if all have it; else `ring_tuned` |
 
 What the environment's TFPARALLEL_ALL_REDUCE says stands before `auto` and None. NCCL needs a whole
@@ -22,9 +22,9 @@ import tensorflow as tf
 
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.collectives import nccl
-from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.mpi import communicator, start
-from tfparallel.collectives.mpi.workers import MpiWorkerGroup
+from tfparallel.collectives.mpi.workers import MpiProcessGroup
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.startup import has_nvidia_gpu
 
 _TENSORFLOWS = "tensorflow"
@@ -86,7 +86,7 @@ def named_by(
     return names.get(given.implementation) if given is not None else None
 
 
-def joined(group: WorkerGroup, name: str | None) -> WorkerGroup:
+def joined(group: ProcessGroup, name: str | None) -> ProcessGroup:
     """Returns the workers, joined by a transport. Called by all workers at the same place.
 
     Args:
@@ -114,9 +114,9 @@ def joined(group: WorkerGroup, name: str | None) -> WorkerGroup:
     ranks = start.join(
         group.exchange, group.worker_index, group.first_host, name, group.timeout_seconds
     )
-    return MpiWorkerGroup(group, ranks)
+    return MpiProcessGroup(group, ranks)
 
 
-def nccl_refusal(group: WorkerGroup) -> str:
+def nccl_refusal(group: ProcessGroup) -> str:
     """Returns why NCCL cannot join the workers; nothing if it can. Called by all of them."""
     return nccl.refusal_between(group.exchange(nccl.offer(group.device)))

@@ -68,7 +68,7 @@ def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> Non
 
 
 def save_profile(names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Keeps a sweep for `--all_reduce=auto`: lower quartiles, see `collectives/choice.py`."""
+    """Keeps a sweep, as lower quartiles, for `--all_reduce=auto`."""
     times: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         times.setdefault(row.algorithm, []).append((row.size_bytes, row.quantile_seconds(0.25)))

@@ -12,8 +12,8 @@ from absl import flags
 
 from tfparallel.cluster.spec import Cluster
 from tfparallel.commands.flags import Command, path_problems
-from tfparallel.commands.form_flags import common_flags, common_problems
-from tfparallel.commands.on_task import run_on_task
+from tfparallel.commands.parallelism_flags import common_flags, common_problems
+from tfparallel.commands.runner import run_with_task
 
 __all__ = ["main"]
 
@@ -26,7 +26,7 @@ _COMMAND = Command(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the program and returns its exit code."""
-    return run_on_task(_COMMAND, _flags(), _problems, _measure, arguments)
+    return run_with_task(_COMMAND, _flags(), _problems, _measure, arguments)
 
 
 def _flags() -> flags.FlagValues:

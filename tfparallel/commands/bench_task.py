@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import keras
 
 from tfparallel.bench.row import Row
-from tfparallel.collectives.choice import MIN_GAIN
+from tfparallel.collectives.algorithm_selection import MIN_GAIN
 from tfparallel.task import Task, TaskError
 
 __all__ = ["advice", "gradient_counts"]

@@ -20,7 +20,7 @@ from tfparallel.commands.flags import (
     plot_problems,
     report_flag,
 )
-from tfparallel.commands.on_task import run_beside_task
+from tfparallel.commands.runner import run_beside_task
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.flight.diagnosis import verdict
 from tfparallel.flight.job import Split

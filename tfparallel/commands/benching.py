@@ -18,7 +18,7 @@ from tfparallel.bench.row import Row
 from tfparallel.bench.sizes import parse_size, sweep
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.commands.bench_files import conclude
 from tfparallel.commands.bench_task import advice, gradient_counts
 from tfparallel.commands.flags import StartError, UsageError
@@ -77,7 +77,7 @@ def _silent(*_, **__):
     """What a worker says that is not the chief."""
 
 
-def _start(values: flags.FlagValues) -> WorkerGroup | list[str]:
+def _start(values: flags.FlagValues) -> ProcessGroup | list[str]:
     """Joins the workers of the job, or makes this process's devices: before anything is built."""
     try:
         if values.device_type == "cpu":
@@ -98,10 +98,10 @@ def _start(values: flags.FlagValues) -> WorkerGroup | list[str]:
 
 
 def _participants(
-    collective: str, values: flags.FlagValues, started: WorkerGroup | list[str], parts
+    collective: str, values: flags.FlagValues, started: ProcessGroup | list[str], parts
 ) -> tuple[World, list[Contender]]:
     """Who takes part and what is measured: the workers of a job, or this process's devices."""
-    if isinstance(started, WorkerGroup):
+    if isinstance(started, ProcessGroup):
         every = worker_contenders(started)
         found = [c for c in every if collective in c.collectives]
         lacking = {c.name: f"it has no {collective}" for c in every if c not in found}

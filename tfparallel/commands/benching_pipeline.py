@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from absl import flags
 
-from tfparallel.commands.forms import start_form
+from tfparallel.commands.parallelism import start_parallelism
 from tfparallel.data.batches import first_batches
 from tfparallel.device_memory import peak_bytes_of_gpus, peak_tensor_bytes
 from tfparallel.devices import list_devices
@@ -34,7 +34,7 @@ def measure(path: str, values: flags.FlagValues) -> int:
     has its rank behind the report's name.
     """
     try:
-        form = start_form(values, {"command": "bench pipeline"})
+        form = start_parallelism(values, {"command": "bench pipeline"})
     except SystemExit as ended:
         if not ended.code:
             write_report(f"{values.report}.{os.environ['RANK']}", _peaks_of_this_process())

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.commands.flags import Command, path_problems, plot_problems
-from tfparallel.commands.form_flags import common_flags, common_problems, numbers_flags
-from tfparallel.commands.on_task import run_on_task
+from tfparallel.commands.parallelism_flags import common_flags, common_problems, numbers_flags
+from tfparallel.commands.runner import run_with_task
 
 __all__ = ["main"]
 
@@ -22,7 +22,7 @@ _COMMAND = Command(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_on_task(_COMMAND, _flags(), _problems, _check, arguments)
+    return run_with_task(_COMMAND, _flags(), _problems, _check, arguments)
 
 
 def _flags() -> flags.FlagValues:

@@ -8,9 +8,9 @@ import tensorflow as tf
 from absl import flags
 
 from tfparallel.activity import Activity
-from tfparallel.commands.auto_form import start_chosen_form
+from tfparallel.commands.auto_parallelism import start_chosen_form
 from tfparallel.commands.flags import UsageError, resolved
-from tfparallel.commands.numbers_of_task import compiling, use_precision
+from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.data.batches import first_batches
 from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.diagnostics.check import check_parity, uneven_first

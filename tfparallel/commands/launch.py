@@ -13,8 +13,8 @@ from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
 from tfparallel.cluster.handshake import is_job
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
-from tfparallel.cluster.standby import imports_tfparallel
 from tfparallel.cluster.supervisor import GRACE_SECONDS, StopRequest
+from tfparallel.cluster.warm_spares import imports_tfparallel
 from tfparallel.commands.emit import emit_flags, emit_problems, emitted
 from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
 from tfparallel.commands.help import define_choice

@@ -12,20 +12,20 @@ from absl import flags
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.address import split_address
 from tfparallel.cluster.back_off import RestartBackOff
-from tfparallel.cluster.claims import without_counts
 from tfparallel.cluster.elastic import ElasticMeetings, JobEndedError
 from tfparallel.cluster.environment import ALL_REDUCE
-from tfparallel.cluster.host_share import host_programs, meet_alone, programs_with_servers
 from tfparallel.cluster.job_files import job_name_of
+from tfparallel.cluster.launcher_env import without_counts
 from tfparallel.cluster.listener import LISTEN_ADDR
-from tfparallel.cluster.nodes import NodeMeeting, meet
+from tfparallel.cluster.local_workers import host_programs, meet_alone, programs_with_servers
 from tfparallel.cluster.output import Prefixer
+from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
-from tfparallel.cluster.screening import Screening
-from tfparallel.cluster.standby import Standbys
+from tfparallel.cluster.rendezvous import Rendezvous, meet
 from tfparallel.cluster.supervisor import Program, StopRequest, run
+from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.cluster.worker_log import WorkerLog
@@ -65,7 +65,7 @@ def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> 
         environment[FOLDER] = folder
         code = 1
         try:
-            ready = Standbys(tell=say) if values.standby else contextlib.nullcontext()
+            ready = WarmSpares(tell=say) if values.standby else contextlib.nullcontext()
             with ready as standbys:
                 start = _run_elastic if nodes.is_elastic else _run_with_restarts
                 code = start(values, command, nodes, environment, standbys)
@@ -276,7 +276,7 @@ def _meet(values, command, nodes, attempt):
 def _programs(
     values: flags.FlagValues,
     command: Sequence[str],
-    meeting: NodeMeeting,
+    meeting: Rendezvous,
     environment: Mapping[str, str],
     attempt: int,
 ) -> list[Program]:
@@ -294,14 +294,14 @@ def _run(
     values,
     programs,
     attempt,
-    meeting: NodeMeeting | None = None,
-    standbys: Standbys | None = None,
+    meeting: Rendezvous | None = None,
+    standbys: WarmSpares | None = None,
 ) -> Outcome:
     names = {program.worker: program.name for program in programs if program.name}
     screen = Prefixer(sys.stdout.buffer, sys.stderr.buffer, names)
     began, folder = time.time(), programs[0].environment[FOLDER]
     with contextlib.ExitStack() as stack:
-        screening = Screening(
+        output_filter = OutputFilter(
             screen.write,
             _keeping(values, programs, attempt, stack),
             has_gpu=has_nvidia_gpu(),
@@ -309,7 +309,7 @@ def _run(
         )
         outcome = run(
             programs,
-            on_output=screening.write,
+            on_output=output_filter.write,
             grace_seconds=values.grace_seconds,
             news=None if meeting is None else meeting.news,
             on_lost=lambda exit_: say(
@@ -318,12 +318,12 @@ def _run(
             lost_by=lambda worker: lost_by(worker, folder, attempt, began),
             standbys=standbys,
         )
-        screening.finish()
+        output_filter.finish()
         screen.finish()
     why = waited_for(outcome, folder, attempt, began)
     if why:
         say(why)
-    return with_errors(outcome, screening.errors, values.log_dir)
+    return with_errors(outcome, output_filter.errors, values.log_dir)
 
 
 def _keeping(

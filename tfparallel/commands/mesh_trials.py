@@ -15,15 +15,15 @@ from absl import flags
 from tfparallel.activity import Activity
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.commands.flags import UsageError
-from tfparallel.commands.forms import Form
-from tfparallel.commands.numbers_of_task import compiling
+from tfparallel.commands.parallelism import Parallelism
 from tfparallel.commands.pipeline_flags import pipeline_choices
+from tfparallel.commands.precision import compiling
 from tfparallel.data.batches import batches_dataset, first_batches
 from tfparallel.hybrid.mesh_plan import MeshPlan
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.ranking import Candidate, with_trials
-from tfparallel.notice import unnoticed
 from tfparallel.task import Task, TaskError
+from tfparallel.user_log import unnoticed
 
 __all__ = ["after_trials", "batch_of"]
 
@@ -126,7 +126,7 @@ def _trial(candidate, task, batch, devices, values) -> float:
         gc.collect()
 
 
-def _form(candidate: Candidate, devices: Sequence[str], values: flags.FlagValues) -> Form:
+def _form(candidate: Candidate, devices: Sequence[str], values: flags.FlagValues) -> Parallelism:
     """The form that `--parallel=auto` starts for the mesh."""
     mesh, cut = candidate.mesh, {}
     if mesh.pipeline > 1:
@@ -138,7 +138,7 @@ def _form(candidate: Candidate, devices: Sequence[str], values: flags.FlagValues
     if candidate.form == "hybrid":
         cut |= {"mesh": mesh, "allow_independent_workers": True}
         cut |= {"batch_normalization": values.batch_normalization}
-    return Form(candidate.form, list(devices[: mesh.size]), cut=cut)
+    return Parallelism(candidate.form, list(devices[: mesh.size]), cut=cut)
 
 
 def _step_seconds(model: keras.Model, batch: tuple[Any, ...]) -> float:

@@ -7,9 +7,9 @@ from absl import flags
 
 from tfparallel.commands.flags import Command, path_problems
 from tfparallel.commands.help import define_choice
-from tfparallel.commands.on_task import run_on_task
 from tfparallel.commands.pipeline_flags import pipeline_flags, pipeline_problems
 from tfparallel.commands.plan_flags import plan_flags, plan_problems
+from tfparallel.commands.runner import run_with_task
 
 __all__ = ["main"]
 
@@ -24,7 +24,7 @@ _COMMAND = Command(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_on_task(_COMMAND, _flags(), _problems, _plan, arguments)
+    return run_with_task(_COMMAND, _flags(), _problems, _plan, arguments)
 
 
 def _flags() -> flags.FlagValues:

@@ -5,7 +5,7 @@ import inspect
 import keras
 from absl import flags
 
-from tfparallel.commands.numbers_of_task import use_precision
+from tfparallel.commands.precision import use_precision
 from tfparallel.data.batches import first_batches
 from tfparallel.engine.check_rows import exchange_moments, refusal_of
 from tfparallel.engine.proof import OfLayer, explained

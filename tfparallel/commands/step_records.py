@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.callbacks.flight import FlightRecorder
-from tfparallel.collectives.between_workers import WorkerGroup, WorkerLostError
+from tfparallel.collectives.process_group import ProcessGroup, WorkerLostError
 from tfparallel.flight.job import chrome_trace, splits
 from tfparallel.flight.marks import Marks
 from tfparallel.flight.record import FOLDER, Event, WorkerRecord, read_record
@@ -41,7 +41,7 @@ def alone() -> contextlib.AbstractContextManager:
     return FlightRecorder.wanted(int(os.environ.get("RANK", "0")), 1)
 
 
-def gathered(workers: WorkerGroup | None, is_wanted: bool) -> list[WorkerRecord]:
+def gathered(workers: ProcessGroup | None, is_wanted: bool) -> list[WorkerRecord]:
     """Returns the records of all workers, on each of them, if one wants them and all recorded.
 
     All workers call it, whatever they want.

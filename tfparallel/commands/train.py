@@ -10,8 +10,8 @@ from typing import Any
 from absl import flags
 
 from tfparallel.commands.flags import Command, path_problems, resolved
-from tfparallel.commands.form_flags import common_flags, common_problems, numbers_flags
-from tfparallel.commands.on_task import run_on_task
+from tfparallel.commands.parallelism_flags import common_flags, common_problems, numbers_flags
+from tfparallel.commands.runner import run_with_task
 from tfparallel.diagnostics.faults import parse_fault
 
 __all__ = ["main"]
@@ -26,7 +26,7 @@ _COMMAND = Command(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return run_on_task(_COMMAND, _flags(), _problems, _train, arguments)
+    return run_with_task(_COMMAND, _flags(), _problems, _train, arguments)
 
 
 def _flags() -> flags.FlagValues:

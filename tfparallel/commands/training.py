@@ -18,20 +18,20 @@ from tfparallel.callbacks.preemption import Preemption
 from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
-from tfparallel.collectives.between_workers import WorkerLostError
+from tfparallel.collectives.process_group import WorkerLostError
 from tfparallel.commands import step_records
-from tfparallel.commands.auto_form import start_chosen_form
+from tfparallel.commands.auto_parallelism import start_chosen_form
 from tfparallel.commands.flags import LostError, UsageError
-from tfparallel.commands.numbers_of_task import compiling, use_precision
+from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica
 from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.diagnostics.inject import Inject
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.flight.record import FOLDER
-from tfparallel.notice import notice
 from tfparallel.placement.report import held_by_device
 from tfparallel.task import Task, TaskError, load_task
+from tfparallel.user_log import notice
 
 __all__ = ["Result", "train", "write_report"]
 

@@ -26,7 +26,7 @@ from tfparallel import cuda_driver, device_memory
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spawn import spawn
 from tfparallel.collectives import cross_device
-from tfparallel.collectives.choice import ChosenAllReduce
+from tfparallel.collectives.algorithm_selection import ChosenAllReduce
 from tfparallel.diagnostics import gpu_networks
 from tfparallel.diagnostics.determinism import make_deterministic
 from tfparallel.diagnostics.gpu import TRIALS as NAMES

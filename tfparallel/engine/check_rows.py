@@ -8,8 +8,8 @@ import tensorflow as tf
 from tfparallel.engine.judge import exchanged
 from tfparallel.engine.proof import Fault, Proof, prove
 from tfparallel.extend import attach, attached, extend, is_own, original_class
-from tfparallel.notice import notice
 from tfparallel.seams.keras import layers_in
+from tfparallel.user_log import notice
 
 _READ_LATER = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 

@@ -6,10 +6,10 @@ import keras
 
 from tfparallel import devices as device_lib
 from tfparallel.layout.calibration import NUM_MICRO_BATCHES, NUM_ROWS, TinySteps
-from tfparallel.notice import unnoticed
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.timing import measured_overhead
 from tfparallel.replication.data_parallel import data_parallel
+from tfparallel.user_log import unnoticed
 
 __all__ = ["measured_tiny_steps"]
 

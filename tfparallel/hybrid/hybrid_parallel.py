@@ -13,7 +13,6 @@ from tfparallel.hybrid.hybrid_model import HybridModel
 from tfparallel.layers.tensor_parallel import Asked, parts_planned, split_in_place
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.shorten import first_to_last
-from tfparallel.notice import notice
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pipeline_parallel import Choices, accumulating, in_micro_batches
 from tfparallel.placement.graph import layers_in_order
@@ -22,6 +21,7 @@ from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in
+from tfparallel.user_log import notice
 
 __all__ = ["hybrid_parallel"]
 

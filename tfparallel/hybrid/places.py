@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.device_names import canonical
 from tfparallel.seams.keras import storage_of
 from tfparallel.strategies import variables
@@ -26,7 +26,7 @@ class MeshPlaces(Places):
         workers: Each of which has as many; None for one process.
     """
 
-    def __init__(self, replicas: Sequence[Replica], workers: WorkerGroup | None = None):
+    def __init__(self, replicas: Sequence[Replica], workers: ProcessGroup | None = None):
         self._replicas = replicas
         self.workers = workers
 

@@ -19,7 +19,6 @@ from tfparallel.data.shard import Shard
 from tfparallel.engine.check_rows import why_not_in_pieces
 from tfparallel.extend import attach
 from tfparallel.logits import logits_of, output_of, sources_of
-from tfparallel.notice import notice
 from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.pass_scope import other_writes
 from tfparallel.problems import PlacementError
@@ -27,6 +26,7 @@ from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
 from tfparallel.seams.keras import clear_losses, mask_of, set_mask
 from tfparallel.strategies.mesh_trace import MeshTrace
+from tfparallel.user_log import notice
 from tfparallel.variables.replica import replicas_of
 
 __all__ = ["SpreadCall"]

@@ -4,9 +4,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import extend
-from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.dropout import share_draws
 from tfparallel.layers.layer import FixedLayer, SplitLayer, local_layer, sizes_of
+from tfparallel.layers.parallel_hints import ParallelHint
 from tfparallel.layers.parts import on_each, pieces, whole
 from tfparallel.seams.keras import attention_axes, dropout_of, mask_of, output_projection, set_mask
 from tfparallel.variables.split import split_variable
@@ -14,7 +14,7 @@ from tfparallel.variables.split import split_variable
 __all__ = ["ParallelMultiHeadAttention"]
 
 
-class ParallelMultiHeadAttention(WrittenByHand, SplitLayer):
+class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
     """Attention whose heads are split: each device computes some of them from end to end.
 
                query, key, value kernels                    output kernel

@@ -2,13 +2,13 @@
 
 import keras
 
-from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.dense import ColumnParallel, RowParallel
+from tfparallel.layers.parallel_hints import ParallelHint
 
 __all__ = ["ChannelParallelConv2D", "ChannelReducingConv2D"]
 
 
-class ChannelParallelConv2D(WrittenByHand, ColumnParallel):
+class ChannelParallelConv2D(ParallelHint, ColumnParallel):
     """A convolution whose filters are split: each device computes a part of the channels.
 
         kernel (h, w, in, filters)            output (batch, height, width, filters)
@@ -50,7 +50,7 @@ class ChannelParallelConv2D(WrittenByHand, ColumnParallel):
     _count, _axes = "filters", {"kernel": 3, "bias": 0}
 
 
-class ChannelReducingConv2D(WrittenByHand, RowParallel):
+class ChannelReducingConv2D(ParallelHint, RowParallel):
     """The second convolution of a pair, which reads parts (see `ChannelParallelConv2D`).
 
     Input: `(batch, height, width, in)`, in parts along the last axis, or whole. Output: `(batch,

@@ -3,8 +3,8 @@
 import keras
 import tensorflow as tf
 
-from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
+from tfparallel.layers.parallel_hints import ParallelHint
 from tfparallel.layers.parts import Parts, on_each, pieces, whole
 
 __all__ = ["ColumnParallel", "ColumnParallelDense", "RowParallel", "RowParallelDense"]
@@ -49,7 +49,7 @@ class ColumnParallel(SplitLayer):
         return outputs
 
 
-class ColumnParallelDense(WrittenByHand, ColumnParallel):
+class ColumnParallelDense(ParallelHint, ColumnParallel):
     """A dense layer whose columns are split: each device computes a part of the units.
 
                  kernel (in, units)              bias (units)
@@ -119,7 +119,7 @@ class RowParallel(SplitLayer):
         return outputs if self.activation is None else self.activation(outputs)
 
 
-class RowParallelDense(WrittenByHand, RowParallel):
+class RowParallelDense(ParallelHint, RowParallel):
     """A dense layer whose rows are split: each device reads a part of the features.
 
                               kernel (in, units)

@@ -5,13 +5,13 @@ import tensorflow as tf
 
 from tfparallel.data.shard import where_it_is
 from tfparallel.engine.judge import is_judged
-from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
+from tfparallel.layers.parallel_hints import ParallelHint
 
 __all__ = ["VocabParallelEmbedding"]
 
 
-class VocabParallelEmbedding(WrittenByHand, SplitLayer):
+class VocabParallelEmbedding(ParallelHint, SplitLayer):
     """An embedding whose rows are split: each device holds a part of the vocabulary.
 
         table (vocabulary, width)          ids        2   9   0   9

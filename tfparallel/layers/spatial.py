@@ -27,9 +27,9 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.layers.by_hand import WrittenByHand
 from tfparallel.layers.dropout import dropped
 from tfparallel.layers.layer import SplitLayer, sizes_of
+from tfparallel.layers.parallel_hints import ParallelHint
 from tfparallel.layers.parts import Parts, on_each, pieces
 
 __all__ = [
@@ -98,7 +98,7 @@ class SpatialWindow(SplitLayer):
         return zip(*copies, strict=True) if copies else [()] * len(self._devices)
 
 
-class SpatialParallelConv2D(WrittenByHand, SpatialWindow):
+class SpatialParallelConv2D(ParallelHint, SpatialWindow):
     """A convolution, or a depthwise one, of which each device computes some rows (see the module).
 
     y_k = f(x_k * W + b), with x_k the rows of part k and its halo. Each device reads the whole
@@ -138,7 +138,7 @@ class SpatialParallelConv2D(WrittenByHand, SpatialWindow):
         return outputs if self.activation is None else self.activation(outputs)
 
 
-class SpatialParallelPooling2D(WrittenByHand, SpatialWindow):
+class SpatialParallelPooling2D(ParallelHint, SpatialWindow):
     """Pooling, of which each device computes some rows (see the module).
 
     Of a mean at the border only the pixels inside of the picture are counted, as in Keras. It

@@ -8,8 +8,8 @@ ends in an activation: Keras looks there for the logits of a loss.
 import keras
 
 from tfparallel.extend import original_class
+from tfparallel.keras_compat import renormalizes
 from tfparallel.layers import spatial
-from tfparallel.newer_keras import renormalizes
 
 __all__ = ["CALLER", "HEIGHT", "class_of", "is_in_rows", "is_split_by_height"]
 

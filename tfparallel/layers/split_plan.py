@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 import keras
 
 from tfparallel.extend import original_class
-from tfparallel.layers.by_hand import written_as
+from tfparallel.layers.parallel_hints import hint_of
 from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError, Problems
@@ -119,7 +119,7 @@ def plan(
                 kind = HEIGHT
             elif isinstance(layer, _layers.Conv2D):
                 kind = None
-        if name in asked or written_as(layer) is not None:
+        if name in asked or hint_of(layer) is not None:
             kind = None
             with problems.gathered():
                 kind = _asked_kind(layer, asked, num_devices, graph)
@@ -161,7 +161,7 @@ def _kind(layer, num_devices, reads_parts, graph) -> str | None:
 
 
 def _asked_kind(layer, asked, num_devices, graph) -> str | None:
-    kind = asked[layer.name] if layer.name in asked else written_as(layer).kind
+    kind = asked[layer.name] if layer.name in asked else hint_of(layer).kind
     if kind is None:
         return None
     cls = original_class(layer)
@@ -208,11 +208,11 @@ def _request(layer, asked) -> str:
     """Who asked, in the words of an error."""
     if layer.name in asked:
         return f"split={{{layer.name!r}: {asked[layer.name]!r}}}"
-    return f"'{layer.name}' written as {written_as(layer).__name__}"
+    return f"'{layer.name}' written as {hint_of(layer).__name__}"
 
 
 def _way_out(layer, asked) -> str:
-    if layer.name in asked and written_as(layer) is None:
+    if layer.name in asked and hint_of(layer) is None:
         return "Leave the layer out."
     return f"Leave it in place by split={{{layer.name!r}: None}}."
 

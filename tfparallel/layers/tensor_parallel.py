@@ -7,16 +7,16 @@ import keras
 import tensorflow as tf
 
 from tfparallel.cloning.compiled import compile_alike
-from tfparallel.cloning.complete import complete
+from tfparallel.cloning.copy_state import copy_state
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import extend, original_class
 from tfparallel.layers import featurewise, spatial_plan, split_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
-from tfparallel.layers.by_hand import note, written_as
 from tfparallel.layers.convolution import ChannelParallelConv2D, ChannelReducingConv2D
 from tfparallel.layers.dense import ColumnParallelDense, RowParallelDense
 from tfparallel.layers.embedding import VocabParallelEmbedding
 from tfparallel.layers.layer import WholeLayer, sizes_of
+from tfparallel.layers.parallel_hints import hint_of, note
 from tfparallel.layers.split_model import NestedLayer, SplitModel
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -117,9 +117,9 @@ def _copy_of(model: keras.Model, devices, asked) -> keras.Model:
     check_model(model)
     with tf.device(devices[0]):
         copy = copy_layers(model, like) if is_its_graph(model) else rebuilt(model)
-        pairs = complete(model, copy)
+        pairs = copy_state(model, copy)
     for source, target in pairs:
-        note(target, written_as(source))
+        note(target, hint_of(source))
     _split(copy, devices, asked, lambda layer: None)
     compile_alike(model, copy)
     return copy
@@ -310,7 +310,7 @@ def _refuse_hidden(model, models) -> None:
     hidden = [
         f"'{layer.name}' written as {written.__name__}"
         for layer in layers_in(model)
-        if (written := written_as(layer)) is not None and id(layer) not in seen
+        if (written := hint_of(layer)) is not None and id(layer) not in seen
     ]
     if hidden:
         raise PlacementError(

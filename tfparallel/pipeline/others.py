@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup, is_summable
+from tfparallel.collectives.process_group import ProcessGroup, is_summable
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data.shard import Shard
 
@@ -26,7 +26,7 @@ class Others(NamedTuple):
     """
 
     num_replicas: int
-    workers: WorkerGroup | None = None
+    workers: ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfparallel.data import shard as shards
 from tfparallel.engine.graphs import draws_anew, with_inner, writes_variable
 from tfparallel.extend import original_class
-from tfparallel.newer_keras import renormalizes
+from tfparallel.keras_compat import renormalizes
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.others import Others
 from tfparallel.placement.stages import PlacementError

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from tfparallel.cloning.attributes import CannotCarry
 from tfparallel.cloning.compiled import compile_alike
-from tfparallel.cloning.complete import complete
+from tfparallel.cloning.copy_state import copy_state
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
-from tfparallel.cloning.likeness import NotAlike
+from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import extend, is_own
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
@@ -159,7 +159,7 @@ def _copy_of(model: keras.Model, decide, mixin, attributes, finish) -> keras.Mod
         return extend(copy, PlacedLayer, _device=device)
 
     copy = copy_layers(model, placed) if is_its_graph(model) else _placed_later(model, placement)
-    complete(model, copy)
+    copy_state(model, copy)
     extend(copy, mixin, _layout=layout, **attributes)
     finish(copy)
     compile_alike(model, copy)

@@ -20,11 +20,11 @@ from tfparallel.placement.stages import PlacementError
 from tfparallel.seams.compiled import loss_of_batch
 from tfparallel.seams.keras import layers_in, takes_training
 from tfparallel.seams.optimizers import count_of
-from tfparallel.step.ahead import build_ahead
+from tfparallel.step.build import build_ahead
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
-from tfparallel.strategies.writes import after_writes
+from tfparallel.strategies.pending_writes import after_writes
 from tfparallel.update.built import build_again, check_known, trained_by
 from tfparallel.update.places import Places
 from tfparallel.update.prepare import prepare

@@ -14,7 +14,8 @@ that has ended. No process can hold remote devices and take part in collectives 
 enable remote execution as well as collective ops"), so a job is one of these or a
 `MultiWorkerMirroredStrategy`.
 
-What is written eagerly to a variable of another process is waited for (`strategies/writes.py`).
+What is written eagerly to a variable of another process is waited for
+(`strategies/pending_writes.py`).
 """
 
 import contextlib
@@ -28,10 +29,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.cluster.presence import hold_until_gone, wait_for_server
+from tfparallel.cluster.liveness import hold_until_gone, wait_for_server
 from tfparallel.cluster.spec import Cluster
-from tfparallel.collectives.between_workers import WorkerLostError, naming_lost_worker
-from tfparallel.peers import meet_peers, serving
+from tfparallel.collectives.process_group import WorkerLostError, naming_lost_worker
+from tfparallel.peers import join_job, serving
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
 __all__ = ["connect_to_cluster", "has_others", "naming_lost_process", "peak_memory_bytes"]
@@ -88,7 +89,7 @@ def connect_to_cluster(
     if os.environ.get(_SENDING_THREADS) == "1":
         os.environ[_SENDING_THREADS] = "2"
     addresses, index = list(cluster.workers), cluster.worker_index
-    addresses = meet_peers(addresses, index, facts or {}, start_timeout)
+    addresses = join_job(addresses, index, facts or {}, start_timeout)
     if index > 0:
         _serve(addresses, index, start_timeout)
     _wait_for_servers(addresses, start_timeout)

@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.layout.balance import NoPartition, Weighed, partition
-from tfparallel.notice import notice
 from tfparallel.placement.costs import LayerCost, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.timing import NoCopy
 from tfparallel.problems import PlacementError, Problems
 from tfparallel.size_text import number_of_bytes
+from tfparallel.user_log import notice
 
 __all__ = [
     "BALANCES",

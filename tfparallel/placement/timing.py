@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.callbacks.step_time import StepTime
-from tfparallel.cloning.complete import without_draws
+from tfparallel.cloning.copy_state import without_draws
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import original_class
 from tfparallel.placement.graph import layers_in_order

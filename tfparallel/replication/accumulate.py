@@ -26,7 +26,6 @@ import tensorflow as tf
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.data.shard import Place
 from tfparallel.extend import is_own
-from tfparallel.notice import notice
 from tfparallel.replication.checks import check_activity
 from tfparallel.replication.noise_scale import NoiseScale
 from tfparallel.replication.policy import BeginsEpochs, EveryStep
@@ -34,6 +33,7 @@ from tfparallel.seams.compiled import compiled_loss, loss_terms
 from tfparallel.seams.keras import layers_in
 from tfparallel.seams.tensorflow import ResourceVariable
 from tfparallel.step.one_step import Found
+from tfparallel.user_log import notice
 
 __all__ = ["Accumulate"]
 

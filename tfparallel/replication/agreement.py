@@ -25,7 +25,7 @@ def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
     """Raises unless all workers call `fit` with the same model and the same arguments.
 
     Args:
-        workers: The strategy's `WorkerGroup`.
+        workers: The strategy's `ProcessGroup`.
         model: The model that is to be trained.
         asked: The arguments of `fit` by name.
 
@@ -72,7 +72,7 @@ class BatchFingerprints:
     """Compares the workers' batches in the first steps of a method.
 
     Args:
-        workers: The strategy's `WorkerGroup`.
+        workers: The strategy's `ProcessGroup`.
     """
 
     def __init__(self, workers):

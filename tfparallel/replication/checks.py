@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import cross_device
-from tfparallel.newer_keras import ACTIVITY_IS_SUMMED
+from tfparallel.keras_compat import ACTIVITY_IS_SUMMED
 from tfparallel.seams.keras import layers_in
 
 

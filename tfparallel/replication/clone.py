@@ -6,7 +6,7 @@ import keras
 
 from tfparallel.cloning.arguments import unbuilt_parts
 from tfparallel.cloning.compiled import compile_alike
-from tfparallel.cloning.complete import complete
+from tfparallel.cloning.copy_state import copy_state
 from tfparallel.cloning.layers import rebuilt
 
 
@@ -39,7 +39,7 @@ def clone_under(
         )
     with strategy.scope():
         copy = rebuilt(model)
-    complete(model, copy, strategy.scope)
+    copy_state(model, copy, strategy.scope)
     with strategy.scope():
         compile_alike(model, copy, prepare)
     return copy

@@ -31,7 +31,7 @@ from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import batches_of, layers_in, seed_generators_of
-from tfparallel.step.ahead import build_ahead, symbolic_build, types_of_batches
+from tfparallel.step.build import build_ahead, symbolic_build, types_of_batches
 from tfparallel.step.call import Call
 from tfparallel.step.one_step import OneStep
 from tfparallel.step.read_inputs import read_inputs

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup, movable
+from tfparallel.collectives.process_group import ProcessGroup, movable
 from tfparallel.collectives.traffic import ROWS
 
 __all__ = ["PredictionsOfWorkers", "check_gather_to"]
@@ -48,10 +48,10 @@ class PredictionsOfWorkers(keras.callbacks.Callback):
     """Counts this worker's rows of each batch, and brings all to the chief.
 
     Args:
-        workers: The strategy's `WorkerGroup`.
+        workers: The strategy's `ProcessGroup`.
     """
 
-    def __init__(self, workers: WorkerGroup):
+    def __init__(self, workers: ProcessGroup):
         super().__init__()
         self._workers = workers
         self._counts: list[list[int]] = []

@@ -30,12 +30,12 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
-from tfparallel.collectives.between_workers import is_summable
 from tfparallel.collectives.gradient import (
     call_with_gradient,
     differentiable_once,
     is_differentiable,
 )
+from tfparallel.collectives.process_group import is_summable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import partition

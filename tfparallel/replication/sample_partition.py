@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import share
 from tfparallel.data.partition import rows_of_workers
@@ -62,7 +62,7 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
             f"{num_batches} (unknown). Count the batches once and say so: "
             "`.apply(tf.data.experimental.assert_cardinality(n))`."
         )
-    workers = WorkerGroup.of_process
+    workers = ProcessGroup.of_process
     if workers is None:
         return dataset
     cardinalities = workers.exchange(num_batches)
@@ -154,7 +154,7 @@ def joined(data, counts, workers):
     Args:
         data: What `held` returned first.
         counts: What it returned second.
-        workers: The strategy's `WorkerGroup`, or None.
+        workers: The strategy's `ProcessGroup`, or None.
     """
     if counts is None:
         return data

@@ -20,13 +20,13 @@ from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.whole_file import moved_into_place
-from tfparallel.collectives.between_workers import WorkerGroup, naming_lost_worker
+from tfparallel.collectives.process_group import ProcessGroup, naming_lost_worker
 from tfparallel.data import share
 from tfparallel.data.batch_size import full_batch_size
 from tfparallel.problems import PlacementError
 from tfparallel.replication import agreement, sample_partition
 from tfparallel.seams.compiled import class_weighting
-from tfparallel.step.ahead import types_of_batches
+from tfparallel.step.build import types_of_batches
 from tfparallel.step.call import Call
 from tfparallel.strategies.distributed_data import whole_batches
 
@@ -47,7 +47,7 @@ class WorkerSession:
         self._fingerprints: agreement.BatchFingerprints | None = None
 
     @property
-    def workers(self) -> WorkerGroup | None:
+    def workers(self) -> ProcessGroup | None:
         """What joins the workers of the job; None for one process."""
         strategy = self._model.strategy
         return None if strategy is None else strategy.workers

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.collectives import choice, cross_device
-from tfparallel.collectives.choice import ChosenAllReduce
+from tfparallel.collectives import algorithm_selection, cross_device
+from tfparallel.collectives.algorithm_selection import ChosenAllReduce
 from tfparallel.seams.distribute import MirroredExtended, reduction_of, strategy_of
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
 
@@ -57,8 +57,11 @@ class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
                 f"cross_device_ops={cross_device_ops!r}."
             )
         self.all_reduce_is_default = all_reduce is None and cross_device_ops is None
-        if self.all_reduce_is_default and choice.default(names) != choice.DEFAULT:
-            all_reduce = choice.default(names)
+        if (
+            self.all_reduce_is_default
+            and algorithm_selection.default(names) != algorithm_selection.DEFAULT
+        ):
+            all_reduce = algorithm_selection.default(names)
         if all_reduce == "auto":
             self.all_reduce_ops = ChosenAllReduce(names, calibrate=calibrate)
         elif all_reduce is not None:

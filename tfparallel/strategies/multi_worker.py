@@ -24,16 +24,15 @@ from tfparallel import devices as device_lib
 from tfparallel.cluster.address import split_address
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.cluster.spec import Cluster
-from tfparallel.collectives import transport, worker_choice
-from tfparallel.collectives.between_workers import WorkerGroup
-from tfparallel.collectives.choice import Choice
+from tfparallel.collectives import transport, transport_selection
+from tfparallel.collectives.algorithm_selection import Choice
 from tfparallel.collectives.compression import compression_of
 from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.collectives.in_replica import join_rows
-from tfparallel.collectives.leaving import leave_in_order
+from tfparallel.collectives.process_group import ProcessGroup
+from tfparallel.collectives.shutdown import leave_in_order
 from tfparallel.device_names import canonical
-from tfparallel.notice import notice
-from tfparallel.peers import meet_peers, serving
+from tfparallel.peers import join_job, serving
 from tfparallel.seams.distribute import (
     CollectiveAllReduceExtended,
     Mirrored,
@@ -44,8 +43,9 @@ from tfparallel.seams.distribute import (
 from tfparallel.seams.tensorflow import global_seed, runtime_has_started
 from tfparallel.startup import has_nvidia_gpu
 from tfparallel.strategies import keras_trainer
-from tfparallel.strategies.came_first import came_first
+from tfparallel.strategies.early_init import early_start
 from tfparallel.strategies.program import ProgramExtended, ProgramStrategy
+from tfparallel.user_log import notice
 
 _STALL_SECONDS = 1800.0
 # TensorFlow broadcasts first values of six types. What these hold, a wider one holds exactly.
@@ -121,7 +121,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
 
     all_reduce_choice: Choice | None = None  # What sums over the workers, and why.
     _of_process = None  # The strategy of this process, which can start one only.
-    _to_choose: worker_choice.WorkerChoice | None = None
+    _to_choose: transport_selection.TransportChoice | None = None
 
     def __new__(cls, *args, **kwargs):
         """Makes one, or takes that of the process."""
@@ -186,7 +186,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         tf.distribute.Strategy.__init__(self, extended)
         index, number = worker_of(extended)
         if number > 1:
-            self.workers = WorkerGroup(
+            self.workers = ProcessGroup(
                 number,
                 index,
                 self.devices[0],
@@ -199,14 +199,14 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             _recommend_a_process_for_each_gpu(self.devices, self.workers.worker_index)
             self.workers.bucket_bytes, self.workers.compression = bucket_bytes, compressed
             if all_reduce is None:
-                self.workers, self.all_reduce_choice = worker_choice.by_default(self.workers)
+                self.workers, self.all_reduce_choice = transport_selection.by_default(self.workers)
             else:
                 self.workers = transport.joined(self.workers, all_reduce)
                 self.all_reduce_choice = _told(self.workers, given, named, all_reduce)
-            WorkerGroup.of_process = self.workers
+            ProcessGroup.of_process = self.workers
             _agree_on_seed(self.workers)
             if all_reduce == "auto":
-                self._to_choose = worker_choice.WorkerChoice(self.workers, calibrate)
+                self._to_choose = transport_selection.TransportChoice(self.workers, calibrate)
         names = tuple(name.rpartition("/device:")[2] for name in self.devices)
         made = {"devices": names, "all_reduce": given, "compression": compression}
         self._made_with = made
@@ -263,7 +263,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         if self._to_choose is None or not size_bytes:
             return
         self.workers, self.all_reduce_choice = self._to_choose.choose(size_bytes)
-        WorkerGroup.of_process = self.workers
+        ProcessGroup.of_process = self.workers
         self._to_choose = None
         if self.workers.worker_index == 0:
             notice(f"all-reduce: {self.all_reduce_choice}")
@@ -293,7 +293,7 @@ def _meet(resolver, facts, start_timeout):
     if len(workers) < 2 or resolver.task_type not in ("chief", "worker"):
         return resolver, contextlib.nullcontext()
     index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
-    found = meet_peers(workers, index, facts, start_timeout)
+    found = join_job(workers, index, facts, start_timeout)
     if found != workers:
         own = {"chief": found[: len(chiefs)], "worker": found[len(chiefs) :]}
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -334,7 +334,7 @@ def _first_host(resolver) -> str:
 
 def _refuse_late_start() -> None:
     if runtime_has_started():
-        first = came_first() or "an operation has run, a layer was built or devices were listed"
+        first = early_start() or "an operation has run, a layer was built or devices were listed"
         raise RuntimeError(
             "The workers of a job must meet before TensorFlow's runtime starts, and it has "
             f"started. Received: {first}. Write `tfparallel.init()` above it, right behind the "
@@ -351,7 +351,7 @@ def _refuse_anew(given) -> None:
         )
 
 
-def _agree_on_seed(workers: WorkerGroup) -> None:
+def _agree_on_seed(workers: ProcessGroup) -> None:
     """Gives all workers one state of Python's, NumPy's and TensorFlow's random numbers.
 
     Workers that agree already, because each of them called `keras.utils.set_random_seed`, are

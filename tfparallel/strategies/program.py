@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup
-from tfparallel.collectives.choice import choice_of
+from tfparallel.collectives.algorithm_selection import choice_of
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.data.partition import check_weights
 from tfparallel.data.shard import Place
 from tfparallel.device_names import canonical
@@ -87,7 +87,7 @@ class ProgramExtended:
 class ProgramStrategy:
     """Mixed into a strategy of TensorFlow's whose extended object is a `ProgramExtended`."""
 
-    workers: WorkerGroup | None = None  # What joins the workers of the job; None for one.
+    workers: ProcessGroup | None = None  # What joins the workers of the job; None for one.
     all_reduce_ops: tf.distribute.CrossDeviceOps | None = None  # None: on the first device.
     all_reduce_is_open = False  # Whether what sums over the workers is still to be chosen.
     compression: str | None = None  # How gradients travel between workers; None: as they are.

@@ -5,7 +5,7 @@ from typing import Any
 from tfparallel.extend import original_class
 from tfparallel.seams.optimizers import rate_of
 
-__all__ = ["is_from_keras", "belongs_to_keras", "updates_alike"]
+__all__ = ["belongs_to_keras", "is_from_keras", "updates_alike"]
 
 
 def updates_alike(optimizer) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.seams.optimizers import clipped_by_norm
 from tfparallel.variables.split import whole_of
 
@@ -42,7 +42,7 @@ def clip_shares(
     optimizer: keras.Optimizer,
     shares: Sequence[tf.Tensor],
     others: Sequence[tf.Tensor | tf.IndexedSlices],
-    workers: WorkerGroup,
+    workers: ProcessGroup,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor | tf.IndexedSlices]]:
     """Clips gradients of which each worker has a share. A norm is a sum of squares over shares.
 

@@ -8,7 +8,7 @@ LAMB's and Adafactor's norms and Muon's matrices are of whole weights.
 import keras
 
 from tfparallel.extend import original_class
-from tfparallel.newer_keras import MultiOptimizer, ScheduleFreeAdamW
+from tfparallel.keras_compat import MultiOptimizer, ScheduleFreeAdamW
 from tfparallel.problems import PlacementError
 from tfparallel.seams.optimizers import has_a_table
 

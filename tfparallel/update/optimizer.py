@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.extend import attach, attached, extend, original_class
-from tfparallel.newer_keras import ScheduleFreeAdamW
+from tfparallel.keras_compat import ScheduleFreeAdamW
 from tfparallel.seams.optimizers import (
     accumulators_of,
     apply_in_replica,

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.engine.audit import device_of, device_outside, noting
 from tfparallel.update.order import one_large_update_at_a_time
 
@@ -29,7 +29,7 @@ class Places:
     its slot. So clipping, decay and averages follow too, whose loops over variables are Keras's.
     """
 
-    workers: WorkerGroup | None = None  # Who have the other places.
+    workers: ProcessGroup | None = None  # Who have the other places.
     all_reduce_ops: tf.distribute.CrossDeviceOps | None = None  # None: on the first device.
     strategy: tf.distribute.Strategy | None = None  # Whose devices they are.
     sums_late = False  # Whether terms of gradients may be summed at an update alone.

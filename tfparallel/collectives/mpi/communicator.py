@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfparallel.collectives.lost import WorkerLostError
+from tfparallel.collectives.errors import WorkerLostError
 from tfparallel.collectives.mpi import library
 from tfparallel.collectives.mpi.buffers import KeptBuffers, layout
 from tfparallel.collectives.mpi.shared_memory import SMALL_BYTES, SharedMemory

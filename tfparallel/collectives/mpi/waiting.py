@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 
-from tfparallel.collectives.lost import WorkerLostError
+from tfparallel.collectives.errors import WorkerLostError
 
 # Spin while the answer may come at any moment, and then sleep: who sleeps is woken in time on a
 # busy machine, while who has used up its share of a core comes back milliseconds later. Workers

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.collectives.between_workers import WorkerGroup
 from tfparallel.collectives.mpi.communicator import Communicator
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import SUMS
 from tfparallel.collectives.vectors import by_dtype
 from tfparallel.flight.marks import around_python
@@ -24,22 +24,22 @@ _HALVES = (tf.float16, tf.bfloat16)
 
 
 
-class MpiWorkerGroup(WorkerGroup):
-    """The workers of a job; see `WorkerGroup`.
+class MpiProcessGroup(ProcessGroup):
+    """The workers of a job; see `ProcessGroup`.
 
     Args:
         group: The same workers, joined by TensorFlow.
         communicator: The same workers, joined by MPI.
     """
 
-    def __init__(self, group: WorkerGroup, communicator: Communicator):
+    def __init__(self, group: ProcessGroup, communicator: Communicator):
         vars(self).update({k: v for k, v in vars(group).items() if k != "for_users"})
         self._group = group
         self.communicator = communicator
         self.transport = communicator.algorithm
 
     @functools.cached_property
-    def for_users(self) -> "MpiWorkerGroup":
+    def for_users(self) -> "MpiProcessGroup":
         """The same; every call is compared, and so none of a user's can meet a program's."""
         return self
 
@@ -49,7 +49,7 @@ class MpiWorkerGroup(WorkerGroup):
         return self.communicator.implementation("all_reduce")
 
     @property
-    def by_tensorflow(self) -> WorkerGroup:
+    def by_tensorflow(self) -> ProcessGroup:
         """The same workers, joined by TensorFlow's own collectives."""
         return self._group
 
@@ -65,7 +65,7 @@ class MpiWorkerGroup(WorkerGroup):
         return results
 
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums each tensor over the workers, which have shares of it; see `WorkerGroup`."""
+        """Sums each tensor over the workers, which have shares of it; see `ProcessGroup`."""
         wide = [tf.cast(x, tf.float32) if x.dtype in _HALVES else x for x in tensors]
         pairs = zip(super().reduce_scatter(wide), tensors, strict=True)
         return [tf.cast(y, x.dtype) for y, x in pairs]
@@ -127,7 +127,7 @@ class MpiWorkerGroup(WorkerGroup):
                 with around_python(f"{name} {arrays[0].dtype}[{size}]"):
                     return function(*arrays)
             except Exception as error:
-                WorkerGroup.failure = error  # TensorFlow keeps its text alone.
+                ProcessGroup.failure = error  # TensorFlow keeps its text alone.
                 raise
 
         dtypes = [tensor.dtype for tensor in tensors]
@@ -136,9 +136,9 @@ class MpiWorkerGroup(WorkerGroup):
                 try:
                     return tf.nest.flatten(tf.numpy_function(call, tensors, dtypes))
                 except tf.errors.OpError as error:
-                    if WorkerGroup.failure is None:
+                    if ProcessGroup.failure is None:
                         raise
-                    raise WorkerGroup.failure from error
+                    raise ProcessGroup.failure from error
             # A read is ordered behind the last write, and a write behind the last read.
             ordering_token = self._ordering_tokens[self._host]
             before = ordering_token.read_value()

@@ -1,0 +1,219 @@
+"""Gives the copy of a model, built from its config, what the config does not say.
+
+```
+   config ──► layers, shapes          what Keras builds the copy from
+   model ───► weights, flags of each variable, LoRA, adapted state, attributes set later
+   model ───► the very preprocessor, or what else has no weights and is not in the graph
+              └── compared at the end; what differs still is refused (`verify_clone.py`)
+```
+"""
+
+import contextlib
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+
+import keras
+
+from tfparallel.cloning.attributes import CannotCarry, carry_attributes, same
+from tfparallel.cloning.verify_clone import NotAlike, differences
+from tfparallel.extend import original_class
+from tfparallel.seams.keras import (
+    layers_held_by,
+    layers_in,
+    metrics_held_by,
+    seed_generators_of,
+    untrack,
+    variables_held_by,
+)
+
+__all__ = ["NotAlike", "copy_state", "without_draws"]
+
+# What the user can set on a variable by itself.
+_OF_A_VARIABLE = ("trainable", "constraint", "regularizer", "overwrite_with_gradient")
+
+
+@contextlib.contextmanager
+def without_draws() -> Iterator[None]:
+    """Within it layers may be made whose seeds those that come after do not miss."""
+    drawn = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+
+
+def copy_state(
+    model: keras.Model,
+    copy: keras.Model,
+    scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> list[tuple[keras.Layer, keras.Layer]]:
+    """Makes `copy` like `model`, in place.
+
+    Args:
+        model: A built model.
+        copy: What Keras made of its config, built too.
+        scope: Returns the scope in which the copy's variables are made.
+
+    Returns:
+        The layers of both, in pairs.
+
+    Raises:
+        NotAlike: If the copy still differs: in its layers, its variables and their flags, its
+            config, or what it computes of a batch. All that was seen is in the message.
+    """
+    _share_beside_the_graph(model, copy)
+    pairs = _pairs(model, copy)
+    problems: list[str] = []
+    with scope():
+        for source, target in pairs:
+            try:
+                _carry_layer(source, target)
+            except (CannotCarry, ValueError, TypeError, AttributeError) as error:
+                problems.append(f"layer '{_path(source)}': {error}")
+        _refuse(model, problems)
+        variables = _matched(model, pairs)
+        for source, target in variables:
+            target.assign(source)
+            target._path = source.path  # By which an optimizer names its slots.
+        for source, target in pairs:
+            target.trainable = source.trainable
+        for source, target in variables:
+            for name in _OF_A_VARIABLE:
+                if not same(getattr(source, name, None), getattr(target, name, None)):
+                    setattr(target, name, getattr(source, name))
+    _refuse(model, differences(model, copy, pairs, variables))
+    return pairs
+
+
+def _share_beside_the_graph(model, copy) -> None:
+    """Gives the copy the layers without weights that the model holds and does not call.
+
+    The words of a tokenizer stand in no config.
+    """
+    for name in {*vars(model), *vars(copy)} if hasattr(model, "operations") else ():
+        own, made = vars(model).get(name), vars(copy).get(name)
+        if _is_beside_the_graph(model, own) or _is_beside_the_graph(copy, made):
+            untrack(copy, made)
+            setattr(copy, name, own)
+
+
+def _is_beside_the_graph(model, value) -> bool:
+    in_graph = any(value is operation for operation in getattr(model, "operations", [value]))
+    return isinstance(value, keras.Layer) and not in_graph and not value.variables
+
+
+def _compared(model) -> list[keras.Layer]:
+    """All layers of a model, but for those that it shares with its copy."""
+    shared = {
+        id(inner)
+        for layer in layers_held_by(model)
+        if _is_beside_the_graph(model, layer)
+        for inner in layers_in(layer)
+    }
+    return [layer for layer in layers_in(model) if id(layer) not in shared]
+
+
+def _pairs(model, copy) -> list[tuple[keras.Layer, keras.Layer]]:
+    layers, copies = _compared(model), _compared(copy)
+    kinds = [[original_class(layer).__name__ for layer in each] for each in (layers, copies)]
+    if kinds[0] != kinds[1]:
+        _refuse(model, _shared_no_more(model, copy))
+        both = itertools.zip_longest(*kinds, fillvalue="nothing")
+        index, (kind, copied) = next((i, pair) for i, pair in enumerate(both) if len({*pair}) > 1)
+        path = layers[index].path if index < len(layers) else "behind the last"
+        _refuse(model, [f"layer '{path}' is a {kind}, in its clone {copied}"])
+    return list(zip(layers, copies, strict=True))
+
+
+def _shared_no_more(model, copy) -> list[str]:
+    """Layers that several others hold, as a config cannot say: their clones hold one each."""
+    of_model, of_copy = _holders(model), _holders(copy)
+    return [
+        f"layer '{name}' is one layer in {' and '.join(map(repr, holders))}, of which each would "
+        "have a layer of its own in the clone"
+        for name, holders in of_model.items()
+        if len(holders) > 1 and len(of_copy.get(name, ())) < len(holders)
+    ]
+
+
+def _holders(model) -> dict[str, list[str]]:
+    """The names of what holds each layer, by the layer's name; the most for a name of several."""
+    found: dict[int, tuple[str, list[str]]] = {}
+    for holder in layers_in(model):
+        for layer in {id(layer): layer for layer in layers_held_by(holder)}.values():
+            found.setdefault(id(layer), (layer.name, []))[1].append(holder.name)
+    ordered = sorted(found.values(), key=lambda named: len(named[1]))
+    return dict(ordered)
+
+
+def _carry_layer(source: keras.Layer, target: keras.Layer) -> None:
+    if getattr(source, "lora_enabled", False) and not getattr(target, "lora_enabled", False):
+        # Inside of another layer, as attention's projections are, whose config says nothing of it.
+        target.enable_lora(source.lora_rank, lora_alpha=source.lora_alpha)
+    _carry_policy(source, target)
+    if hasattr(source, "load_assets"):
+        with tempfile.TemporaryDirectory() as folder:  # The words of an adapted lookup.
+            source.save_assets(folder)
+            target.load_assets(folder)
+    carry_attributes(source, target)
+    target.name = source.name  # Which a config without `name` leaves to Keras.
+    for metric, copied in zip(metrics_held_by(source), metrics_held_by(target), strict=True):
+        carry_attributes(metric, copied)
+
+
+def _carry_policy(source, target) -> None:
+    if same(source.dtype_policy, target.dtype_policy):
+        return
+    if source.dtype_policy.quantization_mode or target.dtype_policy.quantization_mode:
+        raise CannotCarry(
+            f"it is quantized ({source.dtype_policy.name}) and its clone is not "
+            f"({target.dtype_policy.name})"
+        )
+    target.dtype_policy = source.dtype_policy
+
+
+def _matched(model, pairs) -> list[tuple[keras.Variable, keras.Variable]]:
+    """The variables of a model with those of its copy, each once."""
+    problems, found = [], {}
+    for source, target in pairs:
+        ours, theirs = _variables_of(source), _variables_of(target)
+        shapes = [[(tuple(v.shape), v.dtype) for v in held] for held in (ours, theirs)]
+        if shapes[0] != shapes[1]:
+            problems.append(
+                f"layer '{_path(source)}' has the variables {_listed(ours)}, its clone "
+                f"{_listed(theirs)}"
+            )
+            continue
+        for variable, copied in zip(ours, theirs, strict=True):
+            if found.setdefault(id(variable), (variable, copied))[1] is not copied:
+                problems.append(
+                    f"layer '{_path(source)}' shares variable '{variable.path}' with another "
+                    "layer, and its clone has one of its own"
+                )
+    _refuse(model, problems)
+    return list(found.values())
+
+
+def _variables_of(layer) -> list[keras.Variable]:
+    held = variables_held_by(layer)
+    held += [generator.state for generator in seed_generators_of(layer)]
+    return held + [variable for metric in metrics_held_by(layer) for variable in metric.variables]
+
+
+def _path(layer) -> str:
+    return layer.path or layer.name  # One that is not built has no path.
+
+
+def _listed(variables) -> str:
+    return ", ".join(f"{v.name} {tuple(v.shape)} {v.dtype}" for v in variables) or "none"
+
+
+def _refuse(model, problems: list[str]) -> None:
+    if problems:
+        raise NotAlike(
+            f"The clone of model '{model.name}' would not be like it. A model that its config "
+            f"rebuilds is required. Received: {'; '.join(problems)}. Pass the function that "
+            "builds the model instead."
+        )

@@ -1,0 +1,252 @@
+"""What the launchers of several hosts tell each other while their workers run.
+
+    node 1 ──{failed: worker 5, ...}──> node 0 ──> nodes 2, 3, ...
+
+The connections over which they met (rendezvous.py) stay open: a star, whose middle
+is node 0, which hands on what it hears. A job ends everywhere with the first
+failure, with the same culprit; it has succeeded once it has on every host. A
+launcher that is stopped says so. One that is killed closes its connection; a
+host that vanishes is found out by TCP's keep-alive within half a minute. Where
+the number of hosts may change (elastic.py), node 0 also tells that one has come.
+
+Each message is one line of JSON of bounded size. Who speaks has proved that it
+belongs to the job when it came.
+"""
+
+import contextlib
+import errno
+import json
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from tfparallel.cluster.worker_exit import Departure, WorkerExit
+
+__all__ = ["ControlChannel"]
+
+_MESSAGE_BYTES = 1 << 12
+# To hand a message to the kernel: a launcher that does not listen holds nobody up.
+_SEND_SECONDS = 2.0
+# A silent host is asked after 10 s, and given up after three answers that do not come.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_UNACKNOWLEDGED_MILLISECONDS = 25_000
+_NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
+
+
+class ControlChannel:
+    """How the other hosts of a job fare. A context manager: leaving it hangs up.
+
+    Args:
+        node: This host's index.
+        num_nodes: How many hosts the job has.
+        connections: For each neighbour its connection: of node 0 all others, of the others node 0.
+        newcomers: A further line, which listens for hosts that would join; of node 0.
+
+    Attributes:
+        node, num_nodes: As given.
+        failures: The failed workers of other hosts, each with the time at which it became
+            known, by the monotonic clock.
+        departure: The first launcher that left a job which had not ended, or None.
+        has_newcomer: Whether a host would join the job.
+        gone: The nodes whose launchers have left, or whose connection has ended.
+        silent: Those of them that gave no sign of it.
+        leaving: Those whose launchers do not come again, if a worker of theirs is the culprit.
+        leaves_on_failure: Whether this one does not; to be set.
+    """
+
+    def __init__(
+        self,
+        node: int = 0,
+        num_nodes: int = 1,
+        connections: Mapping[int, socket.socket] | None = None,
+        newcomers: "_Line | None" = None,
+    ):
+        self.node, self.num_nodes = node, num_nodes
+        self.failures: list[tuple[WorkerExit, float]] = []
+        self.departure: Departure | None = None
+        self.has_newcomer = False
+        self.gone: set[int] = set()
+        self.silent: set[int] = set()
+        self.leaving: set[int] = set()
+        self.leaves_on_failure = False
+        self._coming_again: set[int] = set()
+        self._unfinished = set(range(num_nodes)) - {node}
+        self._lines = [
+            _Line(peer, connection, self._hear, self._lost)
+            for peer, connection in (connections or {}).items()
+        ]
+        self._newcomers = () if newcomers is None else (newcomers,)
+
+    def __enter__(self) -> "ControlChannel":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is not None:
+            interrupted = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
+            self._tell(_departure(self.node, getattr(error, "signum", interrupted)))
+        self.close()
+
+    @property
+    def lines(self) -> Sequence["_Line"]:
+        """The connections, for a selector: each has `fileno`, and `listen`, false at its end."""
+        return (*self._lines, *self._newcomers)
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the job has failed somewhere else."""
+        return bool(self.failures) or self.departure is not None
+
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether every other host's workers have succeeded."""
+        return not self._unfinished
+
+    def tell_success(self) -> None:
+        """Says that this host's workers have all succeeded."""
+        self._tell({"succeeded": self.node})
+
+    def tell_failure(
+        self, worker: int, returncode: int, time_seconds: float, lost: int | None = None
+    ) -> None:
+        """Says that a worker of this host has failed.
+
+        Args:
+            worker: As in `WorkerExit`, like the others.
+            returncode: How it ended.
+            time_seconds: When.
+            lost: Whom it had lost.
+        """
+        failed = {"worker": worker, "returncode": returncode, "time_seconds": time_seconds}
+        failed |= {} if lost is None else {"lost": lost}
+        self._tell({"failed": self.node, **failed, "leaves": self.leaves_on_failure})
+
+    def look(self) -> float | None:
+        """Looks whether a host that has come may join; in how many seconds to look again."""
+        waits = (newcomers.look() for newcomers in self._newcomers)
+        return next((seconds for seconds in waits if seconds is not None), None)
+
+    def tell_newcomer(self) -> None:
+        """Says that a host would join."""
+        self.has_newcomer = True
+        self._tell({"newcomer": True})
+
+    def tell_coming_again(self) -> None:
+        """Says that this launcher hangs up only to meet the others again."""
+        self._tell({"coming_again": self.node})
+
+    def close(self) -> None:
+        """Hangs up; a second time does nothing."""
+        for line in self._lines:
+            line.close()
+
+    def _tell(self, message, source=None):
+        for line in self._lines:
+            if line is not source:
+                line.send(message)
+
+    def _hear(self, message, source):
+        """Takes a message in, and hands it on: only node 0 has somebody else to tell."""
+        self._tell(message, source)
+        match message:
+            case {"succeeded": int(node)}:
+                self._unfinished.discard(node)
+            case {"failed": int(node), "worker": int(worker), "returncode": int(returncode),
+                  "time_seconds": float(seconds)}:  # fmt: skip
+                lost = message.get("lost")
+                failure = WorkerExit(
+                    worker,
+                    returncode,
+                    seconds,
+                    stopped=False,
+                    node=node,
+                    lost=lost if isinstance(lost, int) else None,
+                )
+                self.failures.append((failure, time.monotonic()))
+                if message.get("leaves") is True:
+                    self.leaving.add(node)
+            case {"newcomer": True}:
+                self.has_newcomer = True
+            case {"coming_again": int(node)}:
+                self._coming_again.add(node)
+            case {"stopped": int(node), "signum": int() | None as signum}:
+                self.gone.add(node)
+                if message.get("silent") is True:
+                    self.silent.add(node)
+                if not self.failures and self.departure is None:
+                    self.departure = Departure(node, signum)
+
+    def _lost(self, line):
+        """A line has ended: after a success or a failure that is how it should be."""
+        if line.peer in self._coming_again:
+            return
+        self.gone.add(line.peer)
+        if line.is_silent:
+            self.silent.add(line.peer)
+        # Who has succeeded may end; but node 0, which hands on what the others say, ends last.
+        is_missed = line.peer in self._unfinished or (self.node != 0 and not self.all_succeeded)
+        if is_missed and not self.is_bad:
+            silent = {"silent": True} if line.is_silent else {}
+            self._hear(_departure(line.peer, None) | silent, line)
+
+
+class _Line:
+    """The connection to one other launcher, which the line owns."""
+
+    def __init__(self, peer, connection, on_message, on_end):
+        self.peer = peer
+        self._on_message = on_message
+        self._on_end = on_end
+        self._socket = connection
+        self._received = bytearray()
+        self.is_silent = False  # Whether it has ended without a sign of the other.
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Without an option of this name the system's own patience holds, two hours by default.
+        for name, value in (
+            *_KEEP_ALIVE.items(),
+            ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MILLISECONDS),
+        ):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def fileno(self):
+        return self._socket.fileno()
+
+    def listen(self):
+        """Takes in what the other says; False once it has hung up."""
+        try:
+            chunk = self._socket.recv(_MESSAGE_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            chunk = b""
+            self.is_silent |= error.errno in _NO_ANSWER
+        *whole, self._received = (self._received + chunk).split(b"\n")
+        for text in whole:
+            with contextlib.suppress(ValueError, RecursionError):
+                self._on_message(json.loads(text), self)
+        if chunk and len(self._received) <= _MESSAGE_BYTES:
+            return True
+        self._on_end(self)
+        return False
+
+    def send(self, message):
+        """Sends a message, or ends the connection, which `listen` finds out."""
+        try:
+            self._socket.settimeout(_SEND_SECONDS)
+            try:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+            finally:
+                self._socket.setblocking(False)
+        except OSError as error:  # The system tells it once: here, and not to `listen`.
+            self.is_silent |= error.errno in _NO_ANSWER or isinstance(error, TimeoutError)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # Half a line would spoil what follows.
+
+    def close(self):
+        self._socket.close()
+
+
+def _departure(node, signum):
+    return {"stopped": node, "signum": signum}

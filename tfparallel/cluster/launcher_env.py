@@ -1,0 +1,340 @@
+"""What each launcher's variables say about a job.
+
+| launcher | tells a process | does not tell, so that it comes from |
+| --- | --- | --- |
+| torchrun | rank and size, in all and on this host | other hosts: TFPARALLEL_WORKERS |
+| MPI | rank and size, in all and on this host | other hosts: TFPARALLEL_WORKERS |
+| Slurm's `srun` | task, nodes, tasks on each node, job id | |
+| Kubernetes' indexed Job | index, host name | TFPARALLEL_NUM_WORKERS, TFPARALLEL_SERVICE |
+
+TFPARALLEL_PORT replaces the port that is worked out here; the workers of one
+host count up from it.
+
+References:
+    torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
+    Open MPI: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
+    Slurm: https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES"
+    Kubernetes: https://kubernetes.io/docs/concepts/workloads/controllers/job/,
+        "Completion mode", and
+        https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/
+    MPICH and Intel MPI: what their `mpiexec` (Hydra) gives to each process; `mpiexec env`
+"""
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Mapping
+
+from tfparallel.cluster import slurm
+from tfparallel.cluster.address import join_address
+from tfparallel.cluster.config_error import refusal, shown
+from tfparallel.cluster.env_reader import EnvReader
+
+__all__ = ["LauncherEnv", "of_kubernetes", "of_mpi", "of_slurm", "of_torchrun", "without_counts"]
+
+_WORKERS = "TFPARALLEL_WORKERS"
+_PORT = "TFPARALLEL_PORT"
+_NUM_WORKERS = "TFPARALLEL_NUM_WORKERS"
+_SERVICE = "TFPARALLEL_SERVICE"
+
+_NAME_THEM = (
+    f'Set {_WORKERS}="host1:port,host2:port", an address for each worker in the order of their '
+    "ranks, the same for all; or set TF_CONFIG"
+)
+# Pods have addresses of their own, so that all may take the same port.
+_POD_PORT = 13_000
+# What tells two MPI jobs on one host apart: PMIx (Open MPI 5), Open MPI 4, schedulers.
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+# Steps that Slurm starts for itself: interactive, batch, extern and the like.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_STEP = re.compile("[0-9]{1,10}")
+
+_MPI_VARIABLES = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
+     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
+
+
+@dataclasses.dataclass(frozen=True)
+class LauncherEnv:
+    """What one source says about the job and this process's part in it.
+
+    Attributes:
+        source: The source, in words.
+        num_workers: How many processes it counts.
+        worker_index: Which of them this process is.
+        received: The variables that say so.
+        addresses: Works out every worker's address, or raises ValueError.
+        local_rank: This process among those on its host; None if unknown.
+        num_local_workers: How many the host has; None if unknown.
+        num_launchers: How many processes started the workers; None if unknown.
+        num_evaluators: How many processes TF_CONFIG names that are no workers.
+        one_a_host: Whether each host has one process, as when MPI starts its
+            daemons by Slurm.
+    """
+
+    source: str
+    num_workers: int
+    worker_index: int
+    received: Mapping[str, str]
+    addresses: Callable[[], tuple[str, ...]]
+    local_rank: int | None = None
+    num_local_workers: int | None = None
+    num_launchers: int | None = None
+    num_evaluators: int = 0
+    one_a_host: bool = False
+
+
+def of_torchrun(environ: Mapping[str, str]) -> LauncherEnv | None:
+    """Reads what torchrun, `tfparallel launch` and DDP's convention set.
+
+    Args:
+        environ: Environment variables.
+
+    Returns:
+        The claim, or None where WORLD_SIZE is not set.
+
+    Raises:
+        ValueError: If the variables are malformed or incomplete.
+    """
+    if "WORLD_SIZE" not in environ:
+        return None
+    variables = EnvReader(environ, "torchrun")
+    size = variables.number("WORLD_SIZE", least=1)
+    index = variables.number("RANK", below=size, required=True)
+    local_rank, num_local = variables.place("LOCAL_RANK", "LOCAL_WORLD_SIZE", size)
+    launchers = variables.number("GROUP_WORLD_SIZE", least=1)
+    variables.check("Start the workers by torchrun or `tfparallel launch`, or unset WORLD_SIZE.")
+    if launchers is None and num_local and size % num_local == 0:
+        launchers = size // num_local
+
+    def addresses():
+        if num_local != size:
+            raise _unknown_hosts("torchrun", size, num_local, variables.received)
+        base = variables.number(_PORT, least=1, below=65536)
+        if base is None and _PORT not in environ:
+            master = variables.number("MASTER_PORT", least=1, below=65536, required=True)
+            # The port after torchrun's own, which its store keeps.
+            base = None if master is None else master + 1
+        return _loopback(variables, base, size)
+
+    return LauncherEnv(
+        "torchrun", size, index, variables.received, addresses, local_rank, num_local, launchers
+    )
+
+
+def of_mpi(environ: Mapping[str, str]) -> LauncherEnv | None:
+    """Reads what the `mpirun` of Open MPI, MPICH and Intel MPI sets.
+
+    Args:
+        environ: Environment variables.
+
+    Returns:
+        The claim, or None where none of them started this process.
+
+    Raises:
+        ValueError: If the variables are malformed or incomplete.
+    """
+    names = next((names for names in _MPI_VARIABLES if names[0] in environ), None)
+    if names is None:
+        return None
+    variables = EnvReader(environ, "MPI")
+    size = variables.number(names[0], least=1)
+    index = variables.number(names[1], below=size, required=True)
+    local_rank, num_local = variables.place(*names[2:], size)
+    variables.check("Start the workers by mpirun.")
+
+    def addresses():
+        if num_local != size:
+            raise _unknown_hosts("MPI", size, num_local, variables.received)
+        base = variables.number(_PORT, least=1, below=65536)
+        if base is None and _PORT not in environ:
+            # MPICH gives its jobs no name: two of them on one host need TFPARALLEL_PORT.
+            job = variables.text(*_JOB_NAMES) or ""
+            base = slurm.base_port(zlib.crc32(job.encode(errors="replace")), 0, size)
+        return _loopback(variables, base, size)
+
+    return LauncherEnv("MPI", size, index, variables.received, addresses, local_rank, num_local)
+
+
+def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
+    """Reads what Slurm sets for a task of a step.
+
+    A batch script's own shell has SLURM_PROCID=0 and the SLURM_NTASKS of the whole
+    job, but is no task of it: only what `srun` starts belongs to a step.
+
+    Args:
+        environ: Environment variables.
+
+    Returns:
+        The claim, or None where this process is no such task, or the only one.
+
+    Raises:
+        ValueError: If the variables are malformed or incomplete.
+    """
+    if not any(name in environ for name in _STEP_VARIABLES):
+        return None
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
+    if not _STEP.fullmatch(step) or int(step) >= _FIRST_SPECIAL_STEP:
+        return None
+    variables = EnvReader(environ, "Slurm")
+    # The step's own numbers first: an interactive step inherits those of its job.
+    size = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1, required=True)
+    if size == 1:
+        return None
+    index = variables.number("SLURM_PROCID", below=size, required=True)
+    local_rank = variables.number("SLURM_LOCALID")
+    node = variables.number("SLURM_NODEID")
+    job = variables.number("SLURM_JOB_ID", "SLURM_JOBID", required=True)
+    nodes = _slurm_nodes(variables)
+    counts = _slurm_counts(variables, size, nodes)
+    num_local = counts[node] if counts and node is not None and node < len(counts) else None
+    if num_local is not None and local_rank is not None and local_rank >= num_local:
+        variables.problems.append(f"SLURM_LOCALID must be below the node's {num_local} tasks")
+    variables.check("Start the workers by srun.")
+
+    def addresses():
+        base = variables.number(_PORT, least=1, below=65536)
+        places = []
+        try:
+            places = slurm.place_tasks(counts, variables.text("SLURM_DISTRIBUTION") or "")
+        except ValueError as error:
+            variables.problems.append(str(error))
+        if places:
+            own_node, own_local = places[index]
+            if node not in (None, own_node) or local_rank not in (None, own_local):
+                variables.problems.append(
+                    f"task {index} should be number {own_local} on node {own_node} of the step, "
+                    f"but is number {local_rank} on node {node}; srun's --distribution must be "
+                    "block or cyclic"
+                )
+        variables.check(f"{_NAME_THEM}.")
+        if base is None:
+            base = slurm.base_port(job, int(step), max(counts))
+        return tuple(join_address(nodes[at], base + local) for at, local in places)
+
+    return LauncherEnv(
+        "Slurm", size, index, variables.received, addresses, local_rank, num_local,
+        one_a_host=set(counts) == {1},
+    )
+
+
+def without_counts(environ: Mapping[str, str]) -> dict[str, str]:
+    """Leaves out how many processes Slurm, MPI or Kubernetes has started.
+
+    For the workers of a job whose number of hosts changes: what started its launchers goes on
+    counting those that are gone.
+
+    Args:
+        environ: Environment variables.
+    """
+    counts = {*_STEP_VARIABLES, *(names[0] for names in _MPI_VARIABLES), _NUM_WORKERS}
+    return {name: value for name, value in environ.items() if name not in counts}
+
+
+def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> LauncherEnv | None:
+    """Reads what Kubernetes sets in a pod of an indexed Job.
+
+    Kubernetes does not say how many pods there are. An index alone says nothing
+    of workers that another source has counted; otherwise it is an error, or
+    every pod would train a model of its own by accident.
+
+    Args:
+        environ: Environment variables.
+        counted: Whether another source says how many workers there are.
+
+    Returns:
+        The claim, or None where this process is in no such pod, or trains alone.
+
+    Raises:
+        ValueError: If the variables are malformed or incomplete.
+    """
+    if "JOB_COMPLETION_INDEX" not in environ or environ.get(_NUM_WORKERS) == "1":
+        return None
+    if counted and _NUM_WORKERS not in environ:
+        return None
+    variables = EnvReader(environ, "the Kubernetes Job")
+    size = variables.number(_NUM_WORKERS, least=1, required=True)
+    index = variables.number("JOB_COMPLETION_INDEX", below=size)
+    fix = (
+        f"Set {_NUM_WORKERS} to the Job's completions and {_SERVICE} to the name of its headless "
+        f"Service (spec.subdomain of the pods), in the pods' env; {_NUM_WORKERS}=1 if each pod "
+        "trains a model of its own."
+    )
+    variables.check(fix)
+
+    def addresses():
+        service = variables.text(_SERVICE)
+        if service is None:
+            variables.problems.append(f"{_SERVICE} is missing")
+        port = variables.number(_PORT, least=1, below=65536) or _POD_PORT
+        host = variables.text("HOSTNAME") or ""
+        job, dash, number = host.rpartition("-")
+        if not (job and dash and number == str(index)):
+            variables.problems.append(
+                f"HOSTNAME must be the Job's name and the pod's index, as in 'train-{index}' "
+                f"(a pod with hostNetwork has its node's), not {shown(host)}"
+            )
+        variables.check(f"{fix} Or name the workers: {_NAME_THEM}.")
+        return tuple(f"{job}-{other}.{service}:{port}" for other in range(size))
+
+    return LauncherEnv("Kubernetes", size, index, variables.received, addresses, 0, 1)
+
+
+def _slurm_nodes(variables):
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    text = variables.text(*names)
+    if text is None:
+        variables.problems.append("SLURM_STEP_NODELIST is missing")
+        return []
+    try:
+        return slurm.expand_node_list(text)
+    except ValueError as error:
+        name = next(name for name in names if name in variables.environ)
+        variables.problems.append(f"{name} is no list of nodes such as 'node[01-04]': {error}")
+        return []
+
+
+def _slurm_counts(variables, size, nodes):
+    if not nodes or size is None:
+        return []
+    text = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if text is None:
+        if size % len(nodes):
+            variables.problems.append("SLURM_STEP_TASKS_PER_NODE is missing")
+            return []
+        return [size // len(nodes)] * len(nodes)
+    try:
+        counts = slurm.expand_tasks_per_node(text)
+    except ValueError as error:
+        variables.problems.append(f"SLURM_STEP_TASKS_PER_NODE cannot be read: {error}")
+        return []
+    if len(counts) != len(nodes) or sum(counts) != size:
+        variables.problems.append(
+            f"the step has {size} tasks and {len(nodes)} nodes, but {sum(counts)} tasks are "
+            f"counted on {len(counts)} nodes"
+        )
+        return []
+    return counts
+
+
+def _unknown_hosts(source, size, num_local, received):
+    here = "an unknown number" if num_local is None else num_local
+    return refusal(
+        f"{source} starts {size} workers, {here} of them on this host, and does not say where "
+        "the others are",
+        ["the address of every worker is required"],
+        shown(received),
+        f"{_NAME_THEM}.",
+    )
+
+
+def _loopback(variables, base, size):
+    if base is not None and base + size - 1 > 65535:
+        variables.problems.append(
+            f"{size} ports from {base} up are needed, and the last port is 65535"
+        )
+    variables.check(f"Set {_PORT} to the first of {size} free ports, the same for all workers.")
+    return tuple(f"127.0.0.1:{base + rank}" for rank in range(size))

@@ -1,0 +1,223 @@
+"""Stands between the launcher and one worker, so that nothing outlives the launcher.
+
+    launcher ──socket──> (second ──>) reaper ──> worker ──> the worker's own children
+
+A launcher that is killed by SIGKILL can clean up nothing, but the kernel closes
+its end of the socket, and that the reaper sees. It then kills the worker with
+everything below it. PR_SET_PDEATHSIG alone would reach the worker and leave its
+children; it also needs a `preexec_fn`, which may deadlock in a launcher that
+has threads. A process group alone has nobody left to signal it, and loses the
+children that made a group of their own (as `timeout` does): the reaper is
+their reaper instead, so what loses its parent becomes its child. Should the
+reaper itself be killed, the kernel kills the worker, and the rest becomes the
+children of its second, which waits for nothing else and kills them.
+
+On the socket, standard input: a byte from the launcher is the number of a
+signal for the worker; its end of file means kill. Back come the lines
+`started PID REAPER'S_PID` and `ended RETURNCODE TIME`, with the return code
+of `subprocess` (negative for a signal) and the time of the monotonic clock,
+which all processes of a host share.
+
+The file is run by its path in an isolated interpreter (about 10 ms), and so
+imports nothing of this package. Off Linux there is no reaper: there the
+worker's process group is all that is killed.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+_CONTROL = 0
+# From <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# What a worker leaves behind may end by itself, as the resource tracker of
+# `multiprocessing` does, which still has shared memory to remove.
+_LEFTOVER_SECONDS = 1.0
+# A process in an uninterruptible wait of the kernel cannot be killed: go.
+_KILL_SECONDS = 5.0
+
+
+def main(cores: str, command: list[str]) -> None:
+    """Runs `command` on `cores` ("0,1", or "" for all) until it or the launcher ends."""
+    # Slurm signals every process of a job. The worker does what it does then; the reaper stays
+    # until it has ended, or until the launcher is gone.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    first = os.fork()
+    if first != 0:
+        _second(first)
+        return
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    # Without a handler SIGCHLD would not be written to the pipe.
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    reaper = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        _become_worker(reaper, cores, command)
+    _close_output()
+    _say(f"started {worker} {reaper}")
+    returncode = _watch(worker, woken)
+    if returncode is not None:
+        _say(f"ended {returncode} {time.monotonic()}")
+        _wait_for_leftovers()
+    returncode_when_killed = _kill_all(worker)
+    if returncode is None:
+        _say(f"ended {returncode_when_killed} {time.monotonic()}")
+
+
+def _second(first):
+    """Waits for the reaper, and kills what it leaves, which is nothing unless it was killed."""
+    _close_output()
+    status = None
+    while status is None:
+        pid, ended = os.waitpid(-1, 0)
+        status = ended if pid == first else None
+    _kill_all(None)
+    if os.WIFSIGNALED(status):
+        _say(f"ended {-signal.SIGKILL} {time.monotonic()}")
+
+
+def _become_worker(reaper, cores, command):
+    """Turns the forked child into the worker; never returns."""
+    try:
+        # SIGKILL to the reaper itself takes the worker along.
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != reaper:
+            os._exit(1)
+        os.setsid()
+        if cores:
+            os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+        _to_null(0, os.O_RDONLY)
+        # Python ignores these two, and exec would hand that down.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"Cannot run {command[0]!r}: {error.strerror}.\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _watch(worker, woken):
+    """Forwards signals until the worker ends; None if the launcher orders its death."""
+    while True:
+        ready, _, _ = select.select([_CONTROL, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            returncode = _reap(worker)
+            if returncode is not None:
+                return returncode
+        if _CONTROL in ready:
+            signals = _hear()
+            if not signals:
+                return None
+            for signum in signals:
+                _signal_group(worker, signum)
+
+
+def _wait_for_leftovers():
+    deadline = time.monotonic() + _LEFTOVER_SECONDS
+    while _has_children() and time.monotonic() < deadline:
+        _reap()
+        time.sleep(0.01)
+
+
+def _kill_all(worker):
+    """Kills the worker and its descendants; returns the worker's return code if it was seen."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    returncode = None
+    while True:
+        # Children of a killed process become the reaper's, and are killed in the next round.
+        if worker is not None:
+            _signal_group(worker, signal.SIGKILL)
+        for child in _children():
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+        found = _reap(worker)
+        returncode = found if returncode is None else returncode
+        if not _has_children() or time.monotonic() > deadline:
+            return returncode
+        time.sleep(0.005)
+
+
+def _signal_group(worker, signum):
+    try:
+        os.killpg(worker, signum)
+    except ProcessLookupError:
+        # It has ended, or not yet begun its session.
+        with contextlib.suppress(OSError):
+            os.kill(worker, signum)
+    except OSError:
+        # A group of another user, which the worker became.
+        pass
+
+
+def _reap(worker=None):
+    """Collects all that ended; returns the worker's return code if it is among them."""
+    returncode = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == worker:
+                returncode = os.waitstatus_to_exitcode(status)
+    return returncode
+
+
+def _has_children():
+    try:
+        # Leaves what it finds to be collected.
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except (ChildProcessError, AttributeError):
+        return False
+    return True
+
+
+def _children():
+    with contextlib.suppress(OSError), open("/proc/thread-self/children") as file:
+        return [int(pid) for pid in file.read().split()]
+    return []
+
+
+def _hear():
+    try:
+        return os.read(_CONTROL, 64)
+    except OSError:
+        return b""
+
+
+def _say(line):
+    # A launcher that is gone hears nothing, and the reaper goes on to clean up.
+    with contextlib.suppress(OSError):
+        os.write(_CONTROL, line.encode() + b"\n")
+
+
+def _close_output():
+    # Else the launcher would never see the end of the worker's output.
+    _to_null(1, os.O_WRONLY)
+    _to_null(2, os.O_WRONLY)
+
+
+def _to_null(descriptor, flags):
+    null = os.open(os.devnull, flags)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def _prctl(option, value):
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

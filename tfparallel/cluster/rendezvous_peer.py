@@ -1,0 +1,278 @@
+"""What every worker does at a rendezvous, the chief or not.
+
+It listens at its own address, says who it is when one of the job asks, hangs
+up on everybody else, and looks for the other workers at theirs. What the chief
+and the others say to each other stands in `rendezvous`.
+
+    caller ──{protocol, nonce}──────> listener
+    caller <──{nonce}──────────────── listener
+    caller ──{call, …, proof}───────> listener     proofs of the job's token: secret.py
+    caller <──{…, proof}───────────── listener     or {refused}
+"""
+
+import abc
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tfparallel.cluster import agreement, listener, messages
+from tfparallel.cluster.address import split_address
+from tfparallel.cluster.secret import Secret, new_nonce
+
+__all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "Participant", "RendezvousPeer", "why"]
+
+# A caller has this long to say who it is, and a listener to answer.
+GREETING_SECONDS = 5.0
+RETRY_SECONDS = 0.2
+_SURVEY_SECONDS = 0.5
+# Callers that have not said who they are; beyond it the oldest is disconnected.
+_MAX_STRANGERS = 256
+_MAX_INTRUDERS = 3
+_PROTOCOL = "tfparallel rendezvous 2"
+_NOBODY = "nothing listens there"
+_STRANGER = "what listens there is no tfparallel worker"
+
+
+@dataclasses.dataclass(frozen=True)
+class Participant:
+    """A worker as it describes itself.
+
+    Attributes:
+        index: Its worker index.
+        workers: Its list of workers' addresses.
+        facts: What it goes by.
+        host: The name of its host.
+        pid: Its process.
+        seconds: How long it is ready to wait.
+        connection: How to reach it; None for the chief itself.
+    """
+
+    index: int
+    workers: list[str]
+    facts: dict[str, Any]
+    host: str
+    pid: int
+    seconds: float
+    connection: messages.Connection | None = None
+
+    @classmethod
+    def from_hello(
+        cls, hello: dict[str, Any], connection: messages.Connection
+    ) -> "Participant":
+        """Reads a hello, which may hold anything; `ValueError` unless it is whole."""
+        kinds = dict(index=int, workers=list, facts=dict, host=str, pid=int, seconds=float)
+        fields = {name: hello.get(name) for name in kinds}
+        whole = all(type(fields[name]) is kind for name, kind in kinds.items())
+        # The name of the host is printed.
+        if not (whole and fields["index"] >= 0 and fields["host"].isprintable()):
+            raise ValueError("a hello that is not whole")
+        return cls(**fields, connection=connection)
+
+    @property
+    def whereabouts(self) -> str:
+        """Where to look for it: `"process 4711 on host a"`."""
+        return f"process {self.pid} on host {self.host[:64]}"
+
+
+class RendezvousPeer(abc.ABC):
+    """One worker's side of a rendezvous; its part in it is the subclass's.
+
+    Args:
+        workers: The workers' addresses.
+        index: This worker's index.
+        facts: What this worker goes by.
+        timeout_seconds: How long the meeting may last, from now.
+        token: The job's secret, or "".
+        may_differ: Keys of the facts that are not compared.
+    """
+
+    def __init__(
+        self,
+        workers: list[str],
+        index: int,
+        facts: dict[str, Any],
+        timeout_seconds: float,
+        token: str,
+        may_differ: frozenset[str],
+    ):
+        self.workers = workers
+        self.index = index
+        self.facts = facts
+        self.secret = Secret(token)
+        self.may_differ = may_differ
+        self.started = time.monotonic()
+        self.deadline = self.started + timeout_seconds
+        # What looking for a worker at its address last gave: "" if it is there.
+        self.found: dict[int, str] = {}
+        # Workers of other jobs that came to this one.
+        self.intruders: list[str] = []
+        self._ports = {split_address(address)[1] for address in workers}
+        self._tasks: set[asyncio.Task] = set()
+        # In the order in which they came.
+        self._strangers: dict[asyncio.Task, None] = {}
+
+    async def hold(self, listen_host: str | None) -> tuple[dict[str, Any], ...]:
+        """Listens, takes part, and leaves nothing behind; returns the facts of all workers."""
+        own_port = await listener.listen(
+            self.workers, self.index, timeout_seconds=self.remaining(), listen_host=listen_host
+        )
+        loop = asyncio.get_running_loop()
+        with own_port:
+            try:
+                loop.add_reader(own_port, self._accept, own_port)
+                return tuple(await self.take_part())
+            finally:
+                loop.remove_reader(own_port)
+                tasks = list(self._tasks)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    @abc.abstractmethod
+    async def take_part(self) -> list[dict[str, Any]]:
+        """Does this worker's part; returns the facts of all workers."""
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
+        """Starts a task that ends with the meeting at the latest."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def remaining(self) -> float:
+        """Seconds until the time limit."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def name(self, index: int) -> str:
+        """A worker with its address, for an error."""
+        return agreement.name_worker(self.workers, index)
+
+    async def introduce(self, connection: messages.Connection) -> tuple[str, str]:
+        """Exchanges nonces with one that listens, and returns both; `ValueError` for a stranger."""
+        own = new_nonce()
+        await connection.send({"protocol": _PROTOCOL, "nonce": own})
+        return own, _nonce_of(await connection.receive())
+
+    def call(self, nonces: tuple[str, str], kind: str, **content: Any) -> dict[str, Any]:
+        """What this worker says to one that listens, with its proof."""
+        proof = self.secret.proof("call", *nonces, kind, content)
+        return {"call": kind, **content, "proof": proof}
+
+    def _accept(self, own_port):
+        """Takes a caller in; `loop.sock_accept` loses the one that comes as it is cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            caller, _ = own_port.accept()
+        except OSError:
+            # The caller has gone; or this process is out of descriptors, and must not spin.
+            loop.remove_reader(own_port)
+            self.spawn(self._listen_on(own_port))
+            return
+        if len(self._strangers) >= _MAX_STRANGERS + len(self.workers):
+            next(iter(self._strangers)).cancel()
+        connection = messages.Connection(caller)
+        task = self.spawn(self._pick_up(connection))
+        self._strangers[task] = None
+        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+        # Also of a task that is cancelled before it begins.
+        task.add_done_callback(lambda done: connection.close())
+
+    async def _listen_on(self, own_port):
+        await asyncio.sleep(RETRY_SECONDS)
+        asyncio.get_running_loop().add_reader(own_port, self._accept, own_port)
+
+    async def _pick_up(self, connection):
+        """Answers a caller of this job, and hangs up on any other."""
+        with contextlib.suppress(OSError, ValueError):
+            async with asyncio.timeout(GREETING_SECONDS):
+                greeting = await connection.receive()
+                if greeting.get("protocol") != _PROTOCOL:
+                    return
+                nonces = (_nonce_of(greeting), new_nonce())
+                await connection.send({"nonce": nonces[1]})
+                call = await connection.receive()
+            kind, proof = call.pop("call", None), call.pop("proof", None)
+            if not self.secret.is_proof(proof, "call", *nonces, kind, call):
+                if kind == "hello":
+                    self._note(Participant.from_hello(call, connection))
+                await connection.send({"refused": "another job"})
+            elif kind == "probe":
+                here = self.secret.proof("here", *nonces, self.index)
+                await connection.send({"index": self.index, "proof": here})
+            elif kind == "hello":
+                self._strangers.pop(asyncio.current_task(), None)
+                await self.greet(Participant.from_hello(call, connection), nonces)
+
+    async def greet(self, participant: Participant, nonces: tuple[str, str]) -> None:
+        """Answers a hello; to any but the chief it comes from another list of workers."""
+        self._note(participant)
+        await participant.connection.send({"refused": "not the chief", "workers": self.workers})
+
+    def _note(self, intruder):
+        if len(self.intruders) < _MAX_INTRUDERS:
+            self.intruders.append(f"{intruder.whereabouts} came as worker {intruder.index}")
+
+    async def probe(self, index: int, timeout_seconds: float) -> str:
+        """Asks who is at a worker's address; "" if that worker, else what is found there."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                with await messages.connect(self.workers[index], self._ports) as connection:
+                    nonces = await self.introduce(connection)
+                    await connection.send(self.call(nonces, "probe"))
+                    answer = await connection.receive()
+        except (OSError, ValueError) as error:
+            return why(error)
+        if answer.get("refused") == "another job":
+            return "its port is used by another tfparallel job"
+        if not self.secret.is_proof(answer.get("proof"), "here", *nonces, answer.get("index")):
+            return _STRANGER
+        if answer.get("index") != index:
+            return f"the process there says that it is worker {answer.get('index')}"
+        return ""
+
+    async def survey(self, absent: Callable[[], list[int]]) -> None:
+        """Keeps looking for the workers that `absent()` lists, so that an error can say why."""
+
+        async def look_for(index):
+            # What stands if the time limit comes before an answer.
+            self.found.setdefault(index, "no answer")
+            self.found[index] = await self.probe(index, GREETING_SECONDS)
+
+        while True:
+            await asyncio.sleep(_SURVEY_SECONDS)
+            await asyncio.gather(*(look_for(index) for index in absent()))
+
+    def error(self, what: str, how_to_fix: str) -> RuntimeError:
+        """The one form of all that goes wrong here."""
+        return RuntimeError(
+            f"The job cannot start: {what}. All {len(self.workers)} workers must start within the "
+            "time limit, agree, reach each other, and stay. "
+            f"Received: workers={self.workers}. {how_to_fix}"
+        )
+
+    def missing(self, reasons: dict[int, str]) -> RuntimeError:
+        """The error for workers that did not come: for each index, what is at its address."""
+        seconds = time.monotonic() - self.started
+        named = "; ".join(f"{self.name(i)} did not come ({reasons[i]})" for i in sorted(reasons))
+        uninvited = "".join(f"; {intruder} of another job" for intruder in self.intruders)
+        return self.error(
+            f"after {seconds:.3g} s {named}{uninvited}",
+            "Look at the output of what is missing, or allow more time (--start_timeout).",
+        )
+
+
+def why(error: Exception) -> str:
+    """What a failed connection tells about the worker that should be at the other end."""
+    if isinstance(error, ConnectionRefusedError):
+        return _NOBODY
+    return _STRANGER if isinstance(error, ValueError) else messages.reason(error)
+
+
+def _nonce_of(message):
+    nonce = message.get("nonce")
+    if not isinstance(nonce, str):
+        raise ValueError("a message without a nonce")
+    return nonce

@@ -1,0 +1,251 @@
+"""Processes that have loaded TensorFlow, and wait to become a worker of a job that starts again.
+
+Python and TensorFlow take some three seconds of a core to load: most of what a restart costs. With
+`launch --standby` each worker has a process beside it that has got as far as `import tfparallel`,
+holds there, and goes on as the worker of the next attempt.
+
+    launcher ── starts it, TFPARALLEL_STANDBY=FILE ──> import tfparallel
+                                        writes its number into FILE.ready, and waits for FILE
+    launcher ── writes FILE: what changes in its environment ────────────────────> goes on
+
+Only a process that is ready, and is the worker's own process and not one below it, becomes a
+worker. One that is not ready in time runs something else, and is ended.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tfparallel.cluster.own_folder import OwnFolder
+from tfparallel.cluster.worker_process import Program, WorkerProcess
+
+__all__ = ["STANDBY", "WarmSpares", "imports_tfparallel"]
+
+# Names the file that a waiting process reads.
+STANDBY = "TFPARALLEL_STANDBY"
+# The job itself is to start first: loading takes a core.
+_DELAY_SECONDS = 10.0
+_LOADING_SECONDS = 60.0
+_LOOK_SECONDS = 0.02
+_END_SECONDS = 10.0
+
+
+def imports_tfparallel(command: Sequence[str]) -> bool:
+    """Whether a command imports tfparallel itself: `tfparallel …`, or Python with such a script.
+
+    Args:
+        command: The program and its arguments.
+    """
+    name, *arguments = command
+    if os.path.basename(name) == "tfparallel":
+        return True
+    if not os.path.basename(name).startswith("python"):
+        return False
+    if arguments[:2] == ["-m", "tfparallel"]:
+        return True
+    script = next((each for each in arguments if each.endswith(".py")), None)
+    try:
+        with open(script or "", "rb") as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    modules = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.append(node.module)
+    return any(module.partition(".")[0] == "tfparallel" for module in modules)
+
+
+class WarmSpares:
+    """The waiting processes of a launcher. A context manager: leaving it ends them.
+
+    Args:
+        delay_seconds: How long after a job's start they are started.
+        loading_seconds: How long one may take to be ready.
+        tell: Called with a sentence when some of them became workers.
+    """
+
+    def __init__(
+        self,
+        delay_seconds: float = _DELAY_SECONDS,
+        loading_seconds: float = _LOADING_SECONDS,
+        tell: Callable[[str], None] = lambda text: None,
+    ):
+        self._delay_seconds, self._loading_seconds = delay_seconds, loading_seconds
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Waiting] = {}
+        self._timer: threading.Timer | None = None
+        self._prepares = True
+        self._num_taken = 0
+        self._own = OwnFolder("tfparallel_standby_")
+        self._folder = self._own.path
+        self._count = 0
+
+    def __enter__(self) -> "WarmSpares":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def prepare(self, programs: Sequence[Program]) -> None:
+        """Starts, after `delay_seconds`, a process for each program that has none.
+
+        Args:
+            programs: What the workers of this host run now.
+        """
+        with self._lock:
+            taken, self._num_taken = self._num_taken, 0
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._prepares:
+                self._timer = threading.Timer(self._delay_seconds, self._start, [list(programs)])
+                self._timer.daemon = True
+                self._timer.start()
+        if taken:
+            self._tell(f"{taken} of {len(programs)} workers here had a process ready")
+
+    def prepare_now(self, programs: Sequence[Program]) -> None:
+        """Starts such processes at once, and waits until they are ready, or not in time.
+
+        So a host that joins a running job loads before it stops the others for it.
+
+        Args:
+            programs: What the workers of this host will run, in any environment.
+        """
+        self._start(list(programs))
+
+    def stop_preparing(self) -> None:
+        """Starts no others: the job does not start again."""
+        with self._lock:
+            self._prepares = False
+
+    def take(self, position: int, program: Program) -> WorkerProcess | None:
+        """Returns the process that is ready for this place, told to go on as the program.
+
+        Args:
+            position: The worker's place on this host.
+            program: What it is to run.
+
+        Returns:
+            It; None if there is none, or if it has ended, runs something else, or is not ready.
+        """
+        with self._lock:
+            waiting = self._waiting.pop(position, None)
+        if waiting is None:
+            return None
+        if not waiting.is_ready() or not waiting.runs(program):
+            _end([waiting])
+            return None
+        self._num_taken += 1
+        return waiting.become(program)
+
+    def close(self) -> None:
+        """Ends all that still wait."""
+        with self._lock:
+            self._prepares = False
+            if self._timer is not None:
+                self._timer.cancel()
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
+        _end(waiting)
+        self._own.__exit__()
+
+    def _start(self, programs):
+        started = {}
+        for position, program in enumerate(programs):
+            with self._lock:
+                if position in self._waiting:
+                    started[position] = self._waiting[position]
+                    continue
+                if not self._prepares:
+                    break
+                self._count += 1
+                path = os.path.join(self._folder, str(self._count))
+                environment = {**program.environment, STANDBY: path}
+                waits = dataclasses.replace(program, environment=environment)
+                with contextlib.suppress(OSError):  # Then the next attempt starts afresh.
+                    started[position] = _Waiting(path, WorkerProcess(waits))
+                    self._waiting[position] = started[position]
+        deadline = time.monotonic() + self._loading_seconds
+        while (left := self._loading(started)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        with self._lock:
+            late = [
+                self._waiting.pop(position)
+                for position, each in left.items()
+                if self._waiting.get(position) is each
+            ]
+        _end(late)
+
+    def _loading(self, started):
+        """Those that wait for a place still, and are not ready."""
+        with self._lock:
+            return {
+                position: each
+                for position, each in started.items()
+                if self._waiting.get(position) is each and not each.is_ready()
+            }
+
+
+@dataclasses.dataclass
+class _Waiting:
+    """A process that loads, or waits.
+
+    Attributes:
+        path: The file that it waits for.
+        worker: It.
+    """
+
+    path: str
+    worker: WorkerProcess
+
+    def is_ready(self) -> bool:
+        """Whether the worker's own process waits for the file."""
+        try:
+            with open(f"{self.path}.ready") as file:
+                number = file.read()
+        except OSError:
+            return False
+        if not self.worker.gone:
+            self.worker.listen()
+        return self.worker.returncode is None and number == str(self.worker.pid)
+
+    def runs(self, program: Program) -> bool:
+        """Whether it was started as this program would be, but for the environment."""
+        own = self.worker.program
+        return (own.command, own.cores) == (program.command, program.cores)
+
+    def become(self, program: Program) -> WorkerProcess:
+        """Has it go on as this program."""
+        # What the program itself has set before it came to wait is its own, and stays.
+        before, after = dict(self.worker.program.environment), dict(program.environment)
+        before.pop(STANDBY)
+        changed = {name: value for name, value in after.items() if before.get(name) != value}
+        changed |= dict.fromkeys(before.keys() - after.keys())
+        self.worker.program = program
+        with open(f"{self.path}.part", "w") as file:
+            json.dump(changed, file)
+        os.rename(f"{self.path}.part", self.path)
+        return self.worker
+
+
+def _end(waiting):
+    for each in waiting:
+        each.worker.order_death()
+    for each in waiting:
+        worker = each.worker
+        with contextlib.suppress(Exception):
+            worker.reaper.wait(_END_SECONDS)
+            while not worker.gone and worker.listen():  # How it ended, then the reaper's end.
+                time.sleep(_LOOK_SECONDS)
+        worker.close()
+        for stream in (worker.reaper.stdout, worker.reaper.stderr):
+            stream.close()

@@ -1,0 +1,361 @@
+"""All workers of a job meet before TensorFlow starts: is everyone there, do all agree.
+
+TensorFlow's multi-worker constructor waits for ever for a worker that is
+missing, and says only "Could not start gRPC server" where a port is taken.
+`meet` comes first: it listens on the port that TensorFlow is about to use, and
+ends within its time limit, either with the facts of all workers or with the
+same explanation on every one of them.
+
+```
+worker k                                      worker 0, the chief
+   | -- hello: k, workers, facts -------------> |   held open: a break is a death
+   | <- welcome ------------------------------- |
+   |            ... until all have come, and all agree ...
+   | <- probe --------------------------------- |
+   | <- who is there? --- (a new connection) -- |   back to k's own address
+   | -- who is there? --> worker k + 1          |   around the ring that TensorFlow builds
+   | -- reached ------------------------------> |
+   | <- the facts of all, or the error -------- |
+```
+
+Whoever does not speak this protocol, with a proof that it knows the job's token
+(secret.py), is disconnected. Messages are bounded JSON and not encrypted: who
+reads the network reads the facts, and not the token. All of it is gone when `meet` returns.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from tfparallel.cluster import agreement, event_loop, messages, rendezvous_peer
+from tfparallel.cluster.address import split_address
+
+__all__ = ["meet"]
+
+# Once two disagree, the others have this long to come and be compared too.
+_GRACE_SECONDS = 10.0
+# For the connections back and around the ring, once all have come.
+_PROBE_SECONDS = 5.0
+# To hand the verdict out, beyond the time limit of the meeting.
+_VERDICT_SECONDS = 1.0
+_SAME_CLUSTER = "Start all with the same TF_CONFIG cluster, code, versions and flags."
+
+
+def meet(
+    workers: Sequence[str],
+    worker_index: int,
+    facts: Mapping[str, Any],
+    *,
+    timeout_seconds: float = 120.0,
+    token: str = "",
+    may_differ: Collection[str] = (),
+    listen_host: str | None = None,
+) -> tuple[dict[str, Any], ...]:
+    """Waits until all workers are there, reach each other, and agree.
+
+    Every worker calls it, in any order, with the same `workers` and its own
+    index. Afterwards its port is free at once. All workers raise the same
+    error, except one that never reaches the chief.
+
+    Args:
+        workers: The workers' addresses by index, `"host:port"` or
+            `"[::1]:port"`, with the ports that TensorFlow will use.
+        worker_index: Which of them this process is.
+        facts: What all must agree on, as JSON holds it: versions, seed, task
+            file, batch size. `workers` itself is always compared.
+        timeout_seconds: How long to wait. The workers' earliest time limit
+            holds for all.
+        token: The job's secret, which keeps strangers and other jobs out. Without
+            one, a job is known by its list of workers alone.
+        may_differ: Keys of `facts` that are handed on but not compared.
+        listen_host: The local address to listen on, where the worker's own
+            address is that of a gateway; `"0.0.0.0"` for all. By default that of the
+            variable TFPARALLEL_LISTEN_ADDR.
+
+    Returns:
+        The facts of every worker, by index.
+
+    Raises:
+        ValueError: If an argument cannot be right; all problems in one message.
+        RuntimeError: If the port is taken, a worker is missing, ends, or cannot
+            be reached, two say that they are the same one, or they disagree.
+
+    Example:
+    ```python
+    workers = ["127.0.0.1:38123", "127.0.0.1:38124"]
+    everyone = meet(workers, 0, {"seed": 7, "pid": os.getpid()}, may_differ=["pid"])
+    everyone[1]["pid"]
+    ```
+    """
+    workers = list(workers)
+    facts = _checked_facts(workers, worker_index, facts, timeout_seconds)
+    role = _Chief if worker_index == 0 else _Worker
+    part = role(workers, worker_index, facts, timeout_seconds, token, frozenset(may_differ))
+    return event_loop.run(part.hold(listen_host))
+
+
+def _checked_facts(workers, worker_index, facts, timeout_seconds):
+    """Returns the facts as JSON gives them back; raises one error for all that is wrong."""
+    problems = [] if workers else ["the list of workers is empty"]
+    for address in dict.fromkeys(workers):
+        try:
+            split_address(address)
+        except ValueError:
+            problems.append(f"{address!r} is not 'host:port' or '[host]:port'")
+        if workers.count(address) > 1:
+            problems.append(f"{address!r} is named {workers.count(address)} times")
+    if isinstance(worker_index, bool) or not isinstance(worker_index, int):
+        problems.append("worker_index is no integer")
+    elif not 0 <= worker_index < len(workers):
+        problems.append(f"worker_index is not from 0 to {len(workers) - 1}")
+    if not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
+        problems.append("timeout_seconds is not above 0")
+    try:
+        line = messages.encode({"workers": workers, "facts": dict(facts)})
+        facts = json.loads(line)["facts"]
+        # The hello has a few more words.
+        if len(line) > messages.MAX_BYTES - 1024:
+            problems.append(f"facts take {len(line)} bytes of a message's {messages.MAX_BYTES}")
+    except (TypeError, ValueError, RecursionError) as error:
+        problems.append(f"facts are not what JSON holds ({error})")
+    if problems:
+        raise ValueError(
+            f"Cannot hold a rendezvous: {'; '.join(problems)}. Each worker needs an address of "
+            f"its own, and facts in plain values. Received: workers={workers}, "
+            f"worker_index={worker_index!r}, timeout_seconds={timeout_seconds!r}. Correct the "
+            "cluster and the task index in TF_CONFIG."
+        )
+    return facts
+
+
+class _Worker(rendezvous_peer.RendezvousPeer):
+    """A worker other than the chief: it goes there, and does what it is told."""
+
+    async def take_part(self):
+        # Where the chief is missing, nobody else can tell who else is.
+        survey = self.spawn(self.survey(self._not_seen))
+        trouble = "no answer"
+        while self.remaining() > 0:
+            try:
+                async with asyncio.timeout(min(rendezvous_peer.GREETING_SECONDS, self.remaining())):
+                    connection = await messages.connect(self.workers[0], self._ports)
+                with connection:
+                    # A chief that is slow is not asked twice: it would take the first for dead.
+                    async with asyncio.timeout(self.remaining()):
+                        nonces = await self.introduce(connection)
+                        await connection.send(self._hello(nonces))
+                        answer = await connection.receive()
+                    if "refused" in answer:
+                        raise self._turned_away(answer)
+                    if not self.secret.is_proof(answer.get("welcome"), "welcome", *nonces):
+                        raise ValueError("no welcome")
+                    survey.cancel()
+                    return await self._follow(connection)
+            except (OSError, ValueError) as error:
+                # A call that the time limit cut short tells nothing.
+                trouble = rendezvous_peer.why(error) if self.remaining() > 0 else trouble
+            await asyncio.sleep(min(rendezvous_peer.RETRY_SECONDS, self.remaining()))
+        raise self.missing({0: trouble} | {i: why for i, why in self.found.items() if why})
+
+    def _not_seen(self):
+        """Workers that were seen once count as here: they may give up a moment earlier."""
+        others = set(range(1, len(self.workers))) - {self.index}
+        return [index for index in sorted(others) if self.found.get(index) != ""]
+
+    def _hello(self, nonces):
+        return self.call(
+            nonces,
+            "hello",
+            index=self.index,
+            workers=self.workers,
+            facts=self.facts,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            seconds=self.remaining(),
+        )
+
+    async def _follow(self, connection):
+        """Does what the chief asks, until it says how the meeting ended."""
+        try:
+            async with asyncio.timeout(self.remaining() + 2 * _VERDICT_SECONDS):
+                while True:
+                    order = await connection.receive(messages.MAX_BYTES * len(self.workers))
+                    if "probe" in order:
+                        await connection.send({"reached": await self._reach_next(order["probe"])})
+                    elif "error" in order:
+                        raise RuntimeError(str(order["error"]))
+                    elif len(facts := list(order.get("facts", ()))) == len(self.workers):
+                        return facts
+        except TimeoutError:
+            how = "fell silent"
+        except (OSError, ValueError, TypeError) as error:
+            how = f"ended during the rendezvous ({messages.reason(error)})"
+        raise self.error(f"{self.name(0)} {how}", "Look at the output of worker 0.")
+
+    async def _reach_next(self, seconds):
+        following = (self.index + 1) % len(self.workers)
+        # Worker 0 has been reached: it is the one who asks.
+        return await self.probe(following, min(float(seconds), _PROBE_SECONDS)) if following else ""
+
+    def _turned_away(self, answer):
+        if answer["refused"] == "another job":
+            return self.error(
+                f"the address of {self.name(0)} is used by another tfparallel job, with another "
+                "token",
+                "Give this job other ports, or all of its workers the same token.",
+            )
+        lists = {0: {"workers": answer.get("workers")}, self.index: {"workers": self.workers}}
+        return self.error(
+            f"the process at the address of {self.name(0)} has another list of workers, in which "
+            f"it is not the first; {'; '.join(agreement.differences(lists))}",
+            _SAME_CLUSTER,
+        )
+
+
+class _Chief(rendezvous_peer.RendezvousPeer):
+    """Worker 0: the others come to it, and it tells them how the meeting ended."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        myself = rendezvous_peer.Participant(
+            self.index, self.workers, self.facts, socket.gethostname(), os.getpid(), math.inf
+        )
+        self._came = {0: myself}
+        # What participants say: (participant, message), in which None stands for "it is gone".
+        self._said = asyncio.Queue()
+        self._connected = {}
+
+    async def take_part(self):
+        try:
+            await self._gather()
+            await self._try_all_connections()
+        except RuntimeError as error:
+            await self._tell_all({"error": str(error)})
+            raise
+        facts = [self._came[index].facts for index in range(len(self.workers))]
+        await self._tell_all({"facts": facts})
+        return facts
+
+    async def greet(self, participant, nonces):
+        """Stays with a participant until it is gone."""
+        welcome = self.secret.proof("welcome", *nonces)
+        await participant.connection.send({"welcome": welcome})
+        staying = asyncio.current_task()
+        self._connected[staying] = participant
+        staying.add_done_callback(self._connected.pop)
+        self._said.put_nowait((participant, {"hello": True}))
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                self._said.put_nowait((participant, await participant.connection.receive()))
+        self._said.put_nowait((participant, None))
+
+    async def _gather(self):
+        """Waits until all have come; raises if one is missing or two disagree."""
+        self.spawn(self.survey(self._absent))
+        closing = math.inf
+        while self._absent():
+            try:
+                async with asyncio.timeout(min(self.deadline, closing) - time.monotonic()):
+                    participant, _ = await self._next_message()
+            except TimeoutError:
+                break
+            # Whoever came first gives up first, and takes the job along.
+            self.deadline = min(self.deadline, time.monotonic() + participant.seconds)
+            if closing == math.inf and self._differences():
+                closing = time.monotonic() + _GRACE_SECONDS
+        self._check_agreement()
+        if absent := self._absent():
+            raise self.missing({index: self._reason(index) for index in absent})
+
+    async def _next_message(self):
+        """What the next participant says, the first time its hello; raises if it is gone."""
+        participant, message = await self._said.get()
+        if message is None:
+            raise self.error(
+                f"{self.name(participant.index)}, {participant.whereabouts}, ended during the "
+                "rendezvous",
+                f"Look at the output of worker {participant.index}.",
+            )
+        present = self._came.setdefault(participant.index, participant)
+        if present is not participant:
+            raise self.error(
+                f"two processes say that they are {self.name(participant.index)}: "
+                f"{present.whereabouts} and {participant.whereabouts}",
+                "Give each worker an index of its own in TF_CONFIG.",
+            )
+        return participant, message
+
+    def _check_agreement(self):
+        if lines := self._differences():
+            absent = self._absent()
+            late = f"; {agreement.name_workers(absent)} had not come yet" if absent else ""
+            raise self.error(f"the workers disagree: {'; '.join(lines)}{late}", _SAME_CLUSTER)
+
+    async def _try_all_connections(self):
+        """Calls every worker back at its address, and has it call the next one in the ring."""
+        others = range(1, len(self.workers))
+        seconds = min(_PROBE_SECONDS, max(_VERDICT_SECONDS, self.remaining()))
+        for index in others:
+            self.spawn(self._order(self._came[index], {"probe": seconds}))
+        calls = self.spawn(self._call_back(others, seconds))
+        problems = []
+        silent = set(others)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds + _VERDICT_SECONDS / 2):
+                while silent:
+                    participant, message = await self._next_message()
+                    # One more, after all have come, has a longer list of workers.
+                    self._check_agreement()
+                    silent.discard(participant.index)
+                    if trouble := message.get("reached"):
+                        problems.append((participant.index, participant.index + 1, trouble))
+        problems.extend((0, index, trouble) for index, trouble in await calls if trouble)
+        what = [
+            f"{self.name(source)} cannot reach {self.name(target)} ({trouble})"
+            for source, target, trouble in sorted(problems)
+        ]
+        what.extend(f"{self.name(index)} fell silent" for index in sorted(silent))
+        if what:
+            raise self.error(
+                "; ".join(what), "Open the workers' ports to each other, or correct the addresses."
+            )
+
+    async def _call_back(self, indices, seconds):
+        found = await asyncio.gather(*(self.probe(index, seconds) for index in indices))
+        return list(zip(indices, found, strict=True))
+
+    async def _order(self, participant, message):
+        """Sends; that a participant is gone is said by the one who stays with it."""
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(_VERDICT_SECONDS):
+                await participant.connection.send(message)
+
+    async def _tell_all(self, verdict):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_VERDICT_SECONDS):
+                staying, connected = list(self._connected), list(self._connected.values())
+                await asyncio.gather(*(self._order(one, verdict) for one in connected))
+                # They hang up when they have read it; hanging up first could cut it off.
+                if staying:
+                    await asyncio.wait(staying)
+
+    def _absent(self):
+        return [index for index in range(len(self.workers)) if index not in self._came]
+
+    def _reason(self, index):
+        if self.found.get(index) == "":
+            return f"it listens there, but does not reach {self.name(0)}"
+        return self.found.get(index, "not looked for yet")
+
+    def _differences(self):
+        """What differs among those that came, the list of workers first."""
+        came = self._came.items()
+        lists = {index: {"workers": participant.workers} for index, participant in came}
+        facts = {index: participant.facts for index, participant in came}
+        return agreement.differences(lists) + agreement.differences(facts, self.may_differ)

@@ -1,0 +1,114 @@
+"""Who takes part in a collective, by where it is called; `ops.py` has the table."""
+
+import hashlib
+import sys
+
+import tensorflow as tf
+
+from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives.barrier import names
+from tfparallel.collectives.in_replica import Replicas
+from tfparallel.collectives.process_group import ProcessGroup
+from tfparallel.collectives.traffic import ROWS
+from tfparallel.seams.keras import COMPILE_MODULE, LAYER_MODULE, TRAINER_MODULE
+
+# A layer, and the first look that the trainer takes at losses and metrics.
+_KERAS = {
+    (LAYER_MODULE, "__call__"),
+    (COMPILE_MODULE, "_symbolic_build"),
+}
+
+
+class Nobody:
+    """The ranks of a collective in which nobody else takes part."""
+
+    rank = 0
+    num_ranks = 1
+
+
+class Workers:
+    """The workers of the job, as `tfparallel.collectives.differentiable.Ranks`."""
+
+    def __init__(self, workers: ProcessGroup):
+        self.group = workers.for_users
+        self.rank = workers.worker_index
+        self.num_ranks = workers.num_workers
+
+    def all_reduce(self, tensors, op):
+        return self.group.all_reduce(tensors, op)
+
+    def all_gather(self, tensor):
+        own = tf.reshape(tf.shape(tensor)[0], [1])
+        counts = self.group.all_gather([own], [1] * self.num_ranks)[0]
+        (joined,) = self.group.all_gather([tensor], tf.unstack(counts, num=self.num_ranks), ROWS)
+        return joined, counts
+
+    def own_rows(self, tensor):
+        return tensor
+
+    def compare_notes(self, note: str) -> None:
+        """Raises unless every worker is about to make the same call."""
+        digest = int.from_bytes(hashlib.blake2b(note.encode(), digest_size=7).digest())
+        # The largest and the smallest, in the cheapest collective that there is.
+        both = tf.constant([digest, -digest], tf.int64)
+        largest, minus_smallest = self.group.all_reduce([both], "max")[0].numpy()
+        if largest == -minus_smallest:
+            return
+        callers: dict[str, list[int]] = {}
+        for worker, said in enumerate(self.group.exchange(note)):
+            callers.setdefault(said, []).append(worker)
+        received = "; ".join(f"{names(who)}: {said}" for said, who in callers.items())
+        raise ValueError(
+            "The workers did not make the same call, and each would wait for the others. The same "
+            "collective of values of the same structure, shapes and dtypes is required on all of "
+            f"them. Received: {received}. Look for a call under a condition that not all workers "
+            "meet; `tfparallel.all_gather` joins tensors of different numbers of rows."
+        )
+
+
+def find() -> Replicas | Workers | Nobody:
+    """Finds out who takes part in a collective that is called here.
+
+    Raises:
+        RuntimeError: In a job whose workers no strategy has joined yet.
+    """
+    if tf.distribute.has_strategy():
+        strategy = tf.distribute.get_strategy()
+        if not tf.distribute.in_cross_replica_context():
+            return Replicas()
+        if getattr(strategy, "program_is_running", False) or not _joins_workers(strategy):
+            return Nobody()
+    if _is_called_by_keras():
+        return Nobody()
+    if ProcessGroup.of_process is not None:
+        return Workers(ProcessGroup.of_process)
+    cluster = Cluster.from_env()
+    if cluster.num_workers > 1 and not cluster.is_evaluator:
+        raise RuntimeError(
+            f"This process is worker {cluster.worker_index} of {cluster.num_workers} "
+            f"({cluster.source}), and the workers have not met. A strategy that joins them is "
+            "required before a collective. Received: a call before any. Put `strategy = "
+            "tfparallel.MultiWorkerMirroredStrategy()` at the top of the program."
+        )
+    return Nobody()
+
+
+def _joins_workers(strategy):
+    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+
+def _is_called_by_keras() -> bool:
+    """Whether a layer, or a step of Keras's trainer, is what calls; but not a callback.
+
+    Rests on the names of Keras's modules; `tests/workers/test_collectives.py` fails when they move.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if (module, frame.f_code.co_name) in _KERAS:
+            return True
+        if module == TRAINER_MODULE:
+            # `fit` and its kin call callbacks; what they call for each batch is a function within.
+            return frame.f_code.co_name not in ("fit", "evaluate", "predict")
+        frame = frame.f_back
+    return False

@@ -1,0 +1,382 @@
+"""The form that `--parallel` names: its devices and workers, and the model built under it."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+from absl import flags
+
+from tfparallel import devices as device_lib
+from tfparallel.activity import Activity
+from tfparallel.asynchronous.in_flight import steps_ahead
+from tfparallel.asynchronous.servers import join
+from tfparallel.cluster.roles import Roles
+from tfparallel.cluster.spec import Cluster
+from tfparallel.collectives import cross_device
+from tfparallel.collectives.algorithm_selection import all_reduce_report
+from tfparallel.commands.flags import StartError, UsageError
+from tfparallel.commands.parallelism_flags import bucket_bytes
+from tfparallel.commands.pipeline_flags import pipeline_choices
+from tfparallel.commands.plan_flags import device_memory
+from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
+from tfparallel.layers.tensor_parallel import tensor_parallel
+from tfparallel.layout.mesh import Mesh
+from tfparallel.layout.shorten import first_to_last
+from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
+from tfparallel.placement.model_parallel import model_parallel
+from tfparallel.placement.processes import connect_to_cluster
+from tfparallel.placement.stages import PlacementError
+from tfparallel.replication.data_parallel import data_parallel
+from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfparallel.replication.synchronization import Synchronization
+from tfparallel.startup import has_nvidia_gpu, quiet_stderr
+
+__all__ = ["Parallelism", "hide_gpus_if_unused", "start_parallelism"]
+
+_BUILDERS = {"model": model_parallel, "tensor": tensor_parallel}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallelism:
+    """Where a model is trained.
+
+    Attributes:
+        name: What `--parallel` says.
+        devices: The devices of this worker.
+        strategy: What joins the workers of a job; None for one process.
+        cut: How layers are shared out to the devices, as the form's builder takes it.
+        all_reduce: What sums the replicas of this process, as `tfparallel.MirroredStrategy` takes
+            it: `all_reduce` and `calibrate`.
+        sync: When the weights are updated, as `data_parallel` takes it.
+        shard_optimizer: Whether each replica keeps its share of the optimizer.
+        num_servers: How many processes hold the weights of asynchronous workers; 0 for none.
+    """
+
+    name: str
+    devices: list[str]
+    strategy: MultiWorkerMirroredStrategy | None = None
+    cut: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    all_reduce: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sync: str = "every_step"
+    shard_optimizer: bool = False
+    num_servers: int = 0
+
+    @property
+    def workers(self):
+        """The workers' collectives, or None for one worker."""
+        return self.strategy.workers if self.strategy is not None else None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process speaks and writes for all workers."""
+        return self.workers is None or self.workers.worker_index == 0
+
+    @property
+    def num_workers(self) -> int:
+        """How many processes train the model."""
+        if self.num_servers:
+            return len(self.devices)
+        return self.workers.num_workers if self.workers is not None else 1
+
+    @property
+    def num_pieces(self) -> int:
+        """Into how many parts a batch is cut, over all replicas."""
+        mesh = self.cut.get("mesh", Mesh())
+        return mesh.data * self.cut.get("num_micro_batches", 1)
+
+    @property
+    def text_of_size(self) -> str:
+        """How many devices and workers there are, in words."""
+        number = f"{len(self.devices)} device{'s' * (len(self.devices) != 1)}"
+        if self.num_servers:
+            return f"{self.num_workers} worker{'s' * (self.num_workers != 1)}"
+        if self.workers is None:
+            return number
+        return f"{self.num_workers} workers with {number} each"
+
+    def say(self, text: str) -> None:
+        """Prints, on the chief alone."""
+        if self.is_chief:
+            with Activity.paused():
+                print(text, flush=True)
+
+    def build(self, build_model: Callable[[], keras.Model]) -> keras.Model:
+        """Returns the model, built under the form."""
+        if self.name == "none":
+            return build_model()
+        try:
+            if self.name in _BUILDERS:
+                return _BUILDERS[self.name](build_model, self.devices, **self.cut)
+            if self.name == "pipeline":
+                return self._in_stages(pipeline_parallel, build_model)
+            if self.name == "hybrid":
+                return self._in_stages(hybrid_parallel, build_model)
+        except PlacementError as error:
+            raise UsageError(str(error)) from error
+        update = {"sync": self.sync, "shard_optimizer": self.shard_optimizer}
+        if self.num_servers:
+            return data_parallel(build_model, sync=self.sync)
+        if self.strategy is not None:
+            return data_parallel(build_model, self.strategy, **update)
+        if self.all_reduce and len(self.devices) > 1:
+            try:
+                strategy = MirroredStrategy(self.devices, **self.all_reduce)
+            except ValueError as error:  # Another machine's profile.
+                raise UsageError(f"--all_reduce: {error}") from error
+            return data_parallel(build_model, strategy, **update)
+        return data_parallel(build_model, devices=self.devices, **update)
+
+    def all_reduce_report(self, model: keras.Model) -> dict[str, Any] | None:
+        """What summed the gradients, for a report; None where nobody chose it."""
+        if not self.all_reduce and self.strategy is None:
+            return None
+        return all_reduce_report(model)
+
+    def _in_stages(self, builder, build_model):
+        # The program is to run anyway; the function leaves the choice to its caller.
+        options = {"devices": self.devices, "allow_empty_stages": True, **self.cut}
+        model = builder(build_model, **options)
+        layout = model.layout
+        empty = layout.num_stages - len(set(layout.stage_of.values()))
+        if empty:
+            self.say(
+                f"note: {len(layout.stages)} layers for {layout.num_stages} stages: the "
+                f"last {empty} only hand on what they are given"
+            )
+        return model
+
+    def __str__(self):
+        names = first_to_last(self.devices)
+        if self.name == "none":
+            return f"one device ({names})"
+        number = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
+        if self.name == "model":
+            return f"layers on {number} ({names})"
+        if self.name == "tensor":
+            return f"layers split over {number} ({names})"
+        if self.name == "hybrid":
+            of_workers = f"{self.num_workers} workers, each on " if self.workers is not None else ""
+            return f"a mesh of {self.cut['mesh']} on {of_workers}{number} ({names})"
+        if self.name == "pipeline":
+            return (
+                f"{self.cut['num_micro_batches']} micro-batches through {number} ({names}), "
+                f"schedule {self.cut['schedule']}"
+            )
+        if self.num_servers:
+            return (
+                f"data parallel, asynchronous, {self.num_workers} "
+                f"worker{'s' * (self.num_workers > 1)}, weights on {self.num_servers} "
+                f"server{'s' * (self.num_servers > 1)}, sync {self.sync}"
+            )
+        sync = "" if self.sync == "every_step" else f", sync {self.sync}"
+        sync += ", the optimizer in shares" if self.shard_optimizer else ""
+        if self.workers is not None:
+            by = "auto" if self.strategy.all_reduce_is_open else self.workers.transport
+            return (
+                f"data parallel on {self.workers.num_workers} workers, {number} each ({names}), "
+                f"all-reduce by {by}{sync}"
+            )
+        return f"data parallel on {number} ({names}){sync}"
+
+
+def start_parallelism(values: flags.FlagValues, facts: Mapping[str, Any]) -> Parallelism:
+    """Finds or makes the devices that the flags ask for, and meets the other workers.
+
+    Args:
+        values: The flags.
+        facts: What all workers must agree on.
+
+    Raises:
+        UsageError: If the flags do not fit this machine, or the job that the process is part of.
+        StartError: If the other workers are missing or do not agree.
+    """
+    try:
+        hide_gpus_if_unused(values)
+        if Synchronization.parse(values.sync or "every_step").is_async:
+            return _form_with_servers(values, facts)
+        cluster = Cluster.from_env()
+        is_worker = (
+            cluster.num_workers > 1
+            and values.parallel in ("data", "hybrid")
+            and values.strategy != "mirrored"
+            and not (values.parallel == "hybrid" and values.allow_independent_workers)
+        )
+        is_stage = (
+            cluster.num_workers > 1
+            and values.parallel in ("model", "pipeline")
+            and not values.allow_independent_workers
+        )
+        if is_stage:
+            devices = _devices_of_processes(values, cluster, facts)
+            return Parallelism(values.parallel, devices, cut=_cut(values))
+        if is_worker and values.device_type != "cpu" and has_nvidia_gpu():
+            os.environ.update(cluster.device_environment())
+        if not is_worker:
+            _check_independent(values, cluster)
+        num_devices = _num_devices(values, cluster.num_workers if is_worker else 1)
+        if values.split_gpu:
+            if values.devices is not None or values.device_type == "cpu":
+                raise UsageError(
+                    "--split_gpu makes the devices itself, of a GPU. Received: --split_gpu with "
+                    "--devices or --device_type=cpu. Drop one of them."
+                )
+            num_devices = num_devices or 2
+            device_lib.split_gpu(num_devices)
+        if values.devices is not None:
+            devices = device_lib.choose_devices(devices=values.devices)
+        else:
+            devices = device_lib.choose_devices(
+                num_devices=num_devices, device_type=values.device_type
+            )
+        all_reduce = {} if is_worker else _all_reduce(values, devices)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    sync = values.sync or "every_step"
+    update = {"sync": sync, "shard_optimizer": values.shard_optimizer}
+    if not is_worker:
+        names = ["bucket_bytes", "compression"]
+        if Synchronization.parse(sync).is_local:
+            names.append("sync")
+        for name in names:
+            if getattr(values, name) is not None:
+                raise UsageError(
+                    f"--{name} is for what travels between workers. Received: "
+                    f"--{name}={getattr(values, name)}, and no other workers. Drop the flag, or "
+                    "add --num_workers=2."
+                )
+        cut = _cut(values)
+        return Parallelism(values.parallel, devices, cut=cut, all_reduce=all_reduce, **update)
+    try:
+        with quiet_stderr():
+            strategy = MultiWorkerMirroredStrategy.of_process(
+                devices=devices,
+                start_timeout=values.start_timeout,
+                stall_timeout=values.stall_timeout,
+                all_reduce=values.all_reduce,
+                bucket_bytes=bucket_bytes(values),
+                compression=values.compression,
+                calibrate=values.calibrate,
+                facts=facts,
+            )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except RuntimeError as error:
+        raise StartError(str(error)) from error
+    return Parallelism(values.parallel, devices, strategy, cut=_cut(values), **update)
+
+
+def _form_with_servers(values, facts) -> Parallelism:
+    """In the chief the form; the other processes serve it, and do not come back."""
+    roles, policy = Roles.from_env(), Synchronization.parse(values.sync)
+    if roles is None:
+        raise UsageError(
+            "--sync=async needs a job with servers of the weights. Received: none (TF_CONFIG "
+            "lists no 'ps'). Start it by `tfparallel launch --nproc_per_node=2 --num_ps=1 -- …`."
+        )
+    if policy.staleness is not None:
+        steps_ahead(policy.staleness, len(roles.workers))
+    try:
+        servers = join(roles, start_timeout=values.start_timeout, facts=facts)
+    except RuntimeError as error:
+        raise StartError(str(error)) from error
+    devices = list(servers.layout.devices)
+    return Parallelism("data", devices, sync=values.sync, num_servers=len(roles.servers))
+
+
+def hide_gpus_if_unused(values: flags.FlagValues) -> None:
+    """Hides the GPUs where the flags ask for CPUs alone."""
+    named = values.devices or []
+    if values.device_type == "cpu" or (bool(named) and all("cpu" in n.lower() for n in named)):
+        device_lib.hide_gpus()
+
+
+def _all_reduce(values, devices) -> dict[str, Any]:
+    if values.all_reduce is None:
+        return {}
+    if values.parallel == "hybrid":
+        raise UsageError(
+            "--parallel=hybrid has an all-reduce between workers alone; within a process the first "
+            "replica's devices add up the gradients. Received: "
+            f"--all_reduce={values.all_reduce}, and no other workers. Drop --all_reduce, or add "
+            "--num_workers=2."
+        )
+    if values.all_reduce != "auto":
+        cross_device.make(values.all_reduce, devices)  # Before anything is loaded or traced.
+    return {"all_reduce": values.all_reduce, "calibrate": values.calibrate}
+
+
+def _cut(values) -> dict[str, Any]:
+    if values.parallel == "data":
+        return {}
+    if values.parallel == "tensor":
+        return {"convolutions": values.convolutions}
+    cut = {
+        "balance": values.balance,
+        "device_memory": device_memory(values),
+        "batch_size": values.global_batch_size,
+    }
+    if values.parallel == "hybrid":
+        cut["mesh"] = Mesh.parse(values.mesh)
+        cut["allow_independent_workers"] = values.allow_independent_workers
+        cut["shard_optimizer"] = values.shard_optimizer
+    if values.parallel not in ("pipeline", "hybrid"):
+        return cut
+    return cut | pipeline_choices(values) | {"sync": values.sync or "every_step"}
+
+
+def _num_devices(values, num_workers: int) -> int | None:
+    """How many devices of this process there are to be; None for all."""
+    if values.parallel == "none":
+        return 1
+    if values.parallel != "hybrid":
+        return values.num_devices
+    mesh = Mesh.parse(values.mesh)
+    if mesh.data % num_workers:
+        raise UsageError(
+            f"Each of {num_workers} workers has as many replicas as the others. Received: --mesh="
+            f"{values.mesh}. Take data={num_workers}, or a multiple of it."
+        )
+    number = mesh.size // num_workers
+    if values.num_devices not in (None, number):
+        of_each = " on each worker" if num_workers > 1 else ""
+        raise UsageError(
+            f"A mesh of {mesh} has {number} devices{of_each}. Received: --mesh={values.mesh} with "
+            f"--num_devices={values.num_devices}. Drop --num_devices, or take another mesh."
+        )
+    return number
+
+
+def _devices_of_processes(values, cluster: Cluster, facts) -> list[str]:
+    """In process 0 the devices of all; the others serve it, and do not come back."""
+    if values.devices is not None or values.num_devices is not None:
+        given = "--devices" if values.devices is not None else "--num_devices"
+        raise UsageError(
+            f"The stages are the {cluster.num_workers} processes of the job ({cluster.source}), "
+            f"with all devices that each has. Received: {given}. Drop it, or start one process."
+        )
+    if values.device_type == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        return connect_to_cluster(cluster, start_timeout=values.start_timeout, facts=facts)
+    except RuntimeError as error:
+        raise StartError(str(error)) from error
+
+
+def _check_independent(values, cluster: Cluster) -> None:
+    if cluster.num_workers > 1 and not values.allow_independent_workers:
+        is_local = values.parallel != "data"
+        asked = f"--parallel={values.parallel}" if is_local else "--strategy=mirrored"
+        raise UsageError(
+            f"This process is one of {cluster.num_workers} workers ({cluster.source}), and "
+            f"{asked} would train {cluster.num_workers} separate models. --parallel=data "
+            f"--strategy=multi_worker trains one. Received: {asked}. If separate models are meant, "
+            "add --allow_independent_workers."
+        )
+    if values.strategy == "multi_worker":
+        raise UsageError(
+            "No other workers are known, and --strategy=multi_worker needs some. A cluster in the "
+            "environment (TF_CONFIG, Slurm, MPI, Kubernetes, torchrun) is required. Received: "
+            "none. Start the job with `tfparallel launch --nproc_per_node=2 -- …`."
+        )
