@@ -1,6 +1,6 @@
 """Classify handwritten digits: two convolutions of 32 and 64 filters, and two dense layers.
 
-Form: `data`.
+Parallelism: `data`.
 Why: the model fits on any device, and each device computes its share of a batch.
 
     tfparallel check models/digits_cnn.py --parallel=data --num_devices=2

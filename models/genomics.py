@@ -1,6 +1,6 @@
 r"""Tell whether an exon ends in the middle of a DNA sequence: a deep stack of convolutions.
 
-Form: `pipeline` (also checked: `hybrid`, two replicas of such a pipeline).
+Parallelism: `pipeline` (also checked: `hybrid`, two replicas of such a pipeline).
 Why: a sequence goes through many equal layers; stages of them work on micro-batches at once.
 
     tfparallel check models/genomics.py --parallel=pipeline --num_devices=2 --num_micro_batches=4 \

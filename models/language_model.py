@@ -1,6 +1,6 @@
 r"""Predict the next of 8,192 words: a language model with a large vocabulary.
 
-Form: `tensor` (also checked: `data`).
+Parallelism: `tensor` (also checked: `data`).
 Why: the embedding and the logits are nine tenths of the weights; each device holds a part of both.
 
     tfparallel check models/language_model.py --parallel=tensor --num_devices=2 --steps=5

@@ -1,6 +1,6 @@
 """Classify handwritten digits: two convolutions of 20 filters and two dense layers, after LeNet.
 
-Form: `data`.
+Parallelism: `data`.
 Why: the model is small, and batches are many.
 
     tfparallel check models/lenet.py --parallel=data --num_devices=2

@@ -1,6 +1,6 @@
 """Tell malignant from benign tumours: a table of measurements, with class weights and AUC.
 
-Form: `data` (also checked: `hybrid`, two replicas of two stages).
+Parallelism: `data` (also checked: `hybrid`, two replicas of two stages).
 Why: the table is small, and weights and AUC must be those of the whole batch, not of a replica.
 
     tfparallel check models/medical_table.py --parallel=data --num_devices=3

@@ -1,6 +1,6 @@
 """Tell malignant from benign tumours: dense layers of 64, 32 and 16 units.
 
-Form: `data`.
+Parallelism: `data`.
 Why: the model is small, and the rows of a table are independent.
 
     tfparallel check models/mlp.py --parallel=data --num_devices=2

@@ -1,6 +1,6 @@
 r"""Recommend names to functions of Python's library: two embedding tables, as for users and films.
 
-Form: `tensor` (also checked: `data`).
+Parallelism: `tensor` (also checked: `data`).
 Why: the tables are nearly all of the weights, and each device holds the rows of half of the ids.
 
     tfparallel check models/recommender.py --parallel=tensor --num_devices=2 --steps=5

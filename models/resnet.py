@@ -1,6 +1,6 @@
 """Classify handwritten digits: a small residual net, in which outputs skip some layers.
 
-Form: `model`.
+Parallelism: `model`.
 Why: skip connections cross the cut; what they carry is sent to the device that reads it.
 
     tfparallel check models/resnet.py --parallel=model --num_devices=2 --precision=float64

@@ -1,6 +1,6 @@
 r"""Find the pixels of a photograph that are handwriting: a U-Net with skip connections.
 
-Form: `model` (also checked: `tensor` with `--convolutions=height`).
+Parallelism: `model` (also checked: `tensor` with `--convolutions=height`).
 Why: large pictures fill a device with activations; a skip goes to the device that reads it.
 
     tfparallel check models/segmentation.py --parallel=model --num_devices=2 --steps=5 \

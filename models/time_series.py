@@ -1,6 +1,6 @@
 """Forecast the sunspots of the next three years from 24 years: recurrent layers.
 
-Form: `data` (also checked: `model`, one recurrent layer on each device).
+Parallelism: `data` (also checked: `model`, one recurrent layer on each device).
 Why: windows of a series are independent rows, and each replica runs the loop over its own rows.
 
     tfparallel check models/time_series.py --parallel=data --num_devices=2 --steps=5

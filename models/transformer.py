@@ -1,6 +1,6 @@
 r"""Predict the next byte of Python's documentation: a small GPT.
 
-Form: `model`, `pipeline`.
+Parallelism: `model`, `pipeline`.
 Why: equal blocks make equal stages.
 
     tfparallel check models/transformer.py --parallel=pipeline --num_devices=2

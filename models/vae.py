@@ -1,7 +1,7 @@
 """Generate handwritten digits: a variational autoencoder with its own `train_step`.
 
-Form: `data` on two devices (also checked: two workers).
-Why: only this form takes a custom `train_step`; it replicates the calls of the networks.
+Parallelism: `data` on two devices (also checked: two workers).
+Why: it takes a custom `train_step`; it replicates the calls of the networks.
 
     tfparallel check models/vae.py --parallel=data --num_devices=2
     tfparallel check models/vae.py --parallel=data --num_workers=2

@@ -27,7 +27,7 @@ _FACE = {
     "barrier": ("tfparallel.collectives.ops", "barrier"),
     "broadcast": ("tfparallel.collectives.ops", "broadcast"),
     "callbacks": ("tfparallel.callbacks", None),
-    "check": ("tfparallel.diagnostics.check_form", "check"),
+    "check": ("tfparallel.diagnostics.check_model", "check"),
     "connect_to_cluster": ("tfparallel.placement.processes", "connect_to_cluster"),
     "data": ("tfparallel.data", None),
     "data_parallel": ("tfparallel.replication.data_parallel", "data_parallel"),

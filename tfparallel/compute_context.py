@@ -1,7 +1,8 @@
 """Where a thread computes: for which rows, replica and pass of a step, and who watches.
 
 A layer, an optimizer, a loss are written for one device, and are handed nothing of this. What a
-form adds to them asks here. Where each replica of a strategy is a thread, it has its own context.
+parallelism adds to them asks here. Where each replica of a strategy is a thread, it has its own
+context.
 """
 
 import contextlib

@@ -302,7 +302,7 @@ def draw_all(forms: list[Form], folder: pathlib.Path) -> None:
         style.text(axes, middle, 0.42, form.short, ink="muted", size=10.5, linespacing=1.3)
         if index:
             axes.plot([index * pitch] * 2, [0.3, height - 0.3], color=style.colour("edge"), lw=0.8)
-    style.save(made, "forms", "Five ways to train one model on several devices", folder)
+    style.save(made, "parallelism", "Five ways to train one model on several devices", folder)
 
 
 def main(folder: pathlib.Path = style.FOLDER) -> None:

@@ -225,7 +225,7 @@ def test_mistakes_of_train(capsys, arguments, message):
     "arguments, message",
     [
         (["--steps=0"], "Received: --steps=0"),
-        (["--parallel=none"], "A form to check is required"),
+        (["--parallel=none"], "A parallelism to check is required"),
         (["--precision=int8"], "precision"),
     ],
 )

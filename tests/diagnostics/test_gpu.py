@@ -84,9 +84,9 @@ PAIR = ["CPU:0", "CPU:1"]
 @pytest.mark.parametrize("trial", [gpu_trials.compiled, gpu_trials.precision])
 def test_each_form_is_compiled_and_computes_in_half_precision(trial, monkeypatch):
     """One form of them; `doctor --gpu` takes all."""
-    one = {"data_parallel": gpu_training.forms(PAIR)["data_parallel"]}
+    one = {"data_parallel": gpu_training.kinds(PAIR)["data_parallel"]}
     monkeypatch.setattr(gpu_trials, "_devices", lambda device_type: PAIR)
-    monkeypatch.setattr(gpu_trials, "forms", lambda devices: one)
+    monkeypatch.setattr(gpu_trials, "kinds", lambda devices: one)
     rows = [row for row in trial("cpu") if len(row) == 3]
     assert {verdict for _, verdict, _ in rows} == {"ok"}, rows
     said = {name: text for name, _, text in rows}

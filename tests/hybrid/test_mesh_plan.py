@@ -108,7 +108,8 @@ def test_what_is_measured_is_told():
 def test_one_device_needs_no_other():
     plan = planned(num_devices=1)
     assert [candidate.mesh for candidate in plan.ranked] == [Mesh()]
-    assert plan.first.form == "none" and plan.why == "one device is the only one that can be taken"
+    assert plan.first.parallelism == "none"
+    assert plan.why == "one device is the only one that can be taken"
 
 
 @pytest.mark.parametrize(

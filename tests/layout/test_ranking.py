@@ -7,7 +7,14 @@ import pytest
 from tests.layout.test_prediction import ROWS, model
 from tfparallel.layout.costs import Line, Machine
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.ranking import Choices, form_of, meshes_of, rank, why_first, with_trials
+from tfparallel.layout.ranking import (
+    Choices,
+    meshes_of,
+    parallelism_of,
+    rank,
+    why_first,
+    with_trials,
+)
 
 ALONE = Machine(sum_seconds=lambda number, size: (number - 1) * size / 100)
 
@@ -54,8 +61,8 @@ def test_every_mesh_of_all_devices_and_one_device():
     ],
     ids=str,
 )
-def test_the_form_of_a_mesh(mesh, form):
-    assert form_of(mesh) == form
+def test_the_parallelism_of_a_mesh(mesh, form):
+    assert parallelism_of(mesh) == form
 
 
 def test_the_fastest_comes_first_and_says_why():
@@ -75,7 +82,7 @@ def test_on_cores_that_are_busy_one_device_is_the_fastest():
     costs = model(update=Line(1.0, 0.1))
     busy = dataclasses.replace(ALONE, side_by_side=1.0, call_seconds=0.1)
     first, *_ = found = ranked(machine=busy, costs=costs)
-    assert first.mesh == Mesh() and first.form == "none"
+    assert first.mesh == Mesh() and first.parallelism == "none"
     assert why_first(found).startswith("one device is the fastest as predicted, but within 5% ")
 
 

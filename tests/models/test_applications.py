@@ -58,7 +58,7 @@ def test_its_first_lines_name_its_forms(name):
     text = ast.get_docstring(ast.parse((MODELS / f"{name}.py").read_text()))
     task, empty, form, why = text.splitlines()[:4]
     assert task.endswith(".") and not empty
-    assert form.startswith("Form: ") and why.startswith("Why: ")
+    assert form.startswith("Parallelism: ") and why.startswith("Why: ")
     for kind, _, _ in FORMS[name]:
         assert f"`{kind}`" in form
         assert f"tfparallel check models/{name}.py --parallel={kind}" in text
@@ -71,7 +71,7 @@ def test_each_file_begins_with_its_task_its_form_and_the_reason(name):
         ast.parse((MODELS / f"{name}.py").read_text())
     ).splitlines()[:4]
     assert task.endswith(".") and not empty
-    assert re.match(r"Form: `\w+`", form) and why.startswith("Why: ")
+    assert re.match(r"Parallelism: `\w+`", form) and why.startswith("Why: ")
 
 
 @pytest.mark.slow

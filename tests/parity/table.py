@@ -179,12 +179,12 @@ def parse(page: str) -> dict[tuple[str, str], Cell]:
 
 
 INTRODUCTION = """\
-# Parity: every form beside one device
+# Parity: every parallelism beside one device
 
 *Written by `python -m tests.parity.table --write` from what the tests in `tests/parity`
 saw. A page that no longer tells what the tests see fails `make test`.*
 
-Each row is trained by plain Keras on one device and under each form, from the same seed:
+Each row is trained by plain Keras on one device and under each parallelism, from the same seed:
 24 steps unless the case says otherwise, on batches of 17 and a last one of 2, so that no number of
 replicas divides them and some have no example.
 Every variable of the model and of its optimizers, and every loss and metric of every
@@ -197,8 +197,8 @@ epoch, is compared by name. A cell is the worst of all its runs.
 - **reproducible**: the layer draws other random numbers than on one device; two runs of
   one seed are identical.
 - **refused**: an error before or at the first step, quoted.
-- **not run**: the case starts from a model that is built already, which only the other forms take,
-  or from an option that the form does not have. Under `MirroredStrategy(...).scope()` your code
+- **not run**: the case starts from a model that is built already, which only the others take,
+  or from an option that the builder does not have. Under `MirroredStrategy(...).scope()` your code
   builds the model, so it has fewer cases below.
 - Data of unknown size (a finite generator, a filtered `tf.data`): plain Keras counts a step more
   for its end, so there one device gets the same batches in a data set that says how many they are,
@@ -206,7 +206,7 @@ epoch, is compared by name. A cell is the worst of all its runs.
   loop is Keras's own.
 - `ScheduleFreeAdamW`: compared is what plain Keras does with `run_eagerly=True`, or with its
   optimizer built before `fit`. Plain `compile` and `fit` set its momentum back to the weights at
-  every step, a fault of Keras 3.15 ([upstream.md](upstream.md)): other weights than all forms here.
+  every step, a fault of Keras 3.15 ([upstream.md](upstream.md)): other weights than all others.
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two

@@ -1,4 +1,4 @@
-"""Which workers train a model, whatever its form."""
+"""Which workers train a model, however it is parallel."""
 
 import keras
 

@@ -1,4 +1,4 @@
-"""`--parallel=auto`: the form of the mesh that `tfparallel plan` puts first, and its devices."""
+"""`--parallel=auto`: what `tfparallel plan` puts first, and its devices."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,15 +18,15 @@ from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.ranking import Candidate
 from tfparallel.task import load_task
 
-__all__ = ["start_chosen_form"]
+__all__ = ["start_chosen_parallelism"]
 
 _OF_A_PIPELINE = ("num_micro_batches", "schedule", "chunks_per_device", "recompute")
 
 
-def start_chosen_form(
+def start_chosen_parallelism(
     path: str, values: flags.FlagValues, facts: Callable[[], Mapping[str, Any]]
 ) -> tuple[Parallelism, MeshPlan | None]:
-    """Starts the form that the flags name; under `--parallel=auto` the one that is planned.
+    """Starts the parallelism that the flags name; under `--parallel=auto` the one that is planned.
 
     Args:
         path: The task file.
@@ -34,7 +34,7 @@ def start_chosen_form(
         facts: What all workers must agree on.
 
     Returns:
-        The form, and the plan that it comes from, if it does.
+        The parallelism, and the plan that it comes from, if it does.
 
     Raises:
         UsageError: If nothing fits; and as `start_parallelism`.
@@ -50,12 +50,12 @@ def start_chosen_form(
         if first is None:
             raise UsageError(nothing_fits(plan))
     _name_form(values, first, devices)
-    form = start_parallelism(values, facts())
+    parallelism = start_parallelism(values, facts())
     if first.mesh.pipeline > 1:  # The very stages whose step was predicted.
-        cut = {**form.cut, "layers_per_stage": first.layers_per_stage}
-        form = dataclasses.replace(form, cut=cut)
-    form.say(f"--parallel=auto takes {first.mesh} (--parallel={first.form}): {why}")
-    return form, plan
+        cut = {**parallelism.cut, "layers_per_stage": first.layers_per_stage}
+        parallelism = dataclasses.replace(parallelism, cut=cut)
+    parallelism.say(f"--parallel=auto takes {first.mesh} (--parallel={first.parallelism}): {why}")
+    return parallelism, plan
 
 
 def _devices(values) -> list[str]:
@@ -65,8 +65,8 @@ def _devices(values) -> list[str]:
         if cluster.num_workers > 1 and not values.allow_independent_workers:
             raise UsageError(
                 "--parallel=auto chooses among the meshes of one process. Received: a process that "
-                f"is one of {cluster.num_workers} workers ({cluster.source}). Name the form: "
-                "--parallel=data or hybrid, or add --allow_independent_workers."
+                f"is one of {cluster.num_workers} workers ({cluster.source}). Name "
+                "one, --parallel=data or hybrid, or add --allow_independent_workers."
             )
         hide_gpus_if_unused(values)
         if values.devices is not None:
@@ -91,17 +91,17 @@ def _planned(path, values, devices) -> MeshPlan:
 def _name_form(values: flags.FlagValues, first: Candidate, devices: list[str]) -> None:
     """Has the flags say what was chosen, as if it had been asked for."""
     mesh = first.mesh
-    values.parallel, values.num_trials = first.form, 0
+    values.parallel, values.num_trials = first.parallelism, 0
     if values.devices is not None:
         values.devices = devices[: mesh.size]
     else:
         values.num_devices = mesh.size
-    if first.form == "hybrid":
+    if first.parallelism == "hybrid":
         values.mesh = str(mesh).replace(" ", "")
     if mesh.pipeline > 1:
         values.num_micro_batches = first.num_micro_batches
     else:
         for name in _OF_A_PIPELINE:
             setattr(values, name, None)
-    if first.form not in ("pipeline", "hybrid"):
+    if first.parallelism not in ("pipeline", "hybrid"):
         values.batch_normalization = None

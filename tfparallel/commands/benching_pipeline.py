@@ -34,7 +34,7 @@ def measure(path: str, values: flags.FlagValues) -> int:
     has its rank behind the report's name.
     """
     try:
-        form = start_parallelism(values, {"command": "bench pipeline"})
+        parallelism = start_parallelism(values, {"command": "bench pipeline"})
     except SystemExit as ended:
         if not ended.code:
             write_report(f"{values.report}.{os.environ['RANK']}", _peaks_of_this_process())
@@ -46,7 +46,7 @@ def measure(path: str, values: flags.FlagValues) -> int:
         data, global_batch_size=values.global_batch_size, seed=values.seed, num_batches=2
     )
     batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
-    model = form.build(task.build_model)
+    model = parallelism.build(task.build_model)
     task.compile_model(model)
     found: dict[str, Any] = {
         "versions": versions(),
@@ -56,7 +56,7 @@ def measure(path: str, values: flags.FlagValues) -> int:
     model._symbolic_build(data_batch=batch)  # The metrics' variables: Keras's own first act.
     step = tf.function(model.train_step, autograph=False)
     found["step_seconds"] = _median_seconds(lambda: step(batch), values.steps)
-    if form.name == "pipeline":
+    if parallelism.name == "pipeline":
         found |= _of_pipeline(model, batch, found["step_seconds"])
     else:
         found["peak_memory_bytes"] = [peak_memory_bytes()]

@@ -1,4 +1,4 @@
-"""`tfparallel check TASK.py`: does a form train to the weights of one device."""
+"""`tfparallel check TASK.py`: does a model train in parallel to the weights of one device."""
 
 import importlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 _COMMAND = Command(
     name="check",
-    summary="Trains a task file on one device and under a form, from the same weights on the "
+    summary="Trains a task file on one device and in parallel, from the same weights on the "
     "same batches, and compares every variable, beside what rounding alone makes of the model. "
     "Exit code 1 if one differs.",
     example="tfparallel check models/digits_cnn.py --parallel=data --num_devices=3 --steps=20",
@@ -52,7 +52,7 @@ def _problems(values: flags.FlagValues) -> list[str]:
         problems.append(f"At least one step is required. Received: --steps={values.steps}.")
     if values.parallel == "none":
         problems.append(
-            "A form to check is required. Received: --parallel=none. Use --parallel=data."
+            "A parallelism to check is required. Received: --parallel=none. Use --parallel=data."
         )
     for name in ("compression", "sync"):
         if getattr(values, name) not in (None, "every_step"):

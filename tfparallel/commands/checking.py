@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import flags
 
 from tfparallel.activity import Activity
-from tfparallel.commands.auto_parallelism import start_chosen_form
+from tfparallel.commands.auto_parallelism import start_chosen_parallelism
 from tfparallel.commands.flags import UsageError, resolved
 from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.data.batches import first_batches
@@ -35,13 +35,13 @@ def check(path: str, values: flags.FlagValues) -> int:
     started = time.perf_counter()
     # All three before the task file is imported: it may start TensorFlow's
     # runtime, and make layers, which take their type when they are made.
-    form, _ = start_chosen_form(path, values, lambda: {"command": "check"})
-    if form.name == "none":
+    parallelism, _ = start_chosen_parallelism(path, values, lambda: {"command": "check"})
+    if parallelism.name == "none":
         raise UsageError(
-            "A form to check is required. Received: --parallel=auto, which takes one device. Name "
-            "the form: --parallel=data."
+            "A parallelism to check is required. Received: --parallel=auto, which takes one "
+            "device. Name the parallelism: --parallel=data."
         )
-    on_gpu = any(device.startswith("GPU") for device in form.devices)
+    on_gpu = any(device.startswith("GPU") for device in parallelism.devices)
     by_xla = bool(values.jit_compile)
     if on_gpu:
         make_deterministic(operations=not by_xla)
@@ -57,25 +57,25 @@ def check(path: str, values: flags.FlagValues) -> int:
             num_batches=values.steps,
         )
     )
-    form.say(
-        f"{task.name}: one device against {form}; "
+    parallelism.say(
+        f"{task.name}: one device against {parallelism}; "
         f"{values.steps} steps, global batch {values.global_batch_size}, seed {values.seed}, "
         f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     )
     if on_gpu:
         operations = "" if by_xla else "deterministic operations are on, "
-        form.say(f"on a GPU: {operations}TF32 is off")
+        parallelism.say(f"on a GPU: {operations}TF32 is off")
     built, build_single, unwrapped = [], task.build_model, lambda build: build
     if values.batch_normalization is not None:
-        form.say("on one device each micro-batch is normalized by its own moments, too")
-        build_single = grouped(task.build_model, form.num_pieces)
+        parallelism.say("on one device each micro-batch is normalized by its own moments, too")
+        build_single = grouped(task.build_model, parallelism.num_pieces)
         unwrapped = ungrouped
 
     def build(build_model):
-        built.append(form.build(unwrapped(build_model)))
+        built.append(parallelism.build(unwrapped(build_model)))
         return built[-1]
 
-    with Activity("building the model", is_shown=form.is_chief) as activity:
+    with Activity("building the model", is_shown=parallelism.is_chief) as activity:
         report = check_parity(
             build_single,
             compiling(task.compile_model, values.jit_compile),
@@ -84,30 +84,31 @@ def check(path: str, values: flags.FlagValues) -> int:
             seed=values.seed,
             progress=activity.say,
         )
-    if len(form.devices) == 1 and form.num_workers == 1:
+    if len(parallelism.devices) == 1 and parallelism.num_workers == 1:
         report = report.with_note(
             "Only one device takes part, so nothing is divided: add --num_devices=2 "
             "--device_type=cpu."
         )
-    ran = form.all_reduce_report(built[-1])
+    ran = parallelism.all_reduce_report(built[-1])
     joined = getattr(built[-1], "why_joined", None) or False
-    form.say(str(report))
-    if values.plot is not None and form.is_chief:
+    parallelism.say(str(report))
+    if values.plot is not None and parallelism.is_chief:
         check_plot = importlib.import_module("tfparallel.diagnostics.check_plot")  # Matplotlib.
-        check_plot.draw(values.plot, report, title=f"{task.name}: one device against {form}")
+        check_plot.draw(values.plot, report, title=f"{task.name}: one device against {parallelism}")
         print(f"wrote {values.plot}")
-    peaks = peak_bytes_of_gpus(form.devices)
-    if values.report is not None and form.is_chief:
+    peaks = peak_bytes_of_gpus(parallelism.devices)
+    if values.report is not None and parallelism.is_chief:
+        has_pieces = parallelism.name in ("data", "pipeline", "hybrid")
         content = {
             "command": "check",
             "configuration": {"task": path, **resolved(values)},
-            "devices": form.devices,
-            "num_workers": form.num_workers,
+            "devices": parallelism.devices,
+            "num_workers": parallelism.num_workers,
             "versions": versions(),
             **report.to_json(),
-            **({"layout": built[-1].layout.to_json()} if form.name != "none" else {}),
+            **({"layout": built[-1].layout.to_json()} if parallelism.name != "none" else {}),
             **({"all_reduce": ran} if ran is not None else {}),
-            **({"joined_outputs": joined} if form.name in ("data", "pipeline", "hybrid") else {}),
+            **({"joined_outputs": joined} if has_pieces else {}),
             "peak_memory_bytes": peak_memory_bytes(),
             **({"peak_gpu_bytes": peaks} if peaks else {}),
             "wall_time_seconds": time.perf_counter() - started,

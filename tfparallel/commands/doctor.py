@@ -83,7 +83,7 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
     flags.DEFINE_bool(
-        "gpu", False, "Try the GPUs, in every form, for minutes; with --report, a page, too.",
+        "gpu", False, "Try every parallelism on the GPUs, for minutes; with --report, a page, too.",
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_list("trials", list(gpu.TRIALS), "Which of them, with --gpu.", flag_values=values)

@@ -12,7 +12,7 @@ __all__ = ["Command", "define_choice", "help_text"]
 
 # In the order in which a person decides.
 _TOPICS = {
-    "The form": "parallel mesh num_trials",
+    "The parallelism": "parallel mesh num_trials",
     "Devices": "num_devices devices device_type split_gpu",
     "Workers": "nproc_per_node num_workers num_ps strategy allow_independent_workers transport "
     "bind_cores start_timeout stall_timeout",

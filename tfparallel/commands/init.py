@@ -62,7 +62,7 @@ def _flags() -> flags.FlagValues:
         "parallel",
         None,
         _FORMS,
-        "The form that the commands in the file name; the file itself suits all.",
+        "The parallelism that the commands in the file name; the file itself suits all.",
         if_absent="data",
     )
     flags.DEFINE_bool("force", False, "Write over a file that is there.", flag_values=values)
@@ -77,12 +77,12 @@ def _main(arguments: Sequence[str]) -> int:
     path = _path(positional)
     asked = _asked(values)
     data = _data(asked, path, values.target)
-    form = f"--parallel={asked['parallel']}"
+    parallelism = f"--parallel={asked['parallel']}"
     if asked["parallel"] != "none":
-        form += " --num_devices=2"
-    commands = [f"tfparallel train {shlex.quote(path)} {form}"]
+        parallelism += " --num_devices=2"
+    commands = [f"tfparallel train {shlex.quote(path)} {parallelism}"]
     if asked["parallel"] != "none":
-        commands.append(f"tfparallel check {shlex.quote(path)} {form}")
+        commands.append(f"tfparallel check {shlex.quote(path)} {parallelism}")
     templates = importlib.import_module("tfparallel.commands.task_templates")
     text = templates.task_file(asked["kind"], data, commands)
     with open(path, "w", encoding="utf-8") as file:

@@ -13,8 +13,8 @@ __all__ = ["main"]
 _TOPICS = {
     "a task": {
         "init": "writes a task file: a model, its data and how it is compiled",
-        "train": "trains a task file on one device or many, under the form that --parallel names",
-        "check": "compares a form with one device, weight by weight, and says how far they agree",
+        "train": "trains a task file on one device or many, as --parallel says",
+        "check": "compares a parallel run with one device, weight by weight, beside rounding",
         "plan": "predicts memory and time on each mesh of devices, and names the command",
     },
     "several processes and hosts": {

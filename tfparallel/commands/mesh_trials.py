@@ -29,7 +29,7 @@ __all__ = ["after_trials", "batch_of"]
 
 _SECONDS, _LEAST_CALLS, _MOST_CALLS = 1.0, 5, 50  # Of a trial, once it is warm.
 
-# What a form, TensorFlow or XLA may raise for one mesh, and not for the next.
+# What a builder, TensorFlow or XLA may raise for one mesh, and not for the next.
 _REFUSALS = (
     UsageError, ValueError, TypeError, RuntimeError, NotImplementedError, tf.errors.OpError,
 )  # fmt: skip
@@ -113,7 +113,7 @@ def _trial(candidate, task, batch, devices, values) -> float:
     policy, is_shown = keras.config.dtype_policy(), keras.config.is_interactive_logging_enabled()
     try:
         with unnoticed():
-            model = _form(candidate, devices, values).build(task.build_model)
+            model = _parallelism(candidate, devices, values).build(task.build_model)
         jit_compile = values.jit_compile if "jit_compile" in values else None
         compiling(task.compile_model, jit_compile)(model)
         return _step_seconds(model, batch)
@@ -126,8 +126,10 @@ def _trial(candidate, task, batch, devices, values) -> float:
         gc.collect()
 
 
-def _form(candidate: Candidate, devices: Sequence[str], values: flags.FlagValues) -> Parallelism:
-    """The form that `--parallel=auto` starts for the mesh."""
+def _parallelism(
+    candidate: Candidate, devices: Sequence[str], values: flags.FlagValues
+) -> Parallelism:
+    """The parallelism that `--parallel=auto` starts for the mesh."""
     mesh, cut = candidate.mesh, {}
     if mesh.pipeline > 1:
         cut = {
@@ -135,10 +137,10 @@ def _form(candidate: Candidate, devices: Sequence[str], values: flags.FlagValues
             "num_micro_batches": candidate.num_micro_batches,
             "layers_per_stage": candidate.layers_per_stage,
         }
-    if candidate.form == "hybrid":
+    if candidate.parallelism == "hybrid":
         cut |= {"mesh": mesh, "allow_independent_workers": True}
         cut |= {"batch_normalization": values.batch_normalization}
-    return Parallelism(candidate.form, list(devices[: mesh.size]), cut=cut)
+    return Parallelism(candidate.parallelism, list(devices[: mesh.size]), cut=cut)
 
 
 def _step_seconds(model: keras.Model, batch: tuple[Any, ...]) -> float:

@@ -1,4 +1,4 @@
-"""The form that `--parallel` names: its devices and workers, and the model built under it."""
+"""The parallelism that `--parallel` names: its devices and workers, and the model."""
 
 import dataclasses
 import os
@@ -46,7 +46,7 @@ class Parallelism:
         name: What `--parallel` says.
         devices: The devices of this worker.
         strategy: What joins the workers of a job; None for one process.
-        cut: How layers are shared out to the devices, as the form's builder takes it.
+        cut: How layers are shared out to the devices, as the builder takes it.
         all_reduce: What sums the replicas of this process, as `tfparallel.MirroredStrategy` takes
             it: `all_reduce` and `calibrate`.
         sync: When the weights are updated, as `data_parallel` takes it.
@@ -103,7 +103,7 @@ class Parallelism:
                 print(text, flush=True)
 
     def build(self, build_model: Callable[[], keras.Model]) -> keras.Model:
-        """Returns the model, built under the form."""
+        """Returns the parallel model."""
         if self.name == "none":
             return build_model()
         try:
@@ -195,7 +195,7 @@ def start_parallelism(values: flags.FlagValues, facts: Mapping[str, Any]) -> Par
     try:
         hide_gpus_if_unused(values)
         if Synchronization.parse(values.sync or "every_step").is_async:
-            return _form_with_servers(values, facts)
+            return _parallelism_with_servers(values, facts)
         cluster = Cluster.from_env()
         is_worker = (
             cluster.num_workers > 1
@@ -267,8 +267,8 @@ def start_parallelism(values: flags.FlagValues, facts: Mapping[str, Any]) -> Par
     return Parallelism(values.parallel, devices, strategy, cut=_cut(values), **update)
 
 
-def _form_with_servers(values, facts) -> Parallelism:
-    """In the chief the form; the other processes serve it, and do not come back."""
+def _parallelism_with_servers(values, facts) -> Parallelism:
+    """In the chief the parallelism; the other processes serve it, and do not come back."""
     roles, policy = Roles.from_env(), Synchronization.parse(values.sync)
     if roles is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The flags that say under which form a task is trained, where, and on how much at a time."""
+"""The flags that say how a task is trained in parallel, where, and on how much at a time."""
 
 from absl import flags
 
@@ -55,7 +55,7 @@ def common_flags() -> flags.FlagValues:
     flags.DEFINE_bool(
         "split_gpu",
         False,
-        "Split this machine's one GPU into --num_devices parts (2 if absent), to try a form out.",
+        "Split this machine's one GPU into --num_devices parts (2 if absent), to try things out.",
         flag_values=values,
     )
     define_choice(
@@ -315,7 +315,7 @@ def common_problems(values: flags.FlagValues) -> list[str]:
             )
     if values.parallel != "data" and values.strategy != "auto":
         problems.append(
-            "--strategy chooses among the forms of --parallel=data. Received: "
+            "--strategy chooses among the kinds of --parallel=data. Received: "
             f"--strategy={values.strategy} with --parallel={values.parallel}. Drop --strategy."
         )
     if values.parallel not in ("data", "hybrid") and values.all_reduce is not None:
@@ -342,7 +342,7 @@ def common_problems(values: flags.FlagValues) -> list[str]:
     if values.split_gpu and values.parallel == "auto":
         problems.append(
             "--parallel=auto plans for devices that are there. Received: --split_gpu with "
-            "--parallel=auto. Name the form: --parallel=data, or drop --split_gpu."
+            "--parallel=auto. Name the parallelism: --parallel=data, or drop --split_gpu."
         )
     problems += _mesh_problems(values)
     problems += pipeline_problems(values)

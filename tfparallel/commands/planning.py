@@ -69,11 +69,11 @@ def _head(path, values, found) -> list[str]:
     number, more = len(found.stages), []
     batch = f" --global_batch_size={found.batch_size}"
     if number == 1:
-        form, extra = ("none", "") if values.num_devices == 1 else ("data", "")
+        parallelism, extra = ("none", "") if values.num_devices == 1 else ("data", "")
         extra = f" --num_devices={values.num_devices}" if values.num_devices > 1 else ""
         text = "fits one device" + limit
     else:
-        form, text = "model", f"needs {number} devices" + limit
+        parallelism, text = "model", f"needs {number} devices" + limit
         extra = f" --num_devices={number}"
         if found.device_memory is None:
             text = f"cut into {number} stages"
@@ -85,8 +85,8 @@ def _head(path, values, found) -> list[str]:
             extra += f" --balance={values.balance}"
             if found.device_memory is not None:
                 extra += f" --device_memory={found.device_memory}"
-    command = f"tfparallel train {path} --parallel={form}{extra}{batch}"
-    return [f"{text}; take --parallel={form}; the command:", f"  {command}", *more]
+    command = f"tfparallel train {path} --parallel={parallelism}{extra}{batch}"
+    return [f"{text}; take --parallel={parallelism}; the command:", f"  {command}", *more]
 
 
 def _table(found: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""The body of `tfparallel plan` without a form: every mesh, ranked, and why the first is first."""
+"""The body of `tfparallel plan` without --parallel: every mesh, ranked, and why the first is it."""
 
 import contextlib
 import math
@@ -91,7 +91,8 @@ def plan_task(
                 return found
             return after_trials(found, task, batch, devices, values, activity)
     except PlacementError as error:
-        raise UsageError(f"{error}\nOr name the form: --parallel=data takes any model.") from error
+        advice = "Or name the parallelism: --parallel=data takes any model."
+        raise UsageError(f"{error}\n{advice}") from error
 
 
 def _lines(path: str, values: flags.FlagValues, found: MeshPlan) -> list[str]:
@@ -128,8 +129,8 @@ def _head(path, values, found) -> list[str]:
 
 def _command(path: str, values: flags.FlagValues, candidate: Candidate) -> str:
     mesh = candidate.mesh
-    parts = [f"tfparallel train {path} --parallel={candidate.form}"]
-    if candidate.form == "hybrid":
+    parts = [f"tfparallel train {path} --parallel={candidate.parallelism}"]
+    if candidate.parallelism == "hybrid":
         parts.append(f"--mesh={str(mesh).replace(', ', ',')}")
     elif mesh.size > 1:
         parts.append(f"--num_devices={mesh.size}")
@@ -140,7 +141,7 @@ def _command(path: str, values: flags.FlagValues, candidate: Candidate) -> str:
                 parts.append(f"--{name}={getattr(values, name)}")
         if candidate.balance != "time":
             parts.append(f"--balance={candidate.balance}")
-    if candidate.form in ("pipeline", "hybrid") and values.batch_normalization is not None:
+    if candidate.parallelism in ("pipeline", "hybrid") and values.batch_normalization is not None:
         parts.append(f"--batch_normalization={values.batch_normalization}")
     return " ".join([*parts, f"--global_batch_size={values.global_batch_size}"])
 

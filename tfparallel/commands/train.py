@@ -1,4 +1,4 @@
-"""`tfparallel train TASK.py`: trains a task file under a form."""
+"""`tfparallel train TASK.py`: trains a task file in parallel."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 _COMMAND = Command(
     name="train",
-    summary="Trains a task file under the form that --parallel names. "
+    summary="Trains a task file with the parallelism that --parallel names. "
     "Batch sizes are global: the weights do not depend on the number of devices.",
     example="tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 --epochs=3",
 )

@@ -20,7 +20,7 @@ from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.process_group import WorkerLostError
 from tfparallel.commands import step_records
-from tfparallel.commands.auto_parallelism import start_chosen_form
+from tfparallel.commands.auto_parallelism import start_chosen_parallelism
 from tfparallel.commands.flags import LostError, UsageError
 from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
@@ -65,7 +65,7 @@ def train(path: str, values: flags.FlagValues) -> Result:
 def _train(path, values):
     # Before the task file is imported: its imports may start TensorFlow's
     # runtime, and the CPU cannot be split after that.
-    form, plan = start_chosen_form(path, values, lambda: _facts(path, values))
+    parallelism, plan = start_chosen_parallelism(path, values, lambda: _facts(path, values))
     use_precision(values.precision)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
@@ -90,10 +90,10 @@ def _train(path, values):
 
     # Again, so that the weights do not depend on what load_data drew.
     keras.utils.set_random_seed(values.seed)
-    model = form.build(task.build_model)
+    model = parallelism.build(task.build_model)
     compiling(task.compile_model, values.jit_compile)(model)
-    form.say(
-        f"{task.name} ({model.name}): {form}, "
+    parallelism.say(
+        f"{task.name} ({model.name}): {parallelism}, "
         f"global batch {values.global_batch_size}, seed {values.seed}, "
         f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
     )
@@ -102,8 +102,9 @@ def _train(path, values):
     callbacks += own_callbacks
     if values.tensorboard is not None:
         callbacks.append(keras.callbacks.TensorBoard(values.tensorboard))
-    lines = EpochLines(batches.num_examples, batches.num_passed, f"the step of {form.text_of_size}")
-    if form.is_chief:
+    size = parallelism.text_of_size
+    lines = EpochLines(batches.num_examples, batches.num_passed, f"the step of {size}")
+    if parallelism.is_chief:
         callbacks.append(lines)
     checkpoint = None
     if values.checkpoint_dir is not None:
@@ -122,7 +123,7 @@ def _train(path, values):
         preemption = Preemption(checkpoint)
         callbacks.append(preemption)
     recorder: Any = contextlib.nullcontext()
-    if form.workers is None and not form.num_servers:
+    if parallelism.workers is None and not parallelism.num_servers:
         recorder = step_records.alone()
         if isinstance(recorder, FlightRecorder):
             callbacks = [recorder.step_end, *callbacks, recorder]
@@ -145,24 +146,24 @@ def _train(path, values):
         failure = str(error)
     finally:
         lines.close()
-    sent = None if form.workers is None else form.workers.traffic.read()
-    num_sums = None if form.workers is None else form.workers.traffic.num_sums
-    records = step_records.gathered(form.workers, bool(values.report or values.trace))
-    has_trace = bool(records and values.trace and form.is_chief)
+    sent = None if parallelism.workers is None else parallelism.workers.traffic.read()
+    num_sums = None if parallelism.workers is None else parallelism.workers.traffic.num_sums
+    records = step_records.gathered(parallelism.workers, bool(values.report or values.trace))
+    has_trace = bool(records and values.trace and parallelism.is_chief)
     if has_trace:
         step_records.write_timeline(values.trace, records)
-    elif values.trace and form.is_chief:
+    elif values.trace and parallelism.is_chief:
         notice(f"No timeline is written: no flight record was kept ({FOLDER}).")
     if checkpoint is not None:
         del step_time.seconds[: checkpoint.num_passed]
     if failure is None and values.save is not None:
-        with chief_only.path_of_chief(values.save, form.is_chief) as save_path:
+        with chief_only.path_of_chief(values.save, parallelism.is_chief) as save_path:
             model.save(save_path)
     report = {
         "model": {"name": model.name, "num_parameters": model.count_params()},
-        "devices": form.devices,
-        "num_workers": form.num_workers,
-        "data": _report_of_data(form, batches, model, values.global_batch_size),
+        "devices": parallelism.devices,
+        "num_workers": parallelism.num_workers,
+        "data": _report_of_data(parallelism, batches, model, values.global_batch_size),
         "versions": versions(),
         "history": {
             name: [float(value) for value in values]
@@ -171,33 +172,33 @@ def _train(path, values):
         "step_time_seconds": step_time.summary(),
         "time_of_a_step_seconds": step_records.time_of_a_step(records),
         "peak_memory_bytes": peak_memory_bytes(),
-        "peak_gpu_bytes": peak_bytes_of_gpus(form.devices),
+        "peak_gpu_bytes": peak_bytes_of_gpus(parallelism.devices),
     }
     if plan is not None:
         report["plan"] = plan.as_json()
-    if form.name != "none":
+    if parallelism.name != "none":
         report["layout"] = model.layout.to_json()
-    if form.name in ("data", "pipeline", "hybrid"):
+    if parallelism.name in ("data", "pipeline", "hybrid"):
         report["joined_outputs"] = getattr(model, "why_joined", None) or False
-    report["all_reduce"] = form.all_reduce_report(model)
+    report["all_reduce"] = parallelism.all_reduce_report(model)
     report["sent_bytes_in_a_step"] = sent_bytes.in_a_step
-    if form.name == "data":
-        report |= {"sync": form.sync, "shard_optimizer": form.shard_optimizer or None}
-    elif "sync" in form.cut:
-        report["sync"] = form.cut["sync"]
-        report["shard_optimizer"] = form.cut.get("shard_optimizer") or None
+    if parallelism.name == "data":
+        report |= {"sync": parallelism.sync, "shard_optimizer": parallelism.shard_optimizer or None}
+    elif "sync" in parallelism.cut:
+        report["sync"] = parallelism.cut["sync"]
+        report["shard_optimizer"] = parallelism.cut.get("shard_optimizer") or None
     if report.get("sync", "").startswith("accumulate"):
         report["steps_of_an_update"] = model.num_accumulated_steps
-    if form.num_servers:
-        report |= {"num_servers": form.num_servers, "staleness": model.staleness}
+    if parallelism.num_servers:
+        report |= {"num_servers": parallelism.num_servers, "staleness": model.staleness}
         report["num_reductions"] = 0  # Nothing is summed between workers.
         number = model.staleness["updates"]
         of_a_step = model.bytes_of_a_step
         report["sent_bytes"] = {name: number * size for name, size in of_a_step.items()}
-    if form.workers is not None:
-        report["compression"] = form.strategy.compression
+    if parallelism.workers is not None:
+        report["compression"] = parallelism.strategy.compression
         report["sent_bytes"], report["num_reductions"] = sent, num_sums
-    if form.name in ("model", "pipeline"):
+    if parallelism.name in ("model", "pipeline"):
         report["placement"] = held_by_device(model)
     if checkpoint is not None and checkpoint.resumed is not None:
         report["resumed_at_epoch"] = checkpoint.resumed["epoch"] + 1
@@ -205,7 +206,7 @@ def _train(path, values):
     if failure is not None:
         report["failure"] = failure
     kept = {key: value for key, value in report.items() if value not in (None, {})}
-    return Result(kept, failure, form.is_chief)
+    return Result(kept, failure, parallelism.is_chief)
 
 
 def _callbacks(task: Task, are_wanted: bool | None) -> list[keras.callbacks.Callback]:
@@ -227,9 +228,9 @@ def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
     return {"task file": digest, **{f"--{name}": getattr(values, name) for name in names}}
 
 
-def _report_of_data(form, batches, model, global_batch_size) -> dict[str, Any]:
+def _report_of_data(parallelism, batches, model, global_batch_size) -> dict[str, Any]:
     report = batches.report()
-    if form.name == "data" and not form.num_servers and model.strategy is not None:
+    if parallelism.name == "data" and not parallelism.num_servers and model.strategy is not None:
         rows = rows_by_replica(model.distribute_strategy, global_batch_size)
         report |= {"partition": "batch", "rows_of_a_full_batch": rows}
     return report

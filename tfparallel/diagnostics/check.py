@@ -1,7 +1,7 @@
-"""Proves, or disproves, that a form trains to the weights of one device.
+"""Proves, or disproves, that a model trains in parallel to the weights of one device.
 
 The model is trained twice on the same batches from the same weights, plainly
-on one device and under the form, and then every weight, every variable of
+on one device and in parallel, and then every weight, every variable of
 every optimizer, every loss and every metric is compared.
 
     at steps 1, 2, 4, 8, … and the last within the tolerance,
@@ -9,7 +9,7 @@ every optimizer, every loss and every metric is compared.
       | no                                                       (undetermined: rounding alone
     does the model draw?                                          decides it from the start)
       | yes: all trained again, draws off
-    that comparison within the same, and the form trained
+    that comparison within the same, and the parallel model trained
     twice with one seed gives the same weights ----------------> reproducible
       | no
       +--------------------------------------------------------> differs
@@ -48,7 +48,7 @@ def check_parity(
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CheckReport:
-    """Compares training under a form with training on one device.
+    """Compares parallel training with training on one device.
 
     Args:
         build_model: Returns the model, not compiled.
@@ -56,7 +56,7 @@ def check_parity(
         batches: The steps, each `(x, y[, sample_weight])` in NumPy arrays. The
             first is compared most sharply: it should divide unevenly.
         make_parallel_model: Takes a function that builds the model, returns
-            the model under the form.
+            the model parallel.
         seed: Seeds the weights and the random layers.
         progress: Is told what is trained, before it is.
 
@@ -64,7 +64,7 @@ def check_parity(
         The report.
 
     Raises:
-        ValueError: If there is no batch, or the form gives a model with other
+        ValueError: If there is no batch, or the parallel model has with other
             weights.
 
     Example:
@@ -97,7 +97,7 @@ def _compared(
         failed = judged.comparison.failed & set(runs.comparison.readings)
         notes.append("trained again with the draws of the random layers off")
         if not runs.repeats():
-            notes.append("two runs of the form with one seed give different weights")
+            notes.append("two parallel runs with one seed give different weights")
             judged, failed = runs, runs.comparison.failed
     failing = failing_at_once or bool(failed)
     first = None
@@ -150,11 +150,11 @@ def uneven_first(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 class _Runs:
-    """The trainings of one comparison: one device, the form, and one device moved.
+    """The trainings of one comparison: one device, in parallel, and one device moved.
 
     Args:
         trial: What trains.
-        make_parallel_model: Puts the model under the form.
+        make_parallel_model: Makes the model parallel.
         progress: As for `check_parity`.
         draws: Whether random layers draw.
     """
@@ -175,13 +175,13 @@ class _Runs:
         self.single = trial.run(plain, draws=draws)
         self.dtype = coarsest_dtype(self.single.model)
         self.tolerance = TOLERANCES[self.dtype]
-        progress(f"training under the form{self._without}")
+        progress(f"training in parallel{self._without}")
         self.parallel = trial.run(make_parallel_model, draws=draws)
         self.comparison = self._compare(self.single, self.parallel)
 
     def repeats(self) -> bool:
-        """Whether the form, trained twice with one seed, gives the same weights."""
-        self._progress("training under the form, once more")
+        """Whether the parallel model, trained twice with one seed, gives the same weights."""
+        self._progress("training in parallel, once more")
         again = self._trial.run(self._make_parallel_model, draws=self._draws)
         return not self._compare(self.parallel, again).failed
 
@@ -265,7 +265,7 @@ def _undetermined_note(variables: tuple[VariableReport, ...]) -> list[str]:
 
 def _not_finite(single: Outcome, parallel: Outcome) -> list[str]:
     notes = []
-    for where, outcome in (("on one device", single), ("under the form", parallel)):
+    for where, outcome in (("on one device", single), ("in parallel", parallel)):
         steps = [i + 1 for i, loss in enumerate(outcome.running_loss) if not math.isfinite(loss)]
         paths = [
             state.path

@@ -1,4 +1,4 @@
-"""The plot of a check: how far the form and rounding alone carry the weights, step by step."""
+"""The plot of a check: how far the parallel run, and rounding alone, are off, step by step."""
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,7 +15,7 @@ _FORM, _FLOOR, _TOLERANCE = "#0072B2", "#E69F00", "#555555"
 
 
 def draw(path: str, report: CheckReport, *, title: str) -> None:
-    """Draws the difference of the form, the rounding floor and the tolerance.
+    """Draws the difference of the parallel run, the rounding floor and the tolerance.
 
     Lines are medians over the weights, bands reach up to the largest.
 
@@ -32,7 +32,7 @@ def draw(path: str, report: CheckReport, *, title: str) -> None:
     least = UNITS[report.dtype] / 4
     curves = (
         ("floor: first weights moved by one unit", _FLOOR, "s", "median_floor", "floor"),
-        ("difference: under the form", _FORM, "o", "median_difference", "difference"),
+        ("difference: in parallel", _FORM, "o", "median_difference", "difference"),
     )
     for label, colour, marker, median, largest in curves:
         low, high = (

@@ -50,7 +50,7 @@ class ValueReport:
     Attributes:
         name: `"fit: loss"`, `"evaluate: accuracy"`, and so on.
         single: Its value on one device.
-        parallel: Its value under the form.
+        parallel: Its value in parallel.
         verdict: As for variables.
         first_step: As for variables.
         digits: As for variables.
@@ -76,7 +76,7 @@ class CheckReport:
 
     Attributes:
         verdict: `"match"`, `"reproducible"`, `"undetermined"` (rounding alone decides more than
-            the form could) or `"differs"`.
+            the parallel run could) or `"differs"`.
         dtype: The coarsest type that the model computes in or keeps a trained weight in.
         tolerance: The relative difference that counts as rounding in any model.
         batch_sizes: Examples in each step.
@@ -216,7 +216,7 @@ def _values_table(values):
         [item.name, f"{item.single:.9g}", f"{item.parallel:.9g}", _verdict(item)]
         for item in values
     ]
-    return _table(["loss or metric", "one device", "under the form", "verdict"], rows)
+    return _table(["loss or metric", "one device", "in parallel", "verdict"], rows)
 
 
 def _steps_table(steps):

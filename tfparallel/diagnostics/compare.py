@@ -50,7 +50,7 @@ def difference(
 
     Args:
         expected: The value on one device.
-        received: The value under the form, of the same shape.
+        received: The value in parallel, of the same shape.
         tolerance: The largest relative difference; integers must be equal.
         scale: A magnitude to measure against if the variable's own is smaller.
 

@@ -2,11 +2,11 @@
 
     step                    1      2      4      8
     one device              a₁     a₂     a₄     a₈
-    under the form          b₁     b₂     b₄     b₈      difference  max|a − b|
+    in parallel             b₁     b₂     b₄     b₈      difference  max|a − b|
     first weights moved     m₁     m₂     m₄     m₈      floor       max|a − m|
 
-A form adds the same numbers in another order, and so rounds otherwise. What a training makes of
-that is a property of the model, not of the form: a deep network with batch normalization may
+A parallel run adds the same numbers in another order, and rounds otherwise. What training makes of
+that is a property of the model, not of the parallelism: a deep network with batch normalization may
 multiply it by ten a step. The third training shows how much: it is plain Keras on one device, its
 first weights moved by one unit in the last place. A variable matches at a step if
 
@@ -16,7 +16,7 @@ The floor is the larger of two, both of that step: the variable's own, and the m
 model's variables of its kind, relative to their magnitudes. One moved training is one sample: where
 a variable happens to end near its first copy, the median says how far rounding carries its peers.
 
-The multiples (`MULTIPLES`) have two reasons. A form rounds in each operation of each step, the
+The multiples (`MULTIPLES`) have two reasons. A parallel run rounds in each operation of a step, the
 moved weights differ once: in MobileNetV2, a ViT and ten dense layers with batch normalization, all
 with Adam, `data_parallel` differed by up to 7 times the floor, in most variables by as much as the
 floor; it is allowed 10. And some of what rounding does comes in jumps: a number next to zero passes
@@ -30,7 +30,7 @@ In half precision sums may be wrong by far more than a unit, and by as much what
 are: TensorFlow adds up the gradient of a bias in bfloat16 on CPUs, so that of 2048 terms with a sum
 of 187 a tenth is lost, and of each half of them a fifth of that. So where a variable is beyond both
 floors, one device trains once more in float32. What half precision makes of one device, which is
-the distance to that, is allowed to a form 3 times.
+the distance to that, is allowed to a parallel run 3 times.
 
 At the first steps the floor of a float64 training lies far below what any fault makes (1e-13
 against 1e-2); that of float32 lies below the tolerance in most variables. What happens there
@@ -127,7 +127,7 @@ class StepReport:
 
     Attributes:
         step: The step.
-        difference: The largest relative difference of a weight under the form.
+        difference: The largest relative difference of a weight in parallel.
         median_difference: The median of the weights' differences.
         floor: The largest relative difference that one unit in the last place makes.
         median_floor: The median of these.
@@ -151,7 +151,7 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A form's training beside that of one device and its floors.
+    """A parallel training beside that of one device and its floors.
 
     Attributes:
         readings: The steps of each variable and value.
@@ -198,11 +198,11 @@ def deviation(single: Outcome, other: Outcome) -> Deviation:
 def compare(
     single: Outcome, parallel: Deviation, floors: Mapping[int, Deviation], tolerance: float
 ) -> Comparison:
-    """Tells what rounding does from what the form does.
+    """Tells what rounding does from what the parallelism does.
 
     Args:
         single: The training on one device.
-        parallel: How far the form's is from it.
+        parallel: How far the parallel one is from it.
         floors: How far those with moved weights are, by the number of units, 1 among them; and
             that in a finer type, by `FINER`.
         tolerance: The relative difference that counts as rounding in any model.

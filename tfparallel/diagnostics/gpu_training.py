@@ -13,7 +13,7 @@ from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.replication.data_parallel import data_parallel
 
-__all__ = ["TOLERANCE", "Trained", "apart", "compared", "forms", "trained"]
+__all__ = ["TOLERANCE", "Trained", "apart", "compared", "kinds", "trained"]
 
 TOLERANCE = 1e-3  # Of float32, after some steps of plain SGD; a fault makes 1e-2 and more.
 _ROUNDS = 3  # Through the batches.
@@ -33,7 +33,7 @@ class Trained(NamedTuple):
     num_updates: int
 
 
-def forms(names: list[str]) -> dict[str, Callable[[keras.Model], keras.Model]]:
+def kinds(names: list[str]) -> dict[str, Callable[[keras.Model], keras.Model]]:
     """Returns by name what puts a model on devices."""
     pair = names[:2]
     return {
@@ -56,7 +56,7 @@ def trained(
 
     Args:
         network: The network and its batches.
-        make: Puts the model under a form.
+        make: Makes the model parallel.
         optimizer: Returns the optimizer.
         options: Further arguments of `compile`.
 

@@ -32,7 +32,7 @@ from tfparallel.diagnostics.determinism import make_deterministic
 from tfparallel.diagnostics.gpu import TRIALS as NAMES
 from tfparallel.diagnostics.gpu_row import BROKEN, OK, SKIPPED, Row, tried
 from tfparallel.diagnostics.gpu_speed import speeds
-from tfparallel.diagnostics.gpu_training import TOLERANCE, apart, compared, forms, trained
+from tfparallel.diagnostics.gpu_training import TOLERANCE, apart, compared, kinds, trained
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 
@@ -150,13 +150,13 @@ def _sums_by(algorithm, names) -> str:
 
 
 def parity(device_type: str) -> Iterator[Row]:
-    """Every network in every form, against one GPU: TF32 off, deterministic, uneven batches."""
+    """Every network and parallelism against one GPU: TF32 off, deterministic, uneven batches."""
     names = _devices(device_type)
     make_deterministic()
     keras.utils.set_random_seed(0)
     for title, network in gpu_networks.NETWORKS.items():
         expected = None
-        for form, make in forms(names).items():
+        for parallelism, make in kinds(names).items():
 
             def compare(network=network, make=make):
                 nonlocal expected
@@ -164,7 +164,7 @@ def parity(device_type: str) -> Iterator[Row]:
                     expected = trained(network, lambda model: model)
                 return compared(expected, trained(network, make))
 
-            yield from tried(f"{title}, {form}", compare, _REFUSED.get((title, form)))
+            yield from tried(f"{title}, {parallelism}", compare, _REFUSED.get((title, parallelism)))
 
 
 def compiled(device_type: str) -> Iterator[Row]:
@@ -212,7 +212,7 @@ def compiled(device_type: str) -> Iterator[Row]:
         "jit_compile=True": of_xla,
     }.items():
         on_one_device = functools.cache(lambda train=train: train(lambda model: model))
-        for form, make in forms(names).items():
+        for parallelism, make in kinds(names).items():
 
             def compare(train=train, make=make, on_one_device=on_one_device):
                 largest = apart(on_one_device(), train(make))
@@ -220,7 +220,7 @@ def compiled(device_type: str) -> Iterator[Row]:
                     raise AssertionError(f"{largest:.1e} from one device's")
                 return f"as on one device, up to {largest:.0e}"
 
-            yield from tried(f"{what}, {form}", compare)
+            yield from tried(f"{what}, {parallelism}", compare)
 
 
 def precision(device_type: str) -> Iterator[Row]:
@@ -228,9 +228,9 @@ def precision(device_type: str) -> Iterator[Row]:
     names = _devices(device_type)
     make_deterministic(operations=False)
     for policy in ("mixed_float16", "mixed_bfloat16"):
-        for form, make in forms(names).items():
+        for parallelism, make in kinds(names).items():
             yield from tried(
-                f"{policy}, {form}", lambda policy=policy, make=make: _in_half(policy, make)
+                f"{policy}, {parallelism}", lambda policy=policy, make=make: _in_half(policy, make)
             )
     keras.config.set_dtype_policy("float32")
     network = gpu_networks.NETWORKS["MLP with dropout"]
@@ -239,7 +239,7 @@ def precision(device_type: str) -> Iterator[Row]:
         "steps_per_execution=3, data_parallel",
         lambda: compared(
             trained(network, lambda model: model, **several),
-            trained(network, forms(names)["data_parallel"], **several),
+            trained(network, kinds(names)["data_parallel"], **several),
         ),
     )
 

@@ -55,11 +55,11 @@ def first_difference(
     batch: tuple[Any, ...],
     tolerance: float,
 ) -> str | None:
-    """Names the first layer that does something else under the form.
+    """Names the first layer that does something else in parallel.
 
     Args:
         build: Returns the model with the initial weights, draws off.
-        make_parallel_model: Puts it under the form.
+        make_parallel_model: Makes it parallel.
         batch: `(x, y[, sample_weight])` in NumPy arrays.
         tolerance: The largest relative difference that is rounding.
 

@@ -69,10 +69,10 @@ def this_machine() -> Machine:
 
 
 def suggested(machine: Machine) -> Suggestion:
-    """Returns the command for a model that fits one device: form, devices, workers, transport."""
+    """Returns the command for a model that fits one device: what, where, workers, transport."""
     fits = (
         f"tfparallel plan TASK.py --num_devices={max(machine.num_gpus, 2)}",
-        "what each other form would take, and where the model is cut if it does not fit",
+        "what every other parallelism would take, and where the model is cut if it does not fit",
     )
     if machine.num_workers > 1:
         return Suggestion(

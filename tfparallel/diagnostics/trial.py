@@ -75,7 +75,7 @@ class Outcome:
 
 
 def plain(build_model: Build) -> keras.Model:
-    """Builds a model on one device: the form that all others are held against."""
+    """Builds a model on one device: what all others are held against."""
     return build_model()
 
 
@@ -123,7 +123,7 @@ class Trial:
         """Trains once.
 
         Args:
-            make_model: Puts a function that builds a model under a form.
+            make_model: Makes the model of a builder parallel.
             draws: Whether random layers draw.
             moved_by: Units in the last place by which the first weights are
                 moved, up or down as the seed says.
@@ -135,7 +135,7 @@ class Trial:
             The weights and everything else that came of it.
 
         Raises:
-            ValueError: If the form gives a model with other weights.
+            ValueError: If the parallel model is one with other weights.
         """
         batches = self._batches[:num_steps]
         keras.utils.set_random_seed(self._seed)
@@ -174,7 +174,7 @@ class Trial:
         received = [tuple(weight.shape) for weight in model.weights]
         if shapes != received:
             raise ValueError(
-                "The form must keep the model's weights and their order. "
+                "A parallel model must keep the weights and their order. "
                 f"Received: shapes {received}; on one device they are {shapes}."
             )
         model.set_weights(self._initial)

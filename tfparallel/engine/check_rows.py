@@ -36,7 +36,7 @@ class ExchangedMoments:
 
 
 def exchange_moments(layer: keras.Layer) -> None:
-    """Tells the judge that moments of the batch are known to each piece, as every form does it."""
+    """Tells the judge that moments of the batch are known to each piece, as they are."""
     keras_own = keras.layers.BatchNormalization._moments
     for part in layers_in(layer):
         if getattr(original_class(part), "_moments", None) is keras_own:

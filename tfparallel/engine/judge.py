@@ -40,7 +40,7 @@ __all__ = [
 
 _MOST_SIZES, _MOST_KNOWN = 8, 64
 _REPLICA = "replica_id_in_sync_group"  # As TensorFlow names what its replica contexts tell.
-# Of a graph: by name, tensors in which a form has joined what all pieces have, and how; and what
+# Of a graph: by name, tensors that were joined of what all pieces have, and how; and what
 # was asked.
 _EXCHANGED, _NOTES = "_tfparallel_exchanged", "_tfparallel_notes"
 

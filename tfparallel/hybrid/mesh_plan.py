@@ -16,13 +16,13 @@ import keras
 from tfparallel.cluster.environment import available_cores
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.devices import list_devices
-from tfparallel.hybrid.form_overhead import measured_tiny_steps
+from tfparallel.hybrid.mesh_overhead import measured_tiny_steps
 from tfparallel.hybrid.part_timing import measured_whole_shares
 from tfparallel.layers.tensor_parallel import parts_planned
 from tfparallel.layout.calibration import calibrated
 from tfparallel.layout.costs import LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.ranking import Candidate, Choices, form_of, rank, why_first
+from tfparallel.layout.ranking import Candidate, Choices, parallelism_of, rank, why_first
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pass_scope import check_state
 from tfparallel.placement.costs import bytes_of, layer_costs
@@ -245,7 +245,7 @@ def _sum_seconds(progress) -> Callable[[int, float], float]:
 def _splits(model, mesh: Mesh) -> Mapping[str, str]:
     """How the layers are split into the parts of a mesh, by name; empty where none is."""
     asked: dict[str, str | None] = {}
-    if form_of(mesh) == "hybrid":  # Which leaves these whole.
+    if parallelism_of(mesh) == "hybrid":  # Which leaves these whole.
         asked = {layer.name: None for layer in batch_norms(model)}
     try:
         plans = parts_planned(model, mesh.tensor, (asked, False))
@@ -255,15 +255,16 @@ def _splits(model, mesh: Mesh) -> Mapping[str, str]:
 
 
 def _refusal(model, mesh: Mesh, batch_normalization: str | None) -> str | None:
-    """Why a mesh's form refuses the model; None if it does not."""
-    form = form_of(mesh)
+    """Why a mesh refuses the model; None if it does not."""
+    parallelism = parallelism_of(mesh)
     try:
-        if form in ("pipeline", "hybrid"):
+        if parallelism in ("pipeline", "hybrid"):
             check_state(model, batch_normalization)
         if mesh.tensor > 1:
             check_elementwise(model.optimizer, shares=False)
     except PlacementError as error:
-        if form in ("pipeline", "hybrid") and batch_norms(model) and batch_normalization is None:
+        is_pipeline = parallelism in ("pipeline", "hybrid")
+        if is_pipeline and batch_norms(model) and batch_normalization is None:
             return "batch normalization, unless --batch_normalization=deferred"
         return str(error).partition(". ")[0]
     return None

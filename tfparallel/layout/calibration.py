@@ -1,4 +1,4 @@
-"""What forms add to a step beside the layers: what a tiny model's step takes beyond its prediction.
+"""What a mesh adds to a step beside the layers: a tiny model's step beyond its prediction.
 
 Two small layers are trained as they are, on two replicas, and in two stages. The first is what any
 step takes. What the others take beyond their predictions is laid to replicas, and to the calls of

@@ -190,10 +190,10 @@ class Layout:
             lines.append(f"  split: {', '.join(f'{layer} by {how}' for layer, how in self.splits)}")
         if self.reduction is not None:
             lines.append(f"  gradients: {self.reduction}")
-        title = self.title if self.mesh.size == 1 else f"{self._form()}: {self.title}"
+        title = self.title if self.mesh.size == 1 else f"{self._parallelism()}: {self.title}"
         return "\n".join([title, *lines])
 
-    def _form(self) -> str:
+    def _parallelism(self) -> str:
         """What makes such a layout, in words."""
         axes = [axis for axis, size in dataclasses.asdict(self.mesh).items() if size > 1]
         if len(axes) > 1:

@@ -20,7 +20,7 @@ __all__ = [
     "BALANCES",
     "Candidate",
     "Choices",
-    "form_of",
+    "parallelism_of",
     "meshes_of",
     "rank",
     "seconds_text",
@@ -40,7 +40,7 @@ class Choices:
     Attributes:
         batch_size: The rows of a batch.
         device_memory: How many bytes a device may hold; None for no limit.
-        num_micro_batches: Of a replica, where a mesh has a pipeline; None: as its form has it.
+        num_micro_batches: Of a replica, where a mesh has a pipeline; None: as it has by default.
         schedule: "gpipe", "1f1b" or "interleaved".
         chunks_per_device: As `make_schedule` takes it.
         recompute: "never", "always" or "except_last".
@@ -79,9 +79,9 @@ class Candidate:
     measured_seconds: float | None = None
 
     @property
-    def form(self) -> str:
-        """The form that trains on the mesh, as `--parallel` names it."""
-        return form_of(self.mesh)
+    def parallelism(self) -> str:
+        """The parallelism that trains on the mesh, as `--parallel` names it."""
+        return parallelism_of(self.mesh)
 
     @property
     def step_seconds(self) -> float:
@@ -97,7 +97,7 @@ class Candidate:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, as JSON holds it; what is not known is left out."""
-        values: dict[str, Any] = {"mesh": dataclasses.asdict(self.mesh), "form": self.form}
+        values: dict[str, Any] = {"mesh": dataclasses.asdict(self.mesh), "form": self.parallelism}
         if self.prediction is not None:
             values |= {
                 "num_micro_batches": self.num_micro_batches,
@@ -111,8 +111,8 @@ class Candidate:
         return values | {name: value for name, value in given.items() if value is not None}
 
 
-def form_of(mesh: Mesh) -> str:
-    """Returns the form that trains on a mesh, as `--parallel` names it.
+def parallelism_of(mesh: Mesh) -> str:
+    """Returns the parallelism that trains on a mesh, as `--parallel` names it.
 
     Example:
         >>> [form_of(mesh) for mesh in (Mesh(), Mesh(data=2), Mesh(data=2, pipeline=2))]
@@ -158,7 +158,7 @@ def rank(
         choices: What was asked for.
         machine: What the devices share.
         splits_of: How the layers of the model are split on a mesh, by name.
-        refusal: Says why a mesh's form refuses the model, or None.
+        refusal: Says why a mesh refuses the model, or None.
     """
     meshes = list(dict.fromkeys([Mesh(), *meshes_of(num_devices)]))
     found = [_candidate(costs, mesh, choices, machine, splits_of, refusal) for mesh in meshes]
@@ -279,12 +279,12 @@ def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:
 
 
 def _num_micro_batches(mesh, choices) -> int:
-    """As many as the form would take; fewer where a replica has not so many rows."""
+    """As many as the builder would take; fewer where a replica has not so many rows."""
     if mesh.pipeline == 1:
         return 1
     if choices.num_micro_batches is not None:
         return choices.num_micro_batches
-    is_alone = form_of(mesh) == "pipeline"
+    is_alone = parallelism_of(mesh) == "pipeline"
     number = _NUM_MICRO_BATCHES if is_alone else _NUM_MICRO_BATCHES_OF_A_REPLICA
     return max(1, min(number, choices.batch_size // mesh.data))
 

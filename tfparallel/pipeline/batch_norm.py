@@ -126,7 +126,7 @@ def grouped(
 
 
 def ungrouped(build_model: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
-    """Undoes `grouped`, for a model that is to be built under a form."""
+    """Undoes `grouped`, for a model that is to be built in parallel."""
 
     def build() -> keras.Model:
         model = build_model()

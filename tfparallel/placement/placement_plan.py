@@ -1,4 +1,4 @@
-"""What a task needs: which form, how many devices, which layers where. Nothing is trained.
+"""What a task needs: which parallelism, how many devices, which layers where. Nothing is trained.
 
 The model, compiled, is built without storage; its bytes come from shapes and a trace, its seconds
 from layers that are run one by one.

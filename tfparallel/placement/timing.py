@@ -128,7 +128,7 @@ def measured_overhead(
     Args:
         optimizer: One like this updates two small layers.
         batch_size: The examples of a batch.
-        under: Builds the model under a form.
+        under: Builds the parallel model.
     """
 
     def build():

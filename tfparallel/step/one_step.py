@@ -1,8 +1,8 @@
-"""The step of training, in every form (`data_parallel` with joined outputs takes Keras's own).
+"""The step of training (`data_parallel` with joined outputs takes Keras's own).
 
 | | |
 | --- | --- |
-| passes | rows go forward and backward, in a form's own way; what they leave is `Found` |
+| passes | rows go forward and backward, in the parallelism's own way; what they leave is `Found` |
 | update | the optimizer, once, with the gradients of the whole batch |
 | logs | the loss, and the metrics: of what each piece found, or of joined predictions |
 """

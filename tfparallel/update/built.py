@@ -1,7 +1,7 @@
-"""Optimizers that were built before they were prepared for a form, and what they know.
+"""Optimizers that were built before they were prepared for several devices, and what they know.
 
 Keras builds an optimizer in the first step. Whoever restores a state builds it before, and its
-slots then lie where plain Keras puts them: once, whole, on the first device. A form needs them
+slots then lie where plain Keras puts them: once, whole, on the first device. They belong
 beside their weights, so they are made again, with the same values.
 """
 
@@ -47,7 +47,7 @@ def trained_by(optimizer: keras.Optimizer | None) -> dict[int, keras.Variable]:
 
 
 def prepare_built(optimizer: keras.Optimizer, prepare: Callable[[], None]) -> None:
-    """Prepares an optimizer for a form; what it has built it builds again there, with its values.
+    """Prepares an optimizer for several devices; what it has built is built again, as it was.
 
     Args:
         optimizer: One that is built or not, or wraps others that are.
@@ -83,7 +83,7 @@ def _load(optimizer, values) -> None:
     if len(made) != len(values):
         raise ValueError(
             f"Optimizer '{optimizer.name}' was built before its model was compiled, and must make "
-            "its slots again on the devices of the form. An optimizer whose `build` makes all "
+            "its slots again on the model's devices. An optimizer whose `build` makes all "
             f"variables but the learning rate is required. Received: {len(values)} variables, and "
             f"{len(made)} when it was built again. Compile the model with an optimizer that is "
             "not built."

@@ -1,4 +1,4 @@
-"""Prepares an optimizer for the places of a form."""
+"""Prepares an optimizer for the places of a parallelism."""
 
 import keras
 import tensorflow as tf

@@ -259,9 +259,9 @@ def wide_and_deep():
 
 CASES += [
     clone("a compiled model: loss, weight decay, slots", "compiled", train=compiled_model),
-    case(GROUP, "a form's model inside of another model", "inside", train=of_form_inside),
-    case(GROUP, "a form's model inside of another model", "features", train=features_of_form),
-    case(GROUP, "`keras.models.clone_model` of a form's model", "clone", train=cloned_by_keras),
+    case(GROUP, "a parallel model inside of another model", "inside", train=of_form_inside),
+    case(GROUP, "a parallel model inside of another model", "features", train=features_of_form),
+    case(GROUP, "`keras.models.clone_model` of a parallel model", "clone", train=cloned_by_keras),
     case(
         GROUP,
         "`compile` outside the scope, and `train_on_batch`",

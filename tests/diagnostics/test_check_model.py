@@ -103,8 +103,11 @@ def test_check_from_python_takes_a_form_of_the_users_own():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"parallel": "mixed"}, "Unknown form.*tensor, pipeline, hybrid.*'mixed'"),
-        ({"parallel": make_same, "devices": ["CPU:0"]}, r"devices=\['CPU:0'\].*name the form"),
+        ({"parallel": "mixed"}, "Unknown parallelism.*tensor, pipeline, hybrid.*'mixed'"),
+        (
+            {"parallel": make_same, "devices": ["CPU:0"]},
+            r"devices=\['CPU:0'\].*name the parallelism",
+        ),
         ({"steps": 0}, "At least one step.*steps=0"),
         ({"devices": ["CPU:99"]}, "CPU:99 does not exist"),
         ({"plot": "curves.pdf"}, "end in .png.*curves.pdf"),

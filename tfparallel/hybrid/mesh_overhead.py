@@ -1,4 +1,4 @@
-"""What the forms take beside the layers: a tiny model's step, alone, on replicas and in stages."""
+"""What a mesh takes beside the layers: a tiny model's step, alone, on replicas, in stages."""
 
 import functools
 

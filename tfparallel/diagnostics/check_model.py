@@ -1,4 +1,4 @@
-"""`tfparallel.check`: the check of a form from Python, without a task file."""
+"""`tfparallel.check`: the check of a parallelism from Python, without a task file."""
 
 import importlib
 import importlib.util
@@ -40,16 +40,16 @@ def check(
     plot: str | None = None,
     **options: Any,
 ) -> CheckReport:
-    """Compares training under a form with training on one device, variable by variable.
+    """Compares parallel training with training on one device, variable by variable.
 
-    Use it before you trust a form with your model, and where two runs give different weights and
+    Use it before you train your model on several devices, and where two runs give other weights and
     you want to know whether rounding explains it. The model is trained from the same weights on the
-    same batches three times: on one device, under the form, and on one device with the first
+    same batches three times: on one device, in parallel, and on one device with the first
     weights moved by one unit in the last place. A variable matches at a step if
 
         max|a − b|  ≤  max(tolerance · max|a|,  multiple · max|a − m|)
 
-    with its value a on one device, b under the form and m after the move. In float64
+    with its value a on one device, b in parallel and m after the move. In float64
     (`keras.config.set_dtype_policy("float64")`, `keras.config.set_floatx("float64")`, before any
     layer is made) the comparison is sharpest.
 
@@ -61,7 +61,7 @@ def check(
             `tf.data.Dataset` of single examples, or whatever else a task file's `load_data` may
             return for training.
         parallel: `"data"`, `"model"`, `"tensor"`, `"pipeline"` or `"hybrid"`; or a function that
-            takes `build_model` and returns the model under a form.
+            takes `build_model` and returns the parallel model.
         devices: Device names, such as `["GPU:0", "GPU:1"]`; by default all GPUs, or all logical CPU
             devices.
         global_batch_size: Examples in a step. The first batch is shortened to a number that no
@@ -69,14 +69,14 @@ def check(
         steps: How many steps are trained.
         seed: Fixes the initial weights, the random layers and the order of the data.
         plot: A path that ends in `.png`: draws how the difference and the floor grow.
-        **options: Passed on to the builder of the form (`num_micro_batches=4`).
+        **options: Passed on to the builder (`num_micro_batches=4`).
 
     Returns:
         The report. `print` shows its tables, `passed` says whether nothing differs, and
         `to_json()` returns it as plain values.
 
     Raises:
-        ValueError: If there is no such form or device, the data are empty, or `devices` or options
+        ValueError: If there is no such kind or device, the data are empty, or `devices` or options
             are given with a function that needs none.
 
     Example:
@@ -88,15 +88,15 @@ def check(
     """
     if not callable(parallel) and parallel not in _BUILDERS:
         raise ValueError(
-            f"Unknown form; it must be one of {', '.join(_BUILDERS)}, or a function that takes "
-            f"build_model. Received: parallel={parallel!r}."
+            f"Unknown parallelism; it must be one of {', '.join(_BUILDERS)}, or a function that "
+            f"takes build_model. Received: parallel={parallel!r}."
         )
     if callable(parallel):
         if devices is not None or options:
             raise ValueError(
-                "A function that makes the form knows its devices and options. Received: "
-                f"parallel={parallel!r} with devices={devices}, options {sorted(options)}. Drop "
-                "them, or name the form: parallel='data'."
+                "A function that builds the parallel model knows its devices and options. "
+                f"Received: parallel={parallel!r} with devices={devices}, options "
+                f"{sorted(options)}. Drop them, or name the parallelism: parallel='data'."
             )
         make_parallel_model = parallel
     else:
@@ -134,7 +134,7 @@ def check(
             "behind `tfparallel.devices.split_cpu(2)`."
         )
     if plot is not None:
-        form = parallel if isinstance(parallel, str) else "the form"
+        parallelism = parallel if isinstance(parallel, str) else "in parallel"
         check_plot = importlib.import_module("tfparallel.diagnostics.check_plot")  # Matplotlib.
-        check_plot.draw(plot, report, title=f"one device against {form}")
+        check_plot.draw(plot, report, title=f"one device against {parallelism}")
     return report
