@@ -630,6 +630,27 @@ def test_a_draw_in_a_loop_is_refused():
         model.fit(np.ones((4, 3, 4)), np.ones((4, 1)), verbose=0)
 
 
+class DropsInFunction(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.dropout = layers.Dropout(0.5)
+
+    @tf.function
+    def call(self, x, training=None):
+        return self.dropout(x, training=training)
+
+
+def test_a_draw_in_a_function_of_a_layers_own_is_refused_in_an_eager_step():
+    def build():
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, layers.Dense(1)(DropsInFunction()(inputs)))
+
+    model = tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[1, 1])
+    model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="draws in a `tf.function` of a layer.s own"):
+        model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["pipeline", "hybrid"])
 @pytest.mark.parametrize("how", ["alone", "function", "loop"])

@@ -44,12 +44,64 @@ class GatheredByTensorFlow(layers.Layer):
         if self.how == "gather":
             return x - ops.mean(replica.all_gather(x, 0), axis=0)
         own = tf.reduce_sum(x, 0), tf.cast(tf.shape(x)[0], x.dtype)
-        total, number = replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
+        total, number = replica.all_reduce("sum", own)
         return x - total / number
 
 
 class SummedByTensorFlow(GatheredByTensorFlow):
     how = "sum"
+
+
+class ScaledByLargest(layers.Layer):
+    def call(self, x):
+        return x / tfparallel.all_reduce(ops.max(ops.abs(x)), "max")
+
+
+class LargestSum(layers.Layer):
+    def call(self, x):
+        return x / tfparallel.all_reduce(ops.max(ops.sum(x, 0)), "max")
+
+
+class ScaledByWeight(layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return x * tfparallel.all_reduce(self.scale)
+
+
+class CountsWithNumber(layers.Layer):
+    """Adds up a number that is no tensor beside a sum of rows."""
+
+    def call(self, x):
+        total, number = tfparallel.all_reduce((ops.sum(x, 0), 1.0))
+        return x - total / ops.cast(number, x.dtype)
+
+
+class DropsInFunction(layers.Layer):
+    """Its function is traced by the judge, and that trace would be taken in the step."""
+
+    def build(self, shape):
+        self.dropout = layers.Dropout(0.5)
+
+    @tf.function
+    def call(self, x, training=None):
+        return self.dropout(x, training=training)
+
+
+class JoinsInFunction(layers.Layer):
+    @tf.function
+    def call(self, x):
+        return x - ops.mean(tfparallel.all_gather(x), axis=0)
+
+
+class JoinedAlongFeatures(layers.Layer):
+    def call(self, x):
+        replica = tf.distribute.get_replica_context()
+        mean = ops.mean(x, axis=0, keepdims=True)
+        if replica is not None and tf.distribute.has_strategy():
+            mean = replica.all_gather(mean, axis=1)
+        return x / ops.max(mean)
 
 
 class HiddenByZeros(layers.Layer):
@@ -127,10 +179,22 @@ def trained(build, **options):
          "adds up over the replicas what is no sum over the rows"),
         (net(lambda: layers.Lambda(lambda x: x - tfparallel.all_gather(ops.mean(x, 0))[0])),
          "joins what does not have a row for each example"),
+        (net(DropsInFunction), "class Dropout .*draws in a `tf.function` of a layer's own"),
+        (net(JoinsInFunction), "is exchanged in a `tf.function` of a layer's own"),
+        (net(JoinedAlongFeatures), "joins what does not have a row for each example"),
+        (net(lambda: layers.Lambda(lambda x: x / tfparallel.all_reduce(np.float32(1)))),
+         "adds up over the replicas what is no sum over the rows"),
+        (net(ScaledByWeight), "adds up over the replicas what is no sum over the rows"),
+        (net(CountsWithNumber), "adds up over the replicas what is no sum over the rows"),
+        (net(lambda: layers.Lambda(lambda x: x / tfparallel.all_reduce(ops.mean(x), "max"))),
+         "takes the largest of what is not the largest of a replica's rows"),
+        (net(LargestSum), "class LargestSum"),
     ],
     ids=[
         *("mean", "nested", "zeros", "loss", "state", "softmax", "axis -2", "activation"),
         *("double", "constant", "time", "largest", "mean of means", "number", "joined means"),
+        *("draw in a function", "exchange in a function", "joined features", "array", "weight"),
+        *("number beside a sum", "largest mean", "largest sum"),
     ],
 )
 def test_a_layer_that_mixes_examples_is_named(build, message):
@@ -193,8 +257,8 @@ def test_batches_of_a_known_size_train_as_on_one_device(make, in_float64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [GatheredByTensorFlow, SummedByTensorFlow])
-def test_what_a_layer_exchanges_through_tensorflow_is_known_to_all(layer, in_float64):
+@pytest.mark.parametrize("layer", [GatheredByTensorFlow, SummedByTensorFlow, ScaledByLargest])
+def test_what_a_layer_exchanges_is_known_to_all(layer, in_float64):
     def trained(make):
         keras.utils.set_random_seed(1)
         model = make(net(layer))

@@ -8,6 +8,30 @@ from .jobs import ROOT, run_workers
 
 PROGRAM = ROOT / "tests/workers/updates.py"
 
+DRAWS = """
+import keras
+import numpy as np
+import tensorflow as tf
+import tfparallel
+
+class Noisy(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        noise = tf.random.normal(gradient.shape, seed=7)
+        super().update_step(gradient + noise, variable, learning_rate)
+
+def main():
+    tfparallel.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(5)
+    found = []
+    for sync in ("every_step", "accumulate:2"):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model = tfparallel.data_parallel(model, sync=sync)
+        model.compile(Noisy(0.1), "mse")
+        model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
+        found += [weight.tolist() for weight in model.get_weights()]
+    return found
+"""
+
 pytestmark = pytest.mark.slow
 
 
@@ -104,3 +128,42 @@ def test_gradients_are_clipped_in_shares_too(job, clipping):
 )
 def test_shares_go_on_as_the_whole_does(job, case):
     assert all(seen["shares that go on"][case] < 1e-9 for seen in job)
+
+
+def test_an_update_that_draws_is_the_same_on_all_workers():
+    first, second = run_workers(DRAWS, 2)
+    assert first == second
+
+
+APART = """
+import keras
+import numpy as np
+import tensorflow as tf
+import tfparallel
+
+class Noise(keras.layers.Layer):
+    def call(self, x):
+        return x + tf.random.normal(tf.shape(x), seed=4)
+
+def main():
+    tfparallel.MultiWorkerMirroredStrategy()
+    seen = []
+
+    def loss(y, outputs):
+        tf.py_function(lambda x: seen.extend(x.numpy().ravel().tolist()), [outputs], [])
+        return keras.ops.mean(keras.ops.square(y - outputs), -1)
+
+    keras.utils.set_random_seed(5)
+    model = tfparallel.data_parallel(
+        lambda: keras.Sequential([keras.Input((1,)), Noise(), keras.layers.Rescaling(1.0)]),
+        sync="accumulate:2",
+    )
+    model.compile("sgd", loss)
+    model.fit(np.zeros((8, 1)), np.zeros((8, 1)), batch_size=4, verbose=0)
+    return seen
+"""
+
+
+def test_workers_that_are_apart_draw_other_numbers_by_a_seed_of_tensorflows():
+    first, second = map(set, run_workers(APART, 2))
+    assert first and second and not (first & second) - {0.0}

@@ -33,7 +33,7 @@ from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.validate import agreed, restored, sendable
 from tfparallel.data import shard as shards
-from tfparallel.engine.judge import exchanged, is_judged
+from tfparallel.engine.judge import exchanged, is_judging
 
 # Anything made of tensors: `tf.nest` knows how.
 Value = Any
@@ -61,9 +61,10 @@ def all_reduce(value: Value, op: str = "sum") -> Value:
         >>> float(logs["loss"])  # Of one process: its own.
         0.5
     """
-    if any(map(is_judged, tf.nest.flatten(value))):
-        return tf.nest.map_structure(lambda each: exchanged(each, op), value)
     ranks, tensors = agreed("all_reduce", value, op=op)
+    if is_judging():
+        own = map(_of_fractions, tensors) if op == "mean" else tensors
+        return tf.nest.pack_sequence_as(value, [exchanged(each, op) for each in own])
     return tf.nest.pack_sequence_as(value, _reduce(ranks, tensors, op))
 
 
@@ -91,9 +92,9 @@ def all_gather(value: Value) -> Value:
         >>> strategy.run(contrast, [tf.ones((2, 8))]).values[0].numpy()
         array([4, 8], dtype=int32)
     """
-    if any(map(is_judged, tf.nest.flatten(value))):
-        return tf.nest.map_structure(lambda each: exchanged(each, "gather"), value)
     ranks, tensors = agreed("all_gather", value)
+    if is_judging():
+        return tf.nest.pack_sequence_as(value, [exchanged(each, "gather") for each in tensors])
     return tf.nest.pack_sequence_as(value, _join(ranks, tensors))
 
 
@@ -273,8 +274,12 @@ def _reduce(ranks, tensors, op):
         results = differentiable.all_reduce(ranks, terms, "sum" if op == "mean" else op)
     if op != "mean":
         return restored(tensors, results)
-    totals = [tf.cast(y, y.dtype if y.dtype.is_floating else tf.float64) for y in results]
+    totals = map(_of_fractions, results)
     return [total / tf.cast(count, total.dtype) for total in totals]
+
+
+def _of_fractions(tensor):
+    return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
 
 
 def _some_may_be_idle(shard):

@@ -12,6 +12,7 @@ __all__ = [
     "calls_unknown",
     "draws_anew",
     "has_seeds",
+    "is_in_function",
     "is_of_programs",
     "is_within",
     "of_programs",
@@ -95,6 +96,18 @@ def is_within(graph: tf.Graph, other: tf.Graph) -> bool:
     while graph is not None and graph is not other:
         graph = getattr(graph, "outer_graph", None)
     return graph is other
+
+
+def is_in_function(graph: tf.Graph, other: tf.Graph) -> bool:
+    """Whether a graph, traced in another, is of a `tf.function` or in one: no loop or branch.
+
+    TensorFlow keeps the trace of such a function, and takes it again where it is next called.
+    """
+    while graph is not None and graph is not other:
+        if not getattr(graph, "is_control_flow_graph", False):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def of_programs(function: Callable) -> Callable:

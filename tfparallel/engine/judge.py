@@ -7,13 +7,14 @@ the data, and nothing of the model is computed.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfparallel.engine import flow, rules, trial, values
+from tfparallel.engine.graphs import is_in_function
 from tfparallel.engine.placements import (
     OF_REPLICA,
     Entries,
@@ -33,6 +34,7 @@ __all__ = [
     "exchanged",
     "exchanges_of",
     "is_judged",
+    "is_judging",
     "judged_graph",
     "note",
     "notes_of",
@@ -40,9 +42,11 @@ __all__ = [
 
 _MOST_SIZES, _MOST_KNOWN = 8, 64
 _REPLICA = "replica_id_in_sync_group"  # As TensorFlow names what its replica contexts tell.
-# Of a graph: by name, tensors that were joined of what all pieces have, and how; and what
-# was asked.
-_EXCHANGED, _NOTES = "_tfparallel_exchanged", "_tfparallel_notes"
+# Of a graph: by name, tensors that were joined of what all pieces have, and how. Of a graph that is
+# judged: their names, in whatever function; and what was asked.
+_EXCHANGED, _EXCHANGES, _NOTES = (
+    f"_tfparallel_{what}" for what in ("exchanged", "exchanges", "notes")
+)
 
 # What comes to that of the whole batch if pieces exchange it so, and what becomes of all else.
 _RIGHT = {
@@ -56,8 +60,12 @@ _RIGHT = {
         "takes the mean over replicas, which may have other numbers of rows: sums, and numbers of "
         "rows, are to be added up",
     ),
-    "gather": ((Shard(0),), "joins what does not have a row for each example"),
+    "in function": ((), "is exchanged in a `tf.function` of a layer's own"),
+    "max": ((Replicate(),), "takes the largest of what is not the largest of a replica's rows"),
+    "min": ((Replicate(),), "takes the smallest of what is not the smallest of a replica's rows"),
 }
+_EXTREMES = {"max": ("Max", "Any"), "min": ("Min", "All")}
+_JOINED = "joins what does not have a row for each example"
 
 
 class Judged(NamedTuple):
@@ -97,26 +105,38 @@ def _judged_graph_of(graph) -> tf.Graph | None:
     return graph
 
 
-def exchanged(tensor: tf.Tensor, how: str = "") -> tf.Tensor:
+def is_judging() -> bool:
+    """Whether the trace of a call is made here that is judged."""
+    if tf.executing_eagerly():
+        return False
+    return _judged_graph_of(tf.compat.v1.get_default_graph()) is not None
+
+
+def exchanged(value: Any, how: str = "", axis: int = 0) -> Any:
     """Tells the judge that a tensor is the same on all pieces, which exchange what they know.
 
     Args:
-        tensor: What a piece knows; only in a trace that is judged it is told.
-        how: "sum", "mean" or "gather", of which the judge looks at what is given: whether it
-            comes to what the whole batch has. Of what is told otherwise it believes that.
+        value: What a piece knows; only in a trace that is judged it is told.
+        how: "sum", "mean", "max", "min" or "gather", of which the judge looks at what is given:
+            whether it comes to what the whole batch has. If it is not told how, it believes that.
+        axis: Along which values are joined by "gather".
     """
-    if not is_judged(tensor):
-        return tensor
-    tensor = tf.identity(tensor)
-    for graph in {tensor.graph, _judged_graph_of(tensor.graph)}:
-        setattr(graph, _EXCHANGED, getattr(graph, _EXCHANGED, {}) | {tensor.name: how})
+    if not is_judging():
+        return value
+    tensor = tf.identity(tf.convert_to_tensor(value))
+    judged = _judged_graph_of(tensor.graph)
+    if is_in_function(tensor.graph, judged):
+        how = "in function"
+    elif how == "gather":
+        how = Shard(axis % tensor.shape.rank if tensor.shape.rank else axis)
+    setattr(tensor.graph, _EXCHANGED, getattr(tensor.graph, _EXCHANGED, {}) | {tensor.name: how})
+    setattr(judged, _EXCHANGES, [*getattr(judged, _EXCHANGES, ()), tensor.op.name])
     return tensor
 
 
 def exchanges_of(graph: tf.Graph) -> list[str]:
     """The operations, in whatever function, behind which each piece knows what all pieces do."""
-    found = getattr(_judged_graph_of(graph), _EXCHANGED, ())
-    return [name.rpartition(":")[0] for name in found]
+    return getattr(_judged_graph_of(graph), _EXCHANGES, [])
 
 
 def note(layer: keras.Layer, tensor: tf.Tensor) -> None:
@@ -198,7 +218,7 @@ class Judge:
         marked = getattr(op.graph, _EXCHANGED, {})
         if op.outputs and op.outputs[0].name in marked:
             (out,) = op.outputs
-            placement = _exchanged(op, marked[out.name], given[0].placement)
+            placement = self._exchanged(op, marked[out.name], given[0].placement)
             return [Judged(placement, self._static(out))]
         if op.type == "Const" and _REPLICA in op.name:
             return [Judged(Mixed(op, OF_REPLICA), ())]
@@ -242,18 +262,29 @@ class Judge:
                     sizes[axis] = ROWS * sizes[axis]
         return Judged(placement, tuple(sizes), value)
 
+    def _exchanged(self, op, how: str | Shard, placement: Placement) -> Placement:
+        """The placement of what pieces have exchanged."""
+        right, why = ((how,), _JOINED) if isinstance(how, Shard) else _RIGHT.get(how, ((), ""))
+        if not why or placement in right or self._is_extreme_of_rows(op.inputs[0], how):
+            return Replicate()
+        return placement if isinstance(placement, Mixed) else Mixed(op, why)
+
+    def _is_extreme_of_rows(self, tensor, how) -> bool:
+        """Whether it is the largest, or the smallest, of a piece's rows."""
+        source = tensor.op
+        while source.type == "Identity":
+            source = source.inputs[0].op
+        if source.type not in _EXTREMES.get(how, ()):
+            return False
+        rows = self.known[source.inputs[0].name].placement
+        mixed = self.known[tensor.name].placement
+        is_rows = isinstance(rows, Shard) and not rows.power and not rows.numbers
+        return is_rows and isinstance(mixed, Mixed) and mixed.operation is source
+
     def _static(self, tensor) -> tuple | None:
         if tensor.shape.rank is None:
             return None
         return tuple(_dim(tensor, axis, *self.names) for axis in range(tensor.shape.rank))
-
-
-def _exchanged(op, how: str, placement: Placement) -> Placement:
-    """The placement of what pieces have exchanged."""
-    right, why = _RIGHT.get(how, ((), ""))
-    if not why or placement in right:
-        return Replicate()
-    return placement if isinstance(placement, Mixed) else Mixed(op, why)
 
 
 def _of_value(op, value) -> Placement:

@@ -13,7 +13,13 @@ import keras
 import tensorflow as tf
 
 from tfparallel.engine.arguments import placeholder_of, type_of_argument
-from tfparallel.engine.graphs import called_by, is_within, with_inner, writes_variable
+from tfparallel.engine.graphs import (
+    called_by,
+    is_in_function,
+    is_within,
+    with_inner,
+    writes_variable,
+)
 from tfparallel.engine.growth import SUMS, growth_of
 from tfparallel.engine.judge import Judge, Judged, exchanged, exchanges_of, judged_graph, notes_of
 from tfparallel.engine.kept import attributes_kept, kept_tensors
@@ -25,6 +31,10 @@ from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
 
 __all__ = ["Fault", "OfLayer", "Proof", "explained", "prove"]
 
+_IN_FUNCTION = (
+    "in a `tf.function` of a layer's own, whose trace TensorFlow takes again in other pieces: "
+    "without the decorator Keras compiles the whole step"
+)
 _MEANS = (Replicate(), Sum(-1))
 _FILLS = ("LookupTableInsert", "LookupTableImport")
 
@@ -185,17 +195,11 @@ class _JudgedReplica(tf.distribute.ReplicaContext):
     """A replica in which a call is judged; what it exchanges with others, all of them know."""
 
     def all_reduce(self, reduce_op, value, options=None):
-        how = "sum" if reduce_op in ("SUM", tf.distribute.ReduceOp.SUM) else "mean"
-        return tf.nest.map_structure(lambda each: exchanged(_tensor(each), how), value)
+        how = "sum" if str(reduce_op).upper().endswith("SUM") else "mean"
+        return tf.nest.map_structure(lambda each: exchanged(each, how), value)
 
     def all_gather(self, value, axis, options=None):
-        how = "gather" if axis == 0 else ""
-        return tf.nest.map_structure(lambda each: exchanged(_tensor(each), how), value)
-
-
-def _tensor(value) -> tf.Tensor:
-    """A tensor of the trace: a number of Python's would not be told of."""
-    return tf.identity(tf.convert_to_tensor(value))
+        return tf.nest.map_structure(lambda each: exchanged(each, "gather", axis), value)
 
 
 def _traced(layer, call, given_args, places, specs) -> _Trace:
@@ -284,8 +288,12 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
             if value is None or not tf.is_symbolic_tensor(value):
                 continue
             if value.graph is not judge.graph:
-                if is_within(value.graph, judge.graph) and id(variable) not in seeds:
-                    why = "writes a variable in a function, a branch or a loop"
+                why = "writes a variable in a function, a branch or a loop"
+                if id(variable) in seeds:
+                    why = ""
+                    if is_in_function(value.graph, judge.graph):
+                        why = f"draws {_IN_FUNCTION}"
+                if why and is_within(value.graph, judge.graph):
                     yield f"variable '{variable.path}'", Mixed(value.op, why), value
                 continue
             if value is sums.get(id(variable)):

@@ -94,6 +94,7 @@ class ProgramStrategy:
     check_rows = True  # Whether a call that mixes examples is refused; see `data_parallel`.
     stream = 0  # Which draws the replicas have: the worker, where it is apart.
     place: Place | None = None  # Where its rows lie in the batch of all, where it is apart.
+    _first_in_job: int | None = None
     _program_depth = 0
     _replica_weights: tuple[int, ...] | None = None
 
@@ -108,7 +109,7 @@ class ProgramStrategy:
                 it they draw as no other worker does.
         """
         workers, first, weights = self.workers, self.first_replica, self._replica_weights
-        self.workers, self.place = None, place
+        self.workers, self.place, self._first_in_job = None, place, first
         if place is None and workers is not None:
             self.stream = workers.worker_index
         self._replica_weights = weights and weights[first : first + len(self.devices)]
@@ -116,7 +117,7 @@ class ProgramStrategy:
             yield
         finally:
             self.workers, self._replica_weights = workers, weights
-            self.stream, self.place = 0, None
+            self.stream, self.place, self._first_in_job = 0, None, None
 
     @property
     def replica_weights(self) -> tuple[int, ...] | None:
@@ -137,6 +138,11 @@ class ProgramStrategy:
     def first_replica(self) -> int:
         """The index, among the N, of this worker's first replica."""
         return len(self.devices) * (self.workers.worker_index if self.workers else 0)
+
+    @property
+    def first_in_job(self) -> int:
+        """The same, where the worker is apart, too: by it `tf.random` draws other numbers."""
+        return self.first_replica if self._first_in_job is None else self._first_in_job
 
     @property
     def devices(self) -> tuple[str, ...]:

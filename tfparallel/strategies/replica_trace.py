@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfparallel.compute_context import context, within
 from tfparallel.devices import resolve
-from tfparallel.engine.again import Again
+from tfparallel.engine.again import Again, DrawnApart
 from tfparallel.engine.one_trace import OneTrace
 from tfparallel.seams.distribute import distribute, of_replica, replica_index
 from tfparallel.seams.tensorflow import not_recording, recording
@@ -32,7 +32,7 @@ class ReplicaTrace(OneTrace):
 
     def __init__(self, strategy):
         others = [_other(strategy, k) for k in range(1, len(strategy.devices))]
-        super().__init__(others, strategy.first_replica)
+        super().__init__(others, strategy.first_in_job)
         self._strategy = strategy
         # The gradient of what was asked of it asks it again.
         self._at_first: _FirstReplica | None = None
@@ -44,6 +44,7 @@ class ReplicaTrace(OneTrace):
         with tf.device(self._strategy.devices[0]), recording():
             if self._at_first is None:
                 self._at_first = _FirstReplica(self._strategy, self, self._others)
+            self._at_first.graph = tf.compat.v1.get_default_graph()
             with self._at_first:
                 return super().run(function, *by_replica)
 
@@ -54,6 +55,7 @@ class ReplicaTrace(OneTrace):
             function: Called in a program, where variables are those of the first replica.
             *by_replica: As of `run`.
         """
+        self._first = DrawnApart(0)  # What an update draws is the same on all workers.
         super().run(function, *by_replica)
 
     def _run_each(self, function, by_replica):
@@ -68,13 +70,18 @@ class ReplicaTrace(OneTrace):
 
 
 class _FirstReplica(tf.distribute.ReplicaContext):
-    """Where the first replica runs; those who meet it here are made up to that point."""
+    """Where the first replica runs; those who meet it here are made up to that point.
+
+    Attributes:
+        graph: Where it runs; a gradient may be asked for in a branch.
+    """
+
+    graph: tf.Graph
 
     def __init__(self, strategy, trace, others):
         super().__init__(strategy, strategy.first_replica)
         self._trace, self._others = trace, others
         self._outside = context()
-        self._graph = tf.compat.v1.get_default_graph()
         with tf.device(None):
             first, *rest = [
                 tf.constant(strategy.first_replica + k) for k in range(len(strategy.devices))
@@ -89,7 +96,7 @@ class _FirstReplica(tf.distribute.ReplicaContext):
         return self._index
 
     def _merge_call(self, fn, args, kwargs):
-        if tf.compat.v1.get_default_graph() is not self._graph:
+        if tf.compat.v1.get_default_graph() is not self.graph:
             raise RuntimeError(
                 "Replicas meet in a function, a loop or a branch within what each of them does. "
                 "A collective outside of it is required. Received: `merge_call`, of "

@@ -45,6 +45,23 @@ class OnComputeLoss(Net):
         return {m.name: m.result() for m in self.metrics}
 
 
+class GradientsInABranch(Net):
+    """Asks for gradients in a branch: a batch normalization exchanges something there."""
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        variables = self.trainable_variables
+
+        def no_gradients():
+            return [tf.zeros_like(variable) for variable in variables]
+
+        gradients = tf.cond(loss > 0.0, lambda: tape.gradient(loss, variables), no_gradients)
+        self.optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
 class LayerByLayer(keras.Model):
     """A step that calls each layer. The attention takes the mask off what the sum reads next.
 
@@ -132,6 +149,13 @@ CASES = [
         "train_step that calls each layer, under a mask",
         build=LayerByLayer,
         data=tokens_to_tokens,
+        refused=refusals.OWN_TRAIN_STEP,
+    ),
+    case(
+        GROUP,
+        "on `compute_loss`",
+        "train_step that asks for gradients in a branch",
+        build=GradientsInABranch,
         refused=refusals.OWN_TRAIN_STEP,
     ),
     case(

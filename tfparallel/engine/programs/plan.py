@@ -228,7 +228,9 @@ class _Planner:
     def _late_loops(self) -> set[str]:
         """Loops whose number of turns another program or function hands in: XLA refuses them."""
         found = [op for op in self._operations if self._place[op.name] is not None]
-        found = [op for op in found if self._level[op.name] or op.type in CALLS]
+        found = [
+            op for op in found if self._is_branch or self._level[op.name] or op.type in CALLS
+        ]
         return {op.name for op in found if self._varies(op)}
 
     def _varies(self, op) -> bool:

@@ -4,7 +4,7 @@ The step is traced into a graph of its own, which is divided (`plan.py`), and ma
 graph of the caller: each program as a function that XLA compiles as a whole, the rest as it was.
 
 A branch (`tf.cond`) of several devices is divided in the same way, and each unit of it runs under
-the branch's condition. What a unit of the other branch hands on is then zeros, which nobody reads.
+the branch's condition. What a unit of the other branch hands on is then empty: nobody reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -148,7 +148,7 @@ class _Caller:
         units = [unit for plan in plans for unit in plan]
         leaving = [*op.outputs, *(each for unit in units for each in unit.outputs)]
         if {each.dtype for each in leaving} & {tf.resource, tf.variant}:
-            return None  # There are no zeros of such a type.
+            return None  # Nothing of such a type is empty.
         if not any(isinstance(unit, Program) and unit.device is not None for unit in units):
             return None
         found = [caller.make(plan) for caller, plan in zip(callers, plans, strict=True)]
@@ -196,7 +196,7 @@ class _Caller:
         return found[0].op if found else self._graph.get_operations()[-1]
 
     def _if_taken(self, function, outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Calls a function, of a branch only if it is taken; else there are zeros."""
+        """Calls a function, of a branch only if it is taken; else what it returns is empty."""
         if self._condition is None:
             return function() or []
 
@@ -204,9 +204,7 @@ class _Caller:
             return [*(function() or []), True]
 
         def not_taken():
-            sizes = [[size or 0 for size in out.shape] if out.shape.rank else [] for out in outputs]
-            zeros = [tf.zeros(size, out.dtype) for size, out in zip(sizes, outputs, strict=True)]
-            return [*zeros, False]
+            return [*(tf.zeros([0] * (out.shape.rank or 0), out.dtype) for out in outputs), False]
 
         return tf.cond(self._condition, taken, not_taken)[:-1]
 
