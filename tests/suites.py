@@ -26,13 +26,13 @@ SUITES = {
     "workers": (8, "jobs of several worker processes"),
     "faults": (12, "workers that are killed or hang, and planted faults"),
     "hosts": (20, "jobs of several hosts: network namespaces, a Slurm cluster"),
-    "forms": (8, "features of each form of parallelism, trained in one process"),
+    "features": (8, "features of each kind of parallelism, trained in one process"),
     "programs": (8, "commands, tasks, examples of the pages, notebooks, benchmarks"),
     "judge": (20, "650 small programs, of which the judge must say whether they mix examples"),
 }
-# The longest prefix of a test's path, behind `tests/`, decides; what has none is of "forms".
+# The longest prefix of a test's path, behind `tests/`, decides; what has none is of "features".
 FOLDERS = {
-    "": "forms",
+    "": "features",
     "asynchronous/": "workers",
     "benchmarks/": "programs",
     "cluster/": "workers",

@@ -32,7 +32,7 @@ def test_tests_that_share_work_are_chosen_together():
     assert {chosen("parity", str(seed), CASE) for seed in SEEDS} == {(), tuple(CASE)}
 
 
-# Of pytest alone: 40 slow tests of "forms", a fast one, and one that fails.
+# Of pytest alone: 40 slow tests of "features", a fast one, and one that fails.
 FILE = """
 import pytest
 
@@ -64,7 +64,7 @@ def shown(tmp_path_factory):
 
 def test_a_sample_is_the_fast_tests_and_the_part_that_the_seed_chooses(shown):
     slow = [f"test_mine.py::test_slow[{number}]" for number in range(40)]
-    part = chosen("forms", "3f2c1a0", slow)
+    part = chosen("features", "3f2c1a0", slow)
     passed = {line.split()[0] for line in shown.splitlines() if " PASSED" in line}
     assert "--sample=3f2c1a0\n" in shown and 0 < len(part) < 40
     assert passed == {"test_mine.py::test_fast", *part}
