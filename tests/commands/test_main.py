@@ -93,6 +93,17 @@ def test_help_breaks_no_word_of_a_default(capsys):
         (["launch", "--inject=a", "--", "b"],
          "--inject is no flag of `launch`. `tfparallel launch --help` shows the flags. A program's "
          "own flags come after the program: `-- PROGRAM --inject`."),
+        (["train", "a.py", "--batch_size=8"], "of `train`. Here it is --global_batch_size."),
+        (["train", "a.py", "--batch-size=8"], "of `train`. Here it is --global_batch_size."),
+        (["train", "a.py", "--gpus=2"], "Here it is --num_devices"),
+        (["train", "a.py", "--workers=2"], "Here it is --num_workers."),
+        (["train", "a.py", "--output=b"], "Here it is --save or --report."),
+        (["train", "a.py", "--lr=1"], "The task file says it: the optimizer's, in `compile_model"),
+        (["train", "a.py", "--learning_rate=1"], "The task file says it: the optimizer's"),
+        (["launch", "-n", "2", "--", "b"], "Here it is --nproc_per_node."),
+        (["launch", "-np", "2", "--", "b"], "Here it is --nproc_per_node."),
+        (["launch", "--nodes=2", "--", "b"], "Here it is --nnodes."),
+        (["trian", "a.py"], "Received: 'trian'. Did you mean `tfparallel train`?"),
         (["trace", "nowhere"], "The folder does not exist; that of a job's records is required"),
         (["trace"], "One folder is required, such as that of `tfparallel launch --log_dir`."),
         (["trace", "a", "b"], "Received: a b. Example:"),
@@ -102,6 +113,13 @@ def test_a_mistake_is_told_in_a_sentence(capsys, arguments, message):
     """Story: absl's words, "Did you mean: parallel ?", and one text for two mistakes."""
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_of_a_command_is_found_in_both_orders(capsys):
+    assert main(["help", "trace"]) == 0
+    first = capsys.readouterr().out
+    assert main(["trace", "--help"]) == 0
+    assert first == capsys.readouterr().out and first.startswith("usage: tfparallel trace")
 
 
 def test_help_names_each_choice_once(capsys):

@@ -32,6 +32,36 @@ __all__ = [
 ]
 
 
+# What users of other tools type, and what it is here, where the command has it.
+_ELSEWHERE = {
+    "batch_size": ["global_batch_size"],
+    "gpus": ["num_devices", "nproc_per_node"],
+    "hosts": ["nnodes"],
+    "master_addr": ["rdzv_endpoint"],
+    "master_port": ["rdzv_endpoint"],
+    "mode": ["parallel"],
+    "n": ["nproc_per_node", "num_devices"],
+    "nodes": ["nnodes"],
+    "np": ["nproc_per_node"],
+    "num_gpus": ["num_devices", "nproc_per_node"],
+    "num_nodes": ["nnodes"],
+    "num_processes": ["nproc_per_node"],
+    "output": ["save", "report"],
+    "output_dir": ["checkpoint_dir", "log_dir"],
+    "parallelism": ["parallel"],
+    "per_device_batch_size": ["global_batch_size"],
+    "steps": ["steps_per_epoch"],
+    "workers": ["num_workers", "nproc_per_node"],
+}
+_IN_TASK = {
+    "learning_rate": "the optimizer's, in `compile_model(model)`",
+    "loss": "in `compile_model(model)`",
+    "lr": "the optimizer's, in `compile_model(model)`",
+    "metrics": "in `compile_model(model)`",
+    "optimizer": "in `compile_model(model)`",
+}
+
+
 class UsageError(Exception):
     """A mistake on the command line; its text is shown and the exit code is 2."""
 
@@ -69,7 +99,7 @@ def parse_positional(
     try:
         return values([command.name, *(_spelled(values, text) for text in arguments)])[1:]
     except flags.UnrecognizedFlagError as error:
-        raise UsageError(_unknown(command, str(error), error.flagname)) from error
+        raise UsageError(_unknown(command, values, str(error), error.flagname)) from error
     except flags.IllegalFlagValueError as error:
         raise UsageError(_in_words(str(error))) from error
     except flags.Error as error:
@@ -97,10 +127,15 @@ def _in_words(told):
     return f"--{name} must be {required}. Received: --{name}={value}."
 
 
-def _unknown(command, told, name):
+def _unknown(command, values, told, name):
     """What absl says of a flag that there is not, as a sentence."""
     alike = re.search(r"Did you mean: (.*?) ?\?", told)
-    if alike is None:
+    meant = [f"--{each}" for each in _ELSEWHERE.get(name.replace("-", "_"), ()) if each in values]
+    if meant:
+        fix = f"Here it is {' or '.join(meant)}."
+    elif name in _IN_TASK and "TASK" in command.arguments:
+        fix = f"The task file says it: {_IN_TASK[name]}."
+    elif alike is None:
         fix = f"`tfparallel {command.name} --help` shows the flags."
         if "PROGRAM" in command.arguments:
             fix += f" A program's own flags come after the program: `-- PROGRAM --{name}`."

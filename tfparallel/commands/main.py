@@ -3,6 +3,7 @@
 TensorFlow is not imported here, so that usage and mistakes show at once.
 """
 
+import difflib
 import importlib
 import platform
 import sys
@@ -84,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 if the job failed, 2 for a usage error.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"] and arguments[1:2] and arguments[1] in _COMMANDS:
+        arguments = [*arguments[1:], "--help"]
     if arguments and arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -95,9 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     name, *rest = arguments
     if name not in _COMMANDS:
+        alike = difflib.get_close_matches(name, _COMMANDS, n=1)
+        fix = f"Did you mean `tfparallel {alike[0]}`?" if alike else f"\n{usage()}"
         print(
             f"tfparallel: no such command; it must be one of {', '.join(_COMMANDS)}. "
-            f"Received: {name!r}.\n\n{usage()}",
+            f"Received: {name!r}. {fix}",
             file=sys.stderr,
         )
         return 2
