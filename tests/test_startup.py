@@ -69,7 +69,8 @@ def test_the_face_lists_what_it_offers():
     finished = run_python(
         "import tfparallel\n"
         "assert set(tfparallel.__all__) == set(tfparallel._FACE) | {'__version__'}\n"
-        "assert set(tfparallel.__all__) <= set(dir(tfparallel))\n"
+        "assert set(tfparallel.__all__) == set(dir(tfparallel))\n"
+        "assert set(tfparallel.data.__all__) == set(dir(tfparallel.data))\n"
         "tfparallel.dataparallel"
     )
     said = "no attribute 'dataparallel'. It offers: Cluster, Mesh, MirroredStrategy, "

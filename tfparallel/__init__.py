@@ -102,7 +102,7 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted(set(globals()) | set(__all__))
+    return list(__all__)
 
 
 if os.environ.get("TFPARALLEL_STANDBY"):  # A process that `launch --standby` has started ahead.

@@ -28,3 +28,7 @@ def __getattr__(name):
     if name not in _FACE:
         raise AttributeError(f"Module 'tfparallel.data' has no attribute {name!r}.")
     return getattr(importlib.import_module(_FACE[name]), name)
+
+
+def __dir__():
+    return __all__
