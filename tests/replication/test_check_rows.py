@@ -89,6 +89,14 @@ class DropsInFunction(layers.Layer):
         return self.dropout(x, training=training)
 
 
+class AlwaysDropsInFunction(DropsInFunction):
+    """Keras traces its function when the model is built, before anybody judges it."""
+
+    @tf.function
+    def call(self, x):
+        return self.dropout(x, training=True)
+
+
 class JoinsInFunction(layers.Layer):
     @tf.function
     def call(self, x):
@@ -180,6 +188,7 @@ def trained(build, **options):
         (net(lambda: layers.Lambda(lambda x: x - tfparallel.all_gather(ops.mean(x, 0))[0])),
          "joins what does not have a row for each example"),
         (net(DropsInFunction), "class Dropout .*draws in a `tf.function` of a layer's own"),
+        (net(AlwaysDropsInFunction), "class Dropout .*draws in a `tf.function`"),
         (net(JoinsInFunction), "is exchanged in a `tf.function` of a layer's own"),
         (net(JoinedAlongFeatures), "joins what does not have a row for each example"),
         (net(lambda: layers.Lambda(lambda x: x / tfparallel.all_reduce(np.float32(1)))),
@@ -193,8 +202,8 @@ def trained(build, **options):
     ids=[
         *("mean", "nested", "zeros", "loss", "state", "softmax", "axis -2", "activation"),
         *("double", "constant", "time", "largest", "mean of means", "number", "joined means"),
-        *("draw in a function", "exchange in a function", "joined features", "array", "weight"),
-        *("number beside a sum", "largest mean", "largest sum"),
+        *("draw in a function", "always", "exchange in a function", "joined features"),
+        *("array", "weight", "number beside a sum", "largest mean", "largest sum"),
     ],
 )
 def test_a_layer_that_mixes_examples_is_named(build, message):

@@ -251,6 +251,7 @@ def _judged(layer, trace: _Trace) -> Proof:
         if judge.of(loss).placement not in _MEANS
     ]
     faults += [_fault(layer, *each) for each in _written(judge, scope, layer, sums)]
+    faults += _dropped_in_functions(layer, judge.graph)
     for operation, placement in _raw_writes(judge):
         faults.append(
             _fault(layer, f"variable '{operation.inputs[0].name}'", placement, operation.inputs[1])
@@ -267,14 +268,27 @@ def _judged(layer, trace: _Trace) -> Proof:
 
 def _drawing(layer, graph) -> list[keras.Layer]:
     found = {}
+    for op, _, innermost in _draws(layer, graph):
+        if not isinstance(innermost, keras.layers.Dropout):
+            own, _ = place_in(layer, op, of_models=True)
+            found[id(own)] = own
+    return list(found.values())
+
+
+def _dropped_in_functions(layer, graph) -> Iterator[Fault]:
+    """Dropout in a function, which may have been traced before the call that is judged."""
+    for _, drawn, innermost in _draws(layer, graph):
+        if isinstance(innermost, keras.layers.Dropout) and is_in_function(drawn.graph, graph):
+            yield Fault(innermost, "its mask", Mixed(drawn, f"draws {_IN_FUNCTION}"))
+
+
+def _draws(layer, graph) -> Iterator[tuple[tf.Operation, tf.Operation, keras.Layer]]:
+    """Operations of the graph, those that draw in them, and the layers whose these are."""
     for op in graph.get_operations():
         for drawn in filter(draws, with_inner([op])):
             # In a function the scopes begin anew.
             innermost, _ = place_in(place_in(layer, op)[0], drawn)
-            if not isinstance(innermost, keras.layers.Dropout):
-                own, _ = place_in(layer, op, of_models=True)
-                found[id(own)] = own
-    return list(found.values())
+            yield op, drawn, innermost
 
 
 def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Tensor]]:
