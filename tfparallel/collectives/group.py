@@ -100,7 +100,9 @@ def _joins_workers(strategy):
 def _is_called_by_keras() -> bool:
     """Whether a layer, or a step of Keras's trainer, is what calls; but not a callback.
 
-    Rests on the names of Keras's modules; `tests/workers/test_collectives.py` fails when they move.
+    A collective in a user's loss runs on all workers when the user calls the loss, and on none when
+    Keras does, to infer shapes say. Nothing but the stack tells the two apart. Rests on the names
+    of Keras's modules; `tests/workers/test_collectives.py` fails when they move.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -115,7 +115,8 @@ class ProcessGroup:
     """
 
     of_process: "ProcessGroup | None" = None  # Of the strategy that this process has started.
-    failure: Exception | None = None  # The error that ended a transport of this package.
+    # The error that ended a transport of this package: TensorFlow keeps only its text.
+    failure: Exception | None = None
     _num_groups = 0
 
     def __init__(

@@ -40,7 +40,11 @@ class Readings(NamedTuple):
 
 
 def offer(dataset: tf.data.Dataset, readings: Readings) -> tf.data.Dataset:
-    """Says of a data set of global batches that it can be read in shares, too."""
+    """Says of a data set of global batches that it can be read in shares, too.
+
+    `fit` takes a data set of TensorFlow's, so this hangs on the object. One that is made of it, by
+    `map` say, has nothing of it, as it should, and is read whole.
+    """
     dataset._tfparallel_readings = readings
     return dataset
 

@@ -112,6 +112,8 @@ def reduce_gradients(
             results[index].set_shape(gradients[index].shape)
     for result in results:
         if result is not None:
+            # Until `apply_gradients` it goes through the user's code. Read only to raise an error:
+            # a gradient that was changed on the way has lost it.
             result._tfparallel_reduced = True
     return results
 
