@@ -69,7 +69,7 @@ def build(num_layers):
     """Dense layers with a way past each, so that the depth does not matter to the training.
 
     The activation has a smooth slope: that of ReLU jumps where rounding moves a unit past zero, of
-    which there are millions here, and such a jump is no rounding error in the optimizer's slots.
+    which there are millions here, and such a jump is no rounding error in the optimizer's state.
     """
     import keras
     from keras import layers

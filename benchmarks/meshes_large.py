@@ -1,4 +1,4 @@
-"""A task for meshes.py whose weights, gradients and slots exceed what it lets a device hold."""
+"""A task for meshes.py whose weights, gradients and optimizer state exceed a device's limit."""
 
 import keras
 import numpy as np

@@ -170,7 +170,7 @@ def test_an_error_is_a_refusal_only_in_its_own_words():
 
         return function
 
-    refused = "moments of the whole batch"
+    refused = "statistics of the whole batch"
     (row,) = gpu_row.tried("a row", raising("Batch normalization: the " + refused), refused)
     assert row == ("a row", "skipped", refused)
     for refusal in (refused, None):

@@ -268,7 +268,7 @@ WRONG = {
         {"mesh": "2 x 1 x 2", "split": {"nowhere": "column"}},
         "no such layer: nowhere",
     ),
-    "batch normalization": ({"build": normalized}, "takes the moments of the whole batch"),
+    "batch normalization": ({"build": normalized}, "takes the statistics of the whole batch"),
 }
 
 

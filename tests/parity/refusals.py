@@ -15,7 +15,7 @@ SUBCLASSED = dict.fromkeys(PLACED, "Placing layers needs a functional or Sequent
 OWN_TRAIN_STEP = dict.fromkeys(PLACED, "A custom `train_step` uses a GradientTape")
 
 MOMENTS_OF_A_BATCH = {
-    "pipeline_parallel": "Batch normalization takes the moments of the whole batch"
+    "pipeline_parallel": "Batch normalization takes the statistics of the whole batch"
 }
 STATE_OF_A_CALL = {"pipeline_parallel": "A layer that changes its state in each call"}
 ONE_NUMBER_A_BATCH = {"pipeline_parallel": "Loss '\\w+' returns one value for the whole batch"}

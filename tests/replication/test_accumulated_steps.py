@@ -375,7 +375,7 @@ def of_the_batch(y, outputs):
         (build_with_losses, "sgd", sum_of_rows(), "reduction='sum' beside a regularizer"),
         (build_of_two, "sgd", [mean_by_weights(), "mse"], "losses of several outputs with a mask"),
         # These trained to weights of no batch at all.
-        (build_normalized, "sgd", "mse", "batch normalization, whose moments are of a step's rows"),
+        (build_normalized, "sgd", "mse", "whose statistics are of a step's rows"),
         (build_spectral, "sgd", "mse", "which writes 2 variables when it is called"),
     ],
     ids=[

@@ -90,7 +90,7 @@ def test_what_is_sent_may_be_compressed(job):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("normalized", "batch normalization, whose moments are of a step's rows"),
+        ("normalized", "batch normalization, whose statistics are of a step's rows"),
         ("state", "which writes 1 variables when it is called"),
         ("stops", "TerminateOnNaN, which would stop one worker, and not the others"),
     ],

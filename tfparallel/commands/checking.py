@@ -67,7 +67,7 @@ def check(path: str, values: flags.FlagValues) -> int:
         parallelism.say(f"on a GPU: {operations}TF32 is off")
     built, build_single, unwrapped = [], task.build_model, lambda build: build
     if values.batch_normalization is not None:
-        parallelism.say("on one device each micro-batch is normalized by its own moments, too")
+        parallelism.say("on one device each micro-batch is normalized by its own statistics, too")
         build_single = grouped(task.build_model, parallelism.num_pieces)
         unwrapped = ungrouped
 

@@ -59,7 +59,7 @@ def pipeline_flags(values: flags.FlagValues) -> None:
         "batch_normalization",
         None,
         ("deferred",),
-        "For pipeline: normalize each micro-batch by its own moments, move the averages once a "
+        "For pipeline: normalize each micro-batch by its own statistics, move the averages once a "
         "step. Without the flag such layers raise an error.",
         values,
     )

@@ -64,7 +64,7 @@ def _head(path, values, found) -> list[str]:
         return [
             f"does not fit {values.num_devices} devices{limit}: the best cut misses by "
             f"{size_text(over)} on its largest stage. Take more devices, a smaller batch, an "
-            "optimizer with fewer slots, or smaller layers."
+            "optimizer with less state, or smaller layers."
         ]
     number, more = len(found.stages), []
     batch = f" --global_batch_size={found.batch_size}"

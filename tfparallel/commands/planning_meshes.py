@@ -106,7 +106,7 @@ def nothing_fits(found: MeshPlan) -> str:
     least = min((c for c in found.ranked if c.held_bytes is not None), key=_held)
     return (
         f"nothing fits {of_devices}: {least.mesh} comes closest, {least.why_not}. Take more "
-        "devices, a smaller batch, --recompute=always, an optimizer with fewer slots, or smaller "
+        "devices, a smaller batch, --recompute=always, an optimizer with less state, or smaller "
         "layers."
     )
 

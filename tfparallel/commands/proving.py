@@ -51,7 +51,7 @@ def _table(layers: list[OfLayer]):
     for each in layers:
         notes = [
             *(["draws"] if each.draws else []),
-            *(["pieces exchange moments"] if each.exchanges else []),
+            *(["pieces exchange batch statistics"] if each.exchanges else []),
         ]
         name = original_class(each.layer).__name__
         rows.append((each.path, name, str(each.num_operations), str(each.output), ", ".join(notes)))

@@ -45,7 +45,7 @@ _IN_HALF = "MLP with dropout"
 # largest number the sum over a whole batch may overflow where the sums over its halves do not.
 _SCALE = 2.0**17
 # A micro-batch has moments of its own.
-_REFUSED = {("CNN with batch normalization", "pipeline_parallel"): "moments of the whole batch"}
+_REFUSED = {("CNN with batch normalization", "pipeline_parallel"): "statistics of the whole batch"}
 
 
 def _devices(device_type: str) -> list[str]:

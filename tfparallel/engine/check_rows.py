@@ -26,7 +26,7 @@ _SHOWN = 5
 
 
 class ExchangedMoments:
-    """Extends `keras.layers.BatchNormalization`: the judge is told that pieces exchange moments."""
+    """Extends `keras.layers.BatchNormalization`: what pieces exchange is told to the judge."""
 
     def _moments(self, inputs, mask):
         if self.synchronized:  # By Keras, in a replica; the judge is in none.
@@ -54,7 +54,7 @@ def check_rows(
 ) -> None:
     """Raises if a call of a layer is something else in pieces.
 
-    A line at the terminal names the layers that draw other random numbers than on one device: each
+    A line at the terminal names the layers that draw other random values than on one device: each
     piece of a batch draws its own, but for `Dropout` layers (`replication/random.py`).
 
     Args:
@@ -79,7 +79,7 @@ def check_rows(
         named = [f"{each.name} ({original_class(each).__name__})" for each in drawing]
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
         notice(
-            "These layers draw other random numbers than on one device: "
+            "These layers draw other random values than on one device: "
             f"{', '.join(named[:_SHOWN])}{more}. The same seed gives the same run. `Dropout` "
             "layers draw those of one device.",
             once=True,

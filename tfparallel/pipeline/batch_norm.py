@@ -2,7 +2,7 @@
 
 Its moments are of the batch, and with a schedule that begins to go back before all micro-batches
 have come forward nobody knows them in time. Under `batch_normalization="deferred"` each micro-batch
-is normalized by its own moments, and the moving averages move once a step, by those of the whole
+is normalized by its own statistics, and the moving averages move once a step, by those of the whole
 batch (torchgpipe's `DeferredBatchNorm`; Kim et al., arXiv 2004.09910, 2020):
 
     n = Σ n_m,    μ = Σ n_m μ_m / n,    v = (Σ M_m + Σ n_m (μ_m − μ)²) / n
@@ -58,7 +58,7 @@ class DeferredBatchNormalization(SynchronizedBatchNormalization):
 
 
 def write_averages(moments: Mapping[Any, Sequence[tuple]], others: Others) -> None:
-    """Moves the averages of each layer by the moments of the whole batch, on its device.
+    """Moves the averages of each layer by the statistics of the whole batch, on its device.
 
     Args:
         moments: What the passes here have seen, by layer and call: of each micro-batch.

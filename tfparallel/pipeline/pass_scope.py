@@ -183,7 +183,7 @@ def check_state(model: keras.Model, batch_normalization: str | None) -> None:
     own = [layer for layer in batch_norms(model) if layer.trainable]
     if own and batch_normalization is None:
         raise PlacementError(
-            "Batch normalization takes the moments of the whole batch, which no stage sees at "
+            "Batch normalization takes the statistics of the whole batch, which no stage sees at "
             "once. batch_normalization='deferred' normalizes each micro-batch by its own moments "
             "and moves the averages by the whole batch's: other weights than one device's, unless "
             "its layers group the batch likewise. Received: batch_normalization=None with "

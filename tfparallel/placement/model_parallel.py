@@ -38,10 +38,10 @@ def model_parallel(
 ) -> keras.Model:
     """Places the layers of a functional or Sequential model on several devices.
 
-    Use it when the model does not fit one device. Every layer's weights, gradients and slots, and
-    its operations forward, backward and in the update, are on its device; what passes from one to
-    the next is sent. The devices work one after the other, so this saves memory, not time. The
-    weights that come out are those of one device.
+    Use it when the model does not fit one device. Every layer's weights, gradients and optimizer
+    state, and its operations forward, backward and in the update, are on its device; what passes
+    from one to the next is sent. The devices work one after the other, so this saves memory, not
+    time. The weights that come out are those of one device.
 
     Args:
         model_or_function: A built functional or Sequential model, whose weights come along, or a

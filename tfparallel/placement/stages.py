@@ -123,7 +123,7 @@ def by_balance(
             f"No cut into {len(devices)} stages keeps each within `device_memory`. Received: "
             f"device_memory={device_memory}; the best cut has a stage of {error.smallest:.0f} "
             f"bytes, {error.smallest - device_memory:.0f} more. Take more devices, a smaller "
-            "batch, or an optimizer with fewer slots."
+            "batch, or an optimizer with less state."
         ) from error
     return by_layers_per_stage(layers, devices, counts)
 

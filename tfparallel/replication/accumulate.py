@@ -134,7 +134,7 @@ class Accumulate(EveryStep):
         elif self.sync.grows and len(_with_inner(self.model.optimizer)) > 1:
             what = "a LossScaleOptimizer, whose gradients differ by more than noise; name an N"
         elif (layer := self._looks_at_all_rows()) is not None:
-            what = f"batch normalization, whose moments are of a step's rows, in '{layer.name}'"
+            what = f"batch normalization, whose statistics are of a step's rows, in '{layer.name}'"
         else:
             return
         self.refuse("Keras's own step, and an update of whole gradients, are required", what)

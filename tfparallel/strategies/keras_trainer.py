@@ -108,8 +108,8 @@ def refuse_own_moments() -> None:
             _replicas_with_shared_moments.add(tf.distribute.get_replica_context())
         return
     raise ValueError(
-        f"Layer '{layer.name}' normalizes each replica's rows by moments of their own in a custom "
-        "loop: the weights would differ from one device's. Moments of the global batch are "
+        f"Layer '{layer.name}' normalizes each replica's rows by their own statistics in a custom "
+        "loop: the weights would differ from one device's. Statistics of the global batch are "
         "required. Received: BatchNormalization(synchronized=False) under `strategy.run`. Pass "
         "`synchronized=True`, and divide each replica's loss by the examples of the global batch "
         "before the tape (`tf.nn.compute_average_loss`), then `reduce_gradients(gradients)` "

@@ -83,7 +83,7 @@ def _load(optimizer, values) -> None:
     if len(made) != len(values):
         raise ValueError(
             f"Optimizer '{optimizer.name}' was built before its model was compiled, and must make "
-            "its slots again on the model's devices. An optimizer whose `build` makes all "
+            "its state again on the model's devices. An optimizer whose `build` makes all "
             f"variables but the learning rate is required. Received: {len(values)} variables, and "
             f"{len(made)} when it was built again. Compile the model with an optimizer that is "
             "not built."

@@ -8,7 +8,7 @@
 
 To the optimizer the shares are its variables: of each weight one, a copy of which at a place holds
 the place's own share. Before an update it is filled from the weight, and afterwards the weight from
-all shares, so that whoever else writes the weight need not know. Files hold whole slots.
+all shares, so that whoever else writes the weight need not know. Files hold the whole state.
 
 A matrix is shared out by rows, so that a sparse gradient, of an embedding's rows, stays sparse:
 Keras's optimizers treat a row that a batch reads twice as two. Everything else is flat. Shares are
@@ -159,7 +159,7 @@ class Shared:
 
     def _serialize_to_tensors(self):
         raise ValueError(
-            "`tf.train.Checkpoint` would write one replica's share. Whole slots are required. "
+            "`tf.train.Checkpoint` would write one replica's share. The whole state is required. "
             f"Received: '{self.path}', under shard_optimizer=True. Take `tfparallel.callbacks."
             "Checkpoint`, or `model.save`, which write all of it."
         )

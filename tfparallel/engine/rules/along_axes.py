@@ -182,7 +182,7 @@ def biased(call: Call):
 def batch_norm(call: Call):
     """The whole of a batch norm that reads its moments."""
     if call.op.get_attr("is_training"):
-        return call.mixed("takes the moments of all examples")
+        return call.mixed("takes the statistics of all examples")
     first = images(call)
     return (
         [first[0], *[Replicate()] * (len(call.op.outputs) - 1)]
