@@ -114,17 +114,17 @@ def test_layers_that_draw_otherwise_are_named_once(form, capsys):
     capsys.readouterr()
     for _ in range(2):
         model.fit(x, np.ones((4, 1)), verbose=0)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "random numbers" in line]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "random values" in line]
     assert line == (
         "These layers draw other random values than on one device: noise (GaussianNoise), inner "
         "(LSTM), raw (Lambda). The same seed gives the same run. `Dropout` layers draw those of "
         "one device."
     )
-    assert model.layout.proof.endswith("random numbers are drawn by noise, inner, raw")
+    assert model.layout.proof.endswith("random values are drawn by noise, inner, raw")
 
 
 def test_dropout_layers_are_not_named(capsys):
     model = tfparallel.data_parallel(build_dropping, devices=TWO)
     model.compile("sgd", "mse")
     model.fit(np.ones((4, 4, 3)), np.ones((4, 12)), verbose=0)
-    assert "random numbers" not in capsys.readouterr().err
+    assert "random values" not in capsys.readouterr().err

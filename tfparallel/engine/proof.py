@@ -91,7 +91,7 @@ class Proof(NamedTuple):
             f"{self.num_operations} operations, of any number of rows: each output has a row for "
             "each example, made of that example alone",
             *(["pieces exchange batch statistics"] if self.exchanges else []),
-            *([f"random numbers are drawn by {', '.join(names)}"] if names else []),
+            *([f"random values are drawn by {', '.join(names)}"] if names else []),
         ])  # fmt: skip
 
     @property
