@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 PROGRAM = """
 import sys, time
 from tfparallel.activity import Activity
@@ -21,6 +23,7 @@ print("done", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_in_a_file_each_is_one_line():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], stderr=subprocess.PIPE, text=True, timeout=60
@@ -28,6 +31,7 @@ def test_in_a_file_each_is_one_line():
     assert done.stderr.splitlines() == ["counting ...", "a line of another", "adding ...", "done"]
 
 
+@pytest.mark.slow
 def test_what_is_quick_says_nothing_in_a_file():
     program = PROGRAM.replace("=0.3", "=30")
     done = subprocess.run(
@@ -36,6 +40,7 @@ def test_what_is_quick_says_nothing_in_a_file():
     assert done.stderr.splitlines() == ["a line of another", "done"]
 
 
+@pytest.mark.slow
 def test_at_a_terminal_the_line_changes_and_goes():
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=theirs)

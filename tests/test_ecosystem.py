@@ -78,6 +78,7 @@ def test_what_the_service_sends_trains_as_what_it_was_made_of(examples, service,
     assert_equal(trained(sent, parallel), trained(batches))
 
 
+@pytest.mark.slow
 def test_a_profile_names_the_operations_of_each_replica(examples, tmp_path):
     model = parallel()
     model.compile("adam", "mse")

@@ -51,6 +51,7 @@ def test_it_ends_as_a_program_does(kind, error, code, is_new, tmp_path, monkeypa
     assert done.stderr.endswith("ValueError: x\n") == (code == 1)
 
 
+@pytest.mark.slow
 def test_one_that_is_late_is_killed(tmp_path):
     program = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
     with pytest.raises(subprocess.TimeoutExpired):
@@ -58,6 +59,7 @@ def test_one_that_is_late_is_killed(tmp_path):
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow
 def test_none_outlives_the_process_that_asked_for_it(tmp_path):
     program = tmp_path / "asks.py"
     program.write_text(

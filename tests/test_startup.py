@@ -67,7 +67,7 @@ def test_every_command_runs_on_what_pip_installs_alone():
 
 def test_the_face_lists_what_it_offers():
     finished = run_python(
-        "import tfparallel\n"
+        "import tfparallel, tfparallel.data\n"
         "assert set(tfparallel.__all__) == set(tfparallel._FACE) | {'__version__'}\n"
         "assert set(tfparallel.__all__) == set(dir(tfparallel))\n"
         "assert set(tfparallel.data.__all__) == set(dir(tfparallel.data))\n"

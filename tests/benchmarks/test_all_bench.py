@@ -94,6 +94,7 @@ def test_only_those_that_are_named_run(start):
     assert "three" in text and "one" not in text and "two" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "send", "code"),
     [(signal.SIGTERM, os.kill, 143), (signal.SIGINT, os.killpg, 130)],

@@ -32,6 +32,7 @@ def xla(monkeypatch, tmp_path):
     return module
 
 
+@pytest.mark.slow
 def test_processes_train_one_by_one_and_those_that_fail_or_hang_tell_what_they_knew(xla):
     options = xla.parse(["transformer", "--together", "--seconds=4"])
     found = list(

@@ -282,6 +282,7 @@ class At(keras.callbacks.Callback):
             function()
 
 
+@pytest.mark.slow
 def test_training_goes_on_beside_a_write(tmp_path):
     """A disk that takes nothing until two more steps are done."""
     done, seen = threading.Event(), []
@@ -299,6 +300,7 @@ def test_training_goes_on_beside_a_write(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000006", "step_00000007"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [4, 6])
 def test_a_write_that_fails_beside_ends_the_training(tmp_path, step):
     """By the next write, or at the end."""

@@ -34,6 +34,7 @@ def fit(data, epochs=2, build=None, num_passed=None, **options):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_line_an_epoch(capsys, devices):
     def build(layers):
@@ -53,6 +54,7 @@ def test_a_line_an_epoch(capsys, devices):
     assert [each for each in seen] == [((0, 1, 3), 6), ((1, 0, 3), 10)]
 
 
+@pytest.mark.slow
 def test_at_a_terminal_there_is_a_bar(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(epoch_lines, "_REDRAW_SECONDS", 0.0)
@@ -64,6 +66,7 @@ def test_at_a_terminal_there_is_a_bar(capsys, monkeypatch):
     assert [text.count("\n") for text in shown if " - val_loss" in text] == [1, 1]
 
 
+@pytest.mark.slow
 def test_steps_that_are_passed_over_do_not_count(capsys):
     assert fit((X, X[:, :1]), epochs=1, num_passed=lambda epoch: 1) == [((0, 2, 3), 2)]
 

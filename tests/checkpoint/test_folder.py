@@ -185,6 +185,7 @@ def test_none_that_can_be_read_is_an_error_after_which_to_start_again(tmp_path, 
     assert folder.newest().content == {"step": 1}
 
 
+@pytest.mark.slow
 def test_one_that_can_be_read_at_the_second_try_is_taken(tmp_path, unreadable, monkeypatch):
     folder = written(tmp_path, [1, 2])
     mend = unreadable(tmp_path / "step_00000002")
@@ -215,6 +216,7 @@ folder.write(5, [["v", [2], "float64"]], [array], {"written": 2})
 """
 
 
+@pytest.mark.slow
 def test_one_that_is_rewritten_is_whole_at_every_moment(tmp_path):
     seen = []
     for number in itertools.count(1):

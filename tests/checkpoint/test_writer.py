@@ -119,6 +119,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_holder_on_another_host_is_waited_for(tmp_path, in_a_second, monkeypatch):
     # In which it touches the file, however busy the machine is.
     monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 3.0)
@@ -130,6 +131,7 @@ def test_a_holder_on_another_host_is_waited_for(tmp_path, in_a_second, monkeypat
     writer.release(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_host_that_is_gone_leaves_no_lock_and_finds_another_writer(tmp_path, in_a_second):
     """Its lock is still there, as an NFS server keeps it, and nobody touches the file."""
     with process_of(FAR, tmp_path, 60), pytest.warns(UserWarning, match="Waiting"):
@@ -157,6 +159,7 @@ def test_who_has_lost_the_folder_writes_nothing_more(tmp_path):
     assert found == [".writer", "old", "step_00000001", "unfinished_of_another"]
 
 
+@pytest.mark.slow
 def test_where_there_are_no_locks_who_touches_the_file_holds(tmp_path, in_a_second, monkeypatch):
     def no_locks(descriptor, operation):
         raise OSError(38, "Function not implemented")

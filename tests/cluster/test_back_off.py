@@ -75,6 +75,7 @@ def elastic_job():
         meetings._close_acceptor()
 
 
+@pytest.mark.slow
 def test_the_next_one_waits_and_then_joins(job, monkeypatch):
     monkeypatch.setattr("tfparallel.cluster.elastic._FIRST_CALL_SECONDS", 0.2)
     first = job()

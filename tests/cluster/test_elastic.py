@@ -162,6 +162,7 @@ if attempt == "0": time.sleep(0.3) if os.environ["RANK"] == "1" else time.sleep(
 """
 
 
+@pytest.mark.slow
 def test_a_host_may_fail_as_often_as_it_may(start):
     launchers = [start("1:2", FAIL_FIRST, flags=["--max_restarts=1"]) for _ in range(2)]
     for launcher in launchers:
@@ -198,6 +199,7 @@ def test_a_failure_that_ends_the_job_ends_it_at_once(start, code, expected):
         assert "--nnodes=2:2, and 1 host would be left" in said
 
 
+@pytest.mark.slow
 def test_too_few_hosts_are_waited_for_and_told(start, tmp_path):
     launchers = [start("2:2", WORK, tmp_path, flags=["--start_timeout=2"]) for _ in range(2)]
     places(launchers, of=2, attempt=0)
@@ -220,6 +222,7 @@ def until_it_waits(launcher, endpoint):
         launcher._lines.get(timeout=0.5)
 
 
+@pytest.mark.slow
 def test_who_waits_is_told_that_the_job_has_ended(start, endpoint, tmp_path):
     running = start("1:1", WORK, tmp_path)
     running.until("worker 0 of 1")
@@ -286,6 +289,7 @@ def test_the_next_endpoint_takes_over(start, tmp_path):
     assert places(launchers, of=2, attempt=0) == [0, 1]
 
 
+@pytest.mark.slow
 def test_who_listens_at_a_later_endpoint_goes_to_an_earlier_one(start, tmp_path):
     """As two do that began at the same moment, and each found nobody."""
     one, two = free_ports(2)
@@ -321,6 +325,7 @@ def test_flags_that_cannot_be(flags, message):
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_an_endpoint_of_no_host_is_told(start, tmp_path):
     """Nobody listens there, and nobody can (RFC 5737)."""
     lonely = start("1:2", WORK, tmp_path, at="192.0.2.1:2999", flags=["--start_timeout=1"])

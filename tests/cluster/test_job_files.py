@@ -156,6 +156,7 @@ def model_of(content, kind):
     return found
 
 
+@pytest.mark.slow
 def test_the_objects_are_those_of_kubernetes_schema():
     job = JobFile(
         "train",

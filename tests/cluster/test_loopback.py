@@ -59,6 +59,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.slow
 def test_another_host_is_refused_at_the_start_and_later():
     with contextlib.ExitStack() as stack:
         try:

@@ -105,6 +105,7 @@ def test_ipv6(pool):
     assert calls[0].result().master == "[::1]:99"
 
 
+@pytest.mark.slow
 def test_missing_nodes_are_named_to_all_who_came(pool, endpoint):
     # Node 2 is there in time, and has time left when node 0 gives up.
     calls = [
@@ -147,6 +148,7 @@ def test_who_contradicts_is_told_and_the_others_wait_on(pool, endpoint, changes,
     assert start(pool, endpoint, 1).result(30) == host.result(30)
 
 
+@pytest.mark.slow
 def test_who_was_turned_away_is_told_at_the_end(pool, endpoint):
     host = start(pool, endpoint, 0, timeout_seconds=3)
     with pytest.raises(RuntimeError, match="agree on --nnodes"):
@@ -166,6 +168,7 @@ def test_two_nodes_of_one_rank(pool, endpoint):
     assert start(pool, endpoint, 2, nnodes=3).result(30) == host.result(30) == one.result(30)
 
 
+@pytest.mark.slow
 def test_who_ends_while_it_waits_may_be_started_again(pool, endpoint):
     host = start(pool, endpoint, 0, nnodes=3)
     with pytest.raises(RuntimeError, match="Node 1 waited"):
@@ -174,6 +177,7 @@ def test_who_ends_while_it_waits_may_be_started_again(pool, endpoint):
     assert all(call.result(30) == host.result(30) for call in calls)
 
 
+@pytest.mark.slow
 def test_another_token_does_not_come_in(pool, endpoint):
     host = start(pool, endpoint, 0)
     with pytest.raises(RuntimeError, match="there has another TFPARALLEL_JOB_TOKEN"):
@@ -277,6 +281,7 @@ def test_a_thousand_wrong_hellos_have_no_effect(pool, endpoint):
         stranger.close()
 
 
+@pytest.mark.slow
 def test_what_was_said_once_lets_nobody_in_again(pool, endpoint):
     """All that node 1 says is heard on its way, and said again to the next acceptor."""
     heard = bytearray()
@@ -301,6 +306,7 @@ def test_what_was_said_once_lets_nobody_in_again(pool, endpoint):
         host.result(30)
 
 
+@pytest.mark.slow
 def test_what_a_false_acceptor_says_is_not_believed(pool):
     """It knows the job's name, and not its token."""
     answer = {"nodes": [["127.0.0.1", [1]], ["127.0.0.1", [2]]], "master": "a:1", "nonce": "n"}

@@ -109,6 +109,7 @@ def test_the_source_of_a_cell_is_there_for_tf_function():
     assert spawned(namespace["cell"], 1, args=(1,)) == source
 
 
+@pytest.mark.slow
 def test_a_failure_names_the_worker_and_stops_the_others(capfd):
     with pytest.raises(RuntimeError) as caught:
         spawned(fail_in_worker_1, 3)

@@ -130,6 +130,7 @@ def test_death_by_signal_is_named():
     assert unnamed.describe() == "worker 0 was killed by signal 40 after 1.0 s"
 
 
+@pytest.mark.slow
 def test_survivors_of_sigterm_are_killed_after_the_grace_period(tmp_path):
     fails = "import os, sys, time\nwhile len(os.listdir(sys.argv[1])) < 3: time.sleep(0.01)\n1/0"
     outcome = run(
@@ -153,6 +154,7 @@ def test_workers_may_use_the_grace_period():
     assert output[0, "stdout"] == b"ready\nsaved\n"
 
 
+@pytest.mark.slow
 def test_what_a_worker_leaves_behind_ends_with_it(tmp_path):
     code = (
         "import pathlib, subprocess, sys\n"
@@ -225,6 +227,7 @@ def test_what_the_callback_raises_stops_the_job(tmp_path):
     assert not any(psutil.pid_exists(int(path.name)) for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_screen_that_stands_still_hides_no_failure():
     """The reader waits for ever in the callback, as for a terminal after Ctrl-S."""
     stands_still = threading.Event()

@@ -149,6 +149,7 @@ def test_a_command_that_may_wait(tmp_path):
         assert not imports_tfparallel([str(each) for each in command]), command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -284,6 +284,7 @@ def test_whoever_is_missing_is_named():
             assert seconds < limit + SLACK_SECONDS
 
 
+@pytest.mark.slow
 def test_all_say_the_same():
     workers = free_addresses(4)
     results, _ = meet_in_threads(calls_of(workers, skip=[2]), timeout_seconds=2.0)
@@ -292,6 +293,7 @@ def test_all_say_the_same():
     assert "All 4 workers must start" in results[0] and "--start_timeout" in results[0]
 
 
+@pytest.mark.slow
 def test_the_earliest_time_limit_holds_for_all():
     workers = free_addresses(3)
     calls = calls_of(workers, skip=[2])
@@ -301,6 +303,7 @@ def test_the_earliest_time_limit_holds_for_all():
     assert seconds < 1.5 + SLACK_SECONDS
 
 
+@pytest.mark.slow
 def test_says_what_is_there_instead_of_the_missing_worker():
     workers = free_addresses(2)
     with socket.create_server(("127.0.0.1", port_of(workers[0]))) as silent:
@@ -308,6 +311,7 @@ def test_says_what_is_there_instead_of_the_missing_worker():
         assert silent and "worker 0" in text and "did not come (no answer)" in text
 
 
+@pytest.mark.slow
 def test_without_a_chief_a_silent_worker_is_named_too():
     workers = free_addresses(3)
     with socket.create_server(("127.0.0.1", port_of(workers[2]))):
@@ -317,6 +321,7 @@ def test_without_a_chief_a_silent_worker_is_named_too():
     assert seconds < 1.5 + SLACK_SECONDS
 
 
+@pytest.mark.slow
 def test_two_chiefs_are_told_apart():
     """The same two addresses in another order on each worker: nobody goes to anybody."""
     one = free_addresses(2)
@@ -366,6 +371,7 @@ def test_an_address_of_another_host(host):
     assert "Correct the task index" in text and "set TFPARALLEL_LISTEN_ADDR=0.0.0.0" in text
 
 
+@pytest.mark.slow
 def test_listens_where_it_is_told_to():
     """Behind a gateway: the address is not this host's, and others would be led here."""
     text = outcome(
@@ -375,6 +381,7 @@ def test_listens_where_it_is_told_to():
     assert "cannot listen" not in text and "worker 1 (203.0.113.8:38125) did not come" in text
 
 
+@pytest.mark.slow
 def test_the_environment_says_where_to_listen(monkeypatch):
     """As `launch` sets it where the others reach a host by no address of its own."""
     assert listener.everywhere("203.0.113.7") == "0.0.0.0"
@@ -385,6 +392,7 @@ def test_the_environment_says_where_to_listen(monkeypatch):
     assert "cannot listen" not in text and "worker 1 (203.0.113.8:38125) did not come" in text
 
 
+@pytest.mark.slow
 def test_loopback_is_not_reached_from_outside():
     workers = free_addresses(2)
     port = port_of(workers[0])
@@ -396,6 +404,7 @@ def test_loopback_is_not_reached_from_outside():
         assert named_as_missing(meeting.result(20)) == {1}
 
 
+@pytest.mark.slow
 def test_a_host_that_knows_its_own_name_as_a_loopback():
     """Debian's /etc/hosts; with peers elsewhere it must be reached from outside all the same."""
     name = socket.gethostname()
@@ -455,6 +464,7 @@ def test_another_number_of_workers():
     assert f"workers[2]: nothing on worker 0; '{workers[2]}' on worker 1" in results[0]
 
 
+@pytest.mark.slow
 def test_the_order_of_the_workers_differs():
     """Worker 2's chief is worker 1 to everybody else."""
     workers = free_addresses(3)
@@ -502,6 +512,7 @@ def test_one_too_many(longer):
         assert "two processes say that they are worker 1" in text
 
 
+@pytest.mark.slow
 def test_another_job_on_the_same_port():
     workers = free_addresses(3)
     calls = calls_of(workers, token="ours")
@@ -576,6 +587,7 @@ def test_a_worker_that_is_reached_by_nobody():
         )
 
 
+@pytest.mark.slow
 def test_a_worker_that_falls_silent(monkeypatch):
     monkeypatch.setattr(worker_rendezvous, "_PROBE_SECONDS", 1.0)
     workers = free_addresses(2)
@@ -632,6 +644,7 @@ def test_strangers_do_not_disturb(target):
         assert silent.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_a_thousand_wrong_hellos_end_nothing():
     """Each says all that a worker says, and does not know the token."""
     workers = free_addresses(2)
@@ -652,6 +665,7 @@ def test_a_thousand_wrong_hellos_end_nothing():
         assert [chief.result(40), other.result(40)] == [({"seed": 7},) * 2] * 2
 
 
+@pytest.mark.slow
 def test_a_false_chief_hears_no_secret_and_is_not_believed():
     workers = free_addresses(2)
     heard = b""

@@ -130,6 +130,7 @@ sys.exit(75)
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_suspended_is_named_and_not_the_one_that_waited(tmp_path, capsys):
     """Story: `launch` named worker 0, and `trace` worker 1."""
     flags = ["--nproc_per_node=2", f"--log_dir={tmp_path}", "--grace_seconds=0.1"]
@@ -215,6 +216,7 @@ def test_a_restart_that_succeeds(tmp_path):
     assert len(clusters) == 2
 
 
+@pytest.mark.slow
 def test_restarts_end():
     code, _, errors = launch(["--max_restarts=2"], "raise SystemExit(7)")
     assert code == 7 and errors.count("exited with code 7") == 3
@@ -355,6 +357,7 @@ print("ready", flush=True); time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "later, code",
     [(["SIGTERM", "SIGUSR1", "SIGHUP", "SIGTERM"], 75), (["SIGUSR1", "SIGINT"], 130)],
@@ -488,6 +491,7 @@ def test_several_hosts_need_a_secret_and_are_given_the_line(
     assert not re.search(r"[0-9a-f]{32}", shown)
 
 
+@pytest.mark.slow
 def test_jobs_of_other_names_do_not_meet(endpoint):
     first = start(nodes(endpoint, 0, "--start_timeout=3", "--job_name=one"), TELL)
     code, _, errors = launch(nodes(endpoint, 1, "--start_timeout=1", "--job_name=other"), TELL)
@@ -506,6 +510,7 @@ def test_a_node_is_reached_where_it_says(endpoint):
     assert first.wait(DEADLINE_SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_two_nodes_restart(endpoint):
     """A worker of one host fails, all launchers restart, and they meet again."""
     code = (
@@ -547,6 +552,7 @@ def test_a_failure_on_one_node_ends_all(endpoint, culprit):
         assert (f"stopped worker {rank}\n" in said[rank]) == (rank != culprit)
 
 
+@pytest.mark.slow
 def test_a_job_has_succeeded_once_it_has_on_every_node(endpoint):
     """A launcher whose workers are done waits: it is needed if the others must restart."""
     code = (
@@ -580,6 +586,7 @@ def test_a_launcher_that_leaves_ends_the_job(endpoint, leaver, signum, code, how
     assert said[1 - leaver].endswith(f"stopped worker {1 - leaver}\n")
 
 
+@pytest.mark.slow
 def test_a_missing_node_is_named(endpoint):
     code, _, errors = launch(nodes(endpoint, 0, "--start_timeout=0.5"), TELL)
     assert code == 1

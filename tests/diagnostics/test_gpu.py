@@ -138,6 +138,7 @@ def program(monkeypatch, tmp_path):
 WELL = """echo '["first"]'; echo '["first", "ok", "well"]'; """
 
 
+@pytest.mark.slow
 def test_of_a_trial_that_hangs_the_rows_before_are_kept(program):
     program(WELL + """echo '["second"]'; sleep 60""")
     first, second = gpu.examine_gpus("cpu", 1.0, ["sums"])
@@ -153,6 +154,7 @@ def test_a_crash_between_two_rows_is_not_the_last_rows(program):
     assert "it did not end after 'first': exit code 3" in crash.meaning
 
 
+@pytest.mark.slow
 def test_all_trials_have_a_deadline_together(program):
     program(WELL + """echo '["second"]'; sleep 60""")
     first, second, third = gpu.examine_gpus("cpu", 60.0, ["sums", "parity"], 1.0)

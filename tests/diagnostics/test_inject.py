@@ -75,6 +75,7 @@ def fit(fault):
     model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[Inject(fault)])
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_slow():
     begin = time.perf_counter()
     fit("slow:worker=0,ms=300")

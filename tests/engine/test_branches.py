@@ -39,6 +39,7 @@ class Counted:
         return values - 1.0, said, self.here + tf.reduce_sum(self.there)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [None, 3])
 def test_a_divided_branch_computes_and_writes_what_it_did(rows):
     batches = [[1.0, 2.0, -0.5], [-1.0, -2.0, 0.5], [0.25, 1.0, 1.0], [-3.0, 1.0, 1.0]]

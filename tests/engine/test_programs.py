@@ -97,6 +97,7 @@ def parameters():
         yield pytest.param(program, id=name.replace(" ", "-"), marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("program", list(parameters()))
 def test_is_exact_or_refused(program, in_float64):

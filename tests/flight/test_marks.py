@@ -49,6 +49,7 @@ def test_marks_are_passed_in_order_and_kept(current):
     assert events["step"].begin == begin
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_a_mark(current):
     """A canary: without `run_independently`, what has a state waits for the clock of a mark."""
 

@@ -53,6 +53,7 @@ def reasons(plan):
     return {candidate.mesh: candidate.why_not for candidate in plan.ranked}
 
 
+@pytest.mark.slow
 def test_every_mesh_has_a_step_or_a_reason():
     plan = planned()
     found = reasons(plan)
@@ -85,6 +86,7 @@ def test_batch_normalization_in_stages_is_a_choice():
     assert reasons(planned(with_norm, batch_normalization="deferred"))[Mesh(2, 2)] is None
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_looks_at_whole_weights_has_no_parts():
     found = reasons(planned(compile_model=compiled(keras.optimizers.Lamb())))
     assert found[Mesh(tensor=4)].startswith("tensor_parallel supports optimizers that update each")
@@ -99,6 +101,7 @@ def test_a_model_whose_layers_cannot_be_seen_is_refused():
         planned(Own)
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_told():
     said = []
     planned(progress=said.append)

@@ -592,6 +592,7 @@ class Noise(layers.Layer):
         return inputs + keras.random.uniform(keras.ops.shape(inputs))
 
 
+@pytest.mark.slow
 def test_a_layer_may_draw_from_the_global_seed_where_rows_are_not_looked_at():
     def build():
         inputs = keras.Input((4,))

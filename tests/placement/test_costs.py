@@ -42,6 +42,7 @@ def test_frozen_weights_have_no_gradient():
     assert wide.gradient_bytes == wide.slot_bytes == 0 < wide.parameter_bytes
 
 
+@pytest.mark.slow
 def test_it_leaves_the_model_as_it_is():
     model = perceptron()
     weights, classes = model.get_weights(), [type(layer) for layer in model.layers]
@@ -66,6 +67,7 @@ def test_nothing_is_stored():
     assert cost.parameter_bytes == 4 * 2**20 * (2**14 + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balance", ["memory", "time", "both"])
 def test_every_balance_cuts_into_as_many_stages(balance):
     model = tfparallel.model_parallel(

@@ -154,6 +154,7 @@ class Keeps(layers.Layer):
         return self.product(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_function", [False, True])
 def test_a_layer_that_keeps_what_it_reads_is_built_with_storage(in_function):
     def build():

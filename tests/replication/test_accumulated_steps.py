@@ -162,6 +162,7 @@ def test_rows_of_embeddings_are_added_up_as_keras_does(in_float64):
         np.testing.assert_allclose(weight, expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_optimizer_counts_updates(in_float64):
     model = on_replicas("SGD", 2)
     trained(model, "SGD", ROWS, epochs=1)

@@ -82,6 +82,7 @@ def origins(op, types):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"clipnorm": 0.1}], ids=str)
 def test_each_device_adds_its_blocks_and_updates_with_its_own_sum(options):
     strategy = tfparallel.MirroredStrategy(DEVICES, all_reduce="ring")

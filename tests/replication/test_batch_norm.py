@@ -29,6 +29,7 @@ def far_from_zero(num_rows=20):
     return (1e4 + np.random.default_rng(1).normal(size=(num_rows, 3))).astype("float32")
 
 
+@pytest.mark.slow
 def test_a_large_mean_in_float32_is_stable():
     x = far_from_zero()
     exact = x.astype("float64")
@@ -40,6 +41,7 @@ def test_a_large_mean_in_float32_is_stable():
     np.testing.assert_allclose(variance, exact.var(0), rtol=5e-3)
 
 
+@pytest.mark.slow
 def test_what_keras_is_asked_to_synchronize_is(in_float64):
     x = np.random.default_rng(2).normal(size=(6, 3))
 
@@ -56,6 +58,7 @@ def test_what_keras_is_asked_to_synchronize_is(in_float64):
         np.testing.assert_allclose(one, several, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_the_gradient_under_a_mask_knows_keras_epsilon(in_float64):
     """Keras adds it to the number of valid steps; far from zero that shows in the gradient."""
     x = np.random.default_rng(4).normal(size=(7, 5, 2))

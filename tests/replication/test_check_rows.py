@@ -357,6 +357,7 @@ class MayCentre(layers.Layer):
         return x - ops.mean(x, axis=0) if self.centres else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_a_layer_that_was_changed_is_looked_at_again(eagerly):
     model = tfparallel.data_parallel(net(MayCentre), devices=TWO)
@@ -368,6 +369,7 @@ def test_a_layer_that_was_changed_is_looked_at_again(eagerly):
         model.fit(X, Y, batch_size=5, verbose=0)
 
 
+@pytest.mark.slow
 def test_eager_steps_are_judged_once_a_fit(monkeypatch):
     judged = []
     monkeypatch.setattr(replicated_layer, "check_rows", lambda *_, **__: judged.append(1))
@@ -392,6 +394,7 @@ class Keeps(keras.Model):
         return self.norm(self.kept, training=training) + self.kept
 
 
+@pytest.mark.slow
 def test_what_an_eager_call_keeps_is_refused_behind_an_exchange():
     """There each replica runs the call, in turns, and all of them keep it in one attribute."""
     x, y = np.zeros((4, 3)), np.zeros((4, 4))
@@ -403,6 +406,7 @@ def test_what_an_eager_call_keeps_is_refused_behind_an_exchange():
     model.fit(x, y, verbose=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_micro_batches_are_looked_at(schedule):
     for check_rows in (True, False):

@@ -184,6 +184,7 @@ def test_the_shards_sizes_matter():
         assert_equal(model.variables, expected.variables)
 
 
+@pytest.mark.slow
 def test_gradients_that_were_not_reduced_are_refused(strategy):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tfparallel, "reduce_gradients", lambda gradients, weight: gradients)
@@ -193,6 +194,7 @@ def test_gradients_that_were_not_reduced_are_refused(strategy):
     assert "Call `reduce_gradients` right before `apply_gradients`" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_one_gradient_changed_after_the_reduction_is_named(strategy):
     reduce_gradients = tfparallel.reduce_gradients
 
@@ -292,6 +294,7 @@ def test_all_gather_joins_uneven_rows_in_the_order_of_the_replicas(strategy):
         assert joined[:, 0].numpy().tolist() == [0.0, 0.0, 2.0, 2.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_one_tensor_that_all_replicas_give_counts_once_for_each(strategy, is_traced):
     """TensorFlow hands it to `merge_call` as one tensor, of which there would be one replica."""
@@ -499,6 +502,7 @@ def test_synchronized_batch_norm_is_exact_in_a_custom_loop(strategy, batch_size,
         np.testing.assert_allclose(received, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_shared_moments_and_unequal_weights_are_refused(strategy):
     # The weights came out 1.9 off: what flows back through the moments had no weights.
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?s)without a weight.*\[3 3 2\]"):

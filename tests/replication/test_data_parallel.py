@@ -148,6 +148,7 @@ def test_one_device_that_is_not_the_default_holds_all():
         assert [copy.device[-5:] for copy in variables.copies(variable)] == ["CPU:2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["predict", "evaluate", "train_on_batch"])
 def test_methods_without_a_fit_before(method):
     x, y = data()
@@ -293,6 +294,7 @@ print(json.dumps(result))
     assert_weights(model, [np.asarray(value) for value in loaded["trained"]], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_saved_file_does_not_name_the_package(tmp_path):
     import zipfile
 
@@ -410,6 +412,7 @@ def test_a_global_batch_size_below_one(model, batch_size):
         model.fit(*data(), batch_size=batch_size, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_numpy_integer_is_an_integer(model):
     model.fit(*data(), batch_size=np.int64(4), verbose=0)
 
@@ -425,6 +428,7 @@ def test_an_empty_data_set(model):
         model.fit(dataset, verbose=0)
 
 
+@pytest.mark.slow
 def test_an_infinite_data_set(model):
     dataset = tf.data.Dataset.from_tensor_slices(data()).batch(4).repeat()
     with pytest.raises(ValueError, match="infinite.*`steps_per_epoch` is required"):
@@ -434,6 +438,7 @@ def test_an_infinite_data_set(model):
     assert int(model.optimizer.iterations.numpy()) == 2
 
 
+@pytest.mark.slow
 def test_fit_takes_its_arguments_by_position_as_keras_does(model):
     x, y = data()
     model.fit(x, y, 5, 2, 0)

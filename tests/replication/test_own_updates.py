@@ -110,22 +110,26 @@ UPDATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["replicas", "stages", "mesh"])
 @pytest.mark.parametrize("update", UPDATES)
 def test_an_update_of_the_users_own_is_that_of_one_device(in_float64, update, form):
     assert difference(form, UPDATES[update]) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["shares", "shares on a mesh"])
 def test_shares_have_one_learning_rate(in_float64, form):
     assert difference(form, UPDATES["remembers"]) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["replicas", "shares", "parts", "mesh"])
 def test_a_constraint_is_applied_once(in_float64, form):
     assert difference(form, lambda: keras.optimizers.Adam(0.01), Shrinks) < 1e-12
 
 
+@pytest.mark.slow
 def test_parts_that_a_loss_scale_hands_on_are_left_out_of_decay(in_float64):
     def optimizer():
         inner = keras.optimizers.AdamW(0.01, weight_decay=0.5)
@@ -135,6 +139,7 @@ def test_parts_that_a_loss_scale_hands_on_are_left_out_of_decay(in_float64):
     assert difference("parts", optimizer) < 1e-12
 
 
+@pytest.mark.slow
 def test_what_is_accumulated_is_in_a_checkpoint(in_float64, tmp_path):
     x, y = np.ones((BATCH, 6)), np.ones((BATCH, 3))
 

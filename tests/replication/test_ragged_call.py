@@ -38,6 +38,7 @@ def replicated(averages):
     return tfparallel.data_parallel(lambda: seeded(lambda: Pads(averages)), devices=devices)
 
 
+@pytest.mark.slow
 def test_a_call_that_pads_is_built_with_ragged_tensors(in_float64):
     """Story: Keras builds it with dense ones, which have no `to_tensor`."""
     expected = trained(seeded(lambda: Pads(False)))
@@ -61,6 +62,7 @@ class Averages(keras.Model):
         return self.head(tf.reduce_mean(x, 1)[:, None])
 
 
+@pytest.mark.slow
 def test_replicas_have_other_numbers_of_rows(in_float64):
     """Story: that of the first, where it was known, was a constant of all."""
     numbers = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0], [5.0, 6.0, 7.0], [8.0]], tf.float64)

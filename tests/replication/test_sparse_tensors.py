@@ -51,6 +51,7 @@ def test_an_eager_step_asks_a_trace_which_slices_are_added(form, in_float64):
     assert_equal_to_one_device(form, build, *digits(), run_eagerly=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_an_eager_step_on_arrays_reads_a_table_by_rows(form):
     def build():

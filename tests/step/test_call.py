@@ -33,6 +33,7 @@ def build(cls=keras.Sequential):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["replicas", "placed"])
 def test_methods_of_the_users_own_may_have_another_signature(form):
     one, model = build(Own), FORMS[form](lambda: build(Own))
@@ -63,6 +64,7 @@ def test_a_method_that_takes_no_callbacks_is_given_none():
     assert data[0] is X and named == {"quiet": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_arguments_may_come_by_place_or_by_name(form):
     histories = []

@@ -92,6 +92,7 @@ def test_a_model_that_was_loaded_beside_a_gpu_trains(form, beside_a_gpu, tmp_pat
     assert keras.saving.load_model(tmp_path / "again.keras").jit_compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ALL_BUT_TWO_SLOWLY)
 def test_a_model_that_nobody_compiled_predicts_beside_a_gpu(form, beside_a_gpu):
     expected = build()(X).numpy()
@@ -126,6 +127,7 @@ def test_a_model_with_a_step_of_its_own_holds_one_that_is_compiled(jit_compile):
     )
 
 
+@pytest.mark.slow
 def test_one_program_of_several_devices_is_none(monkeypatch):
     """What the tests above would see: XLA finds a variable on another device."""
     monkeypatch.setattr(CompiledByDevice, "_not_as_one_program", contextlib.nullcontext)
@@ -337,6 +339,7 @@ def test_what_xla_draws_from_a_constant_is_one_devices(form):
     np.testing.assert_allclose(loss_after_two_epochs(model), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [DrawsInABranch, DrawsBesideAString])
 def test_a_draw_that_xla_cannot_make_is_refused(layer):
     model = FORMS["model"](with_layer(layer))
@@ -405,6 +408,7 @@ class Checks(layers.Layer):
             return tf.identity(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["data", "model"])
 def test_a_check_raises_where_xla_compiles(form):
     model = compiled(FORMS[form](with_layer(Checks)), jit_compile=True)

@@ -132,6 +132,7 @@ def test_a_model_that_is_not_compiled_predicts_of_it():
     np.testing.assert_allclose(model.predict(distributed, verbose=0), x @ kernel, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_class_weights_reach_a_distributed_data_set():
     x, y = np.random.random((20, 4)).astype("float32"), np.arange(20) % 2
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(6)

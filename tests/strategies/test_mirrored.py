@@ -236,6 +236,7 @@ def test_two_strategies_in_one_process():
         assert_same_weights(model, expected)
 
 
+@pytest.mark.slow
 def test_a_second_step_adds_no_trace():
     with tfparallel.MirroredStrategy(THREE).scope():
         model = compiled_model()

@@ -137,6 +137,7 @@ def test_before_a_strategy_the_environment_says_who_this_is(monkeypatch):
         tfparallel.all_reduce(1.0)
 
 
+@pytest.mark.slow
 def test_the_mean_in_a_layer_is_over_the_replicas_that_have_rows():
     """2 rows on 3 replicas: in a program, where `num_replicas_in_sync` is 1.
 
