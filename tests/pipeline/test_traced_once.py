@@ -641,14 +641,24 @@ class DropsInFunction(layers.Layer):
         return self.dropout(x, training=training)
 
 
-def test_a_draw_in_a_function_of_a_layers_own_is_refused_in_an_eager_step():
+class AlwaysDropsInFunction(DropsInFunction):
+    """Keras traces its function when the model is built, and nobody traces it again."""
+
+    @tf.function
+    def call(self, x):
+        return self.dropout(x, training=True)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("layer", [DropsInFunction, AlwaysDropsInFunction])
+def test_a_draw_in_a_function_of_a_layers_own_is_refused(layer, run_eagerly):
     def build():
         inputs = keras.Input((4,))
-        return keras.Model(inputs, layers.Dense(1)(DropsInFunction()(inputs)))
+        return keras.Model(inputs, layers.Dense(1)(layer()(inputs)))
 
     model = tfparallel.pipeline_parallel(build, ["CPU:0", "CPU:1"], 2, layers_per_stage=[1, 1])
-    model.compile("sgd", "mse", run_eagerly=True)
-    with pytest.raises(ValueError, match="draws in a `tf.function` of a layer.s own"):
+    model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    with pytest.raises(ValueError, match="draws inside a `tf.function` of the layer"):
         model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0)
 
 

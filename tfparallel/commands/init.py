@@ -28,7 +28,7 @@ _COMMAND = Command(
     arguments="[FILE.py] [--flags]",
 )
 _PREDICTS = {name: kind.predicts for name, kind in KINDS.items()}
-_FORMS = {
+_KINDS = {
     "none": "one device",
     "data": "replicas of the model, on two devices",
     "model": "layers on two devices",
@@ -61,7 +61,7 @@ def _flags() -> flags.FlagValues:
         values,
         "parallel",
         None,
-        _FORMS,
+        _KINDS,
         "The parallelism that the commands in the file name; the file itself suits all.",
         if_absent="data",
     )
@@ -144,7 +144,7 @@ def _asked(values) -> dict[str, str]:
         print(f"Data: a file of yours ({endings}), or a sample that runs at once?")
         answers["data"] = _ask("data", SAMPLE, lambda text: data_problems(kind, text))
     if given["parallel"] is None:
-        answers["parallel"] = _choose("How will it be trained first?", "parallel", _FORMS)
+        answers["parallel"] = _choose("How will it be trained first?", "parallel", _KINDS)
     return {name: answers.get(name) or given[name] for name in _DEFAULTS}
 
 

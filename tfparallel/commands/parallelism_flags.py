@@ -19,7 +19,7 @@ __all__ = [
 
 PRECISIONS = ("float32", "float64", "mixed_float16", "mixed_bfloat16")
 
-_FORMS = {
+_KINDS = {
     "none": "one device, plain Keras",
     "data": "each device, and each worker, has the model and its share of the batch",
     "model": "each device has some of the layers; they work one after the other",
@@ -37,7 +37,7 @@ def common_flags() -> flags.FlagValues:
         values,
         "parallel",
         "data",
-        _FORMS,
+        _KINDS,
         "How the model is trained on several devices.",
     )
     flags.DEFINE_integer(

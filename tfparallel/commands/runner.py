@@ -25,10 +25,10 @@ def run_beside_task(
 
     Args:
         command: As for `run_with_task`, like all others.
-        values: The program's flags, not parsed yet.
-        problems: Returns what is wrong with the parsed flags.
-        body: Is given the task file's path and the flags; returns the exit code.
-        arguments: What stands behind the program's name.
+        values: Likewise.
+        problems: Likewise.
+        body: Likewise.
+        arguments: Likewise.
 
     Returns:
         The exit code.
@@ -38,11 +38,8 @@ def run_beside_task(
         path = parse(command, values, arguments)
         if path is None:
             return 0
-        found = problems(values)
-        if not os.path.exists(path):
-            found.append(f"No such task file. Received: {path}.")
-        if found:
-            raise UsageError("\n".join(found))
+        missing = [] if os.path.exists(path) else [f"No such task file. Received: {path}."]
+        _refuse([*problems(values), *missing])
         return body(path, values)
 
     return run_command(command.name, run, ())
@@ -75,9 +72,7 @@ def run_with_task(
         path = parse(command, values, arguments)
         if path is None:
             return 0
-        found = problems(values)
-        if found:
-            raise UsageError("\n".join(found))
+        _refuse(problems(values))
         if not os.path.exists(path):
             load_task(path)  # Raises the error that says so.
         if "num_workers" in values:
@@ -90,3 +85,8 @@ def run_with_task(
         return body(path, values)
 
     return run_command(command.name, run, (TaskError,))
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise UsageError("\n".join(problems))

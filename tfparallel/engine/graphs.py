@@ -99,9 +99,9 @@ def is_within(graph: tf.Graph, other: tf.Graph) -> bool:
 
 
 def is_in_function(graph: tf.Graph, other: tf.Graph) -> bool:
-    """Whether a graph, traced in another, is of a `tf.function` or in one: no loop or branch.
+    """Whether a graph, traced in another, is inside a `tf.function`, not only a loop or branch.
 
-    TensorFlow keeps the trace of such a function, and takes it again where it is next called.
+    TensorFlow keeps the trace of such a function, and reuses it when the function is called again.
     """
     while graph is not None and graph is not other:
         if not getattr(graph, "is_control_flow_graph", False):

@@ -60,7 +60,7 @@ _RIGHT = {
         "takes the mean over replicas, which may have other numbers of rows: sums, and numbers of "
         "rows, are to be added up",
     ),
-    "in function": ((), "is exchanged in a `tf.function` of a layer's own"),
+    "in function": ((), "is exchanged inside a `tf.function` of the layer"),
     "max": ((Replicate(),), "takes the largest of what is not the largest of a replica's rows"),
     "min": ((Replicate(),), "takes the smallest of what is not the smallest of a replica's rows"),
 }

@@ -32,8 +32,8 @@ from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
 __all__ = ["Fault", "OfLayer", "Proof", "explained", "prove"]
 
 _IN_FUNCTION = (
-    "in a `tf.function` of a layer's own, whose trace TensorFlow takes again in other pieces: "
-    "without the decorator Keras compiles the whole step"
+    "inside a `tf.function` of the layer, whose trace TensorFlow reuses for the other pieces "
+    "(remove the decorator: Keras compiles the whole step)"
 )
 _MEANS = (Replicate(), Sum(-1))
 _FILLS = ("LookupTableInsert", "LookupTableImport")
@@ -276,10 +276,16 @@ def _drawing(layer, graph) -> list[keras.Layer]:
 
 
 def _dropped_in_functions(layer, graph) -> Iterator[Fault]:
-    """Dropout in a function, which may have been traced before the call that is judged."""
-    for _, drawn, innermost in _draws(layer, graph):
-        if isinstance(innermost, keras.layers.Dropout) and is_in_function(drawn.graph, graph):
-            yield Fault(innermost, "its mask", Mixed(drawn, f"draws {_IN_FUNCTION}"))
+    """Draws in a function of a layer that holds a `Dropout`.
+
+    The function may have been traced before the call that is judged, when its layers had other
+    names, so which of them draws is not known.
+    """
+    for op, drawn, _ in _draws(layer, graph):
+        if is_in_function(drawn.graph, graph):
+            for part in layers_in(place_in(layer, op)[0]):
+                if isinstance(part, keras.layers.Dropout) and part.rate:
+                    yield Fault(part, "its mask", Mixed(drawn, f"draws {_IN_FUNCTION}"))
 
 
 def _draws(layer, graph) -> Iterator[tuple[tf.Operation, tf.Operation, keras.Layer]]:
@@ -302,13 +308,15 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
             if value is None or not tf.is_symbolic_tensor(value):
                 continue
             if value.graph is not judge.graph:
-                why = "writes a variable in a function, a branch or a loop"
-                if id(variable) in seeds:
-                    why = ""
-                    if is_in_function(value.graph, judge.graph):
-                        why = f"draws {_IN_FUNCTION}"
-                if why and is_within(value.graph, judge.graph):
-                    yield f"variable '{variable.path}'", Mixed(value.op, why), value
+                if not is_within(value.graph, judge.graph):
+                    continue
+                if id(variable) not in seeds:
+                    why = "writes a variable in a function, a branch or a loop"
+                elif is_in_function(value.graph, judge.graph):
+                    why = f"draws {_IN_FUNCTION}"
+                else:
+                    continue
+                yield f"variable '{variable.path}'", Mixed(value.op, why), value
                 continue
             if value is sums.get(id(variable)):
                 continue

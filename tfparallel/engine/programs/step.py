@@ -196,7 +196,7 @@ class _Caller:
         return found[0].op if found else self._graph.get_operations()[-1]
 
     def _if_taken(self, function, outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Calls a function, of a branch only if it is taken; else what it returns is empty."""
+        """Calls a function; in a branch that is not taken, returns empty tensors instead."""
         if self._condition is None:
             return function() or []
 
