@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tests.engine.program import EITHER, EXACT, REFUSED, net, program
+from tests.engine.program import EITHER, EXACT, REFUSED, Make, net, numbers, program, targets
 
 
 def rows_of(x):
@@ -204,3 +204,196 @@ class CountsInFunction(keras.layers.Layer):
 
 
 program("more: a state that a function changes", REFUSED, net(CountsInFunction))
+
+
+# What is a number in one turn of a loop, and made of the rows in the next.
+def counts_in_turns(count):
+    def function(x):
+        def body(i, number, total):
+            total = total + tf.cast(number + 1, x.dtype)
+            return i + 1, count(x), total
+
+        return 0.1 * x * tf.while_loop(lambda i, *_: i < 3, body, [0, 0, tf.zeros([], x.dtype)])[2]
+
+    return function
+
+
+def active(x):
+    return tf.reduce_sum(tf.cast(x > 0, tf.int32))
+
+
+def through_keras(x):
+    def body(i, state):
+        number, total = state
+        return active(x), total + ops.cast(number + 1, x.dtype)
+
+    return 0.1 * x * ops.fori_loop(0, 3, body, (0, ops.zeros((), x.dtype)))[1]
+
+
+def as_long_as_its_number(row, i):
+    return row * tf.cast(1 + tf.reduce_sum(tf.ones_like(tf.range(i))), row.dtype)
+
+
+program("more: a count of rows in a loop", EITHER, net(counts_in_turns(active)))
+program("more: a count that rows do not change", EXACT, net(counts_in_turns(lambda x: 7)))
+program("more: a count of rows in Keras's loop", EITHER, net(through_keras))
+program("more: a range of a row's number", EITHER, net(by_rows(0, as_long_as_its_number)))
+TWO_ROWS = {"x": numbers(2), "batch_size": 2}  # A replica has one.
+program(
+    "more: two rows of ones", EITHER, net(lambda x: tf.ones((2, 1), x.dtype) * x), **TWO_ROWS
+)
+program(
+    "more: two rows of ones, summed",
+    EITHER,
+    net(lambda x: x + tf.reduce_sum(tf.ones((2, 1), x.dtype) * x, 0)),
+    **TWO_ROWS,
+)
+program(
+    "more: B rows of ones", EXACT, net(lambda x: tf.ones((rows_of(x), 1), x.dtype) * x), **TWO_ROWS
+)
+
+
+class CountsCalls(keras.layers.Layer):
+    """Keeps a count in Python; it is another one in each trace."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count, self.counts = 0, {"calls": 0, "all": [0]}
+        self.how = count
+
+    def call(self, x):
+        return x * (1 + 0.3 * self.how(self))
+
+
+def of_an_attribute(layer):
+    layer.count += 1
+    return layer.count
+
+
+def of_a_dictionary(layer):
+    layer.counts["calls"] += 1
+    return layer.counts["calls"]
+
+
+def of_a_list(layer):
+    layer.counts["all"].append(1)
+    return len(layer.counts["all"])
+
+
+for count in (of_an_attribute, of_a_dictionary, of_a_list):
+    program(f"more: a count {count.__name__}", EITHER, net(Make(CountsCalls, count)))
+
+
+class SetsOnce(keras.layers.Layer):
+    """What a call finds out and keeps in Python is the same in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.width, self.shapes = None, {}
+
+    def call(self, x):
+        self.width = self.shapes["x"] = x.shape[-1]
+        return x / self.width
+
+
+program("more: a width that a call keeps", EXACT, net(SetsOnce))
+
+
+# Losses without a row for each example, and such as remember.
+def flattened(y, outputs):
+    return tf.reshape((y - outputs) ** 2, (-1,))
+
+
+def of_columns(y, outputs):
+    return tf.reduce_sum((y - outputs) ** 2, 0)
+
+
+class Remembers(keras.losses.Loss):
+    """Divides by a running mean of the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = tf.Variable(1.0, trainable=False, dtype="float64")
+
+    def call(self, y, outputs):
+        loss = tf.reduce_mean((y - outputs) ** 2, -1)
+        self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(tf.stop_gradient(loss)))
+        return loss / tf.cast(self.mean, loss.dtype)
+
+
+KEPT = {}
+
+
+class KeepsRows(keras.layers.Layer):
+    def call(self, x):
+        self.rows = tf.tanh(x)
+        return self.rows
+
+
+def reading_kept():
+    """A model, whose loss reads what a layer keeps."""
+    KEPT["layer"] = KeepsRows()
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(4), KEPT["layer"], keras.layers.Dense(1)]
+    )
+
+
+class ReadsKept(keras.losses.Loss):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, y, outputs):
+        return tf.reduce_mean((y - outputs) ** 2, -1) + tf.reduce_sum(self.layer.rows[0])
+
+
+def by_closure(layer):
+    return lambda y, outputs: (
+        tf.reduce_mean((y - outputs) ** 2, -1) + tf.reduce_sum(layer.rows[0])
+    )
+
+
+for how in (ReadsKept, by_closure):
+    program(
+        f"more: a loss that reads what a layer keeps, {how.__name__}",
+        EITHER,
+        reading_kept,
+        batch_size=3,
+        compile=lambda how=how: {"loss": how(KEPT["layer"])},
+    )
+
+WIDE = net(tail=False)
+for loss in (flattened, of_columns):
+    more = {"y": targets(7, 4), "compile": lambda loss=loss: {"loss": loss}, "batch_size": 3}
+    program(f"more: a loss, {loss.__name__}", EXACT, WIDE, **more)
+program("more: a loss that remembers", EXACT, net(), compile=lambda: {"loss": Remembers()})
+
+
+class Remembered(keras.metrics.Metric):
+    """What it adds depends on what it has."""
+
+    def __init__(self, dtype="float64"):
+        super().__init__(name="remembered")
+        self.total = self.add_weight(shape=(), initializer="ones", dtype=dtype, name="total")
+
+    def update_state(self, y, outputs, sample_weight=None):
+        error = tf.reduce_sum(tf.abs(y - outputs))
+        if self.total.dtype == "float64":
+            self.total.assign_add(0.1 * error * self.total)
+        else:
+            self.total.assign(
+                tf.cast(tf.cast(self.total.value, error.dtype) + error, self.total.dtype)
+            )
+
+    def result(self):
+        return tf.cast(self.total, "float64")
+
+
+for dtype in ("float64", "int32"):
+    program(
+        f"more: a metric that depends on what it was, {dtype}",
+        EXACT,
+        net(),
+        batch_size=3,
+        compile=lambda dtype=dtype: {"loss": "mse", "metrics": [Remembered(dtype)]},
+    )

@@ -6,8 +6,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel.engine.judge import exchanged
+from tfparallel.engine.kept import refers_to
 from tfparallel.engine.proof import Fault, Proof, prove
 from tfparallel.extend import attach, attached, extend, is_own, original_class
+from tfparallel.seams.compiled import compile_arguments
 from tfparallel.seams.keras import layers_in
 from tfparallel.user_log import notice
 
@@ -69,8 +71,10 @@ def check_rows(
         ValueError: With the layer that is at fault, and the ways out.
     """
     said = why_not_in_pieces(layer, call, args, kwargs)
-    if said is None and shares:
+    if said is None and (shares or tf.executing_eagerly()):
         said = why_not_shared(layer)
+    if said is None:
+        said = why_not_called_again(layer)
     if said is not None:
         _forget_steps(layer)
         raise ValueError(said)
@@ -120,19 +124,41 @@ def why_not_shared(layer: keras.Layer) -> str | None:
     proof: Proof | None = getattr(layer, "_proof", None)
     if proof is None or not proof.kept:
         return None
+    own, name = proof.kept[0]
     is_part = not (isinstance(layer, keras.Model) and layer.compiled)
     if is_part or any(is_own(layer, method) for method in _READ_LATER):
         where = "may be read by a method of the model's own"
     elif tf.executing_eagerly() and proof.exchanges:
         where = "may be read behind a batch normalization of an eager step"
+    elif any(refers_to(each, [layer, own]) for each in _compiled_with(layer)):
+        where = "may be read by a loss or a metric"
     else:
         return None
-    own, name = proof.kept[0]
     return (
         "Replicas share a layer's attributes. Tensors that leave a call as its outputs are "
         f"required. Received: layer '{own.name}' of class {original_class(own).__name__} keeps a "
         f"tensor in `self.{name}`, which {where}, perhaps that of another replica. Return it, and "
         "hand it on as an argument."
+    )
+
+
+def _compiled_with(model: keras.Model) -> list:
+    """The losses and metrics that a model was compiled with."""
+    given = compile_arguments(model) or {}
+    return keras.tree.flatten([given.get("loss"), given.get("metrics")])
+
+
+def why_not_called_again(layer: keras.Layer) -> str | None:
+    """Says which attribute counts the calls of a layer; after `why_not_in_pieces`."""
+    proof: Proof | None = getattr(layer, "_proof", None)
+    if proof is None or not proof.counted:
+        return None
+    own, name = proof.counted[0]
+    return (
+        "Pieces of a batch call a layer more often than one device does. A call that leaves the "
+        f"layer's attributes as they are is required. Received: layer '{own.name}' of class "
+        f"{original_class(own).__name__} changes `self.{name}` in each call. Count in a variable "
+        "(`add_weight`), or train with `tfparallel.model_parallel`."
     )
 
 

@@ -106,7 +106,7 @@ def _loop_over_rows(judge, op, given):
             mixed = first_mixed([each.placement])
             each = each._replace(placement=mixed or Mixed(op, _HANDED_ON), value=None)
         state.append(each)
-    state, after = _settled(judge, op, state)
+    state, after = _settled(judge, op, state, counters)
     steps = [after[place].value for place in counters]
     if not all(step is not None and step.size == 1 and step.item() == number + 1
                for step, number in zip(steps, counters.values(), strict=True)):  # fmt: skip
@@ -146,8 +146,15 @@ def _inner_judge(judge, op, name, state):
     return type(judge)(graph, known, (*judge.path, op), judge.asks_gradients)
 
 
-def _settled(judge, op, state):
-    """What is known of a loop's variables in all turns, and at the end of one."""
+def _settled(judge, op, state, counters=()):
+    """What is known of a loop's variables in all turns, and at the end of one.
+
+    Args:
+        judge: Of the graph that the loop is in.
+        op: The loop.
+        state: What is known of its variables at first.
+        counters: The places of those that are the number of a row in each turn.
+    """
     for _ in range(len(state) + 2):
         inner = _inner_judge(judge, op, "body", state)
         after = [inner.of(out) for out in _inner(op, "body").outputs]
@@ -157,9 +164,13 @@ def _settled(judge, op, state):
             if isinstance(placement, Row):
                 placement = Mixed(op, _HANDED_ON)
             dims = _lasting((*judge.names, op.name, len(new)), before, out)
-            new.append(before._replace(placement=placement, dims=dims))
+            # A number has its name while each turn leaves it what it is in all pieces.
+            is_named = placement == before.placement or len(new) in counters
+            value = before.value if is_named else None
+            new.append(before._replace(placement=placement, dims=dims, value=value))
         is_same = all(
-            (one.placement, one.dims) == (other.placement, other.dims)
+            (one.placement, one.dims, one.value is None)
+            == (other.placement, other.dims, other.value is None)
             for one, other in zip(state, new, strict=True)
         )
         state = new

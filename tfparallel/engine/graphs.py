@@ -18,6 +18,7 @@ __all__ = [
     "of_programs",
     "operations_here",
     "with_inner",
+    "writes_state",
     "writes_variable",
 ]
 
@@ -26,6 +27,7 @@ _WRITES = (
     *("AssignAdd", "AssignSub", "AssignVariable", "ResourceApply", "ResourceScatter"),
     *("ResourceSparse", "ResourceStridedSliceAssign"),
 )
+_FILLS = ("LookupTableInsert", "LookupTableImport")
 
 _DRAWS_ANEW = {
     *("Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2"),
@@ -70,6 +72,11 @@ def _graphs_of(operation) -> list[tf.Graph | None]:
 def writes_variable(operation: tf.Operation) -> bool:
     """Whether it writes a variable, of which it is given the handle."""
     return operation.type.startswith(_WRITES)
+
+
+def writes_state(operation: tf.Operation) -> bool:
+    """Whether it writes a variable, or fills a table."""
+    return writes_variable(operation) or operation.type.startswith(_FILLS)
 
 
 def draws_anew(operation: tf.Operation) -> bool:

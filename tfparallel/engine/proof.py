@@ -18,14 +18,14 @@ from tfparallel.engine.graphs import (
     is_in_function,
     is_within,
     with_inner,
-    writes_variable,
+    writes_state,
 )
 from tfparallel.engine.growth import SUMS, growth_of
 from tfparallel.engine.judge import Judge, Judged, exchanged, exchanges_of, judged_graph, notes_of
-from tfparallel.engine.kept import attributes_kept, kept_tensors
+from tfparallel.engine.kept import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.engine.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.engine.rules.draws import draws
-from tfparallel.engine.size import ROWS
+from tfparallel.engine.size import ROWS, depends_on_rows
 from tfparallel.engine.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
 
@@ -35,8 +35,8 @@ _IN_FUNCTION = (
     "inside a `tf.function` of the layer, whose trace TensorFlow reuses for the other pieces "
     "(remove the decorator: Keras compiles the whole step)"
 )
+_LONGEST = "makes an axis that is as long as the longest row of the piece"
 _MEANS = (Replicate(), Sum(-1))
-_FILLS = ("LookupTableInsert", "LookupTableImport")
 
 
 class Fault(NamedTuple):
@@ -72,6 +72,8 @@ class Proof(NamedTuple):
         drawing: The layers that draw random numbers; without `Dropout`, which draws for a row what
             it would draw for it in the whole batch.
         kept: Of each tensor that a layer keeps in an attribute: the layer, and the attribute.
+        counted: Of each attribute that every call changes, likewise: a number of calls, which
+            are more in pieces.
         exchanges: Whether pieces exchange what they know.
     """
 
@@ -81,6 +83,7 @@ class Proof(NamedTuple):
     num_operations: int
     drawing: list[keras.Layer]
     kept: list[tuple[keras.Layer, str]]
+    counted: list[tuple[keras.Layer, str]]
     exchanges: bool
 
     def __str__(self):
@@ -182,6 +185,7 @@ class _Trace(NamedTuple):
         scope: What it wrote, and added to the loss.
         sums: By the ids of variables to which rows are added, what they were before.
         kept: The attributes that hold a tensor of the trace, with their layers.
+        counted: Those that each call changes, likewise.
     """
 
     judge: Judge
@@ -189,6 +193,7 @@ class _Trace(NamedTuple):
     scope: keras.StatelessScope
     sums: dict[int, tf.Tensor]
     kept: list[tuple[keras.Layer, str]]
+    counted: list[tuple[keras.Layer, str]]
 
 
 class _JudgedReplica(tf.distribute.ReplicaContext):
@@ -204,34 +209,48 @@ class _JudgedReplica(tf.distribute.ReplicaContext):
 
 def _traced(layer, call, given_args, places, specs) -> _Trace:
     graph = judged_graph(layer.name)
-    leaves = keras.tree.flatten(given_args)
     strategy, in_replica = getattr(layer, "_strategy", None), contextlib.nullcontext()
     if strategy is not None and strategy.workers is None:
         # A layer that asks which replica it is in is found out by the name of what it is told.
         in_replica = _JudgedReplica(strategy, 0)
-    with graph.as_default():
-        given = [placeholder_of(spec) for spec in specs]
-        for place, (tensor, _) in zip(places, given, strict=True):
-            leaves[place] = tensor
-        args, kwargs = keras.tree.pack_sequence_as(given_args, leaves)
-        sums = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in _sums(layer)]
-        scope = keras.StatelessScope(sums, collect_losses=True)
-        with attributes_kept(layer) as kept, in_replica, scope:
-            outputs = call(*args, **kwargs)
-            kept.extend(kept_tensors(layer))
+    with attributes_kept(layer) as kept, in_replica:
+        before = plain_attributes(layer)
+        with graph.as_default():
+            given, (args, kwargs) = _placeholders(given_args, places, specs)
+            sums = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in _sums(layer)]
+            with (scope := keras.StatelessScope(sums, collect_losses=True)):
+                outputs = call(*args, **kwargs)
+        kept.extend(kept_tensors(layer))
+        counted = []
+        if (after := plain_attributes(layer)) != before:
+            # What is set, is set once; what counts calls is something else after the next.
+            with judged_graph(layer.name).as_default(), keras.StatelessScope(collect_losses=True):
+                _, (args, kwargs) = _placeholders(given_args, places, specs)
+                call(*args, **kwargs)
+            again = plain_attributes(layer)
+            counted = [key for key, value in again.items() if after.get(key) != value]
     known = {name: each for _, own in given for name, each in own.items()}
     roots = [own for own, _ in given if not isinstance(own, tf.Tensor)]
     return _Trace(
         Judge(graph, known, roots=roots),
         outputs,
         scope,
-        {id(v): before for v, before in sums},
+        {id(v): own for v, own in sums},
         kept,
+        [(part, name) for part in layers_in(layer) for own, name in counted if own == id(part)],
     )
 
 
+def _placeholders(given_args, places, specs) -> tuple[list, tuple]:
+    """What stands for the tensors of a call, and its arguments with them."""
+    leaves, given = keras.tree.flatten(given_args), [placeholder_of(spec) for spec in specs]
+    for place, (tensor, _) in zip(places, given, strict=True):
+        leaves[place] = tensor
+    return given, keras.tree.pack_sequence_as(given_args, leaves)
+
+
 def _judged(layer, trace: _Trace) -> Proof:
-    judge, outputs, scope, sums, kept = trace
+    judge, outputs, scope, sums, kept, counted = trace
     flat = [tf.convert_to_tensor(each) if each is not None else None
             for each in keras.tree.flatten(outputs)]  # fmt: skip
     judged = [None if each is None else judge.of(each) for each in flat]
@@ -239,6 +258,11 @@ def _judged(layer, trace: _Trace) -> Proof:
         _fault(layer, f"output {i}", each.placement, flat[i])
         for i, each in enumerate(judged)
         if each is not None and each.placement != Shard(0)
+    ]
+    faults += [
+        Fault(place_in(layer, flat[i].op)[0], f"output {i}", Mixed(flat[i].op, _LONGEST))
+        for i, each in enumerate(judged)
+        if each is not None and any(map(depends_on_rows, (each.dims or ())[1:]))
     ]
     for i, each in enumerate(flat):
         mask = mask_of(each)
@@ -263,7 +287,7 @@ def _judged(layer, trace: _Trace) -> Proof:
     outputs = [each for each in judged if each is not None]
     fault, exchanges = faults[0] if faults else None, bool(exchanges_of(judge.graph))
     number, drawing = len(judge.graph.get_operations()), _drawing(layer, judge.graph)
-    return Proof(fault, outputs, rows, number, drawing, kept, exchanges)
+    return Proof(fault, outputs, rows, number, drawing, kept, counted, exchanges)
 
 
 def _drawing(layer, graph) -> list[keras.Layer]:
@@ -321,7 +345,8 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
             if value is sums.get(id(variable)):
                 continue
             if id(variable) in sums:
-                placement, allowed = growth_of(judge, value, sums[id(variable)]), SUMS
+                placement = growth_of(judge, value, sums[id(variable)], sums.values())
+                allowed = SUMS
             else:
                 is_float = variable.dtype.startswith(("float", "bfloat"))
                 placement = judge.of(value).placement
@@ -333,18 +358,14 @@ def _written(judge, scope, layer, sums) -> Iterator[tuple[str, Placement, tf.Ten
 def _raw_writes(judge) -> Iterator[tuple[tf.Operation, Placement]]:
     """Writes of variables that Keras does not know, of what is not the same for all pieces."""
     for op in judge.graph.get_operations():
-        if _writes(op):
+        if writes_state(op):
             for each in op.inputs[1:]:
                 if judge.of(each).placement != Replicate():
                     yield op, judge.of(each).placement
         for graph in called_by(op):
-            inner = next(filter(_writes, with_inner(graph.get_operations())), None)
+            inner = next(filter(writes_state, with_inner(graph.get_operations())), None)
             if inner is not None:
                 yield op, Mixed(inner, "writes a variable in a function, a branch or a loop")
-
-
-def _writes(operation) -> bool:
-    return writes_variable(operation) or operation.type.startswith(_FILLS)
 
 
 def _sums(layer) -> list[keras.Variable]:

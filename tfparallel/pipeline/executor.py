@@ -102,7 +102,7 @@ class Step:
         if self._how.begins_joined:
             upstream = self._upstream(found, joined, whole)
             found = trace.run(ReplicaStep.run_back, [own.step for own in found], upstream)
-            gradients, _ = self._totals(found, extra, whole.gradient)
+            gradients, _ = self._totals(found, extra, whole.gradient, whole=whole)
             return self._found(gradients, **left)
         gradients, _ = self._totals(found, extra, lambda _: scale_of(self._how.model))
         return self._found(gradients, checked=self._checked(found, whole, extra), **left)
@@ -147,12 +147,21 @@ class Step:
                 for shard in self._batch.own
             )
 
-    def _totals(self, found: Sequence[Passed], extra: ExtraLosses, seed_of, beside=()):
+    def _totals(
+        self,
+        found: Sequence[Passed],
+        extra: ExtraLosses,
+        seed_of,
+        beside=(),
+        whole: WholeLoss | None = None,
+    ):
         """The gradients of what is trained, and what is summed beside."""
-        trained, regularized = self._how.model._trained(), GradientSums()
-        extra.add_gradients(regularized, seed_of)
+        trained, of_batch = self._how.model._trained(), GradientSums()
+        extra.add_gradients(of_batch, seed_of)
+        if whole is not None:
+            whole.add_gradients(of_batch, self._others)
         return totals(
-            [*(own.gradients for own in found), regularized.of(trained)],
+            [*(own.gradients for own in found), of_batch.of(trained)],
             trained,
             self._kinds_of_readings,
             self._others,

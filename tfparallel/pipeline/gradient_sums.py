@@ -13,8 +13,12 @@ import tensorflow as tf
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.pipeline.others import Others
 from tfparallel.seams.keras import storage_of
+from tfparallel.strategies.variables import copies
 
-__all__ = ["Added", "GradientSums", "totals"]
+__all__ = ["OF_LOSS", "Added", "GradientSums", "read_by", "totals"]
+
+
+OF_LOSS = -2  # Who reads a weight in the loss: no stage.
 
 
 class Added(NamedTuple):
@@ -70,6 +74,14 @@ class GradientSums:
         """What those of each weight have come to."""
         keys = map(id, variables)
         return [Added(self._dense.get(key), self._sparse.get(key, {})) for key in keys]
+
+
+def read_by(
+    tape: tf.GradientTape, variables: Sequence[keras.Variable]
+) -> list[tuple[keras.Variable, tf.Variable]]:
+    """Which variables were read under a tape, and which copies of them."""
+    seen = {id(each) for each in tape.watched_variables()}
+    return [(own, copy) for own in variables for copy in copies(own) if id(copy) in seen]
 
 
 def totals(

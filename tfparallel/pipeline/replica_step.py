@@ -26,7 +26,7 @@ from tfparallel.engine.graphs import operations_here
 from tfparallel.layout.schedule import Instruction, Schedule
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of
-from tfparallel.pipeline.gradient_sums import Added, GradientSums
+from tfparallel.pipeline.gradient_sums import OF_LOSS, Added, GradientSums, read_by
 from tfparallel.pipeline.loss import Part
 from tfparallel.pipeline.micro_batch import StepMemory
 from tfparallel.pipeline.order import Order
@@ -241,13 +241,14 @@ class ReplicaStep:
         else:
             found = self._recorded.pop((index, m))
         begins = not is_repeated
+        of_loss = []
         if found.loss is not None:
-            self._begin_with_loss(index, m, found, noted=begins)
+            of_loss = self._begin_with_loss(index, m, found, noted=begins)
             begins = False
         keys, targets, seeds = self._seeds(index, m, found)
         self._calls[index].check_seeded(keys)
         if not targets:
-            return []
+            return of_loss
         if begins:
             seeds = self.order.begun(seeds)
         sent, variables = self._returned(taken), self._variables_of(stage)
@@ -255,7 +256,7 @@ class ReplicaStep:
         read = [(variable, copy) for variable in variables for copy in copies(variable)]
         sources = [*sent.values(), *(copy for _, copy in read)]
         gradients = self._gradients(found.tape, targets, sources, seeds)
-        done: list[Any] = []
+        done: list[Any] = of_loss
         of_whom = [*sent, *(variable for variable, _ in read)]
         for source, gradient in zip(of_whom, gradients, strict=True):
             if gradient is None:
@@ -287,18 +288,27 @@ class ReplicaStep:
         self._apart[m].change(operations_here()[before:])
         return _Recorded(tape, values, added, made.moments, loss, grown)
 
-    def _begin_with_loss(self, index, m, found: _Recorded, noted: bool):
-        """Sends the gradient of the loss to the outputs that it was computed of."""
+    def _begin_with_loss(self, index, m, found: _Recorded, noted: bool) -> list[Any]:
+        """Sends the gradient of the loss to the outputs, and adds it to the weights that it reads.
+
+        Returns:
+            What tells that it has been added.
+        """
         tape, part = found.loss
         seed = tf.cast(scale_of(self._how.model), part.loss.dtype)
         if noted:
             (seed,) = self.order.begun([seed])
         sources = self._returned(found.made)
-        gradients = self._gradients(tape, part.loss, [*sources.values()], seed)
-        for key, gradient in zip(sources, gradients, strict=True):
+        read, done = read_by(tape, self._trained), []
+        values = [*sources.values(), *(copy for _, copy in read)]
+        gradients = iter(self._gradients(tape, part.loss, values, seed))
+        for key, gradient in zip(sources, gradients, strict=False):
             if gradient is not None:
                 gradient = tf.convert_to_tensor(gradient)
                 self._upstream.setdefault((self._maker(key), m, key), []).append(gradient)
+        for (variable, _), gradient in zip(read, gradients, strict=True):
+            done += self._sums.add(variable, gradient, OF_LOSS)
+        return done
 
     def _seeds(self, index, m, found: _Recorded) -> tuple[list[Key], list, list]:
         """What the backward pass begins with: the gradients of what the stage made.

@@ -156,7 +156,8 @@ class LossCall:
         self._model = model
         self._batch = batch
         self._metrics = metrics
-        self._call = TracedOnce(self._run, batch.shards, each=each)
+        weights = list(map(storage_of, model._trained()))  # Of which a loss may read some.
+        self._call = TracedOnce(self._run, batch.shards, weights, each=each)
         self._loss: MicroBatchLoss | None = None
         self._given: list[Key] = []
         self._num_shares: int | None = None

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.gradient import is_differentiable
 from tfparallel.pipeline.batch import Batch, Joined
-from tfparallel.pipeline.gradient_sums import GradientSums
+from tfparallel.pipeline.gradient_sums import OF_LOSS, GradientSums, read_by
 from tfparallel.pipeline.others import Others
 from tfparallel.seams.compiled import loss_of_batch, with_losses
 from tfparallel.seams.keras import storage_of
@@ -142,9 +142,20 @@ class WholeLoss:
             self.loss = _loss_of(model, batch, self.predictions, extra.losses)
             scaled = model.optimizer.scale_loss(self.loss)
         self._found: dict[int, Any] = {}
+        self._of_weights: list[tuple[keras.Variable, Any]] = []
         if differentiate:
-            gradients = tape.gradient(scaled, watched)
-            self._found = dict(zip(map(id, watched), gradients, strict=True))
+            read = read_by(tape, model._trained())
+            gradients = tape.gradient(scaled, [*watched, *(copy for _, copy in read)])
+            self._found = dict(zip(map(id, watched), gradients, strict=False))
+            of_weights = gradients[len(watched) :]
+            self._of_weights = [
+                (own, found) for (own, _), found in zip(read, of_weights, strict=True)
+            ]
+
+    def add_gradients(self, sums: GradientSums, others: Others) -> None:
+        """Adds those of the weights that the loss itself reads, on one worker."""
+        for variable, gradient in self._of_weights:
+            sums.add(variable, gradient if others.is_first else _zeros_of(gradient), OF_LOSS)
 
     def gradient(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """∂ scaled loss / ∂ an output, the logits behind it, or an extra loss."""

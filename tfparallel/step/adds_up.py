@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.engine.graphs import with_inner
+from tfparallel.engine.graphs import with_inner, writes_state
 from tfparallel.engine.growth import SUMS, growth_of
 from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph
-from tfparallel.engine.placements import Mixed, Placement, Replicate, Sum
+from tfparallel.engine.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.engine.rules.draws import draws
+from tfparallel.engine.size import ROWS
 from tfparallel.engine.where import line_of
 from tfparallel.extend import is_own
 from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_terms
 from tfparallel.seams.keras import set_mask
 from tfparallel.step.loss import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.terms import terms
+from tfparallel.step.terms import example_losses, terms_of
 
 __all__ = ["AddsUp", "adds_up", "metrics_of_rows_together", "why_not_by_rows"]
 
@@ -106,17 +107,23 @@ def _faults_of_loss(model, given) -> Iterator[str]:
     graph, known, (y, outputs, sample_weight) = _placeholders("loss", given)
     with graph.as_default():
         num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch: known to all.
-        found = terms(compiled, y, outputs, sample_weight, num_rows)
+        found = example_losses(compiled, y, outputs, sample_weight)
+        of_all = [terms_of(losses, num_rows) for losses in found]
     if any(map(draws, with_inner(graph.get_operations()))):
         yield "a loss draws random numbers, which one device draws for the whole batch"
     if exchanges_of(graph):
         yield "a loss calls a collective, which is for the whole batch"
+    if _writes(graph):
+        yield "a loss writes a variable, which one device does once a step"
     judge = Judge(graph, known)
-    for loss, of_loss in zip(loss_terms(compiled), found, strict=True):
+    for loss, losses, of_loss in zip(loss_terms(compiled), found, of_all, strict=True):
         for term in of_loss:
             why_not = _no_sum(judge.of(term))
             if why_not is not None:
                 yield f"loss '{loss.loss.name}' may look at several examples: {why_not}"
+        values = judge.of(losses.values)
+        if values.placement != Shard(0) or values.dims is None or values.dims[0] != ROWS:
+            yield f"loss '{loss.loss.name}' does not have a row of values for each example"
 
 
 def _fault_of_metric(alone, given) -> str | None:
@@ -129,6 +136,8 @@ def _fault_of_metric(alone, given) -> str | None:
         return "it draws random numbers"
     if exchanges_of(graph):
         return "it calls a collective"
+    if _writes(graph):
+        return "it writes a variable that is none of its states"
     judge = Judge(graph, known)
     for new, old in itertools.zip_longest(map(tf.convert_to_tensor, after), before):
         # One that the first update makes, as that of a number of classes, begins at zero.
@@ -136,10 +145,15 @@ def _fault_of_metric(alone, given) -> str | None:
         is_new = old is None and (judged.placement in SUMS or judged.is_zero)
         placement = Sum() if is_new else judged.placement
         if old is not None:
-            placement = growth_of(judge, new, old)
+            placement = growth_of(judge, new, old, before)
         if placement not in SUMS:
             return _in_words(placement)
     return None
+
+
+def _writes(graph) -> bool:
+    """Whether a variable is written, or a table filled."""
+    return any(map(writes_state, with_inner(graph.get_operations())))
 
 
 def _no_sum(judged: Judged) -> str | None:

@@ -13,9 +13,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.seams.compiled import CompileLoss, CompileMetrics, added_loss, compiled_loss
-from tfparallel.step.loss import call_with, values_of
+from tfparallel.step.loss import ExampleLosses, call_with, values_of
 
-__all__ = ["grow", "growth", "states", "terms", "whole_loss"]
+__all__ = ["example_losses", "grow", "growth", "states", "terms", "terms_of", "whole_loss"]
 
 
 def terms(compiled: CompileLoss, y, outputs, sample_weight, num_rows) -> list[list[tf.Tensor]]:
@@ -31,23 +31,35 @@ def terms(compiled: CompileLoss, y, outputs, sample_weight, num_rows) -> list[li
     Raises:
         NotByPieces: If a loss has no such terms.
     """
-    found: list[list[tf.Tensor]] = []
+    return [terms_of(own, num_rows) for own in example_losses(compiled, y, outputs, sample_weight)]
+
+
+def example_losses(compiled: CompileLoss, y, outputs, sample_weight) -> list[ExampleLosses]:
+    """Of each loss those of the piece's examples; arguments and errors as of `terms`."""
+    found: list[ExampleLosses] = []
 
     def instead(loss):
         def find(y_true, y_pred, weight):
-            values = values_of(loss, y_true, y_pred, weight)
-            share = values.share(num_rows)
-            found.append(
-                [values.numerator(), tf.stop_gradient(values.divisor(num_rows))]
-                if share is None
-                else [share]
-            )
-            return tf.zeros([], values.values.dtype)
+            found.append(values_of(loss, y_true, y_pred, weight))
+            return tf.zeros([], found[-1].values.dtype)
 
         return find
 
     call_with(instead, compiled, y, outputs, sample_weight)
     return found
+
+
+def terms_of(losses: ExampleLosses, num_rows) -> list[tf.Tensor]:
+    """The share of a piece's losses, or their numerator and divisor.
+
+    Args:
+        losses: Of its examples.
+        num_rows: Of the whole batch.
+    """
+    share = losses.share(num_rows)
+    if share is not None:
+        return [share]
+    return [losses.numerator(), tf.stop_gradient(losses.divisor(num_rows))]
 
 
 def whole_loss(

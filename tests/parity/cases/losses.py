@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras import layers, losses, ops
 
 from .. import data, refusals
-from ..programs import case, compiled
+from ..programs import case, compiled, sgd
 
 GROUP = "Losses"
 
@@ -650,6 +650,21 @@ class Largest(keras.metrics.Metric):
         return self.largest
 
 
+def reads_weights(model):
+    """Weight decay that is written into the loss."""
+    of_examples = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def loss(y, outputs):
+        decay = tf.add_n([tf.nn.l2_loss(tf.convert_to_tensor(w)) for w in model.trainable_weights])
+        return of_examples(y, outputs) + 0.05 * decay
+
+    model.compile(optimizer=sgd(), loss=loss)
+
+
+def flattened(y, outputs):
+    return ops.reshape(0.1 * (y - outputs) ** 2, (-1,))
+
+
 CASES += [
     other_shapes(
         "a metric of one's own, of one of two outputs",
@@ -706,5 +721,17 @@ CASES += [
             optimizer=lambda: keras.optimizers.SGD(0.01),
         ),
         data=opposite_targets,
+    ),
+    other_shapes(
+        "a loss that reads the weights",
+        "a loss that reads the model's weights",
+        compile=reads_weights,
+    ),
+    other_shapes(
+        "a value for each element",
+        "a loss that flattens its values",
+        build=net(3),
+        compile=compiled(loss=lambda: flattened),
+        data=labelled(level),
     ),
 ]

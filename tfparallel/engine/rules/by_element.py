@@ -4,6 +4,7 @@ import dataclasses
 
 from tfparallel.engine.placements import Listed, Replicate, Row, Shard, Sum
 from tfparallel.engine.rules.call import Call, are_numbers, is_uniform, power_of
+from tfparallel.engine.size import depends_on_rows
 
 __all__ = ["BY_ELEMENT", "aligned", "by_element", "like", "product_of", "sum_of"]
 
@@ -121,7 +122,8 @@ def _is_broadcast(call, i, own, axis, rank) -> bool:
     place = axis - (rank - own)
     if place < 0 or place >= len(call.dims(i)) or call.dims(i)[place] == 1:
         return True
-    return is_uniform(call, i)
+    # One of a fixed number of rows suits one number of them alone.
+    return is_uniform(call, i) and depends_on_rows(call.dims(i)[place])
 
 
 def product_of(call, placements, sign):

@@ -29,6 +29,8 @@ def of_entries(call: Call):
         known = [-1] * rank if shape is None or shape.size != rank else shape.ravel().tolist()
         sizes = [ROWS, *known[1:]]
         longest = size_named(("longest", call.op.name, ROWS))
+        static = [None, *call.op.outputs[0].shape[1:]]
+        sizes = [size if own is None else own for size, own in zip(sizes, static, strict=True)]
         return Shard(0), tuple(longest if size == -1 else size for size in sizes)
     if kind in ("Identity", "StopGradient"):
         return placements

@@ -85,6 +85,8 @@ def apply(
     )
     if op.type == "RngReadAndSkip":
         found: Any = Replicate()
+    elif any(map(numbers_a_row, given)) and (draws(op) or op.type == "Range"):
+        found = call.mixed("computes with the number of a row")
     elif draws(op):
         found = drawn(call)
     elif op.type == "Range":
