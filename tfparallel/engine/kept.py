@@ -81,14 +81,15 @@ def plain_attributes(layer) -> dict[tuple[int, str], Any]:
 
 
 def _plain(value, depth) -> Any:
-    """A copy of what consists of numbers, texts and the like; None for anything else."""
+    """A copy of the numbers, texts and the like in something; None where there are none."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, dict):
         value = list(value.items())
     if not depth or not isinstance(value, list | tuple):
         return None
-    return tuple(_plain(each, depth - 1) for each in value)
+    found = (_plain(each, depth - 1) for each in value)
+    return tuple(each for each in found if each is not None) or None
 
 
 def kept_tensors(layer) -> Iterator[tuple[keras.Layer, str]]:
