@@ -71,12 +71,16 @@ def _restore(own, elements) -> None:
 
 
 def plain_attributes(layer) -> dict[tuple[int, str], Any]:
-    """Numbers, texts and the like that layers keep, by the layer's id and the attribute's name."""
+    """Numbers, texts and the like that layers keep, by the layer's id and the attribute's name.
+
+    What every layer of Keras has is Keras's own.
+    """
+    of_keras = vars(keras.layers.Layer(name="any"))
     return {
         (id(part), name): plain
         for part in layers_in(layer)
         for name, value in vars(part).items()
-        if (plain := _plain(value, _DEPTH)) is not None
+        if name not in of_keras and (plain := _plain(value, _DEPTH)) is not None
     }
 
 
