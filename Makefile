@@ -72,9 +72,9 @@ parity: $(READY)
 networks: $(READY)
 	TFPARALLEL_NETWORKS=all $(BIN)/python -m pytest -n 2 tests/diagnostics/test_networks.py tests/parity/test_applications.py
 
-# On a machine with GPUs, for at most 15 minutes: every form, sums, speed; gpu_report.json and .md.
+# On a machine with GPUs, for at most 15 minutes: every parallelism, sums, speed; gpu_report.json and .md.
 test-gpu: $(READY)
-	@$(BIN)/tfparallel doctor --gpu --report=gpu_report.json
+	@$(BIN)/python -m tests.gpu.run --report=gpu_report.json
 
 # Random programs under every form; another seed, other programs. Ends with code 1 on a finding.
 FUZZ_MINUTES ?= 10

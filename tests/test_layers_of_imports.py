@@ -42,7 +42,8 @@ ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packa
 
 # What decides in plain Python, and can be imported in milliseconds.
 PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
-PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.bench"]
+PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.runner"]
+PLAIN += ["commands.rules", "commands.launch", "commands.init", "commands.bench_pipeline"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]
 PLAIN += ["activity", "layout", "size_text", "flight.record", "flight.job", "commands.trace"]

@@ -56,19 +56,17 @@ def test_the_commands_are_shown():
 def test_the_flags_of_each_command_exist(line):
     """Parsed and checked together as the command does, without the training."""
     _, name, *rest = shlex.split(line)
-    flags = [word for word in rest if word.startswith("--")]
-    files = [word for word in rest if word not in flags]
+    files = [word for word in rest if not word.startswith("--")]
     is_no_file = (name, files) in [("init", ["task.py"]), ("bench", ["all_reduce"])]
     assert is_no_file or all((TOP / file).is_file() for file in files)
     program = (
-        f"import sys; from tfparallel.commands import {name} as command\n"
-        "values = command._flags(); values(['program', *sys.argv[1:]])\n"
-        f"print(command._problems(values, *{[files] if name in ('bench', 'init') else []!r}))"
+        "import sys; from tfparallel.commands.runner import checked\n"
+        f"checked({name!r}, sys.argv[1:]); print('right')"
     )
     finished = run_python(
-        ["-c", program, *flags], cwd=TOP, env=environment(), timeout=DEADLINE_SECONDS
+        ["-c", program, *rest], cwd=TOP, env=environment(), timeout=DEADLINE_SECONDS
     )
-    assert finished.stdout == "[]\n", finished.stderr
+    assert finished.stdout == "right\n", finished.stderr
 
 
 DOCS = [f"docs/{page.name}" for page in (TOP / "docs").glob("*.md")]

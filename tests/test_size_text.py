@@ -21,15 +21,16 @@ def test_a_number_of_bytes_for_people(size_bytes, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("16GiB", 2**34), ("500MB", 5 * 10**8), ("1.5 kib", 1536), ("7", 7)]
+    ("text", "number"),
+    [("16GiB", 2**34), ("5MB", 5 * 10**6), ("1.5 kib", 1536), ("7", 7), ("4K", 4096), ("16M", 2**24)]
 )
 def test_parse_bytes(text, number):
     assert parse_bytes(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "16XB", "-1GiB", "0", "GiB"])
+@pytest.mark.parametrize("text", ["", "16XB", "4Q", "K", "-1GiB", "0", "GiB"])
 def test_parse_bytes_refuses(text):
-    with pytest.raises(ValueError, match="such as 16GiB, 500MB or 1048576 is required"):
+    with pytest.raises(ValueError, match="such as 16GiB, 500MB, 4K or 1048576 is required"):
         parse_bytes(text)
 
 

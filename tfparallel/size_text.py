@@ -7,10 +7,11 @@ __all__ = ["number_of_bytes", "parse_bytes", "size_text"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # As in nccl-tests.
 
 
 def parse_bytes(text: str) -> int:
-    """Reads a number of bytes: `"16GiB"`, `"500MB"`, `"1048576"`.
+    """Reads a number of bytes: `"16GiB"`, `"500MB"`, `"4K"`, `"1048576"`.
 
     Raises:
         ValueError: If it is none, or not above zero.
@@ -19,7 +20,8 @@ def parse_bytes(text: str) -> int:
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) * unit < 1:
         raise ValueError(
-            f"A number of bytes such as 16GiB, 500MB or 1048576 is required. Received: {text!r}."
+            "A number of bytes such as 16GiB, 500MB, 4K or 1048576 is required. Received: "
+            f"{text!r}."
         )
     return int(float(match[1]) * unit)
 

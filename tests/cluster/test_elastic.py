@@ -304,9 +304,9 @@ def test_who_listens_at_a_later_endpoint_goes_to_an_earlier_one(start, tmp_path)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--nnodes=3:2"], "must not be less than the minimum. Received: --nnodes=3:2"),
-        (["--nnodes=0:2"], "--nnodes must be at least 1"),
-        (["--nnodes=two"], "--nnodes must be a number, or MIN:MAX. Received: --nnodes=two"),
+        (["--nnodes=3:2"], "must not be less than the minimum. Received: '3:2'"),
+        (["--nnodes=0:2"], "--nnodes: at least 1 host"),
+        (["--nnodes=two"], "--nnodes: a number, or MIN:MAX, is required. Received: 'two'"),
         (["--nnodes=1:2"], "Several hosts need --rdzv_endpoint=HOST:PORT"),
         (["--nnodes=1:2", "--rdzv_endpoint=a:1,b"], "must be host:port"),
         (["--nnodes=1:2", "--rdzv_endpoint=a:1", "--node_rank=2"], "must lie in 0 to 1"),

@@ -224,7 +224,7 @@ def test_what_another_reader_of_yaml_may_take_for_something_else_is_quoted(word)
     ("flags", "messages"),
     [
         (["--emit=kubernetes"], ["needs --image=NAME"]),
-        (["--emit=slurm", "--image=a"], ["--image is for the other scheduler"]),
+        (["--emit=slurm", "--image=a"], ["--image is for --emit=kubernetes"]),
         (["--emit=kubernetes", "--image=a", "--volume=a"], ["--volume must be CLAIM:/PATH"]),
         (["--emit=slurm", "--sbatch_args=long"], ["must begin with '-'"]),
         (["--emit=slurm", "--job_name=My Job", "--nnodes=0"], ["--job_name must be", "--nnodes"]),
@@ -232,7 +232,7 @@ def test_what_another_reader_of_yaml_may_take_for_something_else_is_quoted(word)
         (["--emit=slurm", "--job_name=3d"], ["begin with a letter"]),
         (
             ["--emit=slurm", "--max_restarts=-1", "--start_timeout=nan", "--grace_seconds=inf"],
-            ["--max_restarts must not", "--start_timeout must be", "--grace_seconds must lie in 0"],
+            ["--max_restarts must be", "--start_timeout must be", "--grace_seconds must lie in 0"],
         ),
         (["--emit=slurm", "--grace_seconds=1e6", "--standby"], ["in 0 to 65520", "--standby is"]),
         (["--emit=slurm", "--nnodes=2:5000"], ["--nnodes must be at most 1000"]),

@@ -10,15 +10,15 @@ from tests.commands.command_line import TASKS, tfparallel
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--nproc_per_node=1,two"], "must be numbers of workers, such as 1,2,4. Received: "),
-        (["--steps=3"], "At least 10 is required. Received: --steps=3"),
-        (["--global_batch_size=0"], "At least 1 is required"),
-        (["--link_gbits=0"], "--link_gbits must be positive"),
+        (["--nproc_per_node=1,two"], "whole numbers of at least 1, such as 1,2,4. Received: "),
+        (["--steps=3"], "--steps must be at least 10. Received: --steps=3"),
+        (["--global_batch_size=0"], "must be at least 1"),
+        (["--link_gbits=0"], "--link_gbits must be above 0"),
         (["--inject=kill"], "A fault must follow the grammar"),
         (["--plot=a.pdf"], "must end in .png"),
         (["--report=a.txt"], "must end in .json"),
         (["--json=a.txt"], "must end in .json"),
-        (["--nproc_per_node=gpu"], "must be numbers of workers"),
+        (["--nproc_per_node=gpu"], "must be whole numbers"),
     ],
 )
 def test_flags_that_cannot_be(flags, message):
@@ -28,7 +28,7 @@ def test_flags_that_cannot_be(flags, message):
 
 def test_a_task_file_that_is_not_there():
     code, _, errors = tfparallel("bench", "train", "nowhere.py")
-    assert code == 2 and "No such task file. Received: nowhere.py" in errors
+    assert code == 2 and "The task file does not exist. Received: 'nowhere.py'" in errors
 
 
 @pytest.mark.slow

@@ -621,7 +621,7 @@ def test_a_signal_while_nodes_are_missing(endpoint):
         (["--", "no-such-program"], "does not exist. Received: 'no-such-program'"),
         (["--", __file__], f"must be executable. Received: {__file__!r}. Use `-- python "),
         (["--nproc=2", "--", "true"], "nproc"),
-        (["--nnodes=0", "--", "true"], "Received: --nnodes=0"),
+        (["--nnodes=0", "--", "true"], "at least 1 host is required. Received: '0'"),
         (["--job_name=a b", "--", "true"], "Received: --job_name=a b"),
         (["--nnodes=2", "--", "true"], "need --node_rank and --rdzv_endpoint"),
         (["--nnodes=2", "--node_rank=1", "--", "true"], "--rdzv_endpoint=None"),

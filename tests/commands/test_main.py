@@ -10,7 +10,6 @@ import pytest
 
 from tests.commands.command_line import ROOT, TASKS
 from tfparallel.commands.main import main
-from tfparallel.diagnostics.gpu import TRIALS
 
 BLOBS = str(TASKS / "blobs.py")
 
@@ -75,12 +74,6 @@ def test_help_offers_what_a_flag_takes(capsys):
     ):  # fmt: skip
         assert main([*program.split(), "--help"]) == 0
         assert f"--nproc_per_node{offered}" in capsys.readouterr().out.split()
-
-
-def test_help_breaks_no_word_of_a_default(capsys):
-    assert main(["doctor", "--help"]) == 0
-    shown = capsys.readouterr().out.split()
-    assert [name for name in TRIALS if not {name, f"{name},", f"{name})"} & {*shown}] == []
 
 
 @pytest.mark.parametrize(
@@ -185,11 +178,11 @@ def test_help_loads_no_tensorflow():
         ([BLOBS, "--seed=-1"], "Received: --seed=-1"),
         (
             [BLOBS, "--devices=CPU:0,CPU:1", "--num_devices=2"],
-            "not both. Received: --num_devices=2, --devices=CPU:0,CPU:1. Drop one",
+            "not both. Received: --num_devices=2 with --devices=CPU:0,CPU:1. Drop one",
         ),
         (
             [BLOBS, "--devices=CPU:0", "--device_type=cpu"],
-            "Received: --devices=CPU:0, --device_type=cpu. Drop --device_type",
+            "Received: --devices=CPU:0 with --device_type=cpu. Drop --device_type",
         ),
         ([BLOBS, "--parallel=hybrid"], "needs a mesh: how many devices there are along each axis"),
         ([BLOBS, "--mesh=data=2"], "Received: --mesh=data=2 with --parallel=data. Drop --mesh"),
@@ -225,12 +218,12 @@ def test_mistakes_of_both_commands(capsys, command, arguments, message):
         (["--save=model.h5"], "must end in .keras. Received: --save=model.h5"),
         (["--save=no/a.keras"], "does not exist. Received: --save=no/a.keras"),
         ([f"--checkpoint_dir={BLOBS}"], "is a file"),
-        (["--checkpoint_every_steps=5"], "alone. Add --checkpoint_dir=FOLDER"),
+        (["--checkpoint_every_steps=5"], "or add --checkpoint_dir."),
         (
             ["--checkpoint_dir=a", "--checkpoint_every_steps=0"],
             "Received: --checkpoint_every_steps=0",
         ),
-        ([f"--tensorboard={BLOBS}"], "TensorBoard's folder is a file"),
+        ([f"--tensorboard={BLOBS}"], "The folder is a file. Received: --tensorboard="),
         (["--inject=kill:worker=1"], "kill needs step. Received: 'kill:worker=1'"),
     ],
 )

@@ -8,7 +8,8 @@ import pytest
 
 from tfparallel.activity import Activity
 from tfparallel.commands.mesh_trials import after_trials, batch_of
-from tfparallel.commands.parallelism_flags import common_flags
+from tfparallel.commands.options import TrainOptions
+from tfparallel.commands.runner import checked
 from tfparallel.hybrid.mesh_plan import MeshPlan
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.prediction import Prediction
@@ -35,8 +36,8 @@ def task(build=build_model, **compiled):
 
 
 def tried(a_task, meshes, *flags, num_trials=4):
-    values = common_flags()
-    values(["train", "--parallel=auto", f"--num_trials={num_trials}", *flags])
+    arguments = [__file__, "--parallel=auto", f"--num_trials={num_trials}", *flags]
+    options = TrainOptions.of(checked("train", arguments)[0])
     candidates = [
         Candidate(
             mesh,
@@ -48,7 +49,7 @@ def tried(a_task, meshes, *flags, num_trials=4):
     ]
     plan = MeshPlan(candidates, Choices(16), 4, 1.0, 2, [16], True, 0.0)
     batch = batch_of(a_task, 16)
-    found = after_trials(plan, a_task, batch, DEVICES, values, Activity("", is_shown=False))
+    found = after_trials(plan, a_task, batch, DEVICES, options, Activity("", is_shown=False))
     return {candidate.mesh: candidate for candidate in found.ranked}
 
 

@@ -115,14 +115,14 @@ def test_auto_on_one_device_measures_nothing():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train", BLOBS, "--parallel=auto", "--mesh=data=2"], "--mesh belongs to --parallel=hybr"),
-        (["train", BLOBS, "--parallel=auto", "--num_workers=2"], "--parallel=auto has no workers"),
+        (["train", BLOBS, "--parallel=auto", "--mesh=data=2"], "--mesh is for --parallel=hybrid"),
+        (["train", BLOBS, "--parallel=auto", "--num_workers=2"], "is for --parallel=data, model"),
         (["train", BLOBS, "--parallel=auto", "--all_reduce=ring"], "with --parallel=auto"),
         (["plan", BLOBS, "--parallel=model", "--schedule=gpipe"], "with --parallel=model"),
         (["plan", BLOBS, "--parallel=hybrid"], "auto, model, pipeline"),
-        (["plan", BLOBS, "--parallel=model", "--num_trials=2"], "=model. Take --parallel=auto, or"),
-        (["train", BLOBS, "--num_trials=2"], "=data. Take --parallel=auto, or"),
-        (["plan", BLOBS, "--num_trials=-1"], "must be 0 or more. Received: --num_trials=-1"),
+        (["plan", BLOBS, "--parallel=model", "--num_trials=2"], "Drop --num_trials, or take"),
+        (["train", BLOBS, "--num_trials=2"], "=data. Drop --num_trials, or take"),
+        (["plan", BLOBS, "--num_trials=-1"], "must be at least 0. Received: --num_trials=-1"),
     ],
     ids=["mesh", "workers", "all_reduce", "schedule", "form", "trials", "of data", "negative"],
 )

@@ -10,8 +10,8 @@ import pytest
 
 import tfparallel
 from tests.forked import run_python
-from tfparallel.commands import launch, train
-from tfparallel.commands.main import _COMMANDS
+from tfparallel.commands.command_table import COMMANDS
+from tfparallel.commands.flag_table import flags_of
 
 TOP = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (TOP / "docs" / "migrate.md").read_text(encoding="utf-8")
@@ -108,11 +108,11 @@ def test_names_and_flags_exist():
     names = set(re.findall(r"\btfparallel\.([A-Za-z_]\w*)", PAGE))
     assert names and names <= set(tfparallel.__all__)
     commands = set(re.findall(r"`tfparallel ([a-z]+)", PAGE)) - {"train and"}
-    assert commands <= set(_COMMANDS)
+    assert commands <= set(COMMANDS)
     flags = {
         flag
         for line in re.findall(r"tfparallel launch ([^`]*)", PAGE)
         for flag in re.findall(r"--([a-z_]+)", line)
     }
-    assert {"nproc_per_node", "node_rank"} <= flags <= set(launch._flags())
-    assert {"parallel", "num_workers"} <= set(train._flags())
+    assert {"nproc_per_node", "node_rank"} <= flags <= set(flags_of("launch"))
+    assert {"parallel", "num_workers"} <= set(flags_of("train"))

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import numpy as np
 
 __all__ = [
-    "COLLECTIVES",
     "REDUCING",
     "SAME_ON_ALL",
     "expected",
@@ -26,7 +25,6 @@ __all__ = [
     "whole_count",
 ]
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 REDUCING = ("all_reduce", "reduce_scatter")
 SAME_ON_ALL = ("all_reduce", "all_gather", "broadcast")
 _DIVIDED = ("reduce_scatter", "all_gather", "all_to_all")
@@ -55,7 +53,7 @@ def expected(collective: str, terms: Sequence[np.ndarray], rank: int) -> np.ndar
     """Returns a rank's output in float64.
 
     Args:
-        collective: One of `COLLECTIVES`.
+        collective: One of `choices.COLLECTIVES`.
         terms: The inputs of all ranks.
         rank: Whose output.
     """

@@ -60,7 +60,7 @@ class Contender(Protocol):
     Attributes:
         name: What `--algorithms` says.
         implementation: What truly runs, such as "tf.distribute.HierarchicalCopyAllReduce".
-        collectives: What it can do, of `tfparallel.bench.collectives.COLLECTIVES`.
+        collectives: What it can do, of `choices.COLLECTIVES`.
     """
 
     name: str

@@ -27,14 +27,8 @@ _NUMPY = {
     "float64": np.float64,
 }
 _PRECISION_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
-DTYPES = tuple(_NUMPY)
 # A modulus far below 2ᵖ serves as well, and keeps the sums readable.
 _LARGEST = 1000
-
-
-def itemsize(dtype: str) -> int:
-    """Returns the bytes of an element."""
-    return np.dtype(_NUMPY[dtype]).itemsize
 
 
 def whole_numbers(count: int, dtype: str, rank: int, num_ranks: int) -> np.ndarray:
@@ -63,8 +57,8 @@ def num_wrong_whole(
         results: The outputs of some ranks.
         ranks: Which ranks.
         num_ranks: n.
-        dtype: One of `DTYPES`.
-        collective: One of `tfparallel.bench.collectives.COLLECTIVES`.
+        dtype: One of `choices.ITEM_BYTES`.
+        collective: One of `choices.COLLECTIVES`.
     """
     count = input_size(collective, results[0].size, num_ranks)
     terms = [whole_numbers(count, dtype, rank, num_ranks) for rank in range(num_ranks)]

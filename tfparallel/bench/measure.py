@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tfparallel.bench import inputs
+from tfparallel.bench.choices import ITEM_BYTES, MIN_WARMUP
 from tfparallel.bench.collectives import SAME_ON_ALL, input_count, whole_count
 from tfparallel.bench.contender import Contender, Prepared, World
 from tfparallel.bench.row import Row
 
-MIN_WARMUP = 4  # TensorFlow traces, allocates and plans in the first calls.
 _NUM_NULL = 5
 
 
@@ -40,8 +40,8 @@ def measure(
         world: Who takes part.
         contenders: What is measured, the same and in the same order on all processes.
         counts: Elements of each size; one that the ranks cannot divide is rounded down.
-        collective: One of `tfparallel.bench.collectives.COLLECTIVES`.
-        dtype: One of `tfparallel.bench.inputs.DTYPES`.
+        collective: One of `choices.COLLECTIVES`.
+        dtype: One of `choices.ITEM_BYTES`.
         iters: Timed calls of each contender.
         warmup_iters: Calls before, at least `MIN_WARMUP`.
         clock: Seconds that go by.
@@ -77,7 +77,7 @@ def measure(
                 collective=collective,
                 num_ranks=world.num_ranks,
                 count=count,
-                size_bytes=count * inputs.itemsize(dtype),
+                size_bytes=count * ITEM_BYTES[dtype],
                 dtype=dtype,
                 times_seconds=tuple(slowest),
                 null_seconds=statistics.median(slowest_null),

@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-from tfparallel.bench.collectives import COLLECTIVES, input_count
+from tfparallel.bench.choices import COLLECTIVES
+from tfparallel.bench.collectives import input_count
 from tfparallel.bench.step import PreparedStep
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
 from tfparallel.collectives.mpi.workers import MpiProcessGroup

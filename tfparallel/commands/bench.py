@@ -1,182 +1,283 @@
 """`tfparallel bench all_reduce`: which collective algorithm is fast here, and is it right."""
 
+import contextlib
+import csv
 import importlib
+import json
 import os
-import sys
-from collections.abc import Sequence
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+import keras
 from absl import flags
 
-from tfparallel.bench.collectives import COLLECTIVES
-from tfparallel.bench.inputs import DTYPES, itemsize
-from tfparallel.bench.measure import MIN_WARMUP
-from tfparallel.bench.sizes import parse_size, sweep
+from tfparallel import devices as device_lib
+from tfparallel.bench import model as models
+from tfparallel.bench import table
+from tfparallel.bench.between_workers import Workers, worker_contenders, worker_refusals
+from tfparallel.bench.choices import ITEM_BYTES
+from tfparallel.bench.collectives import REDUCING
+from tfparallel.bench.contender import Contender, OneProcess, World
+from tfparallel.bench.in_process import device_contenders
+from tfparallel.bench.limit import memory_bandwidth
+from tfparallel.bench.measure import measure
+from tfparallel.bench.row import Row
 from tfparallel.cluster.spec import Cluster
-from tfparallel.commands import launch
-from tfparallel.commands.flags import (
-    Command,
-    UsageError,
-    parse_checked,
-    path_problems,
-    plot_problems,
-    report_flag,
-    run_command,
-)
-from tfparallel.task import TaskError, load_task
+from tfparallel.collectives import cross_device, profile
+from tfparallel.collectives.algorithm_selection import MIN_GAIN
+from tfparallel.collectives.process_group import ProcessGroup
+from tfparallel.commands.exits import StartError, UsageError
+from tfparallel.commands.flags import resolved
+from tfparallel.commands.rules import counts_of
+from tfparallel.diagnostics.report import versions
+from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
+from tfparallel.startup import quiet_stderr
+from tfparallel.task import Task, TaskError, load_task
 
-__all__ = ["main"]
+__all__ = ["advice", "gradient_counts", "run", "save_profile"]
 
-_COMMAND = Command(
-    name="bench",
-    summary="Measures every algorithm of a collective at every size, interleaved, and checks every "
-    "element. With a task file: at the sizes of the model's gradients, with advice. `tfparallel "
-    "bench train TASK.py` measures how a training scales over workers, and `tfparallel bench "
-    "pipeline TASK.py` stages and micro-batches; they have flags of their own.",
-    example="tfparallel bench all_reduce --num_devices=4 --min_bytes=4K --max_bytes=16M "
-    "--report=a.json --plot=a.png",
-    arguments=f"{'|'.join(COLLECTIVES)} [TASK.py] [--flags]",
-)
+# What TensorFlow takes by itself, between devices and between workers.
+_DEFAULTS = ("tf_reduce_to_one", "reduce_to_one", "ring")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command; 1 stands for a wrong element."""
-    return run_command("bench", lambda: _main(arguments), (TaskError,))
+def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
+    """Measures and shows; returns 1 if an element was wrong."""
+    collective, task_path, *_ = [*positional, None]
+    started = _start(values)
+    parts = None if task_path is None else gradient_counts(load_task(task_path))
+    if parts is None:
+        counts = counts_of(values, ITEM_BYTES[values.dtype])
+    else:
+        counts = [sum(parts)]
+    world, contenders = _participants(collective, values, started, parts)
+    is_chief = world.ranks[0] == 0
+    say = print if is_chief else _silent
+    found: Iterable[Row] = _measured(world, contenders, counts, collective, values)
+    if parts is not None:
+        found = list(found)
+        say(advice(found, len(parts)))  # What was asked comes before what it rests on.
+    say("\n".join(table.header(_settings(collective, world, values, parts))), flush=True)
+    rows: list[Row] = []
+    for row in found:
+        rows.append(row)
+        say(table.line(row), flush=True)
+    say("\n".join(table.footer(rows)), flush=True)
+    if is_chief:
+        conclude(values, world, rows)
+    return 1 if any(row.num_wrong for row in rows) else 0
 
 
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    define_text, define_number = flags.DEFINE_string, flags.DEFINE_integer
-    define_text("min_bytes", "4K", "The smallest size; K, M and G are powers of 1024.", values)
-    define_text("max_bytes", "16M", "The largest size.", flag_values=values)
-    define_number("step_factor", 4, "Each size is this many times the last.", flag_values=values)
-    define_number("iters", 20, "Timed calls of each algorithm at each size.", flag_values=values)
-    define_number("warmup_iters", MIN_WARMUP, "Calls before the timed ones.", flag_values=values)
-    flags.DEFINE_list("algorithms", ["all"], "Which, by name.", flag_values=values)
-    flags.DEFINE_enum("dtype", "float32", DTYPES, "Type of the elements.", values)
-    define_number(
-        "num_devices", None, "Ranks in one process; the CPU is split as needed.", flag_values=values
+def _measured(world, contenders, counts, collective, values) -> Iterator[Row]:
+    return measure(
+        world,
+        contenders,
+        counts,
+        collective=collective,
+        dtype=values.dtype,
+        iters=values.iters,
+        warmup_iters=values.warmup_iters,
     )
-    flags.DEFINE_enum(
-        "device_type", "auto", ("auto", "cpu", "gpu"), "Which devices to count.", values
-    )
-    define_number(
-        "nproc_per_node", None, "Start this many processes, a rank each.", flag_values=values
-    )
-    report_flag(values, "Write the rows here (.json).")
-    define_text("csv", None, "Write the rows here (.csv).", flag_values=values)
-    define_text("plot", None, "Draw time and bus bandwidth here (.png).", flag_values=values)
-    flags.DEFINE_bool(
-        "save_profile",
-        False,
-        "Keep the sweep for --all_reduce=auto, under this host, these ranks and versions.",
-        flag_values=values,
-    )
-    return values
 
 
-def _main(arguments: Sequence[str]) -> int:
-    values = _flags()
-    positional = parse_checked(_COMMAND, values, _problems, arguments)
-    if positional is None:
-        return 0
-    collective, *task = positional
-    if task and not os.path.exists(task[0]):
-        load_task(task[0])  # Raises the error that says so.
-    exit_code = _run_as_workers(arguments, values)
-    if exit_code is not None:
-        return exit_code
-    importlib.import_module("tfparallel.startup").prepare()
-    benching = importlib.import_module("tfparallel.commands.benching")
-    return benching.bench(collective, task[0] if task else None, values)
+def _silent(*_, **__):
+    """What a worker says that is not the chief."""
 
 
-def _problems(values: flags.FlagValues, positional: list[str]) -> list[str]:
-    problems = _positional_problems(positional, values) + _flag_problems(values)
-    return problems + _task_problems(positional[1:], values)
-
-
-def _positional_problems(positional: Sequence[str], values: flags.FlagValues) -> list[str]:
-    problems = []
-    if not positional or positional[0] not in COLLECTIVES:
-        problems.append(
-            f"tfparallel bench needs the name of a collective: {', '.join(COLLECTIVES)}; or "
-            "`train TASK.py`, or `pipeline TASK.py`. "
-            f"Received: {list(positional)}. Example: {_COMMAND.example}"
-        )
-    if len(positional) == 2 and positional[0] in COLLECTIVES[1:]:
-        problems.append(
-            "Gradients are summed; all_reduce is required with a task file. Received: "
-            f"{' '.join(positional)}. Drop the file."
-        )
-    if values.save_profile and positional and positional[0] in COLLECTIVES[1:]:
-        problems.append(
-            "A profile says how to sum gradients; all_reduce is required. Received: --save_profile "
-            f"with {positional[0]}. Drop the flag."
-        )
-    if len(positional) > 2:
-        problems.append(
-            f"tfparallel bench takes at most one task file. Received: {list(positional[1:])}."
-        )
-    return problems
-
-
-def _task_problems(task: Sequence[str], values: flags.FlagValues) -> list[str]:
-    given = [
-        f"--{name}={getattr(values, name)}"
-        for name in ("min_bytes", "max_bytes", "step_factor")
-        if values[name].present
-    ]
-    if task and given:
-        return [
-            "With a task file the sizes are those of the model's gradients. Received: "
-            f"{task[0]} and {', '.join(given)}. Drop the file or the sizes."
-        ]
-    if task and values.save_profile:
-        return [
-            "A profile is a sweep over sizes. Received: --save_profile with "
-            f"{task[0]}. Drop one of the two."
-        ]
-    return []
-
-
-def _flag_problems(values: flags.FlagValues) -> list[str]:
-    problems = []
+def _start(values: flags.FlagValues) -> ProcessGroup | list[str]:
+    """Joins the workers of the job, or makes this process's devices: before anything is built."""
     try:
-        sizes = parse_size(values.min_bytes), parse_size(values.max_bytes)
-        sweep(*sizes, values.step_factor, itemsize(values.dtype))
-    except ValueError as error:
-        problems.append(f"--min_bytes, --max_bytes, --step_factor: {error}")
-    least = {"iters": 1, "warmup_iters": MIN_WARMUP, "num_devices": 2, "nproc_per_node": 2}
-    for name, lowest in least.items():
-        given = getattr(values, name)
-        if given is not None and given < lowest:
-            problems.append(f"At least {lowest} is required. Received: --{name}={given}.")
-    if values.num_devices is not None and values.nproc_per_node is not None:
-        problems.append(
-            "Ranks are the devices of one process or processes, not both. Received: "
-            f"--num_devices={values.num_devices}, --nproc_per_node={values.nproc_per_node}. "
-            "Drop one of the two."
+        if values.device_type == "cpu":
+            device_lib.hide_gpus()
+        if Cluster.from_env().num_workers > 1:
+            return _start_workers()
+        devices = device_lib.choose_devices(
+            num_devices=values.num_devices, device_type=values.device_type
         )
-    problems += path_problems("report", values.report, ".json")
-    problems += path_problems("csv", values.csv, ".csv")
-    problems += plot_problems(values.plot)
-    return problems
-
-
-def _run_as_workers(arguments: Sequence[str], values: flags.FlagValues) -> int | None:
-    """Starts the same command in each process; None where this process is to measure."""
-    if values.nproc_per_node is None:
-        return None
-    try:
-        cluster = Cluster.from_env()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if cluster.num_workers == values.nproc_per_node:
-        return None
-    if cluster.num_workers > 1:
+    if len(devices) < 2:
         raise UsageError(
-            f"This process is one of {cluster.num_workers} workers already ({cluster.source}). "
-            f"Received: --nproc_per_node={values.nproc_per_node}. Drop the flag."
+            "An all-reduce needs two ranks. Received: one device. Add --num_devices=4, or "
+            "--nproc_per_node=2 for processes."
         )
-    command = (sys.executable, "-m", "tfparallel", "bench", *arguments)
-    return launch.main([f"--nproc_per_node={values.nproc_per_node}", "--", *command])
+    return devices
+
+
+def _participants(
+    collective: str, values: flags.FlagValues, started: ProcessGroup | list[str], parts
+) -> tuple[World, list[Contender]]:
+    """Who takes part and what is measured: the workers of a job, or this process's devices."""
+    if isinstance(started, ProcessGroup):
+        every = worker_contenders(started)
+        found = [c for c in every if collective in c.collectives]
+        lacking = {c.name: f"it has no {collective}" for c in every if c not in found}
+        names = _chosen(values, [c.name for c in found], worker_refusals(started) | lacking)
+        return Workers(started), [c for c in found if c.name in names]
+    if collective != "all_reduce":
+        raise UsageError(
+            "Between the devices of one process all_reduce is measured. Processes are required for "
+            f"another collective. Received: {collective}. Add --nproc_per_node=2."
+        )
+    refused = cross_device.refusals(started)
+    names = _chosen(values, cross_device.runnable(started), refused)
+    return OneProcess(len(started), started), list(device_contenders(started, names, parts))
+
+
+def _start_workers():
+    try:
+        with quiet_stderr():
+            return MultiWorkerMirroredStrategy.of_process().workers
+    except RuntimeError as error:
+        raise StartError(str(error)) from error
+
+
+def _chosen(values, runnable: Sequence[str], refused: dict[str, str]) -> list[str]:
+    if values.algorithms == ["all"]:
+        return list(runnable)
+    unknown = [name for name in values.algorithms if name not in runnable]
+    if unknown or not values.algorithms:
+        raise UsageError(cross_device.unknown(unknown or ["nothing"], runnable, refused))
+    return list(dict.fromkeys(values.algorithms))
+
+
+def _settings(collective, world, values, parts=None) -> dict[str, object]:
+    found = versions()
+    sizes = f"{values.min_bytes} to {values.max_bytes}, factor {values.step_factor}"
+    if parts is not None:
+        sizes = f"the {len(parts)} gradients of the model, together"
+    return {
+        "collective": f"{collective}, type {values.dtype}",
+        "ranks": world.place,
+        "sizes": sizes,
+        "iterations": f"{values.iters}, warm-up {values.warmup_iters}, algorithms interleaved",
+        "time": "median of the slowest rank's, the null step (no exchange) included",
+        "validation": "whole numbers exact, random ones within the rounding of 2n terms"
+        if collective in REDUCING
+        else "every element exact",
+        "machine": f"{os.cpu_count()} logical cores, {platform.machine()}",
+        "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
+    }
+
+
+def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> None:
+    """Prints the cost model and the winners, and writes what the flags ask for.
+
+    Args:
+        values: The command's flags.
+        world: Who took part.
+        rows: The sweep.
+    """
+    shared = isinstance(world, OneProcess)
+    is_sweep = len({row.size_bytes for row in rows}) > 1
+    num_cores = os.cpu_count() if len(set(world.names)) == 1 else None
+    found = models.fitted(rows, shared, num_cores) if is_sweep else {}
+    winners = ", ".join(f"{name} from {size} B" for size, name in models.fastest(rows))
+    print(f"# Fastest, as measured : {winners}")
+    for transport, model in found.items():
+        print(f"# Cost model, {transport:<8} : {models.describe(model)}")
+    bandwidth = None
+    if values.plot is not None or values.report is not None:
+        bandwidth = memory_bandwidth()
+    if values.report is not None:
+        content = {
+            "configuration": resolved(values),
+            "environment": _environment(world, bandwidth),
+            "models": {name: models.as_json(model) for name, model in found.items()},
+            "rows": [row.as_json() for row in rows],
+        }
+        with _written(values.report) as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+    if values.csv is not None:
+        records = [row.as_json() for row in rows]
+        with _written(values.csv) as file:
+            writer = csv.DictWriter(file, fieldnames=list(records[0]))
+            writer.writeheader()
+            writer.writerows(records)
+    if values.plot is not None:
+        title = f"{rows[0].collective}, {rows[0].dtype}, {world.place}"
+        # Matplotlib is an extra: loaded where it is asked for.
+        plot = importlib.import_module("tfparallel.bench.plot")
+        plot.draw(values.plot, rows, title=title, models=found, bandwidth=bandwidth, shared=shared)
+        print(f"wrote {values.plot}")
+    if values.save_profile:
+        save_profile(world.names, rows)
+
+
+def save_profile(names: Sequence[str], rows: Sequence[Row]) -> None:
+    """Keeps a sweep, as lower quartiles, for `--all_reduce=auto`."""
+    times: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        times.setdefault(row.algorithm, []).append((row.size_bytes, row.quantile_seconds(0.25)))
+    print(f"wrote {profile.save(names, times)}")
+
+
+def _environment(world, bandwidth) -> dict[str, Any]:
+    return {
+        "place": world.place,
+        "num_cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "memory_bandwidth": bandwidth,
+        "versions": versions(),
+    }
+
+
+@contextlib.contextmanager
+def _written(path) -> Iterator[Any]:
+    with open(path, "w", newline="") as file:
+        yield file
+    print(f"wrote {path}")
+
+
+def gradient_counts(task: Task) -> list[int]:
+    """Returns the elements of each gradient of a task's model.
+
+    Raises:
+        TaskError: If nothing in it is trained.
+    """
+    model = task.build_model()
+    if not model.built:
+        data, _ = task.load_data()
+        if not isinstance(data, tuple):
+            raise TaskError(
+                f"The model of {task.name} is built by its first batch, and the sizes of its "
+                "gradients are needed before. A built model is required. Received: a model "
+                "without variables. Begin it with a `keras.Input`."
+            )
+        model(keras.tree.map_structure(lambda leaf: leaf[:1], data[0]))
+    counts = [int(variable.value.shape.num_elements()) for variable in model.trainable_variables]
+    if not counts:
+        raise TaskError(
+            f"The model of {task.name} has no gradients to reduce. At least one trainable "
+            "variable is required. Received: none."
+        )
+    return counts
+
+
+def advice(rows: Sequence[Row], num_tensors: int) -> str:
+    """Returns one line: which algorithm to take for a model, and what it saves."""
+    default = next((row for name in _DEFAULTS for row in rows if row.algorithm == name), None)
+    best = min(rows, key=lambda row: row.median_seconds)
+    size = f"{rows[0].size_bytes / 1e6:.3g} MB in {num_tensors} tensors"
+    if default is None:
+        return (
+            f"for this model, {size}: {best.algorithm} is the fastest of those measured "
+            f"({_milliseconds(best.median_seconds)} a step)"
+        )
+    saved = default.median_seconds - best.median_seconds
+    if saved < MIN_GAIN * default.median_seconds:
+        return (
+            f"for this model, {size}: keep TensorFlow's default "
+            f"({_milliseconds(default.median_seconds)} a step); nothing saves {MIN_GAIN:.0%} of it"
+        )
+    return (
+        f"for this model, {size}: take --all_reduce={best.algorithm}; it saves "
+        f"{_milliseconds(saved)} a step ({_milliseconds(best.median_seconds)} instead of "
+        f"{_milliseconds(default.median_seconds)})"
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2g} ms"

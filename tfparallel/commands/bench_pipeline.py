@@ -12,81 +12,16 @@ from typing import Any
 
 from absl import flags
 
-from tfparallel.commands.flags import (
-    Command,
-    StartError,
-    UsageError,
-    path_problems,
-    plot_problems,
-    report_flag,
-)
-from tfparallel.commands.runner import run_beside_task
-from tfparallel.layout.layout import RECOMPUTES
+from tfparallel.commands.exits import StartError
 
-__all__ = ["main"]
+__all__ = ["run"]
 
-_COMMAND = Command(
-    name="bench pipeline",
-    summary="Measures a task's step for each number of stages, of micro-batches and schedule: each "
-    "stage is a process on a core of its own. Beside each the step that the schedule should take "
-    "with the stages' measured times, and the bubble; and plain Keras in one process on one core.",
-    example="tfparallel bench pipeline models/transformer.py --num_devices=2 "
-    "--num_micro_batches=2,4,8 --schedule=gpipe,1f1b --report=pipeline.json --plot=pipeline.png",
-)
-_JOB = "tfparallel.commands.bench_pipeline_job"
 _DEADLINE_SECONDS = 900.0
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
-_CHOICES = {
-    "schedule": ("gpipe", "1f1b", "interleaved"),
-    "recompute": RECOMPUTES,
-}
 
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code."""
-    return run_beside_task(_COMMAND, _flags(), _problems, _bench, arguments)
-
-
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_list("num_devices", ["2"], "Numbers of stages' processes.", flag_values=values)
-    flags.DEFINE_list(
-        "num_micro_batches", ["2", "4", "8"], "Numbers of micro-batches.", flag_values=values
-    )
-    flags.DEFINE_list(
-        "schedule", ["gpipe", "1f1b"], "Of gpipe, 1f1b and interleaved.", flag_values=values
-    )
-    flags.DEFINE_list("recompute", ["never"], "Of never, always, except_last.", flag_values=values)
-    flags.DEFINE_enum(
-        "batch_normalization", None, ("deferred",), "As for `train`.", flag_values=values
-    )
-    flags.DEFINE_integer("global_batch_size", 64, "Examples in a step.", flag_values=values)
-    flags.DEFINE_integer("steps", 20, "Timed steps of each.", flag_values=values)
-    report_flag(values, "Write all figures here (.json).")
-    flags.DEFINE_string("plot", None, "Draw the steps here (.png).", flag_values=values)
-    return values
-
-
-def _problems(values) -> list[str]:
-    problems = path_problems("report", values.report, ".json")
-    problems += plot_problems(values.plot)
-    for name in ("num_devices", "num_micro_batches"):
-        given = getattr(values, name)
-        if not given or any(not text.isdigit() or int(text) < 1 for text in given):
-            problems.append(
-                f"Whole numbers of at least 1 are required. Received: --{name}={','.join(given)}."
-            )
-    for name, choices in _CHOICES.items():
-        unknown = [text for text in getattr(values, name) if text not in choices]
-        if unknown:
-            problems.append(f"--{name} takes {', '.join(choices)}. Received: {', '.join(unknown)}.")
-    for name in ("steps", "global_batch_size"):
-        if getattr(values, name) < 1:
-            problems.append(f"At least 1 is required. Received: --{name}={getattr(values, name)}.")
-    return problems
-
-
-def _bench(path: str, values) -> int:
+def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
+    """Measures each pipeline that the flags name, and plain Keras; returns the exit code."""
+    (path,) = positional
     plain = _run(path, values, ["--parallel=none"], num_processes=1)
     print(f"plain Keras, one process on one core: {_ms(plain['step_seconds'])} a step", flush=True)
     print(_line(_HEAD), flush=True)
@@ -126,11 +61,11 @@ def _run(path, values, asked, num_processes) -> dict[str, Any]:
     """Measures one of them, in processes of its own; returns what the job reports."""
     with tempfile.TemporaryDirectory() as folder:
         report = os.path.join(folder, "row.json")
-        job = [sys.executable, "-m", _JOB, path, *asked, f"--report={report}"]
+        tfparallel = [sys.executable, "-m", "tfparallel"]
+        job = [*tfparallel, "bench", "pipeline_job", path, *asked, f"--report={report}"]
         job += [f"--steps={values.steps}", f"--global_batch_size={values.global_batch_size}"]
         if num_processes > 1:
-            launch = [sys.executable, "-m", "tfparallel", "launch"]
-            job = [*launch, f"--nproc_per_node={num_processes}", "--", *job]
+            job = [*tfparallel, "launch", f"--nproc_per_node={num_processes}", "--", *job]
         try:
             done = subprocess.run(
                 job,
@@ -199,13 +134,8 @@ def _ms(seconds: float) -> str:
 
 def _plot(path, task, plain, rows) -> None:
     """Draws steps over micro-batches, a line for each number of stages and schedule."""
-    try:
-        from matplotlib.figure import Figure  # Heavy, and an extra: pictures alone need it.
-    except ImportError as error:
-        raise UsageError(
-            f"A picture needs matplotlib, which is missing. Received: --plot={path}. Install it "
-            "(`pip install matplotlib`), or leave the flag out."
-        ) from error
+    from matplotlib.figure import Figure  # Heavy, and an extra: pictures alone need it.
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     kinds = dict.fromkeys((row["num_devices"], row["schedule"], row["recompute"]) for row in rows)

@@ -1,51 +1,136 @@
-"""One measurement of `bench pipeline`, in its own processes, each on a core of its own.
+"""One measurement of `bench pipeline`, in processes of its own, each on a core of its own.
 
-Started by that program: `python -m tfparallel.commands.bench_pipeline_job TASK.py --parallel=…`.
+That program starts them: `tfparallel bench pipeline_job TASK.py --parallel=…`.
 """
 
-import importlib
 import os
-import sys
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import keras
+import tensorflow as tf
 from absl import flags
 
 from tfparallel.cluster.spec import Cluster
-from tfparallel.commands.flags import Command, path_problems
-from tfparallel.commands.parallelism_flags import common_flags, common_problems
-from tfparallel.commands.runner import run_with_task
+from tfparallel.commands.options import TrainOptions
+from tfparallel.commands.parallelism import start_parallelism
+from tfparallel.data.batches import first_batches
+from tfparallel.device_memory import peak_bytes_of_gpus, peak_tensor_bytes
+from tfparallel.devices import list_devices
+from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
+from tfparallel.layout.simulator import simulate, theoretical_bubble
+from tfparallel.pipeline.measure import measured_timelines, median_timeline, stage_seconds
+from tfparallel.placement.report import held_by_device
+from tfparallel.seams.keras import storage_of
+from tfparallel.task import load_task
 
-__all__ = ["main"]
+__all__ = ["run"]
 
-_COMMAND = Command(
-    name="bench_pipeline_job",
-    summary="Measures one pipeline, or plain Keras in one process.",
-    example="tfparallel bench pipeline models/transformer.py",
-)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the program and returns its exit code."""
-    return run_with_task(_COMMAND, _flags(), _problems, _measure, arguments)
-
-
-def _flags() -> flags.FlagValues:
-    values = common_flags()
-    flags.DEFINE_integer("steps", 20, "Timed steps.", flag_values=values)
-    flags.DEFINE_string("report", None, "Where the figures go (.json).", flag_values=values)
-    return values
+_NUM_WARM_UP_STEPS = 3
+_NUM_TIMELINES = 7
 
 
-def _problems(values: flags.FlagValues) -> list[str]:
-    return common_problems(values) + path_problems("report", values.report, ".json")
+def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
+    """Measures what the flags say, and writes it as JSON.
 
-
-def _measure(path: str, values: flags.FlagValues) -> int:
+    A process that has served process 0 to its end writes what its own tensors took, to a file that
+    has its rank behind the report's name.
+    """
+    (path,) = positional
     if hasattr(os, "sched_setaffinity"):  # Before TensorFlow makes its threads.
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[Cluster.from_env().worker_index % len(cores)]})
-    return importlib.import_module("tfparallel.commands.benching_pipeline").measure(path, values)
+    try:
+        parallelism = start_parallelism(TrainOptions.of(values), {"command": "bench pipeline"})
+    except SystemExit as ended:
+        if not ended.code:
+            write_report(f"{values.report}.{os.environ['RANK']}", _peaks_of_this_process())
+        raise
+    keras.utils.set_random_seed(values.seed)
+    task = load_task(path)
+    data, _ = task.load_data()
+    batch, _ = first_batches(  # The last one is short.
+        data, global_batch_size=values.global_batch_size, seed=values.seed, num_batches=2
+    )
+    batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
+    model = parallelism.build(task.build_model)
+    task.compile_model(model)
+    found: dict[str, Any] = {
+        "versions": versions(),
+        "num_parameters": model.count_params(),
+        "num_examples": len(keras.tree.flatten(batch)[0]),
+    }
+    model._symbolic_build(data_batch=batch)  # The metrics' variables: Keras's own first act.
+    step = tf.function(model.train_step, autograph=False)
+    found["step_seconds"] = _median_seconds(lambda: step(batch), values.steps)
+    if parallelism.name == "pipeline":
+        found |= _of_pipeline(model, batch, found["step_seconds"])
+    else:
+        found["peak_memory_bytes"] = [peak_memory_bytes()]
+        found |= {name: [peak] for name, peak in _peaks_of_this_process().items()}
+    write_report(values.report, found)
+    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _peaks_of_this_process() -> dict[str, Any]:
+    """What its tensors took, on the host and on each of its GPUs."""
+    return {
+        "peak_tensor_bytes": peak_tensor_bytes(),
+        "peak_gpu_bytes": peak_bytes_of_gpus(list_devices("GPU")),
+    }
+
+
+def _of_pipeline(model, batch, step_seconds) -> dict[str, Any]:
+    # Before anything else takes memory.
+    own = _peaks_of_this_process()
+    peaks = [held.get("peak_memory_bytes", 0) for held in held_by_device(model)]
+    timelines = measured_timelines(model, batch, _NUM_TIMELINES)
+    passes, stages = median_timeline(timelines), stage_seconds(timelines)
+    simulated = simulate(model.schedule, stages)
+    update = _update_seconds(model)
+    around = statistics.median(timeline.around for timeline in timelines)
+    number = model.schedule.num_micro_batches
+    serial = number * sum(stage.forward + stage.backward for stage in stages)
+    return {
+        "peak_memory_bytes": peaks,
+        **{name: [peak] for name, peak in own.items()},
+        "stages": [vars(stage) for stage in stages],
+        "passes_seconds": passes.makespan,
+        "update_seconds": update,
+        "around_seconds": around,
+        "bubble": passes.bubble,
+        "bubble_of_equal_stages": theoretical_bubble(model.schedule),
+        "simulated_bubble": simulated.bubble,
+        "simulated_step_seconds": around + simulated.makespan + update,
+        "one_after_the_other_seconds": around + serial + update,
+        "over_one_after_the_other": (around + serial + update) / step_seconds,
+        "ideal_over_one_after_the_other": serial / simulated.makespan,
+        "most_in_flight": passes.most_in_flight(),
+    }
+
+
+def _update_seconds(model) -> float:
+    """Of the optimizer alone, with gradients as large as the weights: with zeros it takes less."""
+
+    @tf.function(autograph=False)
+    def update():
+        gradients = []
+        for variable in model.trainable_variables:
+            with tf.device(storage_of(variable).device):
+                gradients.append(tf.identity(storage_of(variable)))
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": tf.zeros([])}
+
+    return _median_seconds(update, 10)
+
+
+def _median_seconds(step: Callable[[], dict[str, Any]], num_steps: int) -> float:
+    seconds = []
+    for _ in range(_NUM_WARM_UP_STEPS + num_steps):
+        started = time.perf_counter()
+        for value in keras.tree.flatten(step()):
+            value.numpy()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[_NUM_WARM_UP_STEPS:])

@@ -13,27 +13,13 @@ from typing import Any
 from absl import flags
 
 from tfparallel.cluster.environment import available_cores
-from tfparallel.commands.flags import (
-    Command,
-    StartError,
-    path_problems,
-    plot_problems,
-    report_flag,
-)
-from tfparallel.commands.runner import run_beside_task
+from tfparallel.commands.exits import StartError
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.flight.diagnosis import verdict
 from tfparallel.flight.job import Split
 
-__all__ = ["main"]
+__all__ = ["run"]
 
-_COMMAND = Command(
-    name="bench train",
-    summary="Trains a task for some steps on each number of workers, all with the same threads "
-    "each: with the same batch in all (strong scaling), and with the same rows a worker (weak). "
-    "Says where the time of a step goes, and what holds it up.",
-    example="tfparallel bench train models/digits_cnn.py --nproc_per_node=1,2 --plot=scaling.png",
-)
 _DEADLINE_SECONDS = 900.0
 _PARTS = ("input", "compute", "reduction", "waiting", "between")
 
@@ -69,62 +55,9 @@ class Scaling:
         return sum(getattr(split, part) for split in self.splits) / len(self.splits)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code."""
-    return run_beside_task(_COMMAND, _flags(), _problems, _bench, arguments)
-
-
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_list(
-        "nproc_per_node", ["1", "2"], "Numbers of workers, each on this host.", flag_values=values
-    )
-    flags.DEFINE_integer("global_batch_size", 64, "Rows of a step, in all.", flag_values=values)
-    flags.DEFINE_integer("steps", 100, "Steps of each run.", flag_values=values)
-    flags.DEFINE_string(
-        "all_reduce", None, "What sums the gradients; as for train.", flag_values=values
-    )
-    flags.DEFINE_string(
-        "inject", None, "A fault for runs of several workers; as for train.", flag_values=values
-    )
-    flags.DEFINE_float(
-        "link_gbits",
-        None,
-        "What the link between the workers' hosts carries, in Gbit/s, for the verdict.",
-        flag_values=values,
-    )
-    report_flag(values, "Write all figures here (.json).")
-    flags.DEFINE_string(
-        "plot", None, "Draw the split of a step, and the scaling (.png).", flag_values=values
-    )
-    return values
-
-
-def _problems(values) -> list[str]:
-    problems = []
-    numbers = values.nproc_per_node
-    if not numbers or not all(text.isdecimal() and int(text) >= 1 for text in numbers):
-        problems.append(
-            "--nproc_per_node must be numbers of workers, such as 1,2,4. Received: "
-            f"--nproc_per_node={','.join(numbers)}."
-        )
-    for name, least in (("global_batch_size", 1), ("steps", 10)):
-        if getattr(values, name) < least:
-            problems.append(
-                f"At least {least} is required. Received: --{name}={getattr(values, name)}."
-            )
-    if values.link_gbits is not None and values.link_gbits <= 0:
-        problems.append(f"--link_gbits must be positive. Received: {values.link_gbits}.")
-    if values.inject is not None:
-        try:
-            parse_fault(values.inject)
-        except ValueError as error:
-            problems.append(str(error))
-    problems += path_problems("report", values.report, ".json")
-    return problems + plot_problems(values.plot)
-
-
-def _bench(path: str, values) -> int:
+def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
+    """Trains on each number of workers, and says how it scales; returns the exit code."""
+    (path,) = positional
     numbers = sorted({int(text) for text in values.nproc_per_node})
     rows = values.global_batch_size
     strong = {number: _run(path, values, number, rows, max(numbers)) for number in numbers}

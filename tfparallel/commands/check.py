@@ -1,71 +1,170 @@
 """`tfparallel check TASK.py`: does a model train in parallel to the weights of one device."""
 
 import importlib
+import inspect
+import time
 from collections.abc import Sequence
 
+import keras
+import tensorflow as tf
 from absl import flags
 
-from tfparallel.commands.flags import Command, path_problems, plot_problems
-from tfparallel.commands.parallelism_flags import common_flags, common_problems, numbers_flags
-from tfparallel.commands.runner import run_with_task
+from tfparallel.activity import Activity
+from tfparallel.commands.auto_parallelism import start_chosen_parallelism
+from tfparallel.commands.exits import UsageError
+from tfparallel.commands.flags import resolved
+from tfparallel.commands.options import TrainOptions
+from tfparallel.commands.precision import compiling, use_precision
+from tfparallel.data.batches import first_batches
+from tfparallel.device_memory import peak_bytes_of_gpus
+from tfparallel.diagnostics.check import check_parity, uneven_first
+from tfparallel.diagnostics.determinism import make_deterministic
+from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
+from tfparallel.engine.check_rows import exchange_moments, refusal_of
+from tfparallel.engine.proof import OfLayer, explained
+from tfparallel.extend import original_class
+from tfparallel.pipeline.batch_norm import grouped, ungrouped
+from tfparallel.task import load_task
 
-__all__ = ["main"]
-
-_COMMAND = Command(
-    name="check",
-    summary="Trains a task file on one device and in parallel, from the same weights on the "
-    "same batches, and compares every variable, beside what rounding alone makes of the model. "
-    "Exit code 1 if one differs.",
-    example="tfparallel check models/digits_cnn.py --parallel=data --num_devices=3 --steps=20",
-)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code."""
-    return run_with_task(_COMMAND, _flags(), _problems, _check, arguments)
-
-
-def _flags() -> flags.FlagValues:
-    values = common_flags()
-    flags.DEFINE_integer("steps", 20, "How many steps are trained.", flag_values=values)
-    flags.DEFINE_boolean(
-        "prove",
-        False,
-        "Train nothing: prove on the operations of the model that it treats each example by "
-        "itself, and print where the rows of the batch are in what each layer makes.",
-        flag_values=values,
-    )
-    numbers_flags(values)
-    flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
-    flags.DEFINE_string(
-        "plot",
-        None,
-        "Draw how the difference and the rounding floor grow, step by step (.png).",
-        flag_values=values,
-    )
-    return values
+__all__ = ["run"]
 
 
-def _problems(values: flags.FlagValues) -> list[str]:
-    problems = common_problems(values)
-    if values.steps < 1:
-        problems.append(f"At least one step is required. Received: --steps={values.steps}.")
-    if values.parallel == "none":
-        problems.append(
-            "A parallelism to check is required. Received: --parallel=none. Use --parallel=data."
-        )
-    for name in ("compression", "sync"):
-        if getattr(values, name) not in (None, "every_step"):
-            problems.append(
-                "What is checked is whether the weights are those of one device with an update in "
-                f"each step. Received: --{name}={getattr(values, name)}. Drop it, and look at the "
-                "accuracy that `tfparallel train` reaches with it."
-            )
-    problems += plot_problems(values.plot)
-    return problems + path_problems("report", values.report, ".json")
+def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
+    """Checks the task file as the flags say, and prints what it saw.
+
+    Returns:
+        0 if nothing differs, or if nothing is refused; else 1.
+
+    Raises:
+        TaskError: If the task file breaks its contract.
+        UsageError: If the devices do not exist.
+    """
+    (path,) = positional
+    return _prove(path, values) if values.prove else _check(path, values)
 
 
 def _check(path: str, values: flags.FlagValues) -> int:
-    if values.prove:
-        return importlib.import_module("tfparallel.commands.proving").prove(path, values)
-    return importlib.import_module("tfparallel.commands.checking").check(path, values)
+    started = time.perf_counter()
+    # All three before the task file is imported: it may start TensorFlow's
+    # runtime, and make layers, which take their type when they are made.
+    parallelism, _ = start_chosen_parallelism(
+        path, TrainOptions.of(values), {"command": "check"}
+    )
+    if parallelism.name == "none":
+        raise UsageError(
+            "A parallelism to check is required. Received: --parallel=auto, which takes one "
+            "device. Name the parallelism: --parallel=data."
+        )
+    on_gpu = any(device.startswith("GPU") for device in parallelism.devices)
+    by_xla = bool(values.jit_compile)
+    if on_gpu:
+        make_deterministic(operations=not by_xla)
+    use_precision(values.precision)
+    keras.utils.set_random_seed(values.seed)
+    task = load_task(path)
+    data, _ = task.load_data()
+    batches = uneven_first(
+        first_batches(
+            data,
+            global_batch_size=values.global_batch_size,
+            seed=values.seed,
+            num_batches=values.steps,
+        )
+    )
+    parallelism.say(
+        f"{task.name}: one device against {parallelism}; "
+        f"{values.steps} steps, global batch {values.global_batch_size}, seed {values.seed}, "
+        f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
+    )
+    if on_gpu:
+        operations = "" if by_xla else "deterministic operations are on, "
+        parallelism.say(f"on a GPU: {operations}TF32 is off")
+    built, build_single, unwrapped = [], task.build_model, lambda build: build
+    if values.batch_normalization is not None:
+        parallelism.say("on one device each micro-batch is normalized by its own statistics, too")
+        build_single = grouped(task.build_model, parallelism.num_pieces)
+        unwrapped = ungrouped
+
+    def build(build_model):
+        built.append(parallelism.build(unwrapped(build_model)))
+        return built[-1]
+
+    with Activity("building the model", is_shown=parallelism.is_chief) as activity:
+        report = check_parity(
+            build_single,
+            compiling(task.compile_model, values.jit_compile),
+            batches,
+            make_parallel_model=build,
+            seed=values.seed,
+            progress=activity.say,
+        )
+    if len(parallelism.devices) == 1 and parallelism.num_workers == 1:
+        report = report.with_note(
+            "Only one device takes part, so nothing is divided: add --num_devices=2 "
+            "--device_type=cpu."
+        )
+    ran = parallelism.all_reduce_report(built[-1])
+    joined = getattr(built[-1], "why_joined", None) or False
+    parallelism.say(str(report))
+    if values.plot is not None and parallelism.is_chief:
+        check_plot = importlib.import_module("tfparallel.diagnostics.check_plot")  # Matplotlib.
+        check_plot.draw(values.plot, report, title=f"{task.name}: one device against {parallelism}")
+        print(f"wrote {values.plot}")
+    peaks = peak_bytes_of_gpus(parallelism.devices)
+    if values.report is not None and parallelism.is_chief:
+        has_pieces = parallelism.name in ("data", "pipeline", "hybrid")
+        content = {
+            "command": "check",
+            "configuration": {"task": path, **resolved(values)},
+            "devices": parallelism.devices,
+            "num_workers": parallelism.num_workers,
+            "versions": versions(),
+            **report.to_json(),
+            **({"layout": built[-1].layout.to_json()} if parallelism.name != "none" else {}),
+            **({"all_reduce": ran} if ran is not None else {}),
+            **({"joined_outputs": joined} if has_pieces else {}),
+            "peak_memory_bytes": peak_memory_bytes(),
+            **({"peak_gpu_bytes": peaks} if peaks else {}),
+            "wall_time_seconds": time.perf_counter() - started,
+        }
+        write_report(values.report, content)
+        print(f"wrote {values.report}")
+    return 0 if report.passed else 1
+
+
+def _prove(path: str, values: flags.FlagValues) -> int:
+    """Judges the model of a task file, and prints where the rows are in what each layer makes."""
+    use_precision(values.precision)
+    keras.utils.set_random_seed(values.seed)
+    task = load_task(path)
+    data, _ = task.load_data()
+    (batch,) = first_batches(data, global_batch_size=2, seed=values.seed, num_batches=1)
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    model = task.build_model()
+    if not model.built:
+        model(x)
+    exchange_moments(model)
+    mode = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
+    proof, layers = explained(model, model.__call__, (x,), mode)
+    print(f"{task.name}: {proof.num_operations} operations, of any number of rows")
+    for line in _table(layers):
+        print(line)
+    if proof.fault is not None:
+        print(refusal_of(model, proof.fault))
+        return 1
+    print("Each output has a row for each example, made of that example alone.")
+    return 0
+
+
+def _table(layers: list[OfLayer]):
+    rows = [("layer", "class", "operations", "its output", "")]
+    for each in layers:
+        notes = [
+            *(["draws"] if each.draws else []),
+            *(["pieces exchange batch statistics"] if each.exchanges else []),
+        ]
+        name = original_class(each.layer).__name__
+        rows.append((each.path, name, str(each.num_operations), str(each.output), ", ".join(notes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,109 +1,106 @@
-"""What the programs share: help, usage errors, sizes and paths on the command line."""
+"""From the rows of the table: the flags that absl reads, and what is told of a mistake."""
 
 import importlib.util
+import math
 import os
 import re
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
 
-from tfparallel.cluster.preemption import TRY_AGAIN
-from tfparallel.cluster.worker_error import say_why
-from tfparallel.commands.help import Command, help_text
+from tfparallel import cuda_driver
+from tfparallel.cluster.environment import available_cores
+from tfparallel.commands.command_table import COMMANDS
+from tfparallel.commands.exits import UsageError
+from tfparallel.commands.flag import Excludes, Flag
+from tfparallel.commands.flag_table import EXCLUDES, IN_TASK, TABLE, flags_of
 
-__all__ = [
-    "Command",
-    "LostError",
-    "StartError",
-    "UsageError",
-    "parse",
-    "parse_checked",
-    "parse_flags_alone",
-    "parse_positional",
-    "path_problems",
-    "plot_problems",
-    "report_flag",
-    "resolved",
-    "run_command",
-]
+__all__ = ["defined", "flag_problems", "is_given", "parsed", "resolved", "value_of"]
 
 
-# What users of other tools type, and what it is here, where the command has it.
-_ELSEWHERE = {
-    "batch_size": ["global_batch_size"],
-    "gpus": ["num_devices", "nproc_per_node"],
-    "hosts": ["nnodes"],
-    "master_addr": ["rdzv_endpoint"],
-    "master_port": ["rdzv_endpoint"],
-    "mode": ["parallel"],
-    "n": ["nproc_per_node", "num_devices"],
-    "nodes": ["nnodes"],
-    "np": ["nproc_per_node"],
-    "num_gpus": ["num_devices", "nproc_per_node"],
-    "num_nodes": ["nnodes"],
-    "num_processes": ["nproc_per_node"],
-    "output": ["save", "report"],
-    "output_dir": ["checkpoint_dir", "log_dir"],
-    "parallelism": ["parallel"],
-    "per_device_batch_size": ["global_batch_size"],
-    "steps": ["steps_per_epoch"],
-    "workers": ["num_workers", "nproc_per_node"],
-}
-_IN_TASK = {
-    "learning_rate": "the optimizer's, in `compile_model(model)`",
-    "loss": "in `compile_model(model)`",
-    "lr": "the optimizer's, in `compile_model(model)`",
-    "metrics": "in `compile_model(model)`",
-    "optimizer": "in `compile_model(model)`",
-}
+class Counted(int):
+    """What a word came to on this host; another host may have more.
 
-
-class UsageError(Exception):
-    """A mistake on the command line; its text is shown and the exit code is 2."""
-
-
-class StartError(Exception):
-    """The workers of a job could not start together; its text is shown and the exit code is 1."""
-
-
-class LostError(Exception):
-    """Another worker has ended; the text is shown and this process ends at once.
-
-    Its code is 75: the same command may go on.
+    Attributes:
+        text: The word.
     """
 
+    text = ""
 
-def parse_positional(
-    command: Command, values: flags.FlagValues, arguments: Sequence[str]
-) -> list[str] | None:
-    """Parses the arguments of one program.
 
-    Args:
-        command: The program's name and texts.
-        values: Its flags; filled here.
-        arguments: What stands after the sub-command.
+class _Workers(flags.ArgumentParser):
+    """Reads --nproc_per_node, as torchrun does."""
 
-    Returns:
-        What is no flag, or None if help was asked for (and printed).
+    syntactic_help = "a number, gpu, cpu or auto"
+
+    def parse(self, argument):
+        """Returns the number of workers."""
+        if str(argument).removeprefix("-").isdecimal():
+            return int(argument)
+        num_gpus = cuda_driver.num_gpus()
+        numbers = {"gpu": num_gpus, "cpu": len(available_cores())}
+        numbers["auto"] = num_gpus or numbers["cpu"]
+        if argument not in numbers:
+            raise ValueError(f"{self.syntactic_help} is required")
+        number = Counted(numbers[argument])
+        number.text = argument
+        return number
+
+
+_DEFINE = {
+    "text": flags.DEFINE_string,
+    "whole": flags.DEFINE_integer,
+    "real": flags.DEFINE_float,
+    "switch": flags.DEFINE_bool,
+    "list": flags.DEFINE_list,
+    "repeated": flags.DEFINE_multi_string,
+}
+
+# A text means the same in every command.
+_READERS = {row.name: row.read for rows in TABLE.values() for row in rows if row.read is not None}
+
+
+def defined(command: str) -> flags.FlagValues:
+    """Returns the flags of a command, not parsed yet."""
+    values = flags.FlagValues()
+    for name, flag in flags_of(command).items():
+        if flag.choices is not None:
+            flags.DEFINE_enum(name, flag.default, tuple(flag.choices), flag.text, values)
+        elif flag.kind == "workers":
+            flags.DEFINE(_Workers(), name, flag.default, flag.text, values)
+        else:
+            _DEFINE[flag.kind](name, flag.default, flag.text, flag_values=values)
+        for other in flag.also:
+            flags.DEFINE_alias(other, name, values)
+    return values
+
+
+def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> list[str]:
+    """Fills the flags of a command; returns what is no flag.
 
     Raises:
-        UsageError: If a flag is unknown or has a bad value.
+        UsageError: If a flag is unknown, has a value of the wrong kind, or is given by two names.
     """
-    if any(argument in ("-h", "-help", "--help") for argument in arguments):
-        print(help_text(command, values))
-        return None
+    spelled = [_spelled(values, text) for text in arguments]
     try:
-        return values([command.name, *(_spelled(values, text) for text in arguments)])[1:]
+        positional = values([command, *spelled])[1:]
     except flags.UnrecognizedFlagError as error:
         raise UsageError(_unknown(command, values, str(error), error.flagname)) from error
     except flags.IllegalFlagValueError as error:
         raise UsageError(_in_words(str(error))) from error
     except flags.Error as error:
         raise UsageError(str(error)) from error
+    for name, flag in flags_of(command).items():
+        typed = {text.partition("=")[0] for text in spelled}
+        names = [f"--{each}" for each in (name, *flag.also) if f"--{each}" in typed]
+        if len(names) > 1:
+            told = [text for text in spelled if text.partition("=")[0] in names]
+            raise UsageError(
+                f"{names[1]} is another name for {names[0]}. Received: {' with '.join(told)}. "
+                "Drop one of the two."
+            )
+    return positional
 
 
 def _in_words(told):
@@ -130,18 +127,19 @@ def _in_words(told):
 def _unknown(command, values, told, name):
     """What absl says of a flag that there is not, as a sentence."""
     alike = re.search(r"Did you mean: (.*?) ?\?", told)
-    meant = [f"--{each}" for each in _ELSEWHERE.get(name.replace("-", "_"), ()) if each in values]
+    typed = name.replace("-", "_")
+    meant = [f"--{each.name}" for each in flags_of(command).values() if typed in each.elsewhere]
     if meant:
         fix = f"Here it is {' or '.join(meant)}."
-    elif name in _IN_TASK and "TASK" in command.arguments:
-        fix = f"The task file says it: {_IN_TASK[name]}."
+    elif typed in IN_TASK and COMMANDS[command].is_on_task:
+        fix = f"The task file says it: {IN_TASK[typed]}."
     elif alike is None:
-        fix = f"`tfparallel {command.name} --help` shows the flags."
-        if "PROGRAM" in command.arguments:
+        fix = f"`tfparallel {command} --help` shows the flags."
+        if COMMANDS[command].runs_program:
             fix += f" A program's own flags come after the program: `-- PROGRAM --{name}`."
     else:
         fix = "Did you mean " + " or ".join(f"--{each}" for each in alike[1].split(" or ")) + "?"
-    return f"--{name} is no flag of `{command.name}`. {fix}"
+    return f"--{name} is no flag of `{command}`. {fix}"
 
 
 def _spelled(values, argument):
@@ -156,174 +154,115 @@ def _spelled(values, argument):
     return f"--{'no' * bool(found[1])}{name}{found[3] or ''}" if name in values else argument
 
 
-def parse(command: Command, values: flags.FlagValues, arguments: Sequence[str]) -> str | None:
-    """Parses the arguments of a program on one task file, whose path it returns.
-
-    As `parse_positional`; it is a `UsageError` too if there is not exactly one task file.
-    """
-    positional = parse_positional(command, values, arguments)
-    if positional is None:
-        return None
-    if len(positional) != 1:
-        raise UsageError(
-            f"tfparallel {command.name} takes exactly one task file. "
-            f"Received: {positional}. Example: {command.example}"
-        )
-    return positional[0]
+def flag_problems(command: str, values: flags.FlagValues) -> list[str]:
+    """Returns what the rows say is wrong with the values, each for itself and together."""
+    rows = flags_of(command)
+    problems = [problem for row in rows.values() for problem in _alone(row, values)]
+    for row in rows.values():
+        problems += _without(row, values)
+    for excludes in EXCLUDES:
+        problems += _together(excludes, values)
+    return problems
 
 
-def parse_flags_alone(
-    command: Command,
-    values: flags.FlagValues,
-    problems_of: Callable[[flags.FlagValues], list[str]],
-    arguments: Sequence[str],
-) -> bool:
-    """Parses the arguments of a program that takes nothing but flags.
-
-    Args:
-        command: The program's name and texts.
-        values: Its flags; filled here.
-        problems_of: Returns what is wrong with them.
-        arguments: What stands after the sub-command.
-
-    Returns:
-        Whether the program is to run; False if help was asked for (and printed).
-
-    Raises:
-        UsageError: If there is anything else, or something is wrong with a flag.
-    """
-
-    def problems(values, positional):
-        found = problems_of(values)
-        if positional:
-            program = f"tfparallel {command.name} {command.arguments}".removesuffix(" [--flags]")
-            told = f"{program} takes flags alone. Received: {positional}. Example: "
-            found.insert(0, told + command.example)
-        return found
-
-    return parse_checked(command, values, problems, arguments) is not None
-
-
-def parse_checked(
-    command: Command,
-    values: flags.FlagValues,
-    problems_of: Callable[[flags.FlagValues, list[str]], list[str]],
-    arguments: Sequence[str],
-) -> list[str] | None:
-    """Parses the arguments of one program, and tells all that is wrong with them at once.
-
-    Args:
-        command: The program's name and texts.
-        values: Its flags; filled here.
-        problems_of: Returns what is wrong with the flags, and with what is no flag.
-        arguments: What stands after the sub-command.
-
-    Returns:
-        What is no flag, or None if help was asked for (and printed).
-
-    Raises:
-        UsageError: If something is wrong.
-    """
-    positional = parse_positional(command, values, arguments)
-    if positional is None:
-        return None
-    if problems := problems_of(values, positional):
-        raise UsageError("\n".join(problems))
-    return positional
+def _alone(row: Flag, values) -> Iterator[str]:
+    value = values[row.name].value
+    if value is None:
+        return
+    received = f"Received: {_shown(values, row.name)}."
+    if row.least is not None or row.above is not None:
+        lowest = row.least if row.least is not None else math.nextafter(row.above, math.inf)
+        highest = row.most if row.most is not None else math.inf
+        if not lowest <= value <= highest or math.isinf(value):
+            required = f"at least {row.least:g}" if row.above is None else f"above {row.above:g}"
+            if row.most is not None:
+                required = f"from {row.least} to {row.most}"
+            elif math.isinf(value):
+                required = f"a number, {required}"
+            yield f"--{row.name} must be {required}. {received}"
+    if row.read is not None:
+        try:
+            row.read(value)
+        except ValueError as error:
+            yield f"--{row.name}: {error}"
+    if row.ending is not None:
+        yield from _unwritable(row, value, received)
+    if row.needs_package is not None:
+        package, name = row.needs_package
+        if importlib.util.find_spec(package) is None:
+            yield (
+                f"--{row.name} needs {package}, which is not installed. {received} Install it: "
+                f"pip install {name}"
+            )
 
 
-def path_problems(name: str, path: str | None, suffix: str) -> list[str]:
-    """Returns why the file of the flag `name` could not be written at the end."""
-    if path is None:
-        return []
-    problems = []
-    if not path.endswith(suffix):
-        problems.append(f"The path must end in {suffix}. Received: --{name}={path}.")
+def _unwritable(row: Flag, path: str, received: str) -> Iterator[str]:
+    """Why a file could not be written at the end."""
+    if not path.endswith(tuple(row.ending.split(" or "))):
+        yield f"The path must end in {row.ending}. {received}"
     parent = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
-        problems.append(f"The path is a folder; a file is required. Received: --{name}={path}.")
+        yield f"The path is a folder; a file is required. {received}"
     elif not os.path.isdir(parent):
-        problems.append(
-            f"The folder to write to does not exist. Received: --{name}={path}. "
-            f"Create it: mkdir -p {os.path.dirname(path)}"
-        )
+        create = f"Create it: mkdir -p {os.path.dirname(path)}"
+        yield f"The folder to write to does not exist. {received} {create}"
     elif not os.access(parent, os.W_OK):
-        problems.append(f"The folder cannot be written to. Received: --{name}={path}.")
-    return problems
+        yield f"The folder cannot be written to. {received}"
 
 
-def report_flag(values: flags.FlagValues, text: str) -> None:
-    """Adds --report, and --json as another name of it, which some programs had alone."""
-    flags.DEFINE_string("report", None, text, flag_values=values)
-    flags.DEFINE_alias("json", "report", values)
+def _without(row: Flag, values) -> Iterator[str]:
+    """What a flag needs, where that is not there."""
+    if row.only_with is None or not is_given(values, row.name) or _holds(values, row.only_with):
+        return
+    name, _, words = row.only_with.partition("=")
+    *firsts, last = (f"--{name}={words.split('|')[0]}", *words.split("|")[1:])
+    needed = f"{', '.join(firsts)} or {last}" if firsts else last if words else f"--{name}"
+    beside = f" with {_shown(values, name)}" if values[name].value is not None else " alone"
+    add = f"--{name}={words.split('|')[0]}" if words else f"--{name}"
+    yield (
+        f"--{row.name} is for {needed}. Received: {_shown(values, row.name)}{beside}. Drop "
+        f"--{row.name}, or {'take' if words else 'add'} {add}."
+    )
 
 
-def plot_problems(path: str | None) -> list[str]:
-    """Returns why the picture that --plot asks for could not be drawn or written at the end."""
-    problems = path_problems("plot", path, ".png")
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        problems.append(
-            f"--plot needs matplotlib, which is not installed. Received: --plot={path}. Install "
-            "it: pip install 'tfparallel[bench]'"
-        )
-    return problems
+def _together(excludes: Excludes, values) -> Iterator[str]:
+    if all(_holds(values, each) for each in excludes.these):
+        given = [_shown(values, each.partition("=")[0]) for each in excludes.these]
+        yield f"{excludes.why} Received: {' with '.join(given)}. {excludes.fix}"
+
+
+def _holds(values, condition: str) -> bool:
+    """Whether a flag is given, or has one of the values that the condition names."""
+    name, _, words = condition.partition("=")
+    if name not in values:
+        return False
+    if not words:
+        return is_given(values, name)
+    return str(values[name].value).partition(":")[0] in words.split("|")
+
+
+def is_given(values: flags.FlagValues, name: str) -> bool:
+    """Whether a flag says something else than it says where it is absent."""
+    return values[name].value != values[name].default
+
+
+def _shown(values, name: str) -> str:
+    """A flag as it may be typed."""
+    value = values[name].value
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no{name}"
+    if isinstance(value, list):
+        value = ",".join(value)
+    return f"--{name}={getattr(value, 'text', value)}"
+
+
+def value_of(values: flags.FlagValues, name: str) -> Any:
+    """Returns what a flag means: its text as it is read."""
+    value, read = values[name].value, _READERS.get(name)
+    return value if value is None or read is None else read(value)
 
 
 def resolved(values: flags.FlagValues) -> dict[str, Any]:
     """Returns every flag with its value, those left at None aside."""
     every = {name: values[name].value for name in sorted(values) if name not in ("?", "json")}
     return {name: value for name, value in every.items() if value is not None}
-
-
-def run_command(name: str, run: Callable[[], int], input_errors: tuple[type, ...]) -> int:
-    """Runs a program's body and turns the user's mistakes into exit code 2.
-
-    Args:
-        name: The sub-command, for the message.
-        run: The body.
-        input_errors: The exceptions that are mistakes in the input, beside
-            `UsageError`. Anything else keeps its traceback.
-
-    Returns:
-        The exit code.
-    """
-    try:
-        return _flushed(name, run())
-    except BrokenPipeError:
-        # Whoever read the output has gone (`| head`).
-        _drop_output()
-        return 128 + signal.SIGPIPE
-    except (UsageError, *input_errors) as error:
-        cause = error.__cause__
-        if cause is not None and not isinstance(error, UsageError):
-            traceback.print_exception(cause)
-        say_why(f"tfparallel {name}: {error}")
-        return 2
-    except StartError as error:
-        say_why(f"tfparallel {name}: {error}")
-        return 1
-    except LostError as error:
-        say_why(f"tfparallel {name}: {error}")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Past TensorFlow's own end, which waits seconds for the workers that are gone.
-        os._exit(TRY_AGAIN)
-
-
-def _flushed(name, code):
-    """Writes what is left of the output; returns the exit code, 1 where a full disk spoils a 0."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _drop_output()
-        if code == 0:
-            print(f"tfparallel {name}: the output is not whole: {error}", file=sys.stderr)
-            return 1
-    return code
-
-
-def _drop_output():
-    """Drops what cannot be written: at its end Python would try again, and fail with code 120."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

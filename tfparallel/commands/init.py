@@ -8,72 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
 
-from tfparallel.commands.flags import (
-    Command,
-    UsageError,
-    parse_checked,
-    run_command,
-)
-from tfparallel.commands.help import define_choice
+from tfparallel.commands.exits import UsageError
+from tfparallel.commands.flag_table import flags_of
 from tfparallel.commands.task_kinds import KINDS, SAMPLE, data_problems
 
-__all__ = ["main"]
+__all__ = ["problems", "run"]
 
-_COMMAND = Command(
-    name="init",
-    summary="Writes a task file: a small model, how it is compiled, and its data, a sample or a "
-    "file of your own. It runs at once with `tfparallel train`. At a terminal, what no flag says "
-    "is asked.",
-    example="tfparallel init task.py --kind=table --data=measurements.csv",
-    arguments="[FILE.py] [--flags]",
-)
 _PREDICTS = {name: kind.predicts for name, kind in KINDS.items()}
-_KINDS = {
-    "none": "one device",
-    "data": "replicas of the model, on two devices",
-    "model": "layers on two devices",
-    "tensor": "layers split over two devices",
-    "pipeline": "layers on two devices, with micro-batches",
-}
 _DEFAULTS = {"kind": "image", "data": SAMPLE, "parallel": "data"}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code."""
-    return run_command("init", lambda: _main(arguments), ())
-
-
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    define_choice(values, "kind", None, _PREDICTS, "What the model predicts.")
-    flags.DEFINE_string(
-        "data",
-        None,
-        "sample, or a file: .npz with arrays x and y, .csv with a line of names, .txt for text. "
-        "Default: sample.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "target", None, "For .csv: the column to predict. Default: the last; for series the first.",
-        flag_values=values,
-    )  # fmt: skip
-    define_choice(
-        values,
-        "parallel",
-        None,
-        _KINDS,
-        "The parallelism that the commands in the file name; the file itself suits all.",
-        if_absent="data",
-    )
-    flags.DEFINE_bool("force", False, "Write over a file that is there.", flag_values=values)
-    return values
-
-
-def _main(arguments: Sequence[str]) -> int:
-    values = _flags()
-    positional = parse_checked(_COMMAND, values, _problems, arguments)
-    if positional is None:
-        return 0
+def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
+    """Writes the file, and returns the exit code."""
     path = _path(positional)
     asked = _asked(values)
     data = _data(asked, path, values.target)
@@ -97,7 +43,8 @@ def _path(positional) -> str:
     return positional[0] if positional else "task.py"
 
 
-def _problems(values, positional) -> list[str]:
+def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """What is wrong with the file to write, and with the flags beyond their rows."""
     problems = _path_problems(positional, _path(positional), values.force)
     if values.target is not None and not (values.data or "").endswith(".csv"):
         problems.append(
@@ -109,7 +56,9 @@ def _problems(values, positional) -> list[str]:
 
 def _path_problems(positional, path, force) -> list[str]:
     if len(positional) > 1:
-        return [f"One file is written. Received: {positional}. Example: {_COMMAND.example}"]
+        return [
+            f"One file is written. Received: {list(positional)}. Example: tfparallel init task.py"
+        ]
     if not path.endswith(".py"):
         return [f"A task file is Python and ends in .py. Received: {path!r}."]
     if os.path.isdir(path):
@@ -144,7 +93,8 @@ def _asked(values) -> dict[str, str]:
         print(f"Data: a file of yours ({endings}), or a sample that runs at once?")
         answers["data"] = _ask("data", SAMPLE, lambda text: data_problems(kind, text))
     if given["parallel"] is None:
-        answers["parallel"] = _choose("How will it be trained first?", "parallel", _KINDS)
+        choices = flags_of("init")["parallel"].choices
+        answers["parallel"] = _choose("How will it be trained first?", "parallel", choices)
     return {name: answers.get(name) or given[name] for name in _DEFAULTS}
 
 

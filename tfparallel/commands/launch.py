@@ -8,201 +8,74 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags
 
-from tfparallel import cuda_driver
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
 from tfparallel.cluster.handshake import is_job
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
-from tfparallel.cluster.supervisor import GRACE_SECONDS, StopRequest
+from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.cluster.warm_spares import imports_tfparallel
-from tfparallel.commands.emit import emit_flags, emit_problems, emitted
-from tfparallel.commands.flags import Command, UsageError, parse_positional, run_command
-from tfparallel.commands.help import define_choice
-from tfparallel.commands.job_numbers import nodes_of, number_problems
+from tfparallel.commands.emit import emitted
 from tfparallel.commands.launching import TOKEN, launched, say
+from tfparallel.commands.node_range import NodeRange, node_rank_of
 
-__all__ = ["main"]
+__all__ = ["problems", "run"]
 
+_NO_COMMAND = (
+    "A command is required after `--`. Received: none. Example: tfparallel launch "
+    "--nproc_per_node=2 -- python my_script.py"
+)
 _MIN_TOKEN = 16  # Characters; a stranger must not guess it.
 
-_COMMAND = Command(
-    name="launch",
-    summary="Starts the workers of a job on this host, shows their output line by line, and stops "
-    "all when one fails. Each worker finds its place in TF_CONFIG and in torchrun's variables.",
-    example="tfparallel launch --nproc_per_node=2 -- "
-    "tfparallel train models/digits_cnn.py --parallel=data --epochs=3",
-    arguments="[--flags] -- PROGRAM [ARGUMENTS]",
-)
+
+def run(values: flags.FlagValues, command: Sequence[str]) -> int:
+    """Starts the workers, or prints the job's file.
+
+    Args:
+        values: The flags.
+        command: What each worker runs.
+
+    Returns:
+        The exit code: the culprit's, or 128 + n after signal n.
+    """
+    if values.emit is not None:
+        print(emitted(values, command, NodeRange.parse(values.nnodes)), end="")
+        return 0
+    try:
+        with _signals_raise():
+            return launched(values, command, NodeRange.parse(values.nnodes))
+    except StopRequest as request:
+        name = signal.Signals(request.signum).name
+        if request.has_saved:
+            say(f"stopped by {name}; the workers have saved their state")
+            return TRY_AGAIN
+        say(f"stopped by {name}")
+        return 128 + request.signum
+    except BrokenPipeError:
+        raise  # Nobody reads the output any more; `run_command` ends quietly.
+    except (OSError, RuntimeError) as error:
+        say(str(error))
+        return 1
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code: the culprit's, or 128 + n after signal n."""
-    return run_command("launch", lambda: _main(arguments), ())
-
-
-class _Number(int):
-    """What a word came to on this host; another host may have more."""
-
-    text = ""
-
-
-class _NumWorkers(flags.ArgumentParser):
-    """Reads --nproc_per_node, as torchrun does."""
-
-    syntactic_help = "a number, gpu, cpu or auto"
-    placeholder = "N|gpu|cpu|auto"  # In `--help`.
-
-    def parse(self, argument):
-        """Returns the number of workers."""
-        if str(argument).removeprefix("-").isdecimal():
-            return int(argument)
-        num_gpus = cuda_driver.num_gpus()
-        numbers = {"gpu": num_gpus, "cpu": len(available_cores())}
-        numbers["auto"] = num_gpus or numbers["cpu"]
-        if argument not in numbers:
-            raise ValueError(f"{self.syntactic_help} is required")
-        number = _Number(numbers[argument])
-        number.text = argument
-        return number
-
-
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE(
-        _NumWorkers(),
-        "nproc_per_node",
-        "1",
-        "Workers on this host: a number, one for each GPU, one for each core, or for each GPU if "
-        "there is one and else for each core.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "num_ps",
-        None,
-        "For --sync=async: servers that hold the weights. They and a chief, which runs the program "
-        "and deals out its batches, are started beside the workers.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "nnodes",
-        "1",
-        "Hosts of the job, which share a secret, TFPARALLEL_JOB_TOKEN. MIN:MAX for a job that goes "
-        "on with fewer when a host is lost, and with more when one comes.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "node_rank",
-        None,
-        "This host's index, from 0; with --nnodes. Default: what Slurm (SLURM_NODEID) or an "
-        "indexed Job of Kubernetes (JOB_COMPLETION_INDEX) says.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "rdzv_endpoint",
-        None,
-        "host:port on node 0, the same on every host; with --nnodes. With MIN:MAX it may be a list "
-        "of them, by commas, of which the next takes over when a host is lost.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "local_addr",
-        None,
-        "This host's address, as the other hosts reach it; with --nnodes. Default: the one that it "
-        "calls from. Node 0 listens on it.",
-        flag_values=values,
-    )
-    flags.DEFINE_float(
-        "start_timeout", 120.0, "Seconds to wait for the other hosts.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "max_restarts",
-        0,
-        "How often to restart all workers when one fails. With --nnodes=MIN:MAX, of this host's; "
-        "the job goes on without it after more.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "standby",
-        False,
-        "Keep a process with TensorFlow loaded beside each worker, which takes its place in a "
-        "restart: in 2 s instead of 5, for 0.3 GB of memory each. A script of your own "
-        "must import tfparallel before it does anything else, and must not set variables for "
-        "TensorFlow after that.",
-        flag_values=values,
-    )
-    flags.DEFINE_float(
-        "grace_seconds",
-        GRACE_SECONDS,
-        "Seconds that workers have between a signal to stop and SIGKILL; one at most where another "
-        "has failed.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "log_dir", None, "Keep each worker's whole output in this folder.", flag_values=values
-    )
-    define_choice(
-        values,
-        "transport",
-        None,
-        {
-            "tensorflow": "gRPC between CPUs, NCCL between GPUs",
-            "mpi": "needs tfparallel[mpi], and no mpiexec",
-        },
-        "What carries tensors between workers whose program does not say (--all_reduce). Default: "
-        "MPI between CPUs of one host that has it, else TensorFlow.",
-    )
-    flags.DEFINE_bool(
-        "bind_cores",
-        False,
-        "Bind each worker to its share of the CPU cores (Linux); for a host that runs this job "
-        "alone.",
-        flag_values=values,
-    )
-    emit_flags(values)
-    return values
-
-
-def _parse(values: flags.FlagValues, arguments: Sequence[str]) -> list[str] | None:
-    """Fills the flags and returns the command behind "--"; None if help was asked for."""
-    separator = arguments.index("--") if "--" in arguments else len(arguments)
-    positional = parse_positional(_COMMAND, values, arguments[:separator])
-    if positional is None:
-        return None
-    if positional:
-        raise UsageError(
-            "The workers' command must follow `--`. "
-            f"Received: {positional} before it. Example: {_COMMAND.example}"
-        )
-    return list(arguments[separator + 1 :])
-
-
-def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
-    problems = []
-    if values.nproc_per_node < 1:
-        text = getattr(values.nproc_per_node, "text", values.nproc_per_node)
-        here = ", and this host has no GPU" if text == "gpu" else ""
-        problems.append(
-            f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{here}."
-        )
-    problems += number_problems(values)
-    if not 0 <= values.grace_seconds < float("inf"):
-        problems.append(
-            "--grace_seconds must be a number that is not negative. Received: "
-            f"--grace_seconds={values.grace_seconds}."
-        )
-    problems += _server_problems(values)
+def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
+    """What is wrong with the flags, and with the command behind `--`."""
+    problems = _of_any_job(values)
+    if values.emit is not None:
+        if not command:
+            problems.append(_NO_COMMAND)
+        else:
+            with _collecting(problems):
+                emitted(values, command, _readable(values.nnodes) or NodeRange(1, 1, False))
+        return problems
     if values.standby and command and not imports_tfparallel(command):
         problems.append(
             "--standby needs a command that imports tfparallel itself: `tfparallel train …`, or "
             "`python SCRIPT` with `import tfparallel` at the top level of the script. Received: "
             f"{' '.join(command)}. Drop --standby, or write such a command."
         )
-    try:
-        nodes = nodes_of(values)
-    except ValueError as error:
-        problems.append(str(error))
-    else:
-        problems += [*_take_node_rank(values, nodes), *_node_problems(values, nodes)]
+    if (nodes := _readable(values.nnodes)) is not None:
+        with _collecting(problems):
+            problems += _node_problems(values, nodes, node_rank_of(values.node_rank, nodes))
         problems += _identity_problems(values, nodes)
     if values.bind_cores and values.nproc_per_node >= 1:
         if not hasattr(os, "sched_setaffinity"):
@@ -228,56 +101,46 @@ def _problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
     return problems
 
 
-def _server_problems(values):
-    if values.num_ps is None:
-        return []
-    if values.num_ps < 1:
-        return [f"--num_ps must be at least 1. Received: --num_ps={values.num_ps}."]
-    given = [name for name in ("bind_cores", "standby", "transport") if getattr(values, name)]
-    if values.nnodes != "1":
-        given.append("nnodes")
-    return [
-        f"--num_ps is for a job on this host, whose processes sum no gradients. Received: --{name} "
-        f"with --num_ps={values.num_ps}. Drop --{name}; on several hosts, name all processes in "
-        "TF_CONFIG."
-        for name in given
-    ]
+def _readable(nnodes: str) -> NodeRange | None:
+    """What it says; None if it says nothing that can be, as its row has told."""
+    with contextlib.suppress(ValueError):
+        return NodeRange.parse(nnodes)
+    return None
 
 
-def _take_node_rank(values, nodes) -> list[str]:
-    """Fills in this host's index where a scheduler says it; what contradicts that is a problem."""
-    if nodes.are_one:
-        return []
-    for name in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):
-        told = os.environ.get(name, "")
-        if not told.isdecimal():
-            continue
-        if values.node_rank is None:
-            values.node_rank = int(told)
-        elif values.node_rank != int(told):
-            return [
-                f"--node_rank must be what the scheduler says, {name}={told}. Received: "
-                f"--node_rank={values.node_rank}. Leave the flag out."
-            ]
-        break
-    return []
+def _of_any_job(values: flags.FlagValues) -> list[str]:
+    """What is wrong whether the job is started or its file printed."""
+    problems = []
+    number = values.nproc_per_node
+    text = getattr(number, "text", number)
+    if number < 1 and not (values.emit and text != number):  # A word counts elsewhere.
+        here = ", and this host has no GPU" if text == "gpu" else ""
+        problems.append(
+            f"--nproc_per_node must be at least 1. Received: --nproc_per_node={text}{here}."
+        )
+    if values.standby and not values.max_restarts and ":" not in values.nnodes:
+        problems.append(
+            "--standby is for a job that may start again. Received: --standby, with neither "
+            "--max_restarts nor --nnodes=MIN:MAX. Add --max_restarts=3, or drop --standby."
+        )
+    return problems
 
 
-def _node_problems(values, nodes):
+def _node_problems(values, nodes, rank):
     problems = []
     if nodes.are_one:
-        if values.node_rank not in (None, 0):
+        if rank not in (None, 0):
             problems.append(
                 "--node_rank must be less than --nnodes. "
-                f"Received: --node_rank={values.node_rank}, --nnodes=1."
+                f"Received: --node_rank={rank}, --nnodes=1."
             )
-        elif values.node_rank is not None and values.rdzv_endpoint is None:
+        elif rank is not None and values.rdzv_endpoint is None:
             problems.append(
                 "--node_rank is for a job on several hosts and needs --nnodes and "
-                f"--rdzv_endpoint=HOST:PORT. Received: --node_rank={values.node_rank} alone."
+                f"--rdzv_endpoint=HOST:PORT. Received: --node_rank={rank} alone."
             )
     else:
-        needs_rank = values.node_rank is None and not nodes.is_elastic
+        needs_rank = rank is None and not nodes.is_elastic
         if needs_rank or values.rdzv_endpoint is None:
             required = (
                 "--rdzv_endpoint=HOST:PORT"
@@ -286,13 +149,13 @@ def _node_problems(values, nodes):
             )
             problems.append(
                 f"Several hosts need {required}. Received: "
-                f"--nnodes={values.nnodes}, --node_rank={values.node_rank}, "
+                f"--nnodes={values.nnodes}, --node_rank={rank}, "
                 f"--rdzv_endpoint={values.rdzv_endpoint}."
             )
-        if values.node_rank is not None and not 0 <= values.node_rank < nodes.maximum:
+        if rank is not None and not 0 <= rank < nodes.maximum:
             problems.append(
                 f"--node_rank must lie in 0 to {nodes.maximum - 1}. Received: "
-                f"--node_rank={values.node_rank}, --nnodes={values.nnodes}."
+                f"--node_rank={rank}, --nnodes={values.nnodes}."
             )
     if values.rdzv_endpoint is not None:
         endpoints = values.rdzv_endpoint.split(",") if nodes.is_elastic else [values.rdzv_endpoint]
@@ -331,7 +194,7 @@ def _identity_problems(values, nodes):
 
 def _command_problems(command):
     if not command:
-        return [f"A command is required after `--`. Received: none. Example: {_COMMAND.example}"]
+        return [_NO_COMMAND]
     if shutil.which(command[0]) is not None:
         return []
     if os.path.isfile(command[0]):
@@ -346,34 +209,6 @@ def _collecting(problems: list[str]) -> Iterator[None]:
         yield
     except ValueError as error:
         problems.append(str(error))
-
-
-def _main(arguments: Sequence[str]) -> int:
-    values = _flags()
-    command = _parse(values, arguments)
-    if command is None:
-        return 0
-    if values.emit is not None:
-        print(emitted(values, command), end="")
-        return 0
-    problems = [*emit_problems(values), *_problems(values, command)]
-    if problems:
-        raise UsageError("\n".join(problems))
-    try:
-        with _signals_raise():
-            return launched(values, command, nodes_of(values))
-    except StopRequest as request:
-        name = signal.Signals(request.signum).name
-        if request.has_saved:
-            say(f"stopped by {name}; the workers have saved their state")
-            return TRY_AGAIN
-        say(f"stopped by {name}")
-        return 128 + request.signum
-    except BrokenPipeError:
-        raise  # Nobody reads the output any more; `run_command` ends quietly.
-    except (OSError, RuntimeError) as error:
-        say(str(error))
-        return 1
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.cluster.worker_log import WorkerLog
 from tfparallel.commands.culprit import has_lost_another, lost_by, waited_for, with_errors
-from tfparallel.commands.job_numbers import Nodes
+from tfparallel.commands.node_range import NodeRange, node_rank_of
 from tfparallel.flight.record import FOLDER, SUFFIX
 
 __all__ = ["TOKEN", "launched", "say"]
@@ -41,13 +41,13 @@ _USAGE_EXIT_CODE = 2
 _MOST_WAIT_SECONDS = 60.0
 
 
-def launched(values: flags.FlagValues, command: Sequence[str], nodes: Nodes) -> int:
+def launched(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> int:
     """Runs the workers of this host, and returns the exit code of `launch`.
 
     Args:
         values: Its flags, which are right.
         command: What each worker runs.
-        nodes: What `nodes_of` says.
+        nodes: How many hosts the job has.
 
     Raises:
         RuntimeError: If the hosts cannot meet.
@@ -130,7 +130,7 @@ def _run_elastic(values, command, nodes, environment, standbys):
         values.rdzv_endpoint.split(","),
         min_nodes=nodes.minimum,
         max_nodes=nodes.maximum,
-        node_rank=values.node_rank,
+        node_rank=node_rank_of(values.node_rank, nodes),
         token=os.environ[TOKEN],
         job=values.job_name or job_name_of(command),
         timeout_seconds=values.start_timeout,
@@ -262,7 +262,7 @@ def _meet(values, command, nodes, attempt):
     return meet(
         values.rdzv_endpoint,
         nnodes=nodes.maximum,
-        node_rank=values.node_rank,
+        node_rank=node_rank_of(values.node_rank, nodes),
         ports=ports,
         master_port=master_port,
         attempt=attempt,

@@ -28,13 +28,7 @@ _TOPICS = {
     },
 }
 _COMMANDS = {name: job for topic in _TOPICS.values() for name, job in topic.items()}
-
-# What a first argument makes another program.
-_PROGRAMS = {
-    ("bench", "pipeline"): "bench_pipeline",
-    ("bench", "train"): "bench_train",
-    ("plan", "all_reduce"): "plan_all_reduce",
-}
+_OF_TWO_WORDS = ("bench pipeline", "bench pipeline_job", "bench train", "plan all_reduce")
 
 _USAGE = """\
 usage: tfparallel COMMAND [ARGUMENTS] [--flags]
@@ -106,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    if (program := _PROGRAMS.get((name, *rest[:1]))) is not None:
-        name, rest = program, rest[1:]
-    command = importlib.import_module(f"tfparallel.commands.{name}")
-    return command.main(rest)
+    if (of_two := f"{name} {rest[0]}" if rest else name) in _OF_TWO_WORDS:
+        name, rest = of_two, rest[1:]
+    # What the table of flags is made of, `--help` of all commands does without.
+    return importlib.import_module("tfparallel.commands.runner").run(name, rest)

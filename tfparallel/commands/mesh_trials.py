@@ -10,13 +10,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import flags
 
 from tfparallel.activity import Activity
 from tfparallel.callbacks.step_time import StepTime
-from tfparallel.commands.flags import UsageError
+from tfparallel.commands.exits import UsageError
+from tfparallel.commands.options import TrainOptions
 from tfparallel.commands.parallelism import Parallelism
-from tfparallel.commands.pipeline_flags import pipeline_choices
 from tfparallel.commands.precision import compiling
 from tfparallel.data.batches import batches_dataset, first_batches
 from tfparallel.hybrid.mesh_plan import MeshPlan
@@ -56,7 +55,7 @@ def after_trials(
     task: Task,
     batch: tuple[Any, ...],
     devices: Sequence[str],
-    values: flags.FlagValues,
+    options: TrainOptions,
     activity: Activity,
 ) -> MeshPlan:
     """Returns a plan whose first meshes have been tried, the fastest first.
@@ -69,7 +68,7 @@ def after_trials(
         task: The task.
         batch: What every step is given.
         devices: Those that the plan was made for.
-        values: The flags.
+        options: What the flags say.
         activity: Shows what is tried.
 
     Raises:
@@ -79,13 +78,13 @@ def after_trials(
     trials: dict[Mesh, float | str] = {}
     error: Exception | None = None
     fitting = (candidate for candidate in found.ranked if candidate.why_not is None)
-    while sum(isinstance(trial, float) for trial in trials.values()) < values.num_trials:
+    while sum(isinstance(trial, float) for trial in trials.values()) < options.num_trials:
         candidate = next(fitting, None)
         if candidate is None:
             break
         activity.say(f"trying {candidate.mesh}")
         try:
-            trials[candidate.mesh] = _trial(candidate, task, batch, devices, values)
+            trials[candidate.mesh] = _trial(candidate, task, batch, devices, options)
         except _REFUSALS as refusal:
             if isinstance(refusal, TaskError):
                 raise
@@ -107,15 +106,14 @@ def _reason(error: Exception) -> str:
     return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
 
 
-def _trial(candidate, task, batch, devices, values) -> float:
+def _trial(candidate, task, batch, devices, options) -> float:
     """Trains the task on a mesh for a moment; returns the seconds of a step."""
     model = None
     policy, is_shown = keras.config.dtype_policy(), keras.config.is_interactive_logging_enabled()
     try:
         with unnoticed():
-            model = _parallelism(candidate, devices, values).build(task.build_model)
-        jit_compile = values.jit_compile if "jit_compile" in values else None
-        compiling(task.compile_model, jit_compile)(model)
+            model = _parallelism(candidate, devices, options).build(task.build_model)
+        compiling(task.compile_model, options.jit_compile)(model)
         return _step_seconds(model, batch)
     finally:
         del model
@@ -127,19 +125,19 @@ def _trial(candidate, task, batch, devices, values) -> float:
 
 
 def _parallelism(
-    candidate: Candidate, devices: Sequence[str], values: flags.FlagValues
+    candidate: Candidate, devices: Sequence[str], options: TrainOptions
 ) -> Parallelism:
     """The parallelism that `--parallel=auto` starts for the mesh."""
     mesh, cut = candidate.mesh, {}
     if mesh.pipeline > 1:
         cut = {
-            **pipeline_choices(values),
+            **options.of_pipeline(),
             "num_micro_batches": candidate.num_micro_batches,
             "layers_per_stage": candidate.layers_per_stage,
         }
     if candidate.parallelism == "hybrid":
         cut |= {"mesh": mesh, "allow_independent_workers": True}
-        cut |= {"batch_normalization": values.batch_normalization}
+        cut |= {"batch_normalization": options.batch_normalization}
     return Parallelism(candidate.parallelism, list(devices[: mesh.size]), cut=cut)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-from absl import flags
 
 from tfparallel import devices as device_lib
 from tfparallel.activity import Activity
@@ -16,10 +15,8 @@ from tfparallel.cluster.roles import Roles
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.algorithm_selection import all_reduce_report
-from tfparallel.commands.flags import StartError, UsageError
-from tfparallel.commands.parallelism_flags import bucket_bytes
-from tfparallel.commands.pipeline_flags import pipeline_choices
-from tfparallel.commands.plan_flags import device_memory
+from tfparallel.commands.exits import StartError, UsageError
+from tfparallel.commands.options import TrainOptions
 from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.layout.mesh import Mesh
@@ -30,7 +27,6 @@ from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
-from tfparallel.replication.synchronization import Synchronization
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
 __all__ = ["Parallelism", "hide_gpus_if_unused", "start_parallelism"]
@@ -181,11 +177,11 @@ class Parallelism:
         return f"data parallel on {number} ({names}){sync}"
 
 
-def start_parallelism(values: flags.FlagValues, facts: Mapping[str, Any]) -> Parallelism:
+def start_parallelism(options: TrainOptions, facts: Mapping[str, Any]) -> Parallelism:
     """Finds or makes the devices that the flags ask for, and meets the other workers.
 
     Args:
-        values: The flags.
+        options: What the flags say.
         facts: What all workers must agree on.
 
     Raises:
@@ -193,83 +189,77 @@ def start_parallelism(values: flags.FlagValues, facts: Mapping[str, Any]) -> Par
         StartError: If the other workers are missing or do not agree.
     """
     try:
-        hide_gpus_if_unused(values)
-        if Synchronization.parse(values.sync or "every_step").is_async:
-            return _parallelism_with_servers(values, facts)
+        hide_gpus_if_unused(options)
+        if options.policy.is_async:
+            return _parallelism_with_servers(options, facts)
         cluster = Cluster.from_env()
         is_worker = (
             cluster.num_workers > 1
-            and values.parallel in ("data", "hybrid")
-            and values.strategy != "mirrored"
-            and not (values.parallel == "hybrid" and values.allow_independent_workers)
+            and options.parallel in ("data", "hybrid")
+            and options.strategy != "mirrored"
+            and not (options.parallel == "hybrid" and options.allow_independent_workers)
         )
         is_stage = (
             cluster.num_workers > 1
-            and values.parallel in ("model", "pipeline")
-            and not values.allow_independent_workers
+            and options.parallel in ("model", "pipeline")
+            and not options.allow_independent_workers
         )
         if is_stage:
-            devices = _devices_of_processes(values, cluster, facts)
-            return Parallelism(values.parallel, devices, cut=_cut(values))
-        if is_worker and values.device_type != "cpu" and has_nvidia_gpu():
+            devices = _devices_of_processes(options, cluster, facts)
+            return Parallelism(options.parallel, devices, cut=options.of_layers())
+        if is_worker and options.device_type != "cpu" and has_nvidia_gpu():
             os.environ.update(cluster.device_environment())
         if not is_worker:
-            _check_independent(values, cluster)
-        num_devices = _num_devices(values, cluster.num_workers if is_worker else 1)
-        if values.split_gpu:
-            if values.devices is not None or values.device_type == "cpu":
-                raise UsageError(
-                    "--split_gpu makes the devices itself, of a GPU. Received: --split_gpu with "
-                    "--devices or --device_type=cpu. Drop one of them."
-                )
+            _check_independent(options, cluster)
+        num_devices = _num_devices(options, cluster.num_workers if is_worker else 1)
+        if options.split_gpu:
             num_devices = num_devices or 2
             device_lib.split_gpu(num_devices)
-        if values.devices is not None:
-            devices = device_lib.choose_devices(devices=values.devices)
+        if options.devices is not None:
+            devices = device_lib.choose_devices(devices=options.devices)
         else:
             devices = device_lib.choose_devices(
-                num_devices=num_devices, device_type=values.device_type
+                num_devices=num_devices, device_type=options.device_type
             )
-        all_reduce = {} if is_worker else _all_reduce(values, devices)
+        all_reduce = {} if is_worker else _all_reduce(options, devices)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    sync = values.sync or "every_step"
-    update = {"sync": sync, "shard_optimizer": values.shard_optimizer}
+    update = {"sync": options.sync, "shard_optimizer": options.shard_optimizer}
     if not is_worker:
         names = ["bucket_bytes", "compression"]
-        if Synchronization.parse(sync).is_local:
+        if options.policy.is_local:
             names.append("sync")
         for name in names:
-            if getattr(values, name) is not None:
+            if getattr(options, name) is not None:
                 raise UsageError(
                     f"--{name} is for what travels between workers. Received: "
-                    f"--{name}={getattr(values, name)}, and no other workers. Drop the flag, or "
+                    f"--{name}={getattr(options, name)}, and no other workers. Drop the flag, or "
                     "add --num_workers=2."
                 )
-        cut = _cut(values)
-        return Parallelism(values.parallel, devices, cut=cut, all_reduce=all_reduce, **update)
+        cut = options.of_layers()
+        return Parallelism(options.parallel, devices, cut=cut, all_reduce=all_reduce, **update)
     try:
         with quiet_stderr():
             strategy = MultiWorkerMirroredStrategy.of_process(
                 devices=devices,
-                start_timeout=values.start_timeout,
-                stall_timeout=values.stall_timeout,
-                all_reduce=values.all_reduce,
-                bucket_bytes=bucket_bytes(values),
-                compression=values.compression,
-                calibrate=values.calibrate,
+                start_timeout=options.start_timeout,
+                stall_timeout=options.stall_timeout,
+                all_reduce=options.all_reduce,
+                bucket_bytes=options.bucket_bytes,
+                compression=options.compression,
+                calibrate=options.calibrate,
                 facts=facts,
             )
     except ValueError as error:
         raise UsageError(str(error)) from error
     except RuntimeError as error:
         raise StartError(str(error)) from error
-    return Parallelism(values.parallel, devices, strategy, cut=_cut(values), **update)
+    return Parallelism(options.parallel, devices, strategy, cut=options.of_layers(), **update)
 
 
-def _parallelism_with_servers(values, facts) -> Parallelism:
+def _parallelism_with_servers(options, facts) -> Parallelism:
     """In the chief the parallelism; the other processes serve it, and do not come back."""
-    roles, policy = Roles.from_env(), Synchronization.parse(values.sync)
+    roles, policy = Roles.from_env(), options.policy
     if roles is None:
         raise UsageError(
             "--sync=async needs a job with servers of the weights. Received: none (TF_CONFIG "
@@ -278,103 +268,88 @@ def _parallelism_with_servers(values, facts) -> Parallelism:
     if policy.staleness is not None:
         steps_ahead(policy.staleness, len(roles.workers))
     try:
-        servers = join(roles, start_timeout=values.start_timeout, facts=facts)
+        servers = join(roles, start_timeout=options.start_timeout, facts=facts)
     except RuntimeError as error:
         raise StartError(str(error)) from error
     devices = list(servers.layout.devices)
-    return Parallelism("data", devices, sync=values.sync, num_servers=len(roles.servers))
+    return Parallelism("data", devices, sync=options.sync, num_servers=len(roles.servers))
 
 
-def hide_gpus_if_unused(values: flags.FlagValues) -> None:
+def hide_gpus_if_unused(options: TrainOptions) -> None:
     """Hides the GPUs where the flags ask for CPUs alone."""
-    named = values.devices or []
-    if values.device_type == "cpu" or (bool(named) and all("cpu" in n.lower() for n in named)):
+    named = options.devices or []
+    if options.device_type == "cpu" or (bool(named) and all("cpu" in n.lower() for n in named)):
         device_lib.hide_gpus()
 
 
-def _all_reduce(values, devices) -> dict[str, Any]:
-    if values.all_reduce is None:
+def _all_reduce(options, devices) -> dict[str, Any]:
+    if options.all_reduce is None:
         return {}
-    if values.parallel == "hybrid":
+    if options.parallel == "hybrid":
         raise UsageError(
             "--parallel=hybrid has an all-reduce between workers alone; within a process the first "
             "replica's devices add up the gradients. Received: "
-            f"--all_reduce={values.all_reduce}, and no other workers. Drop --all_reduce, or add "
+            f"--all_reduce={options.all_reduce}, and no other workers. Drop --all_reduce, or add "
             "--num_workers=2."
         )
-    if values.all_reduce != "auto":
-        cross_device.make(values.all_reduce, devices)  # Before anything is loaded or traced.
-    return {"all_reduce": values.all_reduce, "calibrate": values.calibrate}
+    if options.all_reduce != "auto":
+        cross_device.make(options.all_reduce, devices)  # Before anything is loaded or traced.
+    return {"all_reduce": options.all_reduce, "calibrate": options.calibrate}
 
 
-def _cut(values) -> dict[str, Any]:
-    if values.parallel == "data":
-        return {}
-    if values.parallel == "tensor":
-        return {"convolutions": values.convolutions}
-    cut = {
-        "balance": values.balance,
-        "device_memory": device_memory(values),
-        "batch_size": values.global_batch_size,
-    }
-    if values.parallel == "hybrid":
-        cut["mesh"] = Mesh.parse(values.mesh)
-        cut["allow_independent_workers"] = values.allow_independent_workers
-        cut["shard_optimizer"] = values.shard_optimizer
-    if values.parallel not in ("pipeline", "hybrid"):
-        return cut
-    return cut | pipeline_choices(values) | {"sync": values.sync or "every_step"}
+def _typed(mesh: Mesh) -> str:
+    return str(mesh).replace(" ", "")
 
 
-def _num_devices(values, num_workers: int) -> int | None:
+def _num_devices(options, num_workers: int) -> int | None:
     """How many devices of this process there are to be; None for all."""
-    if values.parallel == "none":
+    if options.parallel == "none":
         return 1
-    if values.parallel != "hybrid":
-        return values.num_devices
-    mesh = Mesh.parse(values.mesh)
+    if options.parallel != "hybrid":
+        return options.num_devices
+    mesh = options.mesh
     if mesh.data % num_workers:
         raise UsageError(
             f"Each of {num_workers} workers has as many replicas as the others. Received: --mesh="
-            f"{values.mesh}. Take data={num_workers}, or a multiple of it."
+            f"{_typed(mesh)}. Take data={num_workers}, or a multiple of it."
         )
     number = mesh.size // num_workers
-    if values.num_devices not in (None, number):
+    if options.num_devices not in (None, number):
         of_each = " on each worker" if num_workers > 1 else ""
         raise UsageError(
-            f"A mesh of {mesh} has {number} devices{of_each}. Received: --mesh={values.mesh} with "
-            f"--num_devices={values.num_devices}. Drop --num_devices, or take another mesh."
+            f"A mesh of {mesh} has {number} devices{of_each}. Received: --mesh={_typed(mesh)} "
+            f"with --num_devices={options.num_devices}. Drop --num_devices, or take another mesh."
         )
     return number
 
 
-def _devices_of_processes(values, cluster: Cluster, facts) -> list[str]:
+def _devices_of_processes(options, cluster: Cluster, facts) -> list[str]:
     """In process 0 the devices of all; the others serve it, and do not come back."""
-    if values.devices is not None or values.num_devices is not None:
-        given = "--devices" if values.devices is not None else "--num_devices"
+    if options.devices is not None or options.num_devices is not None:
+        given = "--devices" if options.devices is not None else "--num_devices"
         raise UsageError(
             f"The stages are the {cluster.num_workers} processes of the job ({cluster.source}), "
             f"with all devices that each has. Received: {given}. Drop it, or start one process."
         )
-    if values.device_type == "cpu":
+    if options.device_type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        return connect_to_cluster(cluster, start_timeout=values.start_timeout, facts=facts)
+        return connect_to_cluster(cluster, start_timeout=options.start_timeout, facts=facts)
     except RuntimeError as error:
         raise StartError(str(error)) from error
 
 
-def _check_independent(values, cluster: Cluster) -> None:
-    if cluster.num_workers > 1 and not values.allow_independent_workers:
-        is_local = values.parallel != "data"
-        asked = f"--parallel={values.parallel}" if is_local else "--strategy=mirrored"
+def _check_independent(options, cluster: Cluster) -> None:
+    if cluster.num_workers > 1 and not options.allow_independent_workers:
+        is_local = options.parallel != "data"
+        asked = f"--parallel={options.parallel}" if is_local else "--strategy=mirrored"
         raise UsageError(
             f"This process is one of {cluster.num_workers} workers ({cluster.source}), and "
             f"{asked} would train {cluster.num_workers} separate models. --parallel=data "
             f"--strategy=multi_worker trains one. Received: {asked}. If separate models are meant, "
             "add --allow_independent_workers."
         )
-    if values.strategy == "multi_worker":
+    if options.strategy == "multi_worker":
         raise UsageError(
             "No other workers are known, and --strategy=multi_worker needs some. A cluster in the "
             "environment (TF_CONFIG, Slurm, MPI, Kubernetes, torchrun) is required. Received: "

@@ -5,70 +5,30 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.bench.sizes import parse_size, sweep
 from tfparallel.collectives.algorithms import double_binary_tree, hierarchical
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
 from tfparallel.collectives.cost_model import CostModel, Link
 from tfparallel.collectives.simulator import simulate
-from tfparallel.commands.flags import (
-    Command,
-    UsageError,
-    parse_flags_alone,
-    path_problems,
-    run_command,
-)
+from tfparallel.commands.exits import UsageError
+from tfparallel.commands.rules import counts_of, size_problems
 from tfparallel.size_text import size_text
 
-__all__ = ["main"]
+__all__ = ["problems", "run"]
 
-_COMMAND = Command(
-    name="plan",
-    summary="Predicts the time of every all-reduce algorithm at any size and number of ranks, by "
-    "formula and by a simulated cluster; says from which size on which is the fastest. Ranks of a "
-    "host share a fast wire, each has a slow one of its own to other hosts.",
-    example="tfparallel plan all_reduce --ranks=4096 --local_ranks=8",
-    arguments="all_reduce [--flags]",
-)
 _MAX_RANKS = 2**16
 # Packets of trees are counted in Python, a message at a time.
 _MAX_TREE_RANKS = 256
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code."""
-    return run_command("plan", lambda: _main(arguments), ())
-
-
-def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    number, decimal, text = flags.DEFINE_integer, flags.DEFINE_float, flags.DEFINE_string
-    number("ranks", None, "How many ranks there are.", flag_values=values)
-    number("local_ranks", None, "How many share a host; all if absent.", flag_values=values)
-    decimal("latency_us", 10.0, "Microseconds a message takes between hosts.", flag_values=values)
-    decimal("bandwidth", 25.0, "GB/s of a rank's wire between hosts.", flag_values=values)
-    decimal("local_latency_us", 3.0, "The same within a host.", flag_values=values)
-    decimal("local_bandwidth", 200.0, "The same within a host.", flag_values=values)
-    decimal("add_bandwidth", 500.0, "GB/s that a rank adds.", flag_values=values)
-    text("sweep", None, "Take the numbers that a `bench … --report` fitted.", flag_values=values)
-    text("min_bytes", "4K", "The smallest size; K, M and G are powers of 1024.", values)
-    text("max_bytes", "256M", "The largest size.", flag_values=values)
-    number("step_factor", 16, "Each size is this many times the last.", flag_values=values)
-    text("report", None, "Write the predictions here (.json).", flag_values=values)
-    return values
-
-
-def _main(arguments: Sequence[str]) -> int:
-    values = _flags()
-    if not parse_flags_alone(_COMMAND, values, _problems, arguments):
-        return 0
-    sizes = sweep(parse_size(values.min_bytes), parse_size(values.max_bytes), values.step_factor, 1)
-    model = _model(values)
-    _answer(values, model, sizes)
+def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
+    """Prints the predictions, and returns the exit code."""
+    _answer(values, _model(values), counts_of(values, 1))
     return 0
 
 
-def _problems(values: flags.FlagValues) -> list[str]:
-    problems = path_problems("report", values.report, ".json")
+def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """What is wrong beyond the rows of the flags."""
+    problems = []
     if values.ranks is None or not 2 <= values.ranks <= _MAX_RANKS:
         problems.append(
             f"A number of ranks from 2 to {_MAX_RANKS} is required. "
@@ -79,28 +39,7 @@ def _problems(values: flags.FlagValues) -> list[str]:
             hierarchical.groups(values.ranks, values.local_ranks)
         except ValueError as error:
             problems.append(f"--local_ranks: {error}")
-    names = ("latency_us", "bandwidth", "local_latency_us", "local_bandwidth", "add_bandwidth")
-    for name in names:
-        if not 0 < getattr(values, name) < float("inf"):
-            problems.append(
-                f"A number above zero is required. Received: --{name}={getattr(values, name)}."
-            )
-    given = [f"--{name}" for name in names if values[name].present]
-    if values.sweep is not None and given:
-        problems.append(
-            "The numbers are either given or fitted. Received: --sweep and "
-            f"{', '.join(given)}. Drop one of the two."
-        )
-    if values.local_ranks is None and any(name.startswith("--local") for name in given):
-        problems.append(
-            "--local_latency_us and --local_bandwidth are those within a host. Received: "
-            f"{', '.join(given)} without --local_ranks. Add --local_ranks=8."
-        )
-    try:
-        sweep(parse_size(values.min_bytes), parse_size(values.max_bytes), values.step_factor, 1)
-    except ValueError as error:
-        problems.append(f"--min_bytes, --max_bytes, --step_factor: {error}")
-    return problems
+    return problems + size_problems(values, 1)
 
 
 def _model(values) -> CostModel:

@@ -1,92 +1,132 @@
-"""A program that works on a task file: flags, mistakes, its own workers, then TensorFlow."""
+"""Runs a command: its flags, its mistakes, its own workers; then what it does.
+
+TensorFlow takes seconds to load: help and mistakes are answered before.
+"""
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+import pkgutil
+import sys
+from collections.abc import Sequence
 
 from absl import flags
 
 from tfparallel.activity import Activity
-from tfparallel.commands.flags import Command, UsageError, parse, run_command
-from tfparallel.commands.own_workers import run_as_workers
-from tfparallel.task import TaskError, load_task
+from tfparallel.cluster.spec import Cluster
+from tfparallel.commands.command_table import COMMANDS, Command
+from tfparallel.commands.exits import UsageError, run_command
+from tfparallel.commands.flags import defined, flag_problems, parsed
+from tfparallel.commands.help import help_text
+from tfparallel.task import TaskError
 
-__all__ = ["run_beside_task", "run_with_task"]
+__all__ = ["checked", "run"]
 
 
-def run_beside_task(
-    command: Command,
-    values: flags.FlagValues,
-    problems: Callable[[flags.FlagValues], list[str]],
-    body: Callable[[str, flags.FlagValues], int],
-    arguments: Sequence[str],
-) -> int:
-    """Runs a program that has other processes run the task file that its arguments name.
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Runs a command, and returns its exit code.
 
     Args:
-        command: As for `run_with_task`, like all others.
-        values: Likewise.
-        problems: Likewise.
-        body: Likewise.
-        arguments: Likewise.
-
-    Returns:
-        The exit code.
+        name: A key of `COMMANDS`.
+        arguments: What stands behind it.
     """
-
-    def run() -> int:
-        path = parse(command, values, arguments)
-        if path is None:
-            return 0
-        missing = [] if os.path.exists(path) else [f"No such task file. Received: {path}."]
-        _refuse([*problems(values), *missing])
-        return body(path, values)
-
-    return run_command(command.name, run, ())
+    command = COMMANDS[name]
+    # Of a command of two words, the first says enough.
+    return run_command(name.partition(" ")[0], lambda: _run(name, command, arguments), (TaskError,))
 
 
-def run_with_task(
-    command: Command,
-    values: flags.FlagValues,
-    problems: Callable[[flags.FlagValues], list[str]],
-    body: Callable[[str, flags.FlagValues], int],
-    arguments: Sequence[str],
-) -> int:
-    """Runs a program on the task file that its arguments name.
-
-    TensorFlow takes seconds to load: help and mistakes are answered before, and a body's own module
-    is to be imported by the body.
-
-    Args:
-        command: What `--help` says.
-        values: The program's flags, not parsed yet.
-        problems: Returns what is wrong with the parsed flags, all of it.
-        body: Is given the task file's path and the flags; returns the exit code.
-        arguments: What stands behind the program's name.
-
-    Returns:
-        The exit code.
-    """
-
-    def run() -> int:
-        path = parse(command, values, arguments)
-        if path is None:
-            return 0
-        _refuse(problems(values))
-        if not os.path.exists(path):
-            load_task(path)  # Raises the error that says so.
-        if "num_workers" in values:
-            exit_code = run_as_workers(command.name, arguments, values)
-            if exit_code is not None:
-                return exit_code
+def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
+    end = arguments.index("--") if command.runs_program and "--" in arguments else len(arguments)
+    if any(argument in ("-h", "-help", "--help") for argument in arguments[:end]):
+        print(help_text(name))
+        return 0
+    values, positional = checked(name, arguments)
+    if command.workers is not None:
+        code = _run_as_workers(name, arguments, values[command.workers].value, command.workers)
+        if code is not None:
+            return code
+    if command.loads_tensorflow:
         # Of several workers each would say so.
         with Activity("loading TensorFlow", is_shown=os.environ.get("WORLD_SIZE", "1") == "1"):
             importlib.import_module("tfparallel.startup").prepare()
-        return body(path, values)
+    module = importlib.import_module(f"tfparallel.commands.{command.module}")
+    return module.run(values, positional)
 
-    return run_command(command.name, run, (TaskError,))
 
+def checked(name: str, arguments: Sequence[str]) -> tuple[flags.FlagValues, list[str]]:
+    """Reads the arguments of a command, and tells all that is wrong with them at once.
 
-def _refuse(problems: Sequence[str]) -> None:
+    Args:
+        name: A key of `COMMANDS`.
+        arguments: What stands behind it.
+
+    Returns:
+        Its flags, and what is no flag: for `launch` what stands behind `--`.
+
+    Raises:
+        UsageError: If something is wrong.
+    """
+    command, values = COMMANDS[name], defined(name)
+    if command.runs_program:
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        before, positional = parsed(name, values, arguments[:end]), list(arguments[end + 1 :])
+        if before:
+            raise UsageError(
+                "The workers' command must follow `--`. "
+                f"Received: {before} before it. Example: {command.example}"
+            )
+    else:
+        positional = parsed(name, values, arguments)
+    problems = _positional_problems(name, command, positional)
+    problems += flag_problems(name, values)
+    if command.rules is not None:
+        problems += pkgutil.resolve_name(f"tfparallel.commands.{command.rules}")(values, positional)
     if problems:
         raise UsageError("\n".join(problems))
+    return values, positional
+
+
+def _positional_problems(name: str, command: Command, positional: list[str]) -> list[str]:
+    """What is wrong with what is no flag, where the command says all of it."""
+    if command.is_on_task:
+        if len(positional) != 1:
+            return [
+                f"tfparallel {name} takes exactly one task file. Received: {positional}. Example: "
+                f"{command.example}"
+            ]
+        if not os.path.exists(positional[0]):
+            return [
+                f"The task file does not exist. Received: {positional[0]!r} (in {os.getcwd()}). "
+                "Check the path."
+            ]
+    if command.arguments == "[--flags]" and positional:
+        return [
+            f"tfparallel {name} takes flags alone. Received: {positional}. Example: "
+            f"{command.example}"
+        ]
+    return []
+
+
+def _run_as_workers(
+    name: str, arguments: Sequence[str], number: int | None, flag: str
+) -> int | None:
+    """Runs the same command in so many processes: `--num_workers=3` is `launch` of three.
+
+    Returns:
+        The job's exit code; None where the command is to run in this process, because the flag is
+        absent or this process is one of the workers.
+    """
+    if number is None:
+        return None
+    try:
+        cluster = Cluster.from_env()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if cluster.num_workers == number:
+        return None
+    if cluster.num_workers > 1:
+        raise UsageError(
+            f"This process is one of {cluster.num_workers} workers already ({cluster.source}). "
+            f"Received: --{flag}={number}. Drop the flag."
+        )
+    again = (sys.executable, "-m", "tfparallel", *name.split(), *arguments)
+    return run("launch", [f"--nproc_per_node={number}", "--", *again])

@@ -6,37 +6,18 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.commands.flags import (
-    Command,
-    UsageError,
-    parse_checked,
-    path_problems,
-    run_command,
-)
+from tfparallel.commands.exits import UsageError
 from tfparallel.flight.job import behind, chrome_trace, doing, elsewhere, read_job, splits
 
-__all__ = ["main"]
+__all__ = ["problems", "run"]
 
-_COMMAND = Command(
-    name="trace",
-    summary="Reads the flight records of a job's workers: what each did last, which one the others "
-    "waited for, and where the time of a step goes. Writes a timeline of all on one clock.",
-    example="tfparallel trace logs --output=trace.json",
-    arguments="FOLDER [--flags]",
-)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code."""
-    return run_command("trace", lambda: _main(arguments), ())
-
-
-def _problems(values: flags.FlagValues, positional: list[str]) -> list[str]:
-    problems = path_problems("output", values.output, ".json")
+def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """What is wrong with the folder."""
+    problems = []
     if len(positional) != 1:
         problems.append(
             "One folder is required, such as that of `tfparallel launch --log_dir`. Received: "
-            f"{' '.join(positional) or 'none'}. Example: {_COMMAND.example}"
+            f"{' '.join(positional) or 'none'}. Example: tfparallel trace logs"
         )
     elif not os.path.isdir(positional[0]):
         what = "is a file" if os.path.exists(positional[0]) else "does not exist"
@@ -47,17 +28,8 @@ def _problems(values: flags.FlagValues, positional: list[str]) -> list[str]:
     return problems
 
 
-def _main(arguments: Sequence[str]) -> int:
-    values = flags.FlagValues()
-    flags.DEFINE_string(
-        "output",
-        None,
-        "Where to write the timeline, which chrome://tracing and ui.perfetto.dev show (.json).",
-        flag_values=values,
-    )
-    positional = parse_checked(_COMMAND, values, _problems, arguments)
-    if positional is None:
-        return 0
+def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
+    """Says it, and returns the exit code."""
     try:
         records = read_job(positional[0])
     except (ValueError, OSError) as error:

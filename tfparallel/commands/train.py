@@ -1,168 +1,75 @@
 """`tfparallel train TASK.py`: trains a task file in parallel."""
 
-import importlib.util
+import contextlib
+import dataclasses
+import hashlib
 import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import keras
+import tensorflow as tf
 from absl import flags
 
-from tfparallel.commands.flags import Command, path_problems, resolved
-from tfparallel.commands.parallelism_flags import common_flags, common_problems, numbers_flags
-from tfparallel.commands.runner import run_with_task
-from tfparallel.diagnostics.faults import parse_fault
+from tfparallel.callbacks import chief_only
+from tfparallel.callbacks.checkpoint import Checkpoint
+from tfparallel.callbacks.epoch_lines import EpochLines
+from tfparallel.callbacks.flight import FlightRecorder
+from tfparallel.callbacks.nan import NaNGuard, NaNLossError
+from tfparallel.callbacks.preemption import Preemption
+from tfparallel.callbacks.sent_bytes import SentBytes
+from tfparallel.callbacks.step_time import StepTime
+from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
+from tfparallel.collectives.process_group import WorkerLostError
+from tfparallel.commands import step_records
+from tfparallel.commands.auto_parallelism import start_chosen_parallelism
+from tfparallel.commands.exits import LostError, UsageError
+from tfparallel.commands.flags import resolved
+from tfparallel.commands.options import TrainOptions
+from tfparallel.commands.precision import compiling, use_precision
+from tfparallel.data.batches import EpochBatches, evaluation_batches
+from tfparallel.data.partition import rows_by_replica
+from tfparallel.device_memory import peak_bytes_of_gpus
+from tfparallel.diagnostics.inject import Inject
+from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
+from tfparallel.flight.record import FOLDER
+from tfparallel.placement.report import held_by_device
+from tfparallel.task import Task, TaskError, load_task
+from tfparallel.user_log import notice
 
-__all__ = ["main"]
-
-_COMMAND = Command(
-    name="train",
-    summary="Trains a task file with the parallelism that --parallel names. "
-    "Batch sizes are global: the weights do not depend on the number of devices.",
-    example="tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 --epochs=3",
-)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code."""
-    return run_with_task(_COMMAND, _flags(), _problems, _train, arguments)
-
-
-def _flags() -> flags.FlagValues:
-    values = common_flags()
-    flags.DEFINE_integer(
-        "epochs",
-        None,
-        "How often the data is passed over. As often as EPOCHS in the task file says if absent, or "
-        "once.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "steps_per_epoch", None, "Batches in an epoch; one pass if absent.", flag_values=values
-    )
-    numbers_flags(values)
-    flags.DEFINE_string("save", None, "Write the model here (.keras).", flag_values=values)
-    flags.DEFINE_string("report", None, "Write a report here (.json).", flag_values=values)
-    flags.DEFINE_string(
-        "trace",
-        None,
-        "Write a timeline of all workers' last steps here (.json), for chrome://tracing or "
-        "ui.perfetto.dev: input, forward, backward, each reduction, update.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "checkpoint_dir",
-        None,
-        "Write the state here after each epoch, and resume from it.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "checkpoint_every_steps",
-        None,
-        "Write the state after this many steps, too; with --checkpoint_dir.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "inject",
-        None,
-        "Have a fault strike a worker, once: kill:worker=1,step=20, hang:worker=0,step=5, "
-        "exit:worker=1,step=3,code=5, preempt:worker=1,step=20, slow:worker=1,ms=50, or "
-        "corrupt_checkpoint:worker=0,step=20.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "tensorboard",
-        None,
-        "Write losses and metrics of each epoch here, for `tensorboard --logdir=DIR`.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "callbacks",
-        None,
-        "Whether the Keras callbacks that callbacks() in the task file returns take part. Default: "
-        "if there is such a function. A checkpoint does not hold what they remember.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "stop_on_nan",
-        False,
-        "Stop with exit code 1 when the loss is NaN; otherwise warn.",
-        flag_values=values,
-    )
-    return values
+__all__ = ["run"]
 
 
-def _problems(values: flags.FlagValues) -> list[str]:
-    problems = common_problems(values)
-    if values.epochs is not None and values.epochs < 1:
-        problems.append(f"At least one epoch is required. Received: --epochs={values.epochs}.")
-    if values.steps_per_epoch is not None and values.steps_per_epoch < 1:
-        problems.append(
-            "An epoch needs at least one step. "
-            f"Received: --steps_per_epoch={values.steps_per_epoch}."
-        )
-    problems += path_problems("save", values.save, ".keras")
-    problems += path_problems("report", values.report, ".json")
-    problems += path_problems("trace", values.trace, ".json")
-    problems += _checkpoint_problems(values)
-    problems += _tensorboard_problems(values)
-    if values.inject is not None:
-        try:
-            fault = parse_fault(values.inject)
-            if fault.kind == "corrupt_checkpoint" and values.checkpoint_dir is None:
-                problems.append(
-                    f"{fault.kind} needs checkpoints. Received: --inject={fault} without "
-                    "--checkpoint_dir."
-                )
-        except ValueError as error:
-            problems.append(str(error))
-    return problems
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """How a training ended.
+
+    Attributes:
+        report: The part of the report that the run itself knows.
+        failure: Why it failed, or None.
+        is_chief: Whether this process reports for all workers.
+    """
+
+    report: dict[str, Any]
+    failure: str | None = None
+    is_chief: bool = True
 
 
-def _tensorboard_problems(values) -> list[str]:
-    if values.tensorboard is None:
-        return []
-    if os.path.isfile(values.tensorboard):
-        return [
-            "TensorBoard's folder is a file. Received: --tensorboard="
-            f"{values.tensorboard}. Name a folder."
-        ]
-    if importlib.util.find_spec("tensorboard") is None:
-        return [
-            "--tensorboard needs TensorBoard, which is not installed. Received: --tensorboard="
-            f"{values.tensorboard}. Install it: pip install tensorboard"
-        ]
-    return []
+def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
+    """Trains the task file as the flags say, and returns the exit code.
 
-
-def _checkpoint_problems(values) -> list[str]:
-    problems = []
-    if values.checkpoint_dir is not None and os.path.isfile(values.checkpoint_dir):
-        problems.append(
-            "The checkpoint folder is a file. "
-            f"Received: --checkpoint_dir={values.checkpoint_dir}. Name a folder."
-        )
-    every = values.checkpoint_every_steps
-    if every is not None and every < 1:
-        problems.append(
-            "A checkpoint is written after one or more steps. "
-            f"Received: --checkpoint_every_steps={every}."
-        )
-    if every is not None and values.checkpoint_dir is None:
-        problems.append(
-            "--checkpoint_every_steps needs a folder to write to. Received: "
-            f"--checkpoint_every_steps={every} alone. Add --checkpoint_dir=FOLDER."
-        )
-    return problems
-
-
-def _train(path: str, values: flags.FlagValues) -> int:
-    training = importlib.import_module("tfparallel.commands.training")
+    Raises:
+        TaskError: If the task file breaks its contract.
+        UsageError: If the devices or the checkpoint do not fit the flags.
+    """
     started = time.perf_counter()
-    result = training.train(path, values)
+    (path,) = positional
+    with step_records.folder_for_records(bool(values.report or values.trace)):
+        result = _train(path, values, TrainOptions.of(values))
     if values.report is not None and result.is_chief:
-        training.write_report(
+        write_report(
             values.report,
             {
                 "command": "train",
@@ -171,18 +78,196 @@ def _train(path: str, values: flags.FlagValues) -> int:
                 "wall_time_seconds": time.perf_counter() - started,
             },
         )
-    return _finish(result, values)
-
-
-def _finish(result: Any, values: flags.FlagValues) -> int:
     if result.failure is not None:
-        print(f"tfparallel train: {result.failure}", file=sys.stderr)
-        return 1
-    if not result.is_chief:
-        return 0
+        return _failed(result.failure)
     for name in ("save", "report", "trace"):
-        if name == "trace" and not os.path.exists(values.trace or ""):
-            continue
-        if getattr(values, name) is not None:
+        is_written = name != "trace" or os.path.exists(values.trace or "")
+        if result.is_chief and is_written and getattr(values, name) is not None:
             print(f"wrote {getattr(values, name)}")
     return 0
+
+
+def _failed(why: str) -> int:
+    print(f"tfparallel train: {why}", file=sys.stderr)
+    return 1
+
+
+def _train(path, values, options: TrainOptions) -> _Result:
+    # Before the task file is imported: its imports may start TensorFlow's
+    # runtime, and the CPU cannot be split after that.
+    parallelism, plan = start_chosen_parallelism(path, options, _facts(path, values))
+    use_precision(values.precision)
+    keras.utils.set_random_seed(values.seed)
+    task = load_task(path)
+    own_callbacks = _callbacks(task, values.callbacks)
+    train_data, validation_data = task.load_data()
+    try:
+        batches = EpochBatches(
+            train_data,
+            global_batch_size=values.global_batch_size,
+            seed=values.seed,
+            steps_per_epoch=values.steps_per_epoch,
+        )
+        validation = None
+        if validation_data is not None:
+            validation = evaluation_batches(validation_data, values.global_batch_size)
+    except ValueError as error:
+        raise TaskError(str(error)) from error
+    configuration = {
+        f"--{name}": getattr(values, name)
+        for name in ("seed", "global_batch_size", "steps_per_epoch")
+    }
+
+    # Again, so that the weights do not depend on what load_data drew.
+    keras.utils.set_random_seed(values.seed)
+    model = parallelism.build(task.build_model)
+    compiling(task.compile_model, values.jit_compile)(model)
+    parallelism.say(
+        f"{task.name} ({model.name}): {parallelism}, "
+        f"global batch {values.global_batch_size}, seed {values.seed}, "
+        f"TensorFlow {tf.__version__}, Keras {keras.__version__}"
+    )
+    step_time, sent_bytes = StepTime(), SentBytes()
+    callbacks = [batches, NaNGuard(stop=values.stop_on_nan), step_time, sent_bytes]
+    callbacks += own_callbacks
+    if values.tensorboard is not None:
+        callbacks.append(keras.callbacks.TensorBoard(values.tensorboard))
+    size = parallelism.text_of_size
+    lines = EpochLines(batches.num_examples, batches.num_passed, f"the step of {size}")
+    if parallelism.is_chief:
+        callbacks.append(lines)
+    checkpoint = None
+    if values.checkpoint_dir is not None:
+        _build(model, batches.dataset)
+        checkpoint = Checkpoint(
+            values.checkpoint_dir,
+            every_steps=values.checkpoint_every_steps,
+            batches=batches,
+            configuration=configuration,
+        )
+        callbacks.append(checkpoint)
+    if values.inject is not None:
+        callbacks.append(Inject(values.inject, values.checkpoint_dir))
+    preemption: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if checkpoint is not None:
+        preemption = Preemption(checkpoint)
+        callbacks.append(preemption)
+    recorder: Any = contextlib.nullcontext()
+    if parallelism.workers is None and not parallelism.num_servers:
+        recorder = step_records.alone()
+        if isinstance(recorder, FlightRecorder):
+            callbacks = [recorder.step_end, *callbacks, recorder]
+    failure = None
+    try:
+        with preemption, recorder:
+            model.fit(
+                batches.dataset,
+                epochs=values.epochs or task.epochs or 1,
+                validation_data=validation,
+                callbacks=callbacks,
+                shuffle=False,  # The batches come shuffled.
+                verbose=0,  # `EpochLines` speaks.
+            )
+    except ForeignCheckpointError as error:
+        raise UsageError(str(error)) from error
+    except WorkerLostError as error:
+        raise LostError(str(error)) from error
+    except (NaNLossError, CheckpointError) as error:
+        failure = str(error)
+    finally:
+        lines.close()
+    sent = None if parallelism.workers is None else parallelism.workers.traffic.read()
+    num_sums = None if parallelism.workers is None else parallelism.workers.traffic.num_sums
+    records = step_records.gathered(parallelism.workers, bool(values.report or values.trace))
+    has_trace = bool(records and values.trace and parallelism.is_chief)
+    if has_trace:
+        step_records.write_timeline(values.trace, records)
+    elif values.trace and parallelism.is_chief:
+        notice(f"No timeline is written: no flight record was kept ({FOLDER}).")
+    if checkpoint is not None:
+        del step_time.seconds[: checkpoint.num_passed]
+    if failure is None and values.save is not None:
+        with chief_only.path_of_chief(values.save, parallelism.is_chief) as save_path:
+            model.save(save_path)
+    report = {
+        "model": {"name": model.name, "num_parameters": model.count_params()},
+        "devices": parallelism.devices,
+        "num_workers": parallelism.num_workers,
+        "data": _report_of_data(parallelism, batches, model, values.global_batch_size),
+        "versions": versions(),
+        "history": {
+            name: [float(value) for value in values]
+            for name, values in model.history.history.items()
+        },
+        "step_time_seconds": step_time.summary(),
+        "time_of_a_step_seconds": step_records.time_of_a_step(records),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_gpu_bytes": peak_bytes_of_gpus(parallelism.devices),
+    }
+    if plan is not None:
+        report["plan"] = plan.as_json()
+    if parallelism.name != "none":
+        report["layout"] = model.layout.to_json()
+    if parallelism.name in ("data", "pipeline", "hybrid"):
+        report["joined_outputs"] = getattr(model, "why_joined", None) or False
+    report["all_reduce"] = parallelism.all_reduce_report(model)
+    report["sent_bytes_in_a_step"] = sent_bytes.in_a_step
+    if parallelism.name == "data":
+        report |= {"sync": parallelism.sync, "shard_optimizer": parallelism.shard_optimizer or None}
+    elif "sync" in parallelism.cut:
+        report["sync"] = parallelism.cut["sync"]
+        report["shard_optimizer"] = parallelism.cut.get("shard_optimizer") or None
+    if report.get("sync", "").startswith("accumulate"):
+        report["steps_of_an_update"] = model.num_accumulated_steps
+    if parallelism.num_servers:
+        report |= {"num_servers": parallelism.num_servers, "staleness": model.staleness}
+        report["num_reductions"] = 0  # Nothing is summed between workers.
+        number = model.staleness["updates"]
+        of_a_step = model.bytes_of_a_step
+        report["sent_bytes"] = {name: number * size for name, size in of_a_step.items()}
+    if parallelism.workers is not None:
+        report["compression"] = parallelism.strategy.compression
+        report["sent_bytes"], report["num_reductions"] = sent, num_sums
+    if parallelism.name in ("model", "pipeline"):
+        report["placement"] = held_by_device(model)
+    if checkpoint is not None and checkpoint.resumed is not None:
+        report["resumed_at_epoch"] = checkpoint.resumed["epoch"] + 1
+        report["resumed_at_step"] = checkpoint.resumed["step"]
+    if failure is not None:
+        report["failure"] = failure
+    kept = {key: value for key, value in report.items() if value not in (None, {})}
+    return _Result(kept, failure, parallelism.is_chief)
+
+
+def _callbacks(task: Task, are_wanted: bool | None) -> list[keras.callbacks.Callback]:
+    """Those of the task file."""
+    if are_wanted and not task.has_callbacks:
+        raise UsageError(
+            "--callbacks needs a function callbacks() in the task file, which returns a list of "
+            f"Keras callbacks. Received: --callbacks with {task.path}, which has none."
+        )
+    return [] if are_wanted is False else task.callbacks()
+
+
+def _facts(path: str, values: flags.FlagValues) -> dict[str, Any]:
+    """What the workers of one job must agree on."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()[:16]
+    names = ("seed", "global_batch_size", "epochs", "steps_per_epoch")
+    names = (*names, "precision", "jit_compile", "sync", "shard_optimizer")
+    return {"task file": digest, **{f"--{name}": getattr(values, name) for name in names}}
+
+
+def _report_of_data(parallelism, batches, model, global_batch_size) -> dict[str, Any]:
+    report = batches.report()
+    if parallelism.name == "data" and not parallelism.num_servers and model.strategy is not None:
+        rows = rows_by_replica(model.distribute_strategy, global_batch_size)
+        report |= {"partition": "batch", "rows_of_a_full_batch": rows}
+    return report
+
+
+def _build(model: keras.Model, dataset: tf.data.Dataset) -> None:
+    """Makes the variables of a model that waits for its first batch: a checkpoint has them too."""
+    if not model.built:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))
+        model(x)

@@ -1,13 +1,12 @@
-"""The body of `tfparallel plan --parallel=pipeline`: everything that needs TensorFlow loaded."""
+"""`tfparallel plan --parallel=pipeline`: what each device does, and when."""
 
 import pathlib
 
 from absl import flags
 
 from tfparallel.activity import Activity
-from tfparallel.commands.flags import UsageError
-from tfparallel.commands.pipeline_flags import pipeline_choices
-from tfparallel.commands.plan_flags import device_memory
+from tfparallel.commands.exits import UsageError
+from tfparallel.commands.options import TrainOptions
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.layout.drawing import as_text, write_picture, write_trace
 from tfparallel.layout.schedule import ScheduleError, make_schedule
@@ -22,8 +21,8 @@ __all__ = ["answer"]
 
 def answer(path: str, values: flags.FlagValues) -> int:
     """Prints what a pipeline of the task file at `path` would be, and draws it if asked to."""
-    choices = pipeline_choices(values)
-    task = load_task(path)
+    options, task = TrainOptions.of(values), load_task(path)
+    choices = options.of_pipeline()
     try:
         schedule = make_schedule(
             choices["schedule"],
@@ -39,7 +38,7 @@ def answer(path: str, values: flags.FlagValues) -> int:
                 batch_size=values.global_batch_size,
                 recompute=choices["recompute"],
                 balance=choices["balance"],
-                device_memory=device_memory(values),
+                device_memory=options.device_memory,
             )
     except (PlacementError, ScheduleError) as error:
         raise UsageError(str(error)) from error
@@ -126,7 +125,7 @@ def _command(path, values, found) -> str:
         parts.append(f"--chunks_per_device={schedule.chunks_per_device}")
     if found.recompute != "never":
         parts.append(f"--recompute={found.recompute}")
-    if values["balance"].present:
+    if values.balance is not None:
         parts.append(f"--balance={values.balance}")
     if values.batch_normalization is not None:
         parts.append(f"--batch_normalization={values.batch_normalization}")

@@ -1,6 +1,6 @@
-"""What `tfparallel doctor --gpu` tries, each in a process of its own.
+"""What `make test-gpu` tries, each in a process of its own.
 
-    python -m tfparallel.diagnostics.gpu_trials NAME gpu|cpu
+    python -m tests.gpu.trials NAME gpu|cpu
 
 prints a line of JSON before and after each thing that it tries: its name; then with a verdict and
 a few words. With one GPU it is split in two. On logical CPUs it is the trials that are tried, with
@@ -22,21 +22,19 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
+from tests.gpu import networks
+from tests.gpu.row import BROKEN, OK, SKIPPED, Row, tried
+from tests.gpu.run import TRIALS as NAMES
+from tests.gpu.speed import speeds
+from tests.gpu.training import TOLERANCE, apart, compared, kinds, trained
 from tfparallel import cuda_driver, device_memory
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spawn import spawn
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.algorithm_selection import ChosenAllReduce
-from tfparallel.diagnostics import gpu_networks
 from tfparallel.diagnostics.determinism import make_deterministic
-from tfparallel.diagnostics.gpu import TRIALS as NAMES
-from tfparallel.diagnostics.gpu_row import BROKEN, OK, SKIPPED, Row, tried
-from tfparallel.diagnostics.gpu_speed import speeds
-from tfparallel.diagnostics.gpu_training import TOLERANCE, apart, compared, kinds, trained
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
-
-__all__ = ["TRIALS", "main"]
 
 _HALF_TOLERANCE = 3e-2
 # Batch normalization and convolutions multiply what half precision rounds; this network does not.
@@ -154,7 +152,7 @@ def parity(device_type: str) -> Iterator[Row]:
     names = _devices(device_type)
     make_deterministic()
     keras.utils.set_random_seed(0)
-    for title, network in gpu_networks.NETWORKS.items():
+    for title, network in networks.NETWORKS.items():
         expected = None
         for parallelism, make in kinds(names).items():
 
@@ -171,7 +169,7 @@ def compiled(device_type: str) -> Iterator[Row]:
     """Models that were compiled or loaded, and ones that never were: XLA's "auto"."""
     names = _devices(device_type)
     make_deterministic(operations=False)
-    network = gpu_networks.NETWORKS["MLP with dropout"]
+    network = networks.NETWORKS["MLP with dropout"]
     (x, y), *_ = network.batches()
 
     def built():
@@ -233,7 +231,7 @@ def precision(device_type: str) -> Iterator[Row]:
                 f"{policy}, {parallelism}", lambda policy=policy, make=make: _in_half(policy, make)
             )
     keras.config.set_dtype_policy("float32")
-    network = gpu_networks.NETWORKS["MLP with dropout"]
+    network = networks.NETWORKS["MLP with dropout"]
     several = {"steps_per_execution": 3}
     yield from tried(
         "steps_per_execution=3, data_parallel",
@@ -252,7 +250,7 @@ def _in_half(policy, make) -> str:
         return keras.optimizers.LossScaleOptimizer(plain, initial_scale=_SCALE)
 
     keras.config.set_dtype_policy(policy)
-    network = gpu_networks.NETWORKS[_IN_HALF]
+    network = networks.NETWORKS[_IN_HALF]
     expected = trained(network, lambda model: model, optimizer)
     skipped = expected.num_steps - expected.num_updates
     if policy == "mixed_float16" and not 0 < skipped < expected.num_steps:
@@ -277,7 +275,7 @@ def workers(device_type: str) -> Iterator[Row]:
         )
         if device_type == "gpu" and transport != "nccl":
             raise AssertionError(f"joined by {transport}, not by NCCL")
-        network = gpu_networks.NETWORKS["MLP with dropout"]
+        network = networks.NETWORKS["MLP with dropout"]
         return f"{compared(trained(network, lambda model: model), found)}, by {transport}"
 
     yield from tried("two workers", compare)
@@ -286,7 +284,7 @@ def workers(device_type: str) -> Iterator[Row]:
 def _train_as_worker():
     make_deterministic(operations=False)
     strategy = MultiWorkerMirroredStrategy()
-    network = gpu_networks.NETWORKS["MLP with dropout"]
+    network = networks.NETWORKS["MLP with dropout"]
     found = trained(network, lambda model: data_parallel(model, strategy))
     return strategy.workers.transport, found
 
@@ -337,20 +335,20 @@ def _lost(fault, device_type) -> str:
 
 def speed_of_resnet50(device_type: str) -> Iterator[Row]:
     """Step time of ResNet-50: one GPU, TensorFlow's strategy, ours; XLA on and off."""
-    yield from speeds(gpu_networks.resnet50, _devices(device_type), is_small=device_type == "cpu")
+    yield from speeds(networks.resnet50, _devices(device_type), is_small=device_type == "cpu")
 
 
 def speed_of_transformer(device_type: str) -> Iterator[Row]:
     """The same of a transformer."""
     yield from speeds(
-        gpu_networks.transformer, _devices(device_type), is_small=device_type == "cpu"
+        networks.transformer, _devices(device_type), is_small=device_type == "cpu"
     )
 
 
 def profile(device_type: str) -> Iterator[Row]:
     """A step under TensorFlow's profiler, for `tensorboard --logdir=gpu_profile`."""
     names = _devices(device_type)
-    network = gpu_networks.NETWORKS["CNN with batch normalization"]
+    network = networks.NETWORKS["CNN with batch normalization"]
 
     def trace():
         model = data_parallel(network.build(), devices=names)

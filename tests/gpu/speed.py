@@ -1,4 +1,4 @@
-"""Step times and memory of `doctor --gpu`: plain Keras, TensorFlow's own strategy, and ours."""
+"""Step times and memory of `make test-gpu`: plain Keras, TensorFlow's own strategy, and ours."""
 
 import statistics
 import time
@@ -9,11 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.gpu.row import OK, Row, tried
 from tfparallel import device_memory
-from tfparallel.diagnostics.gpu_row import OK, Row, tried
 from tfparallel.replication.drop_in import MirroredStrategy
-
-__all__ = ["Measured", "ratios", "speeds"]
 
 # How TensorFlow's own strategy fails where XLA is to compile a step of several devices.
 _ONE_DEVICE_A_PROGRAM = "tfvariable_on_a_different_device|[Uu]nsupported operations"

@@ -1,21 +1,23 @@
-"""Tries this host's GPUs: what `tfparallel doctor --gpu` says.
+"""Tries this host's GPUs: `make test-gpu`, or `python -m tests.gpu.run`.
 
-Each trial (`gpu_trials.py`) is a process of its own with a deadline: one that crashes or hangs is
+Each trial (trials.py) is a process of its own with a deadline: one that crashes or hangs is
 a finding, and the next one runs.
 """
 
+import argparse
+import dataclasses
 import json
 import math
+import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfparallel.diagnostics.doctor import run_probe
-from tfparallel.diagnostics.finding import Finding
+from tfparallel.diagnostics.finding import Finding, worst
+from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.startup import has_nvidia_gpu
-
-__all__ = ["MISSING", "TRIALS", "examine_gpus", "gpu_is_missing", "page"]
 
 TRIALS = (
     "hardware",
@@ -57,13 +59,13 @@ def examine_gpus(
     """
     end = time.monotonic() + total_seconds
     for name in names:
-        alone = f"run it by itself: tfparallel doctor --gpu --trials={name}"
+        alone = f"run it by itself: python -m tests.gpu.run --trials={name}"
         seconds = min(timeout_seconds, end - time.monotonic())
         if seconds <= 0:
             text = f"left out: all trials may take {total_seconds:g} s together"
             yield Finding(name, "warn", text, alone)
             continue
-        command = [sys.executable, "-m", "tfparallel.diagnostics.gpu_trials", name, device_type]
+        command = [sys.executable, "-m", "tests.gpu.trials", name, device_type]
         lines, error = run_probe(command, seconds)
         begun, last = "", ""
         for line in lines:
@@ -93,7 +95,7 @@ def page(report: dict[str, Any]) -> str:
     lines = [
         "# tfparallel on these GPUs",
         "",
-        f"`tfparallel doctor --gpu`: {report['verdict']}. {versions}.",
+        f"`make test-gpu`: {report['verdict']}. {versions}.",
         "",
         "| trial | verdict | what came of it |",
         "| --- | --- | --- |",
@@ -102,3 +104,41 @@ def page(report: dict[str, Any]) -> str:
         text = json.dumps(finding["meaning"], ensure_ascii=False)[1:-1].replace("|", "\\|")
         lines.append(f"| {finding['check']} | {finding['verdict']} | {text[:300]} |")
     return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Tries what the arguments say; returns 1 if something is broken."""
+    parser = argparse.ArgumentParser(description="Tries every parallelism on this host's GPUs.")
+    parser.add_argument("--trials", default=",".join(TRIALS), help="which, by commas")
+    parser.add_argument("--device_type", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--trial_timeout", type=float, default=600.0, help="seconds of each")
+    parser.add_argument("--total_timeout", type=float, default=900.0, help="seconds of all")
+    parser.add_argument("--report", type=pathlib.Path, help="a file (.json), and a page beside it")
+    given = parser.parse_args(arguments)
+    names = given.trials.split(",")
+    if unknown := set(names) - set(TRIALS):
+        parser.error(f"--trials must be of {', '.join(TRIALS)}. Received: {', '.join(unknown)}.")
+    if gpu_is_missing(given.device_type):
+        print(MISSING)
+        return 0
+    findings = []
+    for finding in examine_gpus(given.device_type, given.trial_timeout, names, given.total_timeout):
+        findings.append(finding)
+        print(f"{finding.verdict:<6}  {finding.check}: {finding.meaning}", flush=True)
+        if finding.advice:
+            print(f"        -> {finding.advice}", flush=True)
+    verdict = worst(findings)
+    print(f"verdict: {verdict}")
+    if given.report is not None:
+        report = {
+            "versions": versions(),
+            "verdict": verdict,
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+        }
+        write_report(str(given.report), report)
+        given.report.with_suffix(".md").write_text(page(report), encoding="utf-8")
+    return 1 if verdict == "broken" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,26 +1,10 @@
-"""Sizes of a sweep: `4K`, `64KiB`, `16M`, from one to another by a factor."""
+"""What a benchmark may be asked for: a collective, a type, sizes. Needs no NumPy."""
 
-import re
+__all__ = ["COLLECTIVES", "ITEM_BYTES", "MIN_WARMUP", "sweep"]
 
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KIB": 2**10, "MIB": 2**20}
-_UNITS |= {"GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def parse_size(text: str) -> int:
-    """Reads a size in bytes; as in nccl-tests, K, M and G are powers of 1024.
-
-    Raises:
-        ValueError: If it is none, or below 1.
-    """
-    match = re.fullmatch(r"(\d+) ?([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if unit is None or int(match[1]) < 1:
-        raise ValueError(
-            "A size is a whole number of bytes of at least 1, or one with a unit: K, M, G, KiB, "
-            f"MiB, GiB (powers of 1024), KB, MB, GB (powers of 1000). Received: {text!r}. Write, "
-            "for example, 4K or 16M."
-        )
-    return int(match[1]) * unit
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MIN_WARMUP = 4  # TensorFlow traces, allocates and plans in the first calls.
 
 
 def sweep(min_bytes: int, max_bytes: int, step_factor: int, itemsize: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Trains a small network for `doctor --gpu`, and compares it with one device."""
+"""Trains a small network for `make test-gpu`, and compares it with one device."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,13 +7,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.diagnostics.gpu_networks import Network
+from tests.gpu.networks import Network
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.model_parallel import model_parallel
 from tfparallel.replication.data_parallel import data_parallel
-
-__all__ = ["TOLERANCE", "Trained", "apart", "compared", "kinds", "trained"]
 
 TOLERANCE = 1e-3  # Of float32, after some steps of plain SGD; a fault makes 1e-2 and more.
 _ROUNDS = 3  # Through the batches.

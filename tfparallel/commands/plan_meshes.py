@@ -8,10 +8,9 @@ from absl import flags
 
 from tfparallel import devices as device_lib
 from tfparallel.activity import Activity
-from tfparallel.commands.flags import UsageError
+from tfparallel.commands.exits import UsageError
 from tfparallel.commands.mesh_trials import after_trials, batch_of
-from tfparallel.commands.pipeline_flags import pipeline_choices
-from tfparallel.commands.plan_flags import device_memory
+from tfparallel.commands.options import TrainOptions
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.hybrid.mesh_plan import MeshPlan, plan_meshes
 from tfparallel.layout.ranking import BALANCES, Candidate, Choices, seconds_text
@@ -25,9 +24,10 @@ __all__ = ["answer", "nothing_fits", "plan_task"]
 def answer(path: str, values: flags.FlagValues) -> int:
     """Prints every mesh of the task file at `path`, the best first; returns 1 if nothing fits."""
     # Before the task file is imported, which may start TensorFlow.
-    devices = _devices(values)
-    found = plan_task(load_task(path), values.num_devices, values, devices)
-    print("\n".join(_lines(path, values, found)))
+    options = TrainOptions.of(values)
+    devices = _devices(options)
+    found = plan_task(load_task(path), values.num_devices, options, devices)
+    print("\n".join(_lines(path, options, found)))
     if values.report is not None:
         content = {"command": "plan", "task": path, **found.as_json(), "versions": versions()}
         write_report(values.report, content)
@@ -35,68 +35,68 @@ def answer(path: str, values: flags.FlagValues) -> int:
     return 0 if found.first is not None else 1
 
 
-def _devices(values) -> list[str]:
+def _devices(options: TrainOptions) -> list[str]:
     """The devices for trials. Without trials two, if there are two, to time a tiny model on."""
-    if values.num_trials:
+    if options.num_trials:
         try:
-            return device_lib.choose_devices(num_devices=values.num_devices)
+            return device_lib.choose_devices(num_devices=options.num_devices)
         except (ValueError, RuntimeError) as error:
             raise UsageError(f"--num_trials needs the devices themselves. {error}") from error
-    if values.num_devices > 1:
+    if options.num_devices > 1:
         with contextlib.suppress(ValueError, RuntimeError):
             return device_lib.choose_devices(num_devices=2)
     return []
 
 
 def plan_task(
-    task: Task, num_devices: int, values: flags.FlagValues, devices: Sequence[str]
+    task: Task, num_devices: int, options: TrainOptions, devices: Sequence[str]
 ) -> MeshPlan:
     """Ranks the meshes of so many devices for a task, and shows on stderr what is measured.
 
     Args:
         task: The task.
         num_devices: How many devices there are.
-        values: The flags.
+        options: What the flags say.
         devices: Those devices; needed for `--num_trials` alone.
 
     Raises:
         UsageError: If the model's layers cannot be seen.
         TaskError: If no mesh can be trained.
     """
-    asked = pipeline_choices(values)
+    asked = options.of_pipeline()
     choices = Choices(
-        batch_size=values.global_batch_size,
-        device_memory=device_memory(values),
-        num_micro_batches=values.num_micro_batches,
+        batch_size=options.global_batch_size,
+        device_memory=options.device_memory,
+        num_micro_batches=options.num_micro_batches,
         schedule=asked["schedule"],
         chunks_per_device=asked["chunks_per_device"],
         recompute=asked["recompute"],
-        balances=(values.balance,) if values["balance"].present else BALANCES,
+        balances=BALANCES if options.balance is None else (options.balance,),
     )
     try:
         with Activity("building the model") as activity:
             batch = None
-            if values.num_trials:  # A mistake in it is told before anything is measured.
+            if options.num_trials:  # A mistake in it is told before anything is measured.
                 activity.say("loading the data")
-                batch = batch_of(task, values.global_batch_size)
+                batch = batch_of(task, options.global_batch_size)
             found = plan_meshes(
                 task.build_model,
                 task.compile_model,
                 num_devices,
                 choices,
-                batch_normalization=values.batch_normalization,
+                batch_normalization=options.batch_normalization,
                 progress=lambda text: activity.say(f"measuring {text}"),
             )
             if batch is None:
                 return found
-            return after_trials(found, task, batch, devices, values, activity)
+            return after_trials(found, task, batch, devices, options, activity)
     except PlacementError as error:
         advice = "Or name the parallelism: --parallel=data takes any model."
         raise UsageError(f"{error}\n{advice}") from error
 
 
-def _lines(path: str, values: flags.FlagValues, found: MeshPlan) -> list[str]:
-    return [*_head(path, values, found), "", *_table(found), "", *_rests_on(found)]
+def _lines(path: str, options: TrainOptions, found: MeshPlan) -> list[str]:
+    return [*_head(path, options, found), "", *_table(found), "", *_rests_on(found)]
 
 
 def nothing_fits(found: MeshPlan) -> str:
@@ -115,19 +115,19 @@ def _held(candidate: Candidate) -> int:
     return candidate.held_bytes or 0
 
 
-def _head(path, values, found) -> list[str]:
+def _head(path, options, found) -> list[str]:
     first = found.first
     if first is None:
         return [nothing_fits(found)]
     measured = "" if first.measured_seconds is None else ", measured"
     return [
         f"first: {first.mesh}, {seconds_text(first.step_seconds)} a step{measured}; the command:",
-        f"  {_command(path, values, first)}",
+        f"  {_command(path, options, first)}",
         f"why: {found.why}",
     ]
 
 
-def _command(path: str, values: flags.FlagValues, candidate: Candidate) -> str:
+def _command(path: str, options: TrainOptions, candidate: Candidate) -> str:
     mesh = candidate.mesh
     parts = [f"tfparallel train {path} --parallel={candidate.parallelism}"]
     if candidate.parallelism == "hybrid":
@@ -137,13 +137,13 @@ def _command(path: str, values: flags.FlagValues, candidate: Candidate) -> str:
     if mesh.pipeline > 1:
         parts.append(f"--num_micro_batches={candidate.num_micro_batches}")
         for name in ("schedule", "chunks_per_device", "recompute"):
-            if getattr(values, name) is not None:
-                parts.append(f"--{name}={getattr(values, name)}")
+            if getattr(options, name) is not None:
+                parts.append(f"--{name}={getattr(options, name)}")
         if candidate.balance != "time":
             parts.append(f"--balance={candidate.balance}")
-    if candidate.parallelism in ("pipeline", "hybrid") and values.batch_normalization is not None:
-        parts.append(f"--batch_normalization={values.batch_normalization}")
-    return " ".join([*parts, f"--global_batch_size={values.global_batch_size}"])
+    if candidate.parallelism in ("pipeline", "hybrid") and options.batch_normalization is not None:
+        parts.append(f"--batch_normalization={options.batch_normalization}")
+    return " ".join([*parts, f"--global_batch_size={options.global_batch_size}"])
 
 
 def _table(found: MeshPlan) -> list[str]:

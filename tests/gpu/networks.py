@@ -8,8 +8,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["NETWORKS", "Network", "resnet50", "transformer"]
-
 layers = keras.layers
 _SIZES = (7, 5, 2)  # Which two devices do not divide, and divide.
 

@@ -1,4 +1,4 @@
-"""`doctor --gpu`: the trials themselves, on logical CPUs."""
+"""`make test-gpu`: the trials themselves, on logical CPUs."""
 
 import json
 import shutil
@@ -9,41 +9,39 @@ import keras
 import numpy as np
 import pytest
 
-from tfparallel.commands.main import main
-from tfparallel.diagnostics import gpu, gpu_row, gpu_speed, gpu_training, gpu_trials
-from tfparallel.diagnostics.gpu_networks import NETWORKS
+from tests.gpu import row, run, speed, training, trials
+from tests.gpu.networks import NETWORKS
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.replication.data_parallel import data_parallel
 
 
 def test_without_a_gpu_nothing_is_tried(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "has_nvidia_gpu", lambda: False)
-    assert main(["doctor", "--gpu", f"--report={tmp_path / 'r.json'}"]) == 0
+    monkeypatch.setattr(run, "has_nvidia_gpu", lambda: False)
+    assert run.main([f"--report={tmp_path / 'r.json'}"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("skipped: an NVIDIA GPU") and not list(tmp_path.iterdir())
 
 
-def test_flags_that_do_not_fit(capsys):
-    assert main(["doctor", "--device_type=cpu", "--trials=sums,nothing"]) == 2
-    said = capsys.readouterr().err
-    for text in ("Received: --trials=nothing", "--trials is for --gpu", "--device_type is for"):
-        assert text in said
+def test_a_trial_that_there_is_not(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--trials=sums,nothing"])
+    assert "Received: nothing." in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_trains_in_parts_as_on_one_device(name):
     network = NETWORKS[name]
-    expected = gpu_training.trained(network, lambda model: model)
+    expected = training.trained(network, lambda model: model)
     for make in (data_parallel, tensor_parallel):
-        found = gpu_training.trained(network, lambda model, make=make: make(model, devices=PAIR))
-        assert gpu_training.compared(expected, found)
+        found = training.trained(network, lambda model, make=make: make(model, devices=PAIR))
+        assert training.compared(expected, found)
     for change in (0.1, np.nan):
         other = expected._replace(weights=[weights + change for weights in expected.weights])
         with pytest.raises(AssertionError, match="weights differ by"):
-            gpu_training.compared(expected, other)
+            training.compared(expected, other)
     with pytest.raises(AssertionError, match="8 updates in 9 steps; on one device 9"):
-        gpu_training.compared(expected, expected._replace(num_updates=8))
+        training.compared(expected, expected._replace(num_updates=8))
 
 
 @pytest.mark.slow
@@ -58,11 +56,11 @@ def test_half_precision_is_what_trains():
             models.append(make(model))
             return models[-1]
 
-        gpu_training.trained(network, kept)
+        training.trained(network, kept)
         assert models[0].layers[-1].compute_dtype == "float16"
-    in_float32 = gpu_training.Network(lambda: _in("float32"), network.batches)
+    in_float32 = training.Network(lambda: _in("float32"), network.batches)
     with pytest.raises(RuntimeError, match="must compute in float16. Received: float32"):
-        gpu_training.trained(in_float32, lambda model: model)
+        training.trained(in_float32, lambda model: model)
 
 
 def _in(dtype):
@@ -72,25 +70,25 @@ def _in(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(("scale", "skipped"), [(1.0, 0), (2.0**100, 9)])
 def test_a_loss_scale_must_skip_some_updates_and_not_all(monkeypatch, scale, skipped):
-    monkeypatch.setattr(gpu_trials, "_SCALE", scale)
+    monkeypatch.setattr(trials, "_SCALE", scale)
     with pytest.raises(AssertionError, match=f"some of its 9 updates, not {skipped}"):
-        gpu_trials._in_half("mixed_float16", lambda model: model)
+        trials._in_half("mixed_float16", lambda model: model)
 
 
 PAIR = ["CPU:0", "CPU:1"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trial", [gpu_trials.compiled, gpu_trials.precision])
+@pytest.mark.parametrize("trial", [trials.compiled, trials.precision])
 def test_each_form_is_compiled_and_computes_in_half_precision(trial, monkeypatch):
-    """One form of them; `doctor --gpu` takes all."""
-    one = {"data_parallel": gpu_training.kinds(PAIR)["data_parallel"]}
-    monkeypatch.setattr(gpu_trials, "_devices", lambda device_type: PAIR)
-    monkeypatch.setattr(gpu_trials, "kinds", lambda devices: one)
+    """One form of them; `make test-gpu` takes all."""
+    one = {"data_parallel": training.kinds(PAIR)["data_parallel"]}
+    monkeypatch.setattr(trials, "_devices", lambda device_type: PAIR)
+    monkeypatch.setattr(trials, "kinds", lambda devices: one)
     rows = [row for row in trial("cpu") if len(row) == 3]
     assert {verdict for _, verdict, _ in rows} == {"ok"}, rows
     said = {name: text for name, _, text in rows}
-    if trial is gpu_trials.precision:
+    if trial is trials.precision:
         text = said["mixed_float16, data_parallel"]
         assert "of 9 updates skipped" in text and "; 0 of 9" not in text
     else:
@@ -100,9 +98,8 @@ def test_each_form_is_compiled_and_computes_in_half_precision(trial, monkeypatch
 @pytest.mark.slow
 def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trials = "hardware,sums,workers,lost_workers,profile"
-    command = ["doctor", "--gpu", "--device_type=cpu", f"--trials={trials}", "--report=r.json"]
-    code = main(command)
+    names = "hardware,sums,workers,lost_workers,profile"
+    code = run.main(["--device_type=cpu", f"--trials={names}", "--report=r.json"])
     said = capsys.readouterr().out
     assert code == 0, said
     report = json.loads((tmp_path / "r.json").read_text())
@@ -117,8 +114,8 @@ def test_a_report_and_a_page_are_written(capsys, tmp_path, monkeypatch):
 
 
 def test_a_trial_that_crashes_is_a_finding(monkeypatch):
-    monkeypatch.setattr(gpu.sys, "executable", "false")
-    (finding,) = gpu.examine_gpus("cpu", 10.0, ["sums"])
+    monkeypatch.setattr(run.sys, "executable", "false")
+    (finding,) = run.examine_gpus("cpu", 10.0, ["sums"])
     assert finding.verdict == "broken" and "exit code 1" in finding.meaning
 
 
@@ -130,7 +127,7 @@ def program(monkeypatch, tmp_path):
         path = tmp_path / "trial"
         path.write_text(f"#!/bin/sh\n{lines}\n")
         path.chmod(0o755)
-        monkeypatch.setattr(gpu.sys, "executable", str(path))
+        monkeypatch.setattr(run.sys, "executable", str(path))
 
     return put
 
@@ -141,7 +138,7 @@ WELL = """echo '["first"]'; echo '["first", "ok", "well"]'; """
 @pytest.mark.slow
 def test_of_a_trial_that_hangs_the_rows_before_are_kept(program):
     program(WELL + """echo '["second"]'; sleep 60""")
-    first, second = gpu.examine_gpus("cpu", 1.0, ["sums"])
+    first, second = run.examine_gpus("cpu", 1.0, ["sums"])
     assert (first.check, first.verdict, first.meaning) == ("sums: first", "ok", "well")
     assert (second.check, second.verdict) == ("sums: second", "broken")
     assert "no answer in 1 s" in second.meaning
@@ -149,7 +146,7 @@ def test_of_a_trial_that_hangs_the_rows_before_are_kept(program):
 
 def test_a_crash_between_two_rows_is_not_the_last_rows(program):
     program(WELL + "exit 3")
-    first, crash = gpu.examine_gpus("cpu", 10.0, ["sums"])
+    first, crash = run.examine_gpus("cpu", 10.0, ["sums"])
     assert first.verdict == "ok" and (crash.check, crash.verdict) == ("sums", "broken")
     assert "it did not end after 'first': exit code 3" in crash.meaning
 
@@ -157,7 +154,7 @@ def test_a_crash_between_two_rows_is_not_the_last_rows(program):
 @pytest.mark.slow
 def test_all_trials_have_a_deadline_together(program):
     program(WELL + """echo '["second"]'; sleep 60""")
-    first, second, third = gpu.examine_gpus("cpu", 60.0, ["sums", "parity"], 1.0)
+    first, second, third = run.examine_gpus("cpu", 60.0, ["sums", "parity"], 1.0)
     assert first.verdict == "ok"
     assert (second.check, second.verdict) == ("sums: second", "warn")
     assert "cut off: all trials may take 1 s" in second.meaning
@@ -173,18 +170,18 @@ def test_an_error_is_a_refusal_only_in_its_own_words():
         return function
 
     refused = "statistics of the whole batch"
-    (row,) = gpu_row.tried("a row", raising("Batch normalization: the " + refused), refused)
-    assert row == ("a row", "skipped", refused)
+    (said,) = row.tried("a row", raising("Batch normalization: the " + refused), refused)
+    assert said == ("a row", "skipped", refused)
     for refusal in (refused, None):
-        (row,) = gpu_row.tried("a row", raising("CUDA_ERROR_ILLEGAL_ADDRESS"), refusal)
-        assert row[1:] == ("broken", "ValueError: CUDA_ERROR_ILLEGAL_ADDRESS")
+        (said,) = row.tried("a row", raising("CUDA_ERROR_ILLEGAL_ADDRESS"), refusal)
+        assert said[1:] == ("broken", "ValueError: CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
 def test_gpus_that_tensorflow_does_not_see_are_a_failure(monkeypatch):
-    monkeypatch.setattr(gpu_trials.device_lib, "list_devices", lambda device_type: [])
-    (seen,) = [row for row in gpu_trials.hardware("gpu") if row[0] == "GPUs"]
+    monkeypatch.setattr(trials.device_lib, "list_devices", lambda device_type: [])
+    (seen,) = [each for each in trials.hardware("gpu") if each[0] == "GPUs"]
     assert seen[1] == "broken" and "TensorFlow sees none" in seen[2]
-    assert "GPUs" not in [row[0] for row in gpu_trials.hardware("cpu")]
+    assert "GPUs" not in [each[0] for each in trials.hardware("cpu")]
 
 
 def test_nccl_of_a_wheel(tmp_path, monkeypatch):
@@ -198,12 +195,12 @@ def test_nccl_of_a_wheel(tmp_path, monkeypatch):
     command = [compiler, "-shared", "-fPIC", "-o", str(library), str(tmp_path / "nccl.c")]
     subprocess.run(command, check=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert gpu_trials._nccl_version() == f"2.23.4, {library}"
+    assert trials._nccl_version() == f"2.23.4, {library}"
 
 
 def test_figures_to_reach():
     def step(seconds, **peaks):
-        return gpu_speed.Measured(seconds, 8, peaks)
+        return speed.Measured(seconds, 8, peaks)
 
     measured = {
         ("plain Keras", True): step(1.0),
@@ -211,7 +208,7 @@ def test_figures_to_reach():
         ("tfparallel.MirroredStrategy", False): step(2.1, GPU0=30, GPU1=20, GPU2=25),
         ("tf.distribute.MirroredStrategy", False): step(2.0, GPU0=30),
     }
-    rows = {what: text for what, _, text in gpu_speed.ratios(measured)}
+    rows = {what: text for what, _, text in speed.ratios(measured)}
     assert rows == {
         "step time, tfparallel.MirroredStrategy / tf.distribute.MirroredStrategy": (
             "1.050; at most 1.05 is to be reached"
@@ -226,4 +223,4 @@ def test_figures_to_reach():
 @pytest.mark.slow
 def test_what_does_not_train_is_no_lost_worker():
     with pytest.raises(AssertionError, match="exit code 2"):
-        gpu_trials._lost("kill:worker=1,step=3", "gpu")
+        trials._lost("kill:worker=1,step=3", "gpu")

@@ -1,10 +1,10 @@
-"""The body of `tfparallel plan --parallel=model`: everything that needs TensorFlow loaded."""
+"""`tfparallel plan --parallel=model`: which layers go where, and do they fit."""
 
 from absl import flags
 
 from tfparallel.activity import Activity
-from tfparallel.commands.flags import UsageError
-from tfparallel.commands.plan_flags import device_memory
+from tfparallel.commands.exits import UsageError
+from tfparallel.commands.options import TrainOptions
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.placement.placement_plan import Plan, plan
 from tfparallel.placement.stages import PlacementError
@@ -16,7 +16,7 @@ __all__ = ["answer"]
 
 def answer(path: str, values: flags.FlagValues) -> int:
     """Prints the plan of the task file at `path`; returns 1 if nothing fits."""
-    task = load_task(path)
+    options, task = TrainOptions.of(values), load_task(path)
     try:
         with Activity("measuring the layers"):
             found = plan(
@@ -24,8 +24,8 @@ def answer(path: str, values: flags.FlagValues) -> int:
                 task.compile_model,
                 num_devices=values.num_devices,
                 batch_size=values.global_batch_size,
-                device_memory=device_memory(values),
-                balance=values.balance,
+                device_memory=options.device_memory,
+                balance=options.balance or "memory",
             )
     except PlacementError as error:
         raise UsageError(str(error)) from error
@@ -81,7 +81,7 @@ def _head(path, values, found) -> list[str]:
             "or keep them all busy, with micro-batches; what that gains:",
             f"  tfparallel plan {path} --parallel=pipeline{extra}{batch}",
         ]
-        if values.balance != "memory":
+        if values.balance not in (None, "memory"):
             extra += f" --balance={values.balance}"
             if found.device_memory is not None:
                 extra += f" --device_memory={found.device_memory}"

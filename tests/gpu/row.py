@@ -1,10 +1,8 @@
-"""The rows that the trials of `doctor --gpu` print."""
+"""The rows that the trials of `make test-gpu` print."""
 
 import json
 import re
 from collections.abc import Callable, Iterator
-
-__all__ = ["BROKEN", "OK", "SKIPPED", "Row", "tried"]
 
 # A row: what was tried; "ok", "skipped" or "broken"; what came of it.
 Row = tuple[str, str, str]

@@ -1,0 +1,1 @@
+"""Trials of every parallelism on GPUs: `make test-gpu`."""
