@@ -292,11 +292,14 @@ def _train_as_worker():
 _TASK = """\
 import keras, numpy as np
 
+
 def load_data():
     return (np.ones((64, 4), "float32"), np.ones((64, 1), "float32")), None
 
+
 def build_model():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
 
 def compile_model(model):
     model.compile("sgd", "mse")

@@ -47,7 +47,7 @@ def test_plan_draws_and_traces_the_schedule(tmp_path):
         ),
         (
             ["check", MLP, "--parallel=pipeline", "--chunks_per_device=2"],
-            "--chunks_per_device=2 with --schedule=1f1b",
+            "--chunks_per_device=2 alone",
         ),
         (["plan", MLP, "--draw=plan.png"], "--draw=plan.png with --parallel=auto"),
         (["bench", "pipeline", MLP, "--schedule=zigzag"], "Received: zigzag"),

@@ -25,7 +25,7 @@ _OF_A_PIPELINE = ("num_micro_batches", "schedule", "chunks_per_device", "recompu
 
 def start_chosen_parallelism(
     path: str, options: TrainOptions, facts: Mapping[str, Any]
-) -> tuple[Parallelism, MeshPlan | None]:
+) -> tuple[Parallelism, TrainOptions, MeshPlan | None]:
     """Starts the parallelism that the flags name; under `--parallel=auto` the one that is planned.
 
     Args:
@@ -34,13 +34,14 @@ def start_chosen_parallelism(
         facts: What all workers must agree on.
 
     Returns:
-        The parallelism, and the plan that it comes from, if it does.
+        The parallelism, the options with what was chosen, and the plan that it comes from, if it
+        does.
 
     Raises:
         UsageError: If nothing fits; and as `start_parallelism`.
     """
     if options.parallel != "auto":
-        return start_parallelism(options, facts), None
+        return start_parallelism(options, facts), options, None
     devices = _devices(options)
     if len(devices) == 1 and options.device_memory is None:
         first, why, plan = Candidate(Mesh()), "there is one device", None
@@ -49,12 +50,13 @@ def start_chosen_parallelism(
         first, why = plan.first, plan.why
         if first is None:
             raise UsageError(nothing_fits(plan))
-    parallelism = start_parallelism(_chosen(options, first, devices), facts)
+    chosen = _chosen(options, first, devices)
+    parallelism = start_parallelism(chosen, facts)
     if first.mesh.pipeline > 1:  # The very stages whose step was predicted.
         cut = {**parallelism.cut, "layers_per_stage": first.layers_per_stage}
         parallelism = dataclasses.replace(parallelism, cut=cut)
     parallelism.say(f"--parallel=auto takes {first.mesh} (--parallel={first.parallelism}): {why}")
-    return parallelism, plan
+    return parallelism, chosen, plan
 
 
 def _devices(options) -> list[str]:

@@ -19,6 +19,7 @@ __all__ = ["run"]
 _DEADLINE_SECONDS = 900.0
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 
+
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     """Measures each pipeline that the flags name, and plain Keras; returns the exit code."""
     (path,) = positional

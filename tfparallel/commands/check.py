@@ -12,7 +12,6 @@ from absl import flags
 from tfparallel.activity import Activity
 from tfparallel.commands.auto_parallelism import start_chosen_parallelism
 from tfparallel.commands.exits import UsageError
-from tfparallel.commands.flags import resolved
 from tfparallel.commands.options import TrainOptions
 from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.data.batches import first_batches
@@ -47,7 +46,7 @@ def _check(path: str, values: flags.FlagValues) -> int:
     started = time.perf_counter()
     # All three before the task file is imported: it may start TensorFlow's
     # runtime, and make layers, which take their type when they are made.
-    parallelism, _ = start_chosen_parallelism(
+    parallelism, options, _ = start_chosen_parallelism(
         path, TrainOptions.of(values), {"command": "check"}
     )
     if parallelism.name == "none":
@@ -115,7 +114,7 @@ def _check(path: str, values: flags.FlagValues) -> int:
         has_pieces = parallelism.name in ("data", "pipeline", "hybrid")
         content = {
             "command": "check",
-            "configuration": {"task": path, **resolved(values)},
+            "configuration": {"task": path, **options.told(values)},
             "devices": parallelism.devices,
             "num_workers": parallelism.num_workers,
             "versions": versions(),

@@ -131,8 +131,7 @@ def _node_problems(values, nodes, rank):
     if nodes.are_one:
         if rank not in (None, 0):
             problems.append(
-                "--node_rank must be less than --nnodes. "
-                f"Received: --node_rank={rank}, --nnodes=1."
+                f"--node_rank must be less than --nnodes. Received: --node_rank={rank}, --nnodes=1."
             )
         elif rank is not None and values.rdzv_endpoint is None:
             problems.append(

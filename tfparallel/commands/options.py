@@ -5,7 +5,7 @@ from typing import Any
 
 from absl import flags
 
-from tfparallel.commands.flags import value_of
+from tfparallel.commands.flags import resolved, value_of
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication.synchronization import Synchronization
 
@@ -81,6 +81,15 @@ class TrainOptions:
         if given.get("devices") is not None:
             given["devices"] = tuple(given["devices"])
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def told(self, values: flags.FlagValues) -> dict[str, Any]:
+        """The flags as they were given, but for what was chosen instead: for a report."""
+        asked, found = type(self).of(values), resolved(values)
+        for field in dataclasses.fields(self):
+            chosen = getattr(self, field.name)
+            if chosen != getattr(asked, field.name):
+                found[field.name] = str(chosen) if isinstance(chosen, Mesh) else chosen
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def policy(self) -> Synchronization:

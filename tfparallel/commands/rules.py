@@ -86,9 +86,7 @@ def train(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     for name, what in (("checkpoint_dir", "checkpoint folder"), ("tensorboard", "folder")):
         path = getattr(values, name)
         if path is not None and os.path.isfile(path):
-            problems.append(
-                f"The {what} is a file. Received: --{name}={path}. Name a folder."
-            )
+            problems.append(f"The {what} is a file. Received: --{name}={path}. Name a folder.")
     strikes_checkpoint = (values.inject or "").startswith("corrupt_checkpoint")
     if strikes_checkpoint and values.checkpoint_dir is None:
         problems.append(

@@ -11,6 +11,7 @@ from tfparallel.flight.job import behind, chrome_trace, doing, elsewhere, read_j
 
 __all__ = ["problems", "run"]
 
+
 def problems(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     """What is wrong with the folder."""
     problems = []

@@ -26,7 +26,6 @@ from tfparallel.collectives.process_group import WorkerLostError
 from tfparallel.commands import step_records
 from tfparallel.commands.auto_parallelism import start_chosen_parallelism
 from tfparallel.commands.exits import LostError, UsageError
-from tfparallel.commands.flags import resolved
 from tfparallel.commands.options import TrainOptions
 from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
@@ -73,7 +72,6 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
             values.report,
             {
                 "command": "train",
-                "configuration": {"task": path, **resolved(values)},
                 **result.report,
                 "wall_time_seconds": time.perf_counter() - started,
             },
@@ -95,7 +93,7 @@ def _failed(why: str) -> int:
 def _train(path, values, options: TrainOptions) -> _Result:
     # Before the task file is imported: its imports may start TensorFlow's
     # runtime, and the CPU cannot be split after that.
-    parallelism, plan = start_chosen_parallelism(path, options, _facts(path, values))
+    parallelism, options, plan = start_chosen_parallelism(path, options, _facts(path, values))
     use_precision(values.precision)
     keras.utils.set_random_seed(values.seed)
     task = load_task(path)
@@ -190,6 +188,7 @@ def _train(path, values, options: TrainOptions) -> _Result:
         with chief_only.path_of_chief(values.save, parallelism.is_chief) as save_path:
             model.save(save_path)
     report = {
+        "configuration": {"task": path, **options.told(values)},
         "model": {"name": model.name, "num_parameters": model.count_params()},
         "devices": parallelism.devices,
         "num_workers": parallelism.num_workers,
