@@ -29,7 +29,7 @@ import h5py
 import memory_run
 import numpy as np
 
-from tfparallel.size_text import parse_bytes
+from tfparallel.texts import parse_bytes
 
 TOP = pathlib.Path(__file__).parents[1]
 RUN = pathlib.Path(__file__).with_name("memory_run.py")

@@ -18,7 +18,7 @@ LIBRARY = TOP / "tfparallel"
 # From the ground up. A package may import what stands in a row above its own,
 # and itself; a new package is given its row here.
 ROWS = [
-    ["activity", "chatter", "compute_context", "installed", "size_text"],
+    ["activity", "chatter", "compute_context", "installed", "texts"],
     ["startup", "cluster", "cuda_driver", "device_names", "layout", "keras_compat", "seams"],
     ["device_memory"],
     ["devices", "data", "task", "extend", "logits", "user_log", "flight"],
@@ -46,7 +46,7 @@ PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.
 PLAIN += ["commands.rules", "commands.launch", "commands.init", "commands.bench_pipeline"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]
-PLAIN += ["activity", "layout", "size_text", "flight.record", "flight.job", "commands.trace"]
+PLAIN += ["activity", "layout", "texts", "flight.record", "flight.job", "commands.trace"]
 HEAVY = {"tensorflow", "keras"}
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import keras
 from absl import logging
 
-from tfparallel.activity import Activity
-
 __all__ = ["notice", "unnoticed"]
 
 _shown: set[str] = set()  # Of this process, as Python's warnings remember theirs.
@@ -40,8 +38,7 @@ def notice(text: str, *, once: bool = False) -> None:
     if is_logged or not keras.config.is_interactive_logging_enabled():
         logging.info("%s", text)
     elif sys.stderr is not None:  # Under pythonw there is none.
-        with Activity.paused():
-            print(text, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 from kubernetes import client
 
 from tests.commands.command_line import ROOT
@@ -167,7 +166,7 @@ def test_the_objects_are_those_of_kubernetes_schema():
         image="example/train:1",
         volume="data:/data",
     )
-    service, secret, indexed = yaml.safe_load_all(kubernetes_objects(job))
+    service, secret, indexed = json.loads(kubernetes_objects(job))["items"]
     service, indexed = model_of(service, "V1Service"), model_of(indexed, "V1Job")
     secret = model_of(secret, "V1Secret")
     assert service.spec.cluster_ip == "None" and service.spec.publish_not_ready_addresses
@@ -204,17 +203,12 @@ def expanded(command):
     + ["\U0001f600.py", "two\nlines", "\x07\x85\u2028\ufeff", "a" * 300 + " b", "~", "=", "<<"]
     + ["$(HOME)", "$$", "$$(HOME)", "$HOME", "$", "{a: b}", "- a", "!!int 3", "2026-01-02", " a "],
 )
-def test_every_word_comes_out_of_yaml_and_kubernetes_as_it_was(word):
+def test_every_word_comes_out_of_kubernetes_as_it_was(word):
     text = kubernetes_objects(JobFile("on", ["a", word, "b"], image="i"))
-    service, indexed = yaml.safe_load_all(text)
+    service, indexed = json.loads(text)["items"]
     (container,) = indexed["spec"]["template"]["spec"]["containers"]
     assert expanded(container["command"])[-3:] == ["a", word, "b"]
     assert indexed["metadata"]["name"] == service["metadata"]["name"] == "on"
-
-
-@pytest.mark.parametrize("word", ["y", "N", "1e3", "0o17", "1_000", "12:30", ".5", "~"])
-def test_what_another_reader_of_yaml_may_take_for_something_else_is_quoted(word):
-    assert f'- "{word}"\n' in kubernetes_objects(JobFile("on", [word], image="i"))
 
 
 # --- Mistakes ---------------------------------------------------------------------------------

@@ -10,8 +10,12 @@ import psutil
 import pytest
 
 from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
-from tfparallel.cluster.supervisor import Job, Program, StopRequest, run
+from tfparallel.cluster.supervisor import Job, Program, StopRequest
 from tfparallel.cluster.worker_exit import WorkerExit
+
+
+def run(programs, *, timeout_seconds=None, **options):
+    return Job(programs, **options).wait(timeout_seconds)
 
 
 def python(worker, code, *arguments, cores=()):

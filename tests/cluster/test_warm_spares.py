@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.processes import wait_for
 from tests.commands.command_line import tfparallel
-from tfparallel.cluster.supervisor import run
+from tfparallel.cluster.supervisor import Job
 from tfparallel.cluster.warm_spares import WarmSpares, imports_tfparallel
 from tfparallel.cluster.worker_process import Program
 
@@ -38,9 +38,10 @@ def started(standbys):
 
 def ran(program, standbys):
     shown = []
-    outcome = run(
+    job = Job(
         [program], on_output=lambda worker, stream, text: shown.append(text), standbys=standbys
     )
+    outcome = job.wait()
     assert outcome.culprit is None, b"".join(shown)
     *words, pid, has_tensorflow, word = b"".join(shown).decode().split()
     return words, int(pid), has_tensorflow == "True", word

@@ -16,7 +16,7 @@ from tfparallel.bench.model import modelled_as
 from tfparallel.bench.row import Row, bus_factor
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS
 from tfparallel.collectives.cost_model import CostModel
-from tfparallel.size_text import size_text
+from tfparallel.texts import size_text
 
 # Ours in colours that differ in the dark, too (Okabe and Ito, 2008); others in greys.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#882255", "#999933")

@@ -7,8 +7,6 @@ and elsewhere leaves the main thread without the loop it had.
 import asyncio
 import concurrent.futures
 import contextlib
-import signal
-import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -56,66 +54,6 @@ def _run_in_another_thread(coroutine):
 
 
 def _run_here(coroutine):
-    loop = asyncio.new_event_loop()
-    try:
-        task = loop.create_task(coroutine)
-        try:
-            with _ctrl_c_cancels(task) as is_interrupted:
-                result = _run_to_its_end(loop, task)
-        except asyncio.CancelledError:
-            if is_interrupted():
-                raise KeyboardInterrupt from None
-            raise
-        if is_interrupted():  # When the task had its result already.
-            raise KeyboardInterrupt
-        return result
-    finally:
-        loop.close()
-
-
-def _run_to_its_end(loop, task):
-    try:
-        return loop.run_until_complete(task)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            # A second Ctrl-C, or the caller's own handler: it may have hit any task, whose end
-            # asyncio would report once more.
-            loop.set_exception_handler(lambda loop, context: None)
-        # An exception that comes out of the loop itself leaves the task in the middle.
-        task.cancel()
-        loop.run_until_complete(asyncio.wait([task]))
-        # Looked at, so that asyncio does not report it as forgotten.
-        task.cancelled() or task.exception()
-        raise
-
-
-@contextlib.contextmanager
-def _ctrl_c_cancels(task):
-    """Has the first Ctrl-C cancel a task; gives a function that says whether it came.
-
-    Python's own handler raises an exception wherever the loop is just then. Between the moment
-    when the loop takes a callback from its queue and the moment when it calls it, that loses the
-    callback, and a task that it was to wake waits for ever. A second Ctrl-C is Python's own.
-
-    Where the caller handles Ctrl-C, and in a thread that receives no signals, nothing changes.
-    """
-    count = 0
-
-    def cancel(number, frame):
-        nonlocal count
-        count += 1
-        if count > 1:
-            signal.default_int_handler(number, frame)
-        task.get_loop().call_soon_threadsafe(task.cancel)
-
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, cancel)
-    try:
-        yield lambda: count > 0
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A loop of its own leaves the caller's as it is. The first Ctrl-C cancels the coroutine.
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(coroutine)

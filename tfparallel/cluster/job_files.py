@@ -9,6 +9,7 @@ meets the others. A job that is told to end saves its state and ends with code 7
 """
 
 import dataclasses
+import json
 import math
 import re
 import secrets
@@ -25,8 +26,6 @@ _FIRST_PORT, _NUM_PORTS = 13_000, 16_000  # Of a Slurm job, which may share its 
 # A Service's name begins with a letter.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
 _VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^:]+)")
-_WORD = re.compile(r"[A-Za-z][A-Za-z0-9./]*")
-_NO_STRINGS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
 _RANDOM_WORD = "od -An -N16 -tx1 /dev/urandom | tr -d ' \\n'"
 _ENDS_SECONDS = 15  # What a launcher takes to end, beside the workers' grace.
 _MOST_SECONDS = 65_535  # Between Slurm's signal and its time limit.
@@ -185,7 +184,7 @@ def slurm_script(job: JobFile) -> str:
 
 
 def kubernetes_objects(job: JobFile) -> str:
-    """Returns a headless Service, an indexed Job and, for several hosts, a Secret, in YAML.
+    """Returns a headless Service, an indexed Job and, for several hosts, a Secret, as JSON.
 
     Raises:
         ValueError: If there is no image.
@@ -258,7 +257,9 @@ def kubernetes_objects(job: JobFile) -> str:
         "metadata": {"name": job.name, "labels": labels},
         "spec": spec,
     }
-    return _yaml(*objects, indexed)
+    # JSON is YAML, and no reader takes one of its texts for a number.
+    found = {"apiVersion": "v1", "kind": "List", "items": [*objects, indexed]}
+    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
 
 
 def _launch_in_a_pod(job):
@@ -286,28 +287,3 @@ def _is_utf_8(text: str) -> bool:
     except UnicodeEncodeError:  # Bytes of the command line that are no text.
         return False
     return True
-
-
-def _yaml(*objects: dict[str, Any]) -> str:
-    """The objects as documents of one stream."""
-    # Here, since `launch` imports this module for the name of a job, and YAML takes 20 ms.
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data):
-            return True  # A file for people spells everything out.
-
-    def represent_text(dumper, text):
-        # Parsers differ in what they take for a number or a bool: Kubernetes's does 1e3 and y.
-        is_word = _WORD.fullmatch(text) is not None and text.lower() not in _NO_STRINGS
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if is_word else '"')
-
-    Dumper.add_representer(str, represent_text)
-    return yaml.dump_all(
-        objects,
-        Dumper=Dumper,
-        allow_unicode=True,
-        default_flow_style=False,
-        sort_keys=False,
-        width=math.inf,
-    )

@@ -32,7 +32,7 @@ from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.pickling import as_bytes
 from tfparallel.cluster.spec import Cluster
-from tfparallel.cluster.supervisor import run
+from tfparallel.cluster.supervisor import Job
 from tfparallel.cluster.worker_exit import Outcome
 
 __all__ = ["spawn"]
@@ -260,11 +260,8 @@ def _run(command, num_workers, device_type, max_restarts, timeout_seconds):
         screen = Prefixer(_Text("stdout"), _Text("stderr"))
         output_filter = OutputFilter(screen.write, has_gpu=has_nvidia_gpu(), is_quiet=wants_quiet())
         try:
-            outcome = run(
-                programs,
-                on_output=output_filter.write,
-                timeout_seconds=None if deadline is None else max(0, deadline - time.monotonic()),
-            )
+            job = Job(programs, on_output=output_filter.write)
+            outcome = job.wait(None if deadline is None else max(0, deadline - time.monotonic()))
         finally:
             with contextlib.suppress(OSError):
                 output_filter.finish()

@@ -27,7 +27,7 @@ from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit, root_cause_first
 from tfparallel.cluster.worker_process import Program, WorkerProcess
 
-__all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest", "run"]
+__all__ = ["GRACE_SECONDS", "Job", "Program", "StopRequest"]
 
 # TensorFlow catches SIGTERM and survives it, so this is what each stop costs.
 GRACE_SECONDS = 3.0
@@ -271,44 +271,3 @@ class Job:
             name=worker.program.name,
             lost=self._lost_by(worker.program.worker) if worker.returncode else None,
         )
-
-
-def run(
-    programs: Sequence[Program],
-    *,
-    on_output: Callable[[int, str, bytes], None] | None = None,
-    grace_seconds: float = GRACE_SECONDS,
-    timeout_seconds: float | None = None,
-    news: ControlChannel | None = None,
-    on_lost: Callable[[WorkerExit], None] | None = None,
-    lost_by: Callable[[int], int | None] | None = None,
-    standbys: WarmSpares | None = None,
-) -> Outcome:
-    """Runs a job to its end.
-
-    Args:
-        programs: One for each worker.
-        on_output: As for `Job`.
-        grace_seconds: As for `Job`.
-        timeout_seconds: As for `Job.wait`.
-        news: As for `Job`.
-        on_lost: As for `Job`.
-        lost_by: As for `Job`.
-        standbys: As for `Job`.
-
-    Returns:
-        The outcome, with no process left, however the function is left.
-
-    Raises:
-        Exception: What `on_output` raised.
-    """
-    job = Job(
-        programs,
-        on_output=on_output,
-        grace_seconds=grace_seconds,
-        news=news,
-        on_lost=on_lost,
-        lost_by=lost_by,
-        standbys=standbys,
-    )
-    return job.wait(timeout_seconds)

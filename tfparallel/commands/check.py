@@ -24,6 +24,7 @@ from tfparallel.engine.proof import OfLayer, explained
 from tfparallel.extend import original_class
 from tfparallel.pipeline.batch_norm import grouped, ungrouped
 from tfparallel.task import load_task
+from tfparallel.texts import aligned
 
 __all__ = ["run"]
 
@@ -164,6 +165,4 @@ def _table(layers: list[OfLayer]):
         ]
         name = original_class(each.layer).__name__
         rows.append((each.path, name, str(each.num_operations), str(each.output), ", ".join(notes)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    return aligned(rows)

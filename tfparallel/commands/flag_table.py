@@ -16,7 +16,7 @@ from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import synchronization
 from tfparallel.replication.synchronization import Synchronization
-from tfparallel.size_text import parse_bytes
+from tfparallel.texts import parse_bytes
 
 __all__ = ["EXCLUDES", "IN_TASK", "TABLE", "flags_of"]
 

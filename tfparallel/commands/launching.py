@@ -24,7 +24,7 @@ from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.rendezvous import Rendezvous, meet
-from tfparallel.cluster.supervisor import Program, StopRequest, run
+from tfparallel.cluster.supervisor import Job, Program, StopRequest
 from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
@@ -307,7 +307,7 @@ def _run(
             has_gpu=has_nvidia_gpu(),
             is_quiet=wants_quiet(),
         )
-        outcome = run(
+        job = Job(
             programs,
             on_output=output_filter.write,
             grace_seconds=values.grace_seconds,
@@ -318,6 +318,7 @@ def _run(
             lost_by=lambda worker: lost_by(worker, folder, attempt, began),
             standbys=standbys,
         )
+        outcome = job.wait()
         output_filter.finish()
         screen.finish()
     why = waited_for(outcome, folder, attempt, began)

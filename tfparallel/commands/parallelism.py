@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from tfparallel import devices as device_lib
-from tfparallel.activity import Activity
 from tfparallel.asynchronous.in_flight import steps_ahead
 from tfparallel.asynchronous.servers import join
 from tfparallel.cluster.roles import Roles
@@ -95,8 +94,7 @@ class Parallelism:
     def say(self, text: str) -> None:
         """Prints, on the chief alone."""
         if self.is_chief:
-            with Activity.paused():
-                print(text, flush=True)
+            print(text, flush=True)
 
     def build(self, build_model: Callable[[], keras.Model]) -> keras.Model:
         """Returns the parallel model."""

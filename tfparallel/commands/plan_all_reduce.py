@@ -11,7 +11,7 @@ from tfparallel.collectives.cost_model import CostModel, Link
 from tfparallel.collectives.simulator import simulate
 from tfparallel.commands.exits import UsageError
 from tfparallel.commands.rules import counts_of, size_problems
-from tfparallel.size_text import size_text
+from tfparallel.texts import aligned, size_text
 
 __all__ = ["problems", "run"]
 
@@ -170,8 +170,7 @@ def _table(sizes, seconds) -> list[str]:
         rows.append(
             [size_text(size), *(_time(t) + ("*" if n == best else " ") for n, t in times.items())]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    return aligned(rows, right=True)
 
 
 def _time(seconds: float) -> str:

@@ -8,8 +8,8 @@ from tfparallel.commands.options import TrainOptions
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.placement.placement_plan import Plan, plan
 from tfparallel.placement.stages import PlacementError
-from tfparallel.size_text import size_text
 from tfparallel.task import load_task
+from tfparallel.texts import aligned, seconds_text, size_text
 
 __all__ = ["answer"]
 
@@ -44,7 +44,7 @@ def _lines(path: str, values: flags.FlagValues, found: Plan) -> list[str]:
     if found.stages:
         lines += [*_table(found), ""]
         lines.append(
-            f"predicted step: {_milliseconds(found.step_seconds)} for {found.batch_size} examples, "
+            f"predicted step: {seconds_text(found.step_seconds)} for {found.batch_size} examples, "
             "the stages one after the other"
         )
     lines += ["", "devices  largest stage of the best cut"]
@@ -96,11 +96,6 @@ def _table(found: Plan) -> list[str]:
         names = first if first == last else f"{first} … {last} ({len(stage.layers)})"
         rows.append(
             (str(index), names, size_text(stage.parameter_bytes), size_text(stage.held_bytes),
-             _milliseconds(stage.seconds), size_text(stage.received_bytes))
+             seconds_text(stage.seconds), size_text(stage.received_bytes))
         )  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
+    return aligned(rows)

@@ -13,10 +13,10 @@ from tfparallel.commands.mesh_trials import after_trials, batch_of
 from tfparallel.commands.options import TrainOptions
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.hybrid.mesh_plan import MeshPlan, plan_meshes
-from tfparallel.layout.ranking import BALANCES, Candidate, Choices, seconds_text
+from tfparallel.layout.ranking import BALANCES, Candidate, Choices
 from tfparallel.problems import PlacementError
-from tfparallel.size_text import size_text
 from tfparallel.task import Task, load_task
+from tfparallel.texts import aligned, seconds_text, size_text
 
 __all__ = ["answer", "nothing_fits", "plan_task"]
 
@@ -162,8 +162,7 @@ def _table(found: MeshPlan) -> list[str]:
         seconds = (own.step_seconds, own.passes_seconds, own.sums_seconds, own.update_seconds)
         texts = (*own_trial, *map(seconds_text, seconds), size_text(candidate.held_bytes))
         rows.append((name, *texts, candidate.why_not or ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return aligned(rows)
 
 
 def _rests_on(found: MeshPlan) -> list[str]:

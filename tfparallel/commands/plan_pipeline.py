@@ -13,8 +13,8 @@ from tfparallel.layout.schedule import ScheduleError, make_schedule
 from tfparallel.layout.simulator import theoretical_bubble
 from tfparallel.pipeline.pipeline_plan import PipelinePlan, plan_pipeline
 from tfparallel.placement.stages import PlacementError
-from tfparallel.size_text import size_text
 from tfparallel.task import load_task
+from tfparallel.texts import aligned, seconds_text, size_text
 
 __all__ = ["answer"]
 
@@ -53,7 +53,7 @@ def _write(path: str, values: flags.FlagValues, found: PipelinePlan) -> None:
         if values.draw.endswith(".txt"):
             pathlib.Path(values.draw).write_text(as_text(found.timeline) + "\n")
         else:
-            title = f"{_title(path, found)}: {_milliseconds(found.timeline.makespan)} a step"
+            title = f"{_title(path, found)}: {seconds_text(found.timeline.makespan)} a step"
             try:
                 write_picture(values.draw, found.timeline, devices, title)
             except ImportError as error:
@@ -87,23 +87,21 @@ def _lines(path: str, values: flags.FlagValues, found: PipelinePlan) -> list[str
         text = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
         rows.append(
             (str(index), str(stage.device), text, size_text(stage.parameter_bytes),
-             size_text(stage.activation_bytes), _milliseconds(stage.forward_seconds),
-             _milliseconds(stage.backward_seconds))
+             size_text(stage.activation_bytes), seconds_text(stage.forward_seconds),
+             seconds_text(stage.backward_seconds))
         )  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     step, serial = found.timeline.makespan, found.one_after_the_other
     held = enumerate(found.schedule.most_in_flight())
     return [
         f"{_title(path, found)}; the command:",
         f"  {_command(path, values, found)}",
         "",
-        *table,
+        *aligned(rows),
         "",
         as_text(found.timeline),
         "",
-        f"predicted step: {_milliseconds(step)} for {found.batch_size} examples, without transfers "
-        f"and the update; the stages one after the other: {_milliseconds(serial)}, "
+        f"predicted step: {seconds_text(step)} for {found.batch_size} examples, without transfers "
+        f"and the update; the stages one after the other: {seconds_text(serial)}, "
         f"{serial / step if step else 1:.2f} times as long",
         f"devices stand still {found.timeline.bubble:.0%} of the time; equal stages would "
         f"{theoretical_bubble(found.schedule):.0%}",
@@ -130,7 +128,3 @@ def _command(path, values, found) -> str:
     if values.batch_normalization is not None:
         parts.append(f"--batch_normalization={values.batch_normalization}")
     return " ".join([*parts, f"--global_batch_size={found.batch_size}"])
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"

@@ -9,7 +9,7 @@ from tfparallel.bench.choices import COLLECTIVES, ITEM_BYTES, sweep
 from tfparallel.commands.flags import is_given
 from tfparallel.commands.options import TrainOptions
 from tfparallel.layout.layout import RECOMPUTES
-from tfparallel.size_text import parse_bytes
+from tfparallel.texts import parse_bytes
 
 __all__ = [
     "bench",

@@ -5,12 +5,13 @@ asks the layout.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tfparallel.layout.mesh import Coordinate, Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
 from tfparallel.layout.shorten import first_to_last
+from tfparallel.texts import aligned
 
 __all__ = ["RECOMPUTES", "Layout", "LayoutError"]
 
@@ -185,7 +186,7 @@ class Layout:
         if self.stages:
             for row, at in zip(rows, self.mesh.coordinates(), strict=True):
                 row.append(self._layers_on(at.pipeline))
-        lines = [f"  {line}" for line in _aligned(rows)]
+        lines = [f"  {line}" for line in aligned(rows)]
         if self.splits:
             lines.append(f"  split: {', '.join(f'{layer} by {how}' for layer, how in self.splits)}")
         if self.reduction is not None:
@@ -228,11 +229,3 @@ class Layout:
         here = range(place, self.num_stages, self.mesh.pipeline)
         layers = [[layer for layer, stage in self.stages if stage == own] for own in here]
         return "; ".join(first_to_last(each, "layers") or "(no layer)" for each in layers)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

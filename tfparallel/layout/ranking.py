@@ -14,7 +14,7 @@ from tfparallel.layout.costs import Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.prediction import Pieces, Prediction, predict
 from tfparallel.layout.schedule import ScheduleError, make_schedule
-from tfparallel.size_text import size_text
+from tfparallel.texts import seconds_text, size_text
 
 __all__ = [
     "BALANCES",
@@ -23,7 +23,6 @@ __all__ = [
     "parallelism_of",
     "meshes_of",
     "rank",
-    "seconds_text",
     "why_first",
     "with_trials",
 ]
@@ -242,16 +241,6 @@ def why_first(ranked: Sequence[Candidate]) -> str:
     if saved == "passes" and second.prediction.bubble > 0:
         text += f" (its stages stand still {second.prediction.bubble:.0%} of the time)"
     return text
-
-
-def seconds_text(seconds: float) -> str:
-    """A time for people.
-
-    Example:
-        >>> seconds_text(0.0421), seconds_text(1.5)
-        ('42.1 ms', '1.5 s')
-    """
-    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.4g} s"
 
 
 def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:

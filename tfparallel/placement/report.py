@@ -13,7 +13,7 @@ from tfparallel.placement.costs import bytes_of
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.processes import peak_memory_bytes
 from tfparallel.seams.optimizers import weights_of
-from tfparallel.size_text import size_text
+from tfparallel.texts import aligned, size_text
 
 __all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report"]
 
@@ -63,8 +63,7 @@ class PlacementReport:
             for i, n in enumerate((r.parameter_bytes, r.slot_bytes, r.activation_bytes)):
                 total[i] += n
         rows += [("all", device, *map(size_text, total)) for device, total in totals.items()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = aligned(rows)
         wrong = collections.Counter(noted.kind for noted in self.elsewhere)
         lines += [
             f"{kind}: {number - wrong[kind]} of {number} on their device"

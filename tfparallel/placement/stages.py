@@ -12,7 +12,7 @@ from tfparallel.placement.costs import LayerCost, layer_costs
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.timing import NoCopy
 from tfparallel.problems import PlacementError, Problems
-from tfparallel.size_text import number_of_bytes
+from tfparallel.texts import number_of_bytes
 from tfparallel.user_log import notice
 
 __all__ = [

@@ -1,6 +1,6 @@
 import pytest
 
-from tfparallel.size_text import number_of_bytes, parse_bytes, size_text
+from tfparallel.texts import number_of_bytes, parse_bytes, size_text
 
 
 @pytest.mark.parametrize(

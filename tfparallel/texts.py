@@ -1,9 +1,10 @@
-"""Numbers of bytes as people write and read them."""
+"""Bytes, seconds and tables as people write and read them."""
 
 import numbers
 import re
+from collections.abc import Sequence
 
-__all__ = ["number_of_bytes", "parse_bytes", "size_text"]
+__all__ = ["aligned", "number_of_bytes", "parse_bytes", "seconds_text", "size_text"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -58,3 +59,25 @@ def size_text(size_bytes: float) -> str:
             return f"{size_bytes:.4g} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.4g} GiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time for people.
+
+    Example:
+        >>> seconds_text(0.0421), seconds_text(1.5)
+        ('42.1 ms', '1.5 s')
+    """
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.4g} s"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Returns a line for each row of a table, its columns as wide as their longest text.
+
+    Args:
+        rows: All of one length.
+        right: Whether texts stand at the right of their columns.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    place = str.rjust if right else str.ljust
+    return ["  ".join(map(place, row, widths)).rstrip() for row in rows]
