@@ -142,7 +142,7 @@ def test_a_range_of_nodes_is_asked_for_and_handed_on():
     code, text, errors = emitted("--emit=kubernetes", "--image=a/b:1", *flags)
     assert code == 0, errors
     assert "--nnodes=2:4" in text and "digits-cnn-3.digits-cnn:29500" in text
-    assert "parallelism: 4" in text
+    assert '"parallelism": 4' in text
 
 
 # --- Kubernetes -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tfparallel.commands.exits import UsageError
 from tfparallel.commands.flag import Excludes, Flag
 from tfparallel.commands.flag_table import EXCLUDES, IN_TASK, TABLE, flags_of
 
-__all__ = ["defined", "flag_problems", "is_given", "parsed", "resolved", "value_of"]
+__all__ = ["defined", "flag_problems", "parsed", "resolved", "value_of"]
 
 
 class Counted(int):
@@ -212,7 +212,7 @@ def _unwritable(row: Flag, path: str, received: str) -> Iterator[str]:
 
 def _without(row: Flag, values) -> Iterator[str]:
     """What a flag needs, where that is not there."""
-    if row.only_with is None or not is_given(values, row.name) or _holds(values, row.only_with):
+    if row.only_with is None or not _is_given(values, row.name) or _holds(values, row.only_with):
         return
     name, _, words = row.only_with.partition("=")
     *firsts, last = (f"--{name}={words.split('|')[0]}", *words.split("|")[1:])
@@ -237,11 +237,11 @@ def _holds(values, condition: str) -> bool:
     if name not in values:
         return False
     if not words:
-        return is_given(values, name)
+        return _is_given(values, name)
     return str(values[name].value).partition(":")[0] in words.split("|")
 
 
-def is_given(values: flags.FlagValues, name: str) -> bool:
+def _is_given(values: flags.FlagValues, name: str) -> bool:
     """Whether a flag says something else than it says where it is absent."""
     return values[name].value != values[name].default
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.bench.choices import COLLECTIVES, ITEM_BYTES, sweep
-from tfparallel.commands.flags import is_given
 from tfparallel.commands.options import TrainOptions
 from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.texts import parse_bytes
@@ -166,7 +165,7 @@ def size_problems(values: flags.FlagValues, item_bytes: int) -> list[str]:
 
 def _bench_task_problems(values, task) -> list[str]:
     names = ("min_bytes", "max_bytes", "step_factor")
-    given = [f"--{name}={getattr(values, name)}" for name in names if is_given(values, name)]
+    given = [f"--{name}={getattr(values, name)}" for name in names if values[name].present]
     if task and given:
         return [
             "With a task file the sizes are those of the model's gradients. Received: "
