@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from . import upstream, workers
@@ -53,6 +55,9 @@ SLACK = 100.0  # Between machines, noise differs by less than this.
 # What Keras puts before the message of an error in a layer's call, and the bold type that it sets.
 _AS_KERAS_WRAPS = re.compile(r"^Exception encountered when calling \S+\.\s*|\x1b\[\d+m")
 _OR = "” or “"  # Between the refusals of a row's cases.
+# Before the features of a group that are exact in all columns, and between them.
+EVERYWHERE = "Exact under every parallelism: "
+_AND = " · "
 SEVERITY = (EXACT, REPRODUCIBLE, REFUSED)
 
 
@@ -67,17 +72,21 @@ class Cell:
     def __str__(self) -> str:
         if self.verdict == REFUSED:
             return f"refused: “{self.message}”"
-        if self.verdict == REPRODUCIBLE:
-            return REPRODUCIBLE
+        if self.verdict == REPRODUCIBLE or self.largest <= SMALLEST:
+            return self.verdict
         return f"exact, ≤ {self.largest:.0e}"
 
     @classmethod
-    def parse(cls, text: str) -> Cell | None:
+    def parse(cls, text: str, notes: Mapping[str, str]) -> Cell | None:
+        """What a cell of the page says, with the footnotes of the page by number."""
         text = text.strip()
+        if text == EXACT:
+            return cls(EXACT, SMALLEST)
         if match := re.fullmatch(r"exact, ≤ (\S+)", text):
             return cls(EXACT, float(match[1]))
-        if match := re.fullmatch(r"refused: “(.*)”", text):
-            return cls(REFUSED, message=match[1])
+        if text.startswith(REFUSED):
+            said = [notes[number] for number in re.findall(r"\[\^(\d+)\]", text)]
+            return cls(REFUSED, message=_OR.join(said))
         return cls(REPRODUCIBLE) if text == REPRODUCIBLE else None
 
     def allows(self, seen: Cell) -> bool:
@@ -167,12 +176,16 @@ def columns_of(page: str) -> list[str]:
 def parse(page: str) -> dict[tuple[str, str], Cell]:
     """The cells of the page by feature and form."""
     cells, columns = {}, columns_of(page)
+    notes = dict(re.findall(r"^\[\^(\d+)\]: “(.*)”$", page, re.MULTILINE))
     for line in page.splitlines():
+        if line.startswith(EVERYWHERE):
+            features = line.removeprefix(EVERYWHERE).removesuffix(".").split(_AND)
+            cells |= {(each, form): Cell(EXACT, SMALLEST) for each in features for form in columns}
         parts = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(parts) != 1 + len(columns):
             continue
         for form, text in zip(columns, parts[1:], strict=True):
-            parsed = Cell.parse(text)
+            parsed = Cell.parse(text, notes)
             if parsed is not None:
                 cells[parts[0], form] = parsed
     return cells
@@ -188,15 +201,15 @@ Each row is trained by plain Keras on one device and under each parallelism, fro
 24 steps unless the case says otherwise, on batches of 17 and a last one of 2, so that no number of
 replicas divides them and some have no example.
 Every variable of the model and of its optimizers, and every loss and metric of every
-epoch, is compared by name. A cell is the worst of all its runs.
+epoch, is compared. A cell is the worst of its runs.
 
-- **exact, ≤ d**: no value differs by more than d, relative to the largest element of its
-  variable. Runs are in float64 and must reach 1e-9; those of float32 1e-4 (Keras's image
-  augmentation, top-k metrics, CTC, orthogonal regularizer and factors of LoRA are float32 alone),
-  of mixed precision 1e-2 with the same number of skipped updates.
+- **exact**: no value differs by more than 1e-12, or the number beside it, relative to the largest
+  element of its variable. Runs are in float64 and must reach 1e-9; those of float32 1e-4 (Keras's
+  image augmentation, top-k metrics, CTC, orthogonal regularizer and factors of LoRA are float32
+  alone), of mixed precision 1e-2 with the same number of skipped updates.
 - **reproducible**: the layer draws other random numbers than on one device; two runs of
   one seed are identical.
-- **refused**: an error before or at the first step, quoted.
+- **refused**: an error before or at the first step, quoted in the footnote.
 - **not run**: the case starts from a model that is built already, which only the others take,
   or from an option that the builder does not have. Under `MirroredStrategy(...).scope()` your code
   builds the model, so it has fewer cases below.
@@ -206,15 +219,14 @@ epoch, is compared by name. A cell is the worst of all its runs.
   loop is Keras's own.
 - `ScheduleFreeAdamW`: compared is what plain Keras does with `run_eagerly=True`, or with its
   optimizer built before `fit`. Plain `compile` and `fit` set its momentum back to the weights at
-  every step, a fault of Keras 3.15 ([upstream.md](upstream.md)): other weights than all others.
+  every step, a fault of Keras 3.15 ([upstream.md](upstream.md)).
 
 `data_parallel` is `tfparallel.data_parallel(build_model)`; `MirroredStrategy` is plain
 Keras code under `tfparallel.MirroredStrategy(...).scope()`; `model_parallel` has the layers in two
 stages, on two devices; `tensor_parallel` has each layer that can be split in two parts;
 `pipeline_parallel` sends 4 micro-batches through two stages, by 1F1B; `hybrid_parallel` has a mesh
 of data x pipeline x tensor, with a micro-batch for each stage; `workers` is `data_parallel` on
-worker processes: on 2, on 3, or on 2 of two devices each (2 x 2), as counted below. Of the cases
-that are not run for the page `make test` runs a sample.
+worker processes: on 2, on 3, or on 2 of two devices each (2 x 2).
 """
 
 UPSTREAM = """\
@@ -234,35 +246,58 @@ def runs(cases: list[Case]) -> list[str]:
     """How many cases each form and number of replicas ran."""
     ways = {(form, replicas) for _, _, form, replicas in SEEN}
     counts = {way: sum(case.runs_under(way[0]) for case in cases) for way in ways}
+    by_form: dict[tuple[str, int], list[str]] = {}
+    for (form, replicas), number in sorted(counts.items(), key=str):
+        by_form.setdefault((form, number), []).append(str(replicas))
     return ["What ran:", ""] + [
-        f"- `{form}` on {replicas}{UNITS.get(form, ' replicas')}: {number} cases"
-        for (form, replicas), number in sorted(counts.items(), key=str)
+        f"- `{form}` on {', '.join(ways)}{UNITS.get(form, ' replicas')}: {number} cases"
+        for (form, number), ways in by_form.items()
     ]
 
 
 def render(cases: list[Case], peers: list[str], page: str = "") -> str:
     """The page, from everything seen in this session, and rows that it did not run from `page`."""
-    kept = {line.split(" | ")[0][2:]: line for line in page.splitlines() if line[:2] == "| "}
-    lines = [INTRODUCTION, *runs(cases)]
-    group = None
-    for case in unique_rows(cases):
-        if case.group != group:
-            group = case.group
-            lines.append(f"\n## {group}\n")
+    kept, lines = parse(page), [INTRODUCTION, *runs(cases)]
+    notes: dict[str, int] = {}
+
+    def text(found: Cell | None) -> str:
+        if found is None:
+            return "not run"
+        if found.verdict != REFUSED:
+            return str(found)
+        said = [notes.setdefault(each, len(notes) + 1) for each in found.message.split(_OR)]
+        return REFUSED + "".join(f"[^{number}]" for number in said)
+
+    for group, of_group in itertools.groupby(unique_rows(cases), lambda case: case.group):
+        rows = {}
+        for case in of_group:
+            if is_asked_for(case.feature):
+                rows[case.feature] = row(case.feature)
+            else:
+                rows[case.feature] = [kept.get((case.feature, form)) for form in COLUMNS]
+        lines.append(f"\n## {group}\n")
+        everywhere = [feature for feature, cells in rows.items() if set(map(str, cells)) == {EXACT}]
+        if everywhere:
+            lines.append(f"{EVERYWHERE}{_AND.join(everywhere)}.")
+        if len(everywhere) < len(rows):
+            lines += [""] * bool(everywhere)
             lines.append(f"| feature | {' | '.join(f'`{form}`' for form in COLUMNS)} |")
             lines.append("| --- |" + " --- |" * len(COLUMNS))
-        if is_asked_for(case.feature):
-            lines.append(f"| {case.feature} | {' | '.join(map(str, row(case.feature)))} |")
-        else:
-            lines.append(kept[case.feature])
-    return "\n".join(lines) + "\n" + UPSTREAM + "\n".join(peers) + "\n"
+            lines += [
+                f"| {feature} | {' | '.join(map(text, cells))} |"
+                for feature, cells in rows.items()
+                if feature not in everywhere
+            ]
+    quoted = [f"[^{number}]: “{message}”" for message, number in notes.items()]
+    return "\n".join([*lines, UPSTREAM + "\n".join(peers), "", *quoted]) + "\n"
 
 
-def row(feature: str) -> list[Cell | str]:
+def row(feature: str) -> list[Cell | None]:
+    """What this session saw of a feature, by column; None where nothing was run."""
     cells = []
     for form in COLUMNS:
         seen = [c for (f, _, g, _), c in SEEN.items() if (f, g) == (feature, form)]
-        cells.append(worst(seen) if seen else "not run")
+        cells.append(worst(seen) if seen else None)
     return cells
 
 
@@ -288,7 +323,8 @@ def write(cases: list[Case]) -> None:
         raise AssertionError(f"docs/parity.md is not written: no verdict for {failed}")
     if os.environ.get(ROWS):
         page = PAGE.read_text()
-        PAGE.write_text(render(cases, page.partition(UPSTREAM)[2].splitlines(), page))
+        peers = page.partition(UPSTREAM)[2].partition("\n\n")[0].splitlines()
+        PAGE.write_text(render(cases, peers, page))
     else:
         PAGE.write_text(render(cases, [upstream.table_row(name) for name in upstream.TASKS]))
 

@@ -21,7 +21,7 @@ def test_names_are_unique_and_rows_have_one_group():
 @pytest.mark.parametrize(
     ("verdict", "detail", "text"),
     [
-        (EXACT, 0.0, "exact, ≤ 1e-12"),
+        (EXACT, 0.0, "exact"),
         (EXACT, 3e-11, "exact, ≤ 1e-10"),
         (EXACT, 1e-10, "exact, ≤ 1e-10"),
         (REPRODUCIBLE, 0.0, "reproducible"),
@@ -35,8 +35,9 @@ def test_names_are_unique_and_rows_have_one_group():
 )
 def test_a_cell_prints_what_it_parses(verdict, detail, text):
     assert str(cell(verdict, detail)) == text
-    assert Cell.parse(text).verdict == verdict
-    assert str(Cell.parse(text)) == text
+    if verdict != REFUSED:  # On the page that is a footnote.
+        assert Cell.parse(text, {}).verdict == verdict
+        assert str(Cell.parse(text, {})) == text
 
 
 def test_a_cell_allows_noise_and_no_worse_verdict():
@@ -51,7 +52,8 @@ def test_a_cell_allows_noise_and_no_worse_verdict():
 def test_a_cell_names_each_refusal_of_its_cases():
     a, b, exact = Cell(REFUSED, message="a"), Cell(REFUSED, message="b"), Cell(EXACT, 1e-12)
     both = worst([b, exact, a])
-    assert str(both) == "refused: “a” or “b”" and Cell.parse(str(both)) == both
+    assert str(both) == "refused: “a” or “b”"
+    assert Cell.parse("refused[^3][^1]", {"3": "a", "1": "b"}) == both
     assert both.allows(a) and both.allows(b) and not both.allows(Cell(REFUSED, message="c"))
 
 
@@ -91,10 +93,10 @@ def test_a_stale_cell_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(table, "SEEN", {})
     monkeypatch.delenv(table.SEEN_FILE, raising=False)
     table.record(case, "data_parallel", 3, EXACT, 1e-10)
-    page.write_text(f"| {case.feature} |" + " exact, ≤ 1e-12 |" * len(table.COLUMNS))
+    page.write_text(f"| {case.feature} |" + " exact |" * len(table.COLUMNS))
     table.refuse_stale(case, "data_parallel", 3)
     table.record(case, "data_parallel", 3, EXACT, 1e-8)
-    with pytest.raises(AssertionError, match=r"is stale.*the page says “exact, ≤ 1e-12”"):
+    with pytest.raises(AssertionError, match=r"is stale.*the page says “exact”"):
         table.refuse_stale(case, "data_parallel", 3)
     page.write_text("")
     with pytest.raises(AssertionError, match="says “None”"):
@@ -102,7 +104,7 @@ def test_a_stale_cell_is_refused(monkeypatch, tmp_path):
 
 
 def test_rows_that_were_not_asked_for_stay_as_they_are(monkeypatch, tmp_path):
-    row = next(case.feature for case in ALL if case.feature == "`Dice`")
+    row = next(case.feature for case in ALL if case.feature == "`float32`")
     cases = [case for case in ALL if case.feature == row]
     before = table.PAGE.read_text()
     page = tmp_path / "parity.md"
@@ -113,14 +115,14 @@ def test_rows_that_were_not_asked_for_stay_as_they_are(monkeypatch, tmp_path):
     monkeypatch.delenv(table.SEEN_FILE, raising=False)
     for form in table.COLUMNS[:-1]:
         for case in cases:
-            table.record(case, form, 2, EXACT, 1e-6)
-    with pytest.raises(AssertionError, match="is not written: no verdict for .*loss Dice under w"):
+            table.record(case, form, 2, EXACT, 1e-7)
+    with pytest.raises(AssertionError, match="is not written: no verdict for .* under workers"):
         table.write(ALL)
     for case in cases:
-        table.record(case, table.WORKERS, "2", EXACT, 1e-6)
+        table.record(case, table.WORKERS, "2", EXACT, 1e-7)
     table.write(ALL)
     counts = ("- `",)  # Those of this session's numbers of replicas.
     old, new = ([line for line in text.splitlines() if not line.startswith(counts)]
                 for text in (before, page.read_text()))  # fmt: skip
     (changed,) = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
-    assert changed[1] == f"| {row} |" + " exact, ≤ 1e-06 |" * len(table.COLUMNS)
+    assert changed[1] == f"| {row} |" + " exact, ≤ 1e-07 |" * len(table.COLUMNS)
