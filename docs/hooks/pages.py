@@ -17,6 +17,7 @@ import sys
 import textwrap
 
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 TOP = pathlib.Path(__file__).parents[2]
@@ -69,6 +70,9 @@ def on_page_markdown(markdown, page, config, files):
         if not (TOP / target).is_file():
             return match[1]  # MkDocs complains.
         uri = _uri(target)
+        file = files.get_file_from_path(uri)
+        if file is None or file.inclusion.is_excluded():  # Which MkDocs tells, and does not mind.
+            raise PluginError(f"{page.file.src_uri} links to {uri}, which the site does not have.")
         return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
 
     def titled(match):
