@@ -1,5 +1,6 @@
 """What is built of the sources installs into an empty place, and runs from there."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -22,6 +23,10 @@ def test_a_wheel_installs_and_runs(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert "tfparallel/py.typed" in names
     assert not [name for name in names if name.startswith(("tests/", "models/", "benchmarks/"))]
+    (about,) = (name for name in names if name.endswith("/METADATA"))
+    links = re.findall(r"\]\(([^)\s]+)", zipfile.ZipFile(wheel).read(about).decode())
+    assert len(links) > 40
+    assert not [link for link in links if not link.startswith(("https://", "#"))]
     place = tmp_path / "place"
     subprocess.run([*PIP, "install", "--no-deps", f"--target={place}", wheel], check=True)
     program = "import tfparallel, tfparallel.commands.main as m; print(tfparallel.__file__)"
