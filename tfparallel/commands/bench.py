@@ -1,9 +1,7 @@
 """`tfparallel bench all_reduce`: which collective algorithm is fast here, and is it right."""
 
-import contextlib
 import csv
 import importlib
-import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +28,7 @@ from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.commands.exits import StartError, UsageError
 from tfparallel.commands.flags import resolved
 from tfparallel.commands.rules import counts_of
-from tfparallel.diagnostics.report import versions
+from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import quiet_stderr
 from tfparallel.task import Task, TaskError, load_task
@@ -186,15 +184,15 @@ def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> Non
             "models": {name: models.as_json(model) for name, model in found.items()},
             "rows": [row.as_json() for row in rows],
         }
-        with _written(values.report) as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
+        write_report(values.report, content)
+        print(f"wrote {values.report}")
     if values.csv is not None:
         records = [row.as_json() for row in rows]
-        with _written(values.csv) as file:
+        with open(values.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(records[0]))
             writer.writeheader()
             writer.writerows(records)
+        print(f"wrote {values.csv}")
     if values.plot is not None:
         title = f"{rows[0].collective}, {rows[0].dtype}, {world.place}"
         # Matplotlib is an extra: loaded where it is asked for.
@@ -222,13 +220,6 @@ def _environment(world, bandwidth) -> dict[str, Any]:
         "memory_bandwidth": bandwidth,
         "versions": versions(),
     }
-
-
-@contextlib.contextmanager
-def _written(path) -> Iterator[Any]:
-    with open(path, "w", newline="") as file:
-        yield file
-    print(f"wrote {path}")
 
 
 def gradient_counts(task: Task) -> list[int]:

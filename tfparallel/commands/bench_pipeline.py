@@ -4,19 +4,17 @@ import itertools
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
 
-from tfparallel.commands.exits import StartError
+from tfparallel.commands.measured_job import TFPARALLEL, run_job
+from tfparallel.diagnostics.report import write_report
 
 __all__ = ["run"]
 
-_DEADLINE_SECONDS = 900.0
 _THREADS = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
 
 
@@ -50,7 +48,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
         print(_line(_cells(row)), flush=True)
     if values.report is not None:
         content = {"command": "bench pipeline", "task": path, "plain": plain, "pipelines": rows}
-        pathlib.Path(values.report).write_text(json.dumps(content, indent=2) + "\n")
+        write_report(values.report, content)
         print(f"wrote {values.report}")
     if values.plot is not None:
         _plot(values.plot, path, plain, rows)
@@ -62,30 +60,11 @@ def _run(path, values, asked, num_processes) -> dict[str, Any]:
     """Measures one of them, in processes of its own; returns what the job reports."""
     with tempfile.TemporaryDirectory() as folder:
         report = os.path.join(folder, "row.json")
-        tfparallel = [sys.executable, "-m", "tfparallel"]
-        job = [*tfparallel, "bench", "pipeline_job", path, *asked, f"--report={report}"]
+        job = [*TFPARALLEL, "bench", "pipeline_job", path, *asked, f"--report={report}"]
         job += [f"--steps={values.steps}", f"--global_batch_size={values.global_batch_size}"]
         if num_processes > 1:
-            job = [*tfparallel, "launch", f"--nproc_per_node={num_processes}", "--", *job]
-        try:
-            done = subprocess.run(
-                job,
-                env=os.environ | _THREADS,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=_DEADLINE_SECONDS,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise StartError(
-                f"{' '.join(asked)} on {num_processes} processes has not ended within "
-                f"{_DEADLINE_SECONDS:.0f} s. Ask for fewer --steps or a smaller batch."
-            ) from error
-        if done.returncode:
-            raise StartError(
-                f"{' '.join(asked)} on {num_processes} processes failed with exit code "
-                f"{done.returncode}:\n{done.stdout[-3000:]}"
-            )
+            job = [*TFPARALLEL, "launch", f"--nproc_per_node={num_processes}", "--", *job]
+        run_job(f"{' '.join(asked)} on {num_processes} processes", job, _THREADS)
         found = json.loads(pathlib.Path(report).read_text())
         for rank in range(1, num_processes):
             own = json.loads(pathlib.Path(f"{report}.{rank}").read_text())

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,13 +13,14 @@ from absl import flags
 
 from tfparallel.cluster.environment import available_cores
 from tfparallel.commands.exits import StartError
+from tfparallel.commands.measured_job import TFPARALLEL, run_job
 from tfparallel.diagnostics.faults import parse_fault
+from tfparallel.diagnostics.report import write_report
 from tfparallel.flight.diagnosis import verdict
 from tfparallel.flight.job import Split
 
 __all__ = ["run"]
 
-_DEADLINE_SECONDS = 900.0
 _PARTS = ("input", "compute", "reduction", "waiting", "between")
 
 
@@ -84,8 +84,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
         found: dict[str, Any] = {"task": path, "verdicts": verdicts}
         for name, runs in (("strong", strong), ("weak", weak)):
             found[name] = [dataclasses.asdict(run) for run in runs.values()]
-        with open(values.report, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=2)
+        write_report(values.report, found)
     if values.plot is not None:
         plot = importlib.import_module("tfparallel.bench.scaling_plot")
         title = f"{os.path.basename(path)}: {verdicts[numbers[-1]].partition(':')[0]}"
@@ -105,8 +104,7 @@ def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
     threads = str(max(1, len(available_cores()) // most))
     with tempfile.TemporaryDirectory(prefix="tfparallel_bench_") as folder:
         report = os.path.join(folder, "report.json")
-        tfparallel = (sys.executable, "-m", "tfparallel")
-        train = [*tfparallel, "train", path, "--parallel=data", "--num_devices=1", "--epochs=1"]
+        train = [*TFPARALLEL, "train", path, "--parallel=data", "--num_devices=1", "--epochs=1"]
         train += [f"--steps_per_epoch={values.steps}", f"--report={report}"]
         train += [f"--global_batch_size={global_batch_size}"]
         if values.all_reduce is not None and num_workers > 1:
@@ -118,25 +116,10 @@ def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
             "TF_NUM_INTRAOP_THREADS": threads,
             "TF_NUM_INTEROP_THREADS": threads,
         }
-        launch = [*tfparallel, "launch", f"--nproc_per_node={num_workers}"]
-        try:
-            done = subprocess.run(
-                [*launch, f"--log_dir={folder}", "--", *train],
-                env=environment | os.environ,
-                capture_output=True,
-                text=True,
-                timeout=_DEADLINE_SECONDS,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise StartError(
-                f"A run of {num_workers} workers did not end within {_DEADLINE_SECONDS:.0f} s. "
-                f"Received: --steps={values.steps}. Take fewer."
-            ) from error
-        if done.returncode:
-            raise StartError(
-                f"A run of {num_workers} workers ended with code {done.returncode}:\n"
-                f"{(done.stdout + done.stderr)[-3000:]}"
-            )
+        launch = [*TFPARALLEL, "launch", f"--nproc_per_node={num_workers}", f"--log_dir={folder}"]
+        run_job(
+            f"A run of {num_workers} workers", [*launch, "--", *train], environment | os.environ
+        )
         with open(report, encoding="utf-8") as file:
             found = json.load(file)
     parts = found.get("time_of_a_step_seconds")

@@ -11,6 +11,7 @@ from tfparallel.collectives.cost_model import CostModel, Link
 from tfparallel.collectives.simulator import simulate
 from tfparallel.commands.exits import UsageError
 from tfparallel.commands.rules import counts_of, size_problems
+from tfparallel.diagnostics.report import write_report
 from tfparallel.texts import aligned, size_text
 
 __all__ = ["problems", "run"]
@@ -102,9 +103,7 @@ def _answer(values, model: CostModel, sizes) -> None:
             "simulated_seconds": simulated,
             "crossovers": crossovers,
         }
-        with open(values.report, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
+        write_report(values.report, content)
         print(f"wrote {values.report}")
 
 

@@ -1,0 +1,54 @@
+"""The table of flags: each row is whole, and each contradiction can be met."""
+
+import pytest
+
+from tfparallel.commands.command_table import COMMANDS
+from tfparallel.commands.flag_table import EXCLUDES, TABLE, flags_of
+from tfparallel.commands.flags import defined, flag_problems
+
+ROWS = [row for rows in TABLE.values() for row in rows]
+
+
+def conditions():
+    for row in ROWS:
+        if row.only_with is not None:
+            yield row.only_with, set(row.commands.split(", "))
+    for excludes in EXCLUDES:
+        for each in excludes.these:
+            yield each, {name for row in ROWS for name in row.commands.split(", ")}
+
+
+def test_a_command_has_a_flag_once():
+    assert {name for row in ROWS for name in row.commands.split(", ")} <= set(COMMANDS)
+    for command in COMMANDS:
+        names = [row.name for row in ROWS if command in row.commands.split(", ")]
+        assert len(names) == len(set(names)), command
+
+
+@pytest.mark.parametrize("condition", sorted({text for text, _ in conditions()}))
+def test_what_a_row_rests_on_is_a_flag_with_such_values(condition):
+    name, _, words = condition.partition("=")
+    commands = set.union(*(names for text, names in conditions() if text == condition))
+    rows = [row for row in ROWS if row.name == name and commands & set(row.commands.split(", "))]
+    assert rows, name
+    choices = {word for row in rows for word in row.choices or ()}
+    if choices and words:
+        assert set(words.split("|")) <= choices
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_absent_contradicts_nothing(command):
+    values = defined(command)
+    values([command])
+    assert not flag_problems(command, values)
+    assert set(flags_of(command)) <= set(values)
+
+
+def test_a_number_outside_of_its_row_is_told():
+    values = defined("train")
+    values(["train", "--seed=-1", "--epochs=0", "--start_timeout=nan", "--bucket_bytes=many"])
+    told = "\n".join(flag_problems("train", values))
+    assert "--seed must be from 0 to 4294967295. Received: --seed=-1." in told
+    assert "--epochs must be at least 1. Received: --epochs=0." in told
+    assert "--start_timeout must be above 0. Received: --start_timeout=nan." in told
+    assert "--bucket_bytes: A number of bytes such as 16GiB" in told
