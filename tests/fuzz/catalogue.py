@@ -157,6 +157,7 @@ LAYERS = [
     Layer("Chosen()", ANY),
     Layer("ByRow()", ANY),
     Layer("Largests()", ANY),
+    Layer("TurnsByRows()", ANY),
     Layer("Noise()", ANY),
     Layer("OnesBeside()", ANY),
     Layer("Bag()", ANY),
@@ -343,6 +344,9 @@ REAL = [
     "squared_error",
     "Scaled({r})",
     "'mape'",
+    "flattened_error",
+    "Remembering()",
+    "with_decay(model)",
 ]
 # Metrics that take no axis of steps.
 OF_TWO_AXES = ("metrics.F1Score", "metrics.FBetaScore", "metrics.R2Score")
@@ -362,6 +366,7 @@ HEADS = [
             "absolute_error",
             "Largest()",
             "RowsSeen()",
+            "Compounding()",
             "metrics.MeanMetricWrapper(absolute_error, name='wrapped')",
             "metrics.LogCoshError()",
         ],

@@ -308,6 +308,57 @@ def squared_error(y_true, y_pred):
     return ops.mean(ops.square(y_true - y_pred), axis=-1)
 
 
+@keras.saving.register_keras_serializable("fuzz")
+def flattened_error(y_true, y_pred):
+    return ops.reshape(ops.square(y_true - y_pred), (-1,))
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Remembering(keras.losses.Loss):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.size = keras.Variable(1.0, trainable=False, dtype="float64", name="size")
+
+    def call(self, y_true, y_pred):
+        loss = ops.mean(ops.square(y_true - y_pred), axis=-1)
+        self.size.assign(0.9 * self.size + 0.1 * ops.cast(ops.mean(loss), "float64"))
+        return loss / (1.0 + ops.cast(ops.stop_gradient(self.size.value), loss.dtype))
+
+
+def with_decay(model):
+    def loss(y_true, y_pred):
+        decay = sum(ops.sum(ops.square(w)) for w in model.trainable_weights)
+        return ops.mean(ops.square(y_true - y_pred), axis=-1) + 0.01 * ops.cast(decay, y_pred.dtype)
+
+    return loss
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class Compounding(keras.metrics.Metric):
+    def __init__(self, name="compounding", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.value = self.add_variable((), "ones", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        error = ops.cast(ops.sum(ops.abs(y_true - y_pred)), self.value.dtype)
+        self.value.assign_add(0.001 * error * self.value)
+
+    def result(self):
+        return self.value
+
+
+@keras.saving.register_keras_serializable("fuzz")
+class TurnsByRows(layers.Layer):
+    def call(self, x):
+        def body(i, state):
+            number, total = state
+            positive = ops.sum(ops.cast(x > 0, "int32"))
+            return positive, total + ops.cast(number + 1, x.dtype)
+
+        start = (ops.zeros((), "int32"), ops.zeros((), x.dtype))
+        return x * (1.0 + 0.01 * ops.fori_loop(0, 2, body, start)[1])
+
+
 class Batches(keras.utils.PyDataset):
     def __init__(self, arrays, batch_size):
         super().__init__()
