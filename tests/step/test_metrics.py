@@ -160,3 +160,30 @@ def test_keras_keeps_metrics_by_output():
     assert [[m.name for m in metrics.metrics] for metrics in by_output] == [
         ["accuracy"] if name == "words" else ["mae", "largest"] for name in model.output_names
     ]
+
+
+class BeginsAtOne(keras.metrics.Metric):
+    """Its first epoch begins at one, as Keras resets a metric once it has been updated."""
+
+    def __init__(self):
+        super().__init__(name="begins")
+        self.total = self.add_variable((), "ones", name="total")
+
+    def update_state(self, y, outputs, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(keras.ops.abs(y - outputs)))
+
+    def result(self):
+        return self.total
+
+
+def test_what_a_metric_begins_with_counts_once():
+    """Story: under `MirroredStrategy` each replica's copy began with it."""
+    x = np.linspace(-1, 1, 12, dtype="float32").reshape(6, 2)
+    seen = []
+    for strategy in (tf.distribute.get_strategy(), tfparallel.MirroredStrategy(["CPU:0", "CPU:1"])):
+        with strategy.scope():
+            model = seeded(lambda: keras.Sequential([keras.Input((2,)), layers.Dense(1)]))
+            model.compile("sgd", "mse", metrics=[BeginsAtOne()])
+        history = model.fit(x, x[:, :1], epochs=2, batch_size=4, shuffle=False, verbose=0).history
+        seen.append(history["begins"])
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)

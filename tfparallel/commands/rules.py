@@ -74,9 +74,9 @@ def _of_options(values, *checks) -> list[str]:
     """What checks of what is meant find; nothing where it cannot be read, as its row tells."""
     try:
         options = TrainOptions.of(values)
+        return [problem for check_options in checks for problem in check_options(options)]
     except ValueError:
         return []
-    return [problem for check_options in checks for problem in check_options(options)]
 
 
 def train(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:

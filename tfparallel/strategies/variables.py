@@ -200,6 +200,10 @@ def create(strategy, create_copies, **kwargs):
         SyncOnReadVariable: MetricVariable,
     }
     made = create_mirrored_variable(strategy, create_copies, replacements, **kwargs)
+    if isinstance(made, MetricVariable) and made._is_sum():
+        with tf.init_scope():  # What it begins with counts once.
+            for copy in made.values[1:]:
+                copy.assign(tf.zeros_like(copy))
     _BY_HANDLE[id(made.values[0].handle)] = made
     return made
 
