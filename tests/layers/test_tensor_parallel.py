@@ -208,18 +208,22 @@ def test_what_an_optimizer_does_is_that_of_the_whole_weight(optimizer, options):
     assert_equal(train(model), expected)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("by_name", [True, False])
-def test_what_weight_decay_leaves_out_is_left_out(by_name):
+def test_what_weight_decay_leaves_out_is_left_out(by_name, is_late):
+    """Also what is left out once the model is compiled, whose optimizer has its slots by then."""
     results = []
     plain = seeded(two_layers)
     parts = tfparallel.tensor_parallel(lambda: seeded(two_layers), DEVICES[:2])
     for model in (plain, parts):
         optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
         kernel = model.get_layer("a").kernel
-        optimizer.exclude_from_weight_decay(
-            **({"var_names": ["a/", "b/bias"]} if by_name else {"var_list": [kernel]})
-        )
-        model.compile(optimizer, "sparse_categorical_crossentropy")
+        left_out = {"var_names": ["a/", "b/bias"]} if by_name else {"var_list": [kernel]}
+        if is_late:
+            model.compile(optimizer, "sparse_categorical_crossentropy")
+        optimizer.exclude_from_weight_decay(**left_out)
+        if not is_late:
+            model.compile(optimizer, "sparse_categorical_crossentropy")
         results.append(train(model, epochs=1))
     assert_equal(*results)
 

@@ -48,6 +48,7 @@ class UnitOptimizer:
     _is_expanded = False  # Whether gradients come clipped and cut, as sums of shares do.
     _rate: Any = None  # The learning rate of all places, where they may not compute their own.
     _loaded: list[np.ndarray] | None = None
+    _units: Sequence[tuple] = ()  # Of each part of a weight, what is updated of it.
 
     def build(self, variables):
         """Makes the slots of the units, a copy of each at each place."""
@@ -60,10 +61,8 @@ class UnitOptimizer:
         if self._in_shares:
             attach(self, _shares=Shares(parts, places))
             units = self._shares.variables
-        left_out = left_out_of_decay(self)
-        for part, unit in zip(parts, units, strict=True):
-            if left_out & {key_of(self, whole_of(part)), key_of(self, part)}:
-                left_out.add(key_of(self, unit))
+        attach(self, _units=tuple(zip(parts, units, strict=True)))
+        self._leave_out_units()
         with places.make():
             super().build(units)
         self._mark_sums()
@@ -74,6 +73,18 @@ class UnitOptimizer:
         for inner in wrapped_by(self):  # `MultiOptimizer` may have made some in `build`.
             if not isinstance(inner, UnitOptimizer):
                 extend_for(inner, places, shares=False)
+
+    def exclude_from_weight_decay(self, *args, **kwargs):
+        """Leaves variables out of weight decay, also once the slots have been made."""
+        super().exclude_from_weight_decay(*args, **kwargs)
+        self._leave_out_units()
+
+    def _leave_out_units(self) -> None:
+        """Adds the units of what is left out of weight decay."""
+        left_out = left_out_of_decay(self)
+        for part, unit in self._units:
+            if left_out & {key_of(self, whole_of(part)), key_of(self, part)}:
+                left_out.add(key_of(self, unit))
 
     def apply(self, grads, trainable_variables=None):
         """Applies gradients of all rows: of weights, or of parts of weights, in their order."""
