@@ -9,7 +9,7 @@ import inspect
 import itertools
 import operator
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,16 +19,27 @@ import tensorflow as tf
 from tfparallel.engine.judge import is_judged
 from tfparallel.seams.keras import layers_in
 
-__all__ = ["attributes_kept", "kept_tensors", "plain_attributes", "refers_to"]
+__all__ = [
+    "attributes_kept",
+    "kept_as_they_were",
+    "kept_tensors",
+    "plain_attributes",
+    "refers_to",
+]
 
 _DEPTH = 3  # Of containers in containers, in which something may be kept.
 _PLAIN = (bool, int, float, str, np.generic)
 
 
-@contextlib.contextmanager
-def attributes_kept(layer) -> Iterator[list]:
+def attributes_kept(layer) -> contextlib.AbstractContextManager[list]:
     """Gives the layers back the attributes that they had: a judge changes nothing."""
-    before = [(vars(part), dict(vars(part))) for part in layers_in(layer)]
+    return kept_as_they_were(layers_in(layer))
+
+
+@contextlib.contextmanager
+def kept_as_they_were(parts: Iterable[Any]) -> Iterator[list]:
+    """Gives objects back the attributes that they had: layers, losses, metrics."""
+    before = [(vars(part), dict(vars(part))) for part in parts]
     containers: dict[int, tuple] = {}
     for _, attributes in before:
         for value in attributes.values():

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfparallel.engine.graphs import with_inner, writes_state
 from tfparallel.engine.growth import SUMS, growth_of
 from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph
+from tfparallel.engine.kept import kept_as_they_were
 from tfparallel.engine.placements import Mixed, Placement, Replicate, Shard, Sum
 from tfparallel.engine.rules.draws import draws
 from tfparallel.engine.size import ROWS
@@ -105,7 +106,7 @@ def metrics_of_rows_together(
 def _faults_of_loss(model, given) -> Iterator[str]:
     compiled = compiled_loss(model)
     graph, known, (y, outputs, sample_weight) = _placeholders("loss", given)
-    with graph.as_default():
+    with graph.as_default(), kept_as_they_were([each.loss for each in loss_terms(compiled)]):
         num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch: known to all.
         found = example_losses(compiled, y, outputs, sample_weight)
         of_all = [terms_of(losses, num_rows) for losses in found]
@@ -128,7 +129,7 @@ def _faults_of_loss(model, given) -> Iterator[str]:
 
 def _fault_of_metric(alone, given) -> str | None:
     graph, known, (y, outputs, sample_weight) = _placeholders("metric", given)
-    with graph.as_default():
+    with graph.as_default(), kept_as_they_were(alone.metrics):
         states = {id(v): tf.compat.v1.placeholder(v.dtype, v.shape) for v in alone.variables}
         before = [states[id(v)] for v in alone.variables]  # Two outputs may share a metric.
         after = alone.stateless_update_state(before, y, outputs, sample_weight=sample_weight)
