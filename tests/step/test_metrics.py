@@ -187,3 +187,52 @@ def test_what_a_metric_begins_with_counts_once():
         history = model.fit(x, x[:, :1], epochs=2, batch_size=4, shuffle=False, verbose=0).history
         seen.append(history["begins"])
     np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("form", ["builder", "drop-in"])
+def test_a_step_of_ones_own_has_compiled_metrics(form):
+    """Its metrics are made in its trace."""
+    x = np.linspace(-1, 1, 12, dtype="float32").reshape(6, 2)
+
+    def built():
+        inputs = keras.Input((2,))
+        return seeded(lambda: OwnStep(inputs, layers.Dense(1)(inputs)))
+
+    def trained(model):
+        model.compile("sgd", "mse", metrics=["mae"])
+        return model.fit(x, x[:, :1], epochs=2, batch_size=4, shuffle=False, verbose=0).history
+
+    expected = trained(built())
+    if form == "builder":
+        found = trained(tfparallel.data_parallel(built, devices=["CPU:0", "CPU:1"]))
+    else:
+        with tfparallel.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            model = built()
+        found = trained(model)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+
+
+def test_a_metric_that_reads_a_weight_reads_it_behind_the_update():
+    def on_two(build):
+        return tfparallel.data_parallel(build, devices=["CPU:0", "CPU:1"])
+
+    x = np.linspace(-1, 1, 12, dtype="float32").reshape(6, 2)
+    seen = []
+    for wrap in (lambda build: build(), on_two):
+        model = wrap(lambda: seeded(lambda: keras.Sequential([keras.Input((2,)), layers.Dense(1)])))
+        kernel = model.layers[-1].kernel
+        model.compile(
+            keras.optimizers.SGD(0.3),
+            "mse",
+            metrics=[lambda y, p, k=kernel: keras.ops.abs(y - p) * keras.ops.sum(k**2)],
+        )
+        history = model.fit(x, x[:, :1], epochs=2, batch_size=4, shuffle=False, verbose=0).history
+        seen.append(list(history.values()))
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5)

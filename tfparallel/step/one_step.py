@@ -85,10 +85,11 @@ class OneStep(CompiledByDevice):
         metrics = self._metrics_built_ahead
         attach(self, _metrics_built_ahead=None)
         is_first = metrics is not None and metrics is compiled_metrics(self)
-        counted = [(v, v.numpy()) for v in metrics.variables if _has_counted(v)] if is_first else []
+        states = metrics.variables if is_first else []
+        before = [(copy, copy.numpy()) for state in states for copy in _copies_here(state)]
         super().reset_metrics()
-        for variable, value in counted:
-            variable.assign(value)
+        for copy, value in before:
+            copy.assign(value)
 
     def fit(self, *args, **kwargs):
         """Trains the model, as `keras.Model.fit`; batch sizes are global."""
@@ -167,10 +168,6 @@ class OneStep(CompiledByDevice):
         self.optimizer.apply_gradients(zip(found.gradients, found.variables, strict=True))
 
 
-def _has_counted(variable: keras.Variable) -> bool:
-    """Whether a state is not zero, in any copy of it here."""
-    return any(copy.numpy().any() for copy in getattr(variable.value, "values", [variable.value]))
-
 
 def _where_it_is(gradient):
     """The same, on its own device; sparse values stay sparse."""
@@ -181,3 +178,8 @@ def _where_it_is(gradient):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     with tf.device(gradient.device):
         return tf.identity(gradient)
+
+
+def _copies_here(variable: keras.Variable) -> Sequence:
+    """What this process has of a variable: itself, or a copy on each device."""
+    return getattr(variable.value, "values", [variable.value])

@@ -203,7 +203,7 @@ def create(strategy, create_copies, **kwargs):
     if isinstance(made, MetricVariable) and made._is_sum():
         with tf.init_scope():  # What it begins with counts once.
             for copy in made.values[1:]:
-                copy.assign(tf.zeros_like(copy))
+                copy.assign(tf.zeros(copy.shape, copy.dtype))
     _BY_HANDLE[id(made.values[0].handle)] = made
     return made
 

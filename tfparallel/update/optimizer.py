@@ -56,12 +56,11 @@ class UnitOptimizer:
             return
         places, weights = self._places, list(variables)
         places.check(weights)
-        attach(self, _slots={}, _whole_lists={}, _shares=None)
-        parts = units = parts_of(weights)
-        if self._in_shares:
-            attach(self, _shares=Shares(parts, places))
-            units = self._shares.variables
-        attach(self, _units=tuple(zip(parts, units, strict=True)))
+        parts = parts_of(weights)
+        shares = Shares(parts, places) if self._in_shares else None
+        units = parts if shares is None else shares.variables
+        pairs = tuple(zip(parts, units, strict=True))
+        attach(self, _slots={}, _whole_lists={}, _shares=shares, _units=pairs)
         self._leave_out_units()
         with places.make():
             super().build(units)
