@@ -1,5 +1,7 @@
 """Layers on devices: the weights of one device, and everything where it should be."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -449,3 +451,49 @@ def test_keras_sets_a_momentum_back_at_every_step():
 
     traced, built = free(build, before_fit=False), free(build, before_fit=True)
     assert max(np.max(np.abs(a - b)) for a, b in zip(traced, built, strict=True)) > 0.1
+
+
+def settings_changed(model):
+    model.optimizer.momentum = 0.9
+    model.optimizer.use_ema = True
+    model.optimizer.gradient_accumulation_steps = 2
+
+
+def weights_set(model):
+    model.set_weights([np.full_like(value, 0.1 * i) for i, value in enumerate(model.get_weights())])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "change"),
+    [
+        (lambda: keras.optimizers.SGD(0.05), settings_changed),
+        (lambda: keras.optimizers.ScheduleFreeAdamW(0.05), weights_set),
+    ],
+    ids=["settings", "weights"],
+)
+@pytest.mark.parametrize("form", ["model", "tensor", "pipeline"])
+def test_what_changes_behind_compile_is_what_the_optimizer_begins_with(form, optimizer, change):
+    """Story: the slots were those of `compile`; plain Keras makes them in the first step."""
+
+    def build():
+        keras.utils.set_random_seed(3)
+        return keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)]
+        )
+
+    def trained(model):
+        # In a graph plain Keras makes the momentum of a `ScheduleFreeAdamW` anew in each step.
+        model.compile(optimizer(), "mse", run_eagerly=change is weights_set)
+        change(model)
+        x = np.linspace(-1, 1, 32, dtype="float32").reshape(8, 4)
+        model.fit(x, x[:, :2], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    builders = {
+        "model": tfparallel.model_parallel,
+        "tensor": tfparallel.tensor_parallel,
+        "pipeline": functools.partial(tfparallel.pipeline_parallel, num_micro_batches=2),
+    }
+    found = trained(builders[form](build, DEVICES[:2]))
+    for value, wanted in zip(found, trained(build()), strict=True):
+        np.testing.assert_allclose(value, wanted, atol=1e-9)

@@ -25,7 +25,7 @@ from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.strategies.pending_writes import after_writes
-from tfparallel.update.built import build_again, check_known, trained_by
+from tfparallel.update.built import build_again, check_known
 from tfparallel.update.places import Places
 from tfparallel.update.prepare import prepare
 
@@ -52,7 +52,8 @@ class PlacedModel(OneStep):
     def _prepare_optimizer(self):
         """Has the optimizer update weights where they are, and makes its slots.
 
-        Those that no step has used are made again where other weights are trained by now.
+        Before the first step, those that `compile` made are made again: settings and weights may
+        have changed, and Keras makes them then.
         """
         optimizer = self.optimizer
         self._place_updates()
@@ -63,8 +64,7 @@ class PlacedModel(OneStep):
             optimizer.build(weights)
             attach(self, _built_by_compile=optimizer)
         elif self._built_by_compile is optimizer and not int(count_of(optimizer)):
-            if trained_by(optimizer).keys() != {id(weight) for weight in weights}:
-                build_again(optimizer, weights)
+            build_again(optimizer, weights)
 
     def _place_updates(self):
         prepare(self.optimizer, Places())

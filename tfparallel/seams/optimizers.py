@@ -67,7 +67,7 @@ def accumulators_of(
     optimizer: keras.Optimizer, variables: Sequence[keras.Variable] | None = None
 ) -> list[keras.Variable]:
     """Where gradients are accumulated, of some of its variables or of all, in their order."""
-    held = optimizer._accumulated_gradients
+    held = getattr(optimizer, "_accumulated_gradients", [])  # None, if it is told so once built.
     if variables is None:
         return held
     return [held[optimizer._get_variable_index(variable)] for variable in variables]
