@@ -108,6 +108,14 @@ def test_a_mistake_is_told_in_a_sentence(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_one_mistake_is_told_once(capsys):
+    """Story: a batch of no rows was said to be too small for micro-batches, too."""
+    assert main(["train", BLOBS, "--global_batch_size=0"]) == 2
+    told = capsys.readouterr().err
+    assert "must be at least 1. Received: --global_batch_size=0." in told
+    assert "micro_batches" not in told
+
+
 def test_help_of_a_command_is_found_in_both_orders(capsys):
     assert main(["help", "trace"]) == 0
     first = capsys.readouterr().out

@@ -61,7 +61,8 @@ def _sync_problems(options: TrainOptions) -> list[str]:
 
 def _micro_batch_problems(options: TrainOptions) -> list[str]:
     number, replicas = options.num_pieces, options.mesh.data
-    if number * replicas <= options.global_batch_size:
+    in_micro_batches = options.parallel in ("pipeline", "hybrid", "auto")
+    if not in_micro_batches or number * replicas <= options.global_batch_size:
         return []
     of_each = f", for {replicas} replicas," if replicas > 1 else ""
     return [

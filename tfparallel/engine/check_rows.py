@@ -145,7 +145,8 @@ def why_not_shared(layer: keras.Layer) -> str | None:
 def _compiled_with(model: keras.Model) -> list:
     """The losses and metrics that a model was compiled with."""
     given = compile_arguments(model) or {}
-    return keras.tree.flatten([given.get("loss"), given.get("metrics")])
+    names = ("loss", "metrics", "weighted_metrics")
+    return keras.tree.flatten([given.get(name) for name in names])
 
 
 def why_not_called_again(layer: keras.Layer) -> str | None:

@@ -140,7 +140,7 @@ def _fault_of_metric(alone, given) -> str | None:
     if _writes(graph):
         return "it writes a variable that is none of its states"
     if any(outer.dtype == tf.resource for outer, _ in graph.captures):
-        return "it reads a variable, which the update changes before"
+        return "it reads a variable, which on one device has been updated by then"
     judge = Judge(graph, known)
     for new, old in itertools.zip_longest(map(tf.convert_to_tensor, after), before):
         # One that the first update makes, as that of a number of classes, begins at zero.

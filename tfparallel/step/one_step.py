@@ -168,7 +168,6 @@ class OneStep(CompiledByDevice):
         self.optimizer.apply_gradients(zip(found.gradients, found.variables, strict=True))
 
 
-
 def _where_it_is(gradient):
     """The same, on its own device; sparse values stay sparse."""
     if gradient is None:
