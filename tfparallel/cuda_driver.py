@@ -5,7 +5,7 @@ GPUs are numbered as TensorFlow's physical devices are: in the order of CUDA_VIS
 
 import ctypes
 
-__all__ = ["can_access_peer", "memory_mib", "num_gpus", "uuid"]
+__all__ = ["device_of", "memory_mib", "num_gpus", "uuid"]
 
 
 def num_gpus() -> int:
@@ -21,7 +21,7 @@ def num_gpus() -> int:
 
 def memory_mib(index: int) -> int | None:
     """Returns the memory of a GPU in MiB, or None where the driver does not tell."""
-    driver, device = _device(index)
+    driver, device = device_of(index)
     size_bytes = ctypes.c_size_t()
     if device is None or driver.cuDeviceTotalMem_v2(ctypes.byref(size_bytes), device):
         return None
@@ -30,23 +30,15 @@ def memory_mib(index: int) -> int | None:
 
 def uuid(index: int) -> str | None:
     """Returns what tells a GPU from all others, or None where the driver does not tell."""
-    driver, device = _device(index)
+    driver, device = device_of(index)
     code = (ctypes.c_char * 16)()
     if device is None or driver.cuDeviceGetUuid(ctypes.byref(code), device):
         return None
     return bytes(code).hex()
 
 
-def can_access_peer(index: int, other: int) -> bool:
-    """Returns whether a GPU reads another's memory by itself, without the host."""
-    driver, device = _device(index)
-    peer, can = _device(other)[1], ctypes.c_int()
-    if device is None or peer is None:
-        return False
-    return not driver.cuDeviceCanAccessPeer(ctypes.byref(can), device, peer) and bool(can.value)
-
-
-def _device(index):
+def device_of(index: int) -> tuple:
+    """Returns the driver and its name for a GPU; None for what there is not."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

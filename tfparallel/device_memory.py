@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from tfparallel import cuda_driver, startup
 from tfparallel.device_names import canonical
 
 tf = startup.import_tensorflow()
 
-__all__ = ["gpu_details", "memory_bytes", "peak_bytes_of_gpus", "peak_tensor_bytes", "reset_peaks"]
+__all__ = ["memory_bytes", "peak_bytes_of_gpus", "peak_tensor_bytes"]
 
 
 def peak_tensor_bytes(device: str = "CPU:0") -> int | None:
@@ -48,20 +47,6 @@ def peak_bytes_of_gpus(devices: Sequence[str]) -> dict[str, int]:
     """
     peaks = {device: peak_tensor_bytes(gpu) for device, gpu in _own_gpus(devices)}
     return {device: peak for device, peak in peaks.items() if peak is not None}
-
-
-def reset_peaks(devices: Sequence[str]) -> None:
-    """Has the GPUs among devices count anew."""
-    for _, gpu in _own_gpus(devices):
-        tf.config.experimental.reset_memory_stats(gpu)
-
-
-def gpu_details() -> list[dict[str, Any]]:
-    """Returns what TensorFlow tells of each GPU of this host: its name, its compute capability."""
-    return [
-        tf.config.experimental.get_device_details(physical)
-        for physical in tf.config.list_physical_devices("GPU")
-    ]
 
 
 def memory_bytes(device: str = "CPU:0") -> int | None:

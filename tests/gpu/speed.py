@@ -101,7 +101,8 @@ def _named(title, is_compiled):
 
 def _step(make, is_small, scope, devices, is_compiled) -> Measured:
     keras.backend.clear_session()
-    device_memory.reset_peaks(devices)
+    for device in device_memory.peak_bytes_of_gpus(devices):
+        tf.config.experimental.reset_memory_stats(device)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with scope():
         model, x, y = make(is_small)

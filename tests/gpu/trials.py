@@ -27,7 +27,7 @@ from tests.gpu.row import BROKEN, OK, SKIPPED, Row, tried
 from tests.gpu.run import TRIALS as NAMES
 from tests.gpu.speed import speeds
 from tests.gpu.training import TOLERANCE, apart, compared, kinds, trained
-from tfparallel import cuda_driver, device_memory
+from tfparallel import cuda_driver
 from tfparallel import devices as device_lib
 from tfparallel.cluster.spawn import spawn
 from tfparallel.collectives import cross_device
@@ -70,7 +70,8 @@ def hardware(device_type: str) -> Iterator[Row]:
             f"{os.environ.get('CUDA_VISIBLE_DEVICES')}): pip install 'tensorflow[and-cuda]'"
         )
         yield "GPUs", BROKEN, text
-    for index, details in enumerate(device_memory.gpu_details()):
+    for index, physical in enumerate(tf.config.list_physical_devices("GPU")):
+        details = tf.config.experimental.get_device_details(physical)
         memory = cuda_driver.memory_mib(index)
         capability = ".".join(map(str, details.get("compute_capability", ())))
         text = f"{details.get('device_name')}, {memory} MiB, compute capability {capability}"
@@ -80,10 +81,19 @@ def hardware(device_type: str) -> Iterator[Row]:
         yield name.replace("_", " "), OK, str(build.get(name))
     yield "NCCL", OK, _nccl_version()
     for first in range(len(names)):
-        peers = [k for k in range(len(names)) if cuda_driver.can_access_peer(first, k)]
+        peers = [k for k in range(len(names)) if _can_access_peer(first, k)]
         yield f"peer access of GPU:{first}", OK, f"{peers}"
     for arguments in (["--query-gpu=driver_version", "--format=csv,noheader"], ["topo", "-m"]):
         yield f"nvidia-smi {arguments[0]}", OK, _said_by(["nvidia-smi", *arguments])
+
+
+def _can_access_peer(index: int, other: int) -> bool:
+    """Whether a GPU reads another's memory by itself, without the host."""
+    (driver, device), (_, peer) = cuda_driver.device_of(index), cuda_driver.device_of(other)
+    if device is None or peer is None:
+        return False
+    can = ctypes.c_int()
+    return not driver.cuDeviceCanAccessPeer(ctypes.byref(can), device, peer) and bool(can.value)
 
 
 def _nccl_version() -> str:
