@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfparallel.checkpoint.streamed import save_streamed
 from tfparallel.data.shard import count_rows
 from tfparallel.engine.check_rows import proof_in_words
-from tfparallel.extend import attach, original_class
+from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
 from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
@@ -19,13 +19,12 @@ from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.placement.stages import PlacementError
 from tfparallel.seams.compiled import loss_of_batch
 from tfparallel.seams.keras import layers_in, takes_training
-from tfparallel.seams.optimizers import count_of
 from tfparallel.step.build import build_ahead
 from tfparallel.step.one_step import Found, OneStep
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.strategies.pending_writes import after_writes
-from tfparallel.update.built import build_again, check_known
+from tfparallel.update.built import check_known
 from tfparallel.update.places import Places
 from tfparallel.update.prepare import prepare
 
@@ -35,36 +34,24 @@ __all__ = ["PlacedModel"]
 class PlacedModel(OneStep):
     """Extends a functional or Sequential model of placed layers."""
 
-    _built_by_compile: keras.Optimizer | None = None  # Which the user has not built before.
-
     @property
     def layout(self) -> Layout:
         """What is where."""
         return dataclasses.replace(self._layout, proof=proof_in_words(self))
 
     def compile(self, *args, **kwargs):
-        """Compiles the model, as `keras.Model.compile`; the slots are made beside their weights."""
+        """Compiles the model, as `keras.Model.compile`."""
         super().compile(*args, **kwargs)
         if self.optimizer is not None:
             check_known(self)
-            self._prepare_optimizer()
+            self._place_updates()
 
-    def _prepare_optimizer(self):
-        """Has the optimizer update weights where they are, and makes its slots.
-
-        Before the first step, those that `compile` made are made again: settings and weights may
-        have changed, and Keras makes them then.
-        """
-        optimizer = self.optimizer
+    def _build_optimizer(self):
+        """Makes the slots, each beside its weight: in the first step, as Keras does."""
         self._place_updates()
         weights = self.trainable_variables
-        if not weights or not all(map(_has_its_variables, layers_in(self))):
-            return
-        if not optimizer.built:
-            optimizer.build(weights)
-            attach(self, _built_by_compile=optimizer)
-        elif self._built_by_compile is optimizer and not int(count_of(optimizer)):
-            build_again(optimizer, weights)
+        if weights and not self.optimizer.built and all(map(_has_its_variables, layers_in(self))):
+            self.optimizer.build(weights)
 
     def _place_updates(self):
         prepare(self.optimizer, Places())
@@ -80,6 +67,8 @@ class PlacedModel(OneStep):
     def compile_from_config(self, config):
         """Compiles the model as a saved one, or another, was."""
         self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None:  # Its state is read next.
+            self._build_optimizer()
 
     def _begin(self, call):
         call.enter(naming_lost_process(self._by_device))
@@ -87,7 +76,7 @@ class PlacedModel(OneStep):
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         if self.optimizer is not None and self.train_function is None:
-            self._prepare_optimizer()
+            self._build_optimizer()
         build_ahead(self, iterator, data_batch, self._beside_the_loss())
         self._tell_callbacks(iterator)
 

@@ -5,7 +5,7 @@ slots then lie where plain Keras puts them: once, whole, on the first device. Th
 beside their weights, so they are made again, with the same values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,7 +15,6 @@ from tfparallel.seams.keras import untrack, variables_held_by
 from tfparallel.seams.optimizers import count_of, forget_places, rate_of, weights_of
 
 __all__ = [
-    "build_again",
     "check_known",
     "own_variables",
     "prepare_built",
@@ -89,12 +88,6 @@ def _load(optimizer, values) -> None:
             "not built."
         )
     optimizer.load_own_variables(values)
-
-
-def build_again(optimizer: keras.Optimizer, weights: Sequence[keras.Variable]) -> None:
-    """Builds a prepared optimizer for other weights; its slots begin anew."""
-    _forget_slots(optimizer)
-    optimizer.build(list(weights))
 
 
 def _forget_slots(optimizer) -> None:
