@@ -405,7 +405,7 @@ def test_the_search_is_no_part_of_the_verdict():
 
 @pytest.mark.slow
 def test_a_form_that_loses_weights_is_an_error():
-    with pytest.raises(ValueError, match="keep the model's weights"):
+    with pytest.raises(ValueError, match="keep the weights and their order"):
         check(build(), lambda _: build(keras.layers.BatchNormalization)())
 
 
