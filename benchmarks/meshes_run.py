@@ -24,7 +24,7 @@ if os.environ.get("BUSY"):
 
 import tfparallel
 from tfparallel.callbacks.step_time import StepTime
-from tfparallel.commands.plan import main as plan
+from tfparallel.commands.runner import run
 from tfparallel.layout.mesh import Mesh
 
 STEPS_OF_A_ROUND = 16
@@ -104,5 +104,5 @@ def counts():
 
 if __name__ == "__main__":
     if sys.argv[1] == "plan":
-        sys.exit(plan(sys.argv[2:]))
+        sys.exit(run("plan", sys.argv[2:]))
     main(*sys.argv[1:4], int(sys.argv[4]))

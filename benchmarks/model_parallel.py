@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/model_parallel.py
 
 The stages work one after the other, so nothing can be gained; this is what the placement costs. In
-a process of its own `placement_plan.plan` predicts the plain model's step from layers that it
+a process of its own `planning.plan` predicts the plain model's step from layers that it
 runs one by one. Two minutes of two idle cores.
 """
 
@@ -26,11 +26,12 @@ PREDICT = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import tfparallel, contender, workloads
-from tfparallel.placement.placement_plan import plan
+from tfparallel.planning.candidates import Choices
+from tfparallel.planning.plan import make_plan
 workload = workloads.WORKLOADS[sys.argv[2]]
-found = plan(workload.build_model, contender.compile_model, num_devices=1,
-             batch_size=workload.global_batch_size)
-print(json.dumps(found.as_json()))
+choices = Choices(workload.global_batch_size, parallelism="model")
+plan = make_plan(workload.build_model, contender.compile_model, 1, choices)
+print(json.dumps({"step_seconds": plan.first.step_seconds}))
 """
 
 

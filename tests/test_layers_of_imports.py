@@ -34,6 +34,7 @@ ROWS = [
     ["replication", "placement"],
     ["pipeline", "layers", "warm_spare"],
     ["hybrid"],
+    ["planning"],
     ["diagnostics"],
     ["commands"],
     ["__main__"],
@@ -46,6 +47,7 @@ PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.
 PLAIN += ["commands.rules", "commands.launch", "commands.init", "commands.bench_pipeline"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]
+PLAIN += ["planning.candidates", "planning.calibration", "planning.prediction"]
 PLAIN += ["activity", "layout", "texts", "flight.record", "flight.job", "commands.trace"]
 HEAVY = {"tensorflow", "keras"}
 
@@ -176,6 +178,40 @@ def test_plain_python_stays_plain(plain):
         targets = edges(module, nodes) | {module.rpartition(".")[0]}
         waiting.extend(targets - seen)
         seen |= targets
+
+
+def names_of(module):
+    """What a module offers by a name: what it defines or imports at its top level, and modules."""
+    found = {other.rpartition(".")[2] for other in modules() if other.rpartition(".")[0] == module}
+    for node in top_level(modules()[module]):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "tests", "tfparallel"])
+def test_what_is_imported_by_name_is_there(folder):
+    """A benchmark is run seldom, and a function imports when it is called."""
+    missing = []
+    for path in sorted((TOP / folder).rglob("*.py")):
+        for node in ast.walk(parse(path)):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            name, _, inside = node.module.partition(".")
+            if name != "tfparallel" or not inside:  # The face names everything, lazily.
+                continue
+            faces = {"data", "callbacks", "layers"}
+            known = names_of(inside) if inside in modules() else set()
+            missing += [
+                f"{path.relative_to(TOP)}: {alias.name} of {node.module}"
+                for alias in node.names
+                if alias.name not in known and inside not in faces
+            ]
+    assert missing == []
 
 
 def test_tensorflow_config_has_one_caller_for_devices():

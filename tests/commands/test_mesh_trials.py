@@ -10,10 +10,10 @@ from tfparallel.activity import Activity
 from tfparallel.commands.mesh_trials import after_trials, batch_of
 from tfparallel.commands.options import TrainOptions
 from tfparallel.commands.runner import checked
-from tfparallel.hybrid.mesh_plan import MeshPlan
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.prediction import Prediction
-from tfparallel.layout.ranking import Candidate, Choices
+from tfparallel.planning.candidates import Candidate, Choices
+from tfparallel.planning.plan import Plan
+from tfparallel.planning.prediction import Prediction
 from tfparallel.task import TaskError
 
 DEVICES = [f"CPU:{i}" for i in range(4)]
@@ -47,7 +47,7 @@ def tried(a_task, meshes, *flags, num_trials=4):
         )
         for mesh in meshes
     ]
-    plan = MeshPlan(candidates, Choices(16), 4, 1.0, 2, [16], True, 0.0)
+    plan = Plan(candidates, Choices(16), 4, 1.0, 2, [16], True, 0.0)
     batch = batch_of(a_task, 16)
     found = after_trials(plan, a_task, batch, DEVICES, options, Activity("", is_shown=False))
     return {candidate.mesh: candidate for candidate in found.ranked}

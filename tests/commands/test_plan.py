@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands.command_line import ROOT, TASKS
 from tests.commands.command_line import tfparallel as run
-from tfparallel.layout.ranking import meshes_of
+from tfparallel.planning.candidates import meshes_of
 
 BLOBS, MLP = TASKS / "blobs.py", ROOT / "models" / "mlp.py"
 

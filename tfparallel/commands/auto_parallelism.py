@@ -11,11 +11,11 @@ from tfparallel.cluster.spec import Cluster
 from tfparallel.commands.exits import UsageError
 from tfparallel.commands.options import TrainOptions
 from tfparallel.commands.parallelism import Parallelism, hide_gpus_if_unused, start_parallelism
-from tfparallel.commands.plan_meshes import nothing_fits, plan_task
+from tfparallel.commands.plan import nothing_fits, plan_task
 from tfparallel.commands.precision import use_precision
-from tfparallel.hybrid.mesh_plan import MeshPlan
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.ranking import Candidate
+from tfparallel.planning.candidates import Candidate
+from tfparallel.planning.plan import Plan
 from tfparallel.task import load_task
 
 __all__ = ["start_chosen_parallelism"]
@@ -25,7 +25,7 @@ _OF_A_PIPELINE = ("num_micro_batches", "schedule", "chunks_per_device", "recompu
 
 def start_chosen_parallelism(
     path: str, options: TrainOptions, facts: Mapping[str, Any]
-) -> tuple[Parallelism, TrainOptions, MeshPlan | None]:
+) -> tuple[Parallelism, TrainOptions, Plan | None]:
     """Starts the parallelism that the flags name; under `--parallel=auto` the one that is planned.
 
     Args:
@@ -79,7 +79,7 @@ def _devices(options) -> list[str]:
         raise UsageError(str(error)) from error
 
 
-def _planned(path, options, devices) -> MeshPlan:
+def _planned(path, options, devices) -> Plan:
     use_precision(options.precision)
     keras.utils.set_random_seed(options.seed)
     try:

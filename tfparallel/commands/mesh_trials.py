@@ -18,9 +18,9 @@ from tfparallel.commands.options import TrainOptions
 from tfparallel.commands.parallelism import Parallelism
 from tfparallel.commands.precision import compiling
 from tfparallel.data.batches import batches_dataset, first_batches
-from tfparallel.hybrid.mesh_plan import MeshPlan
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.ranking import Candidate, with_trials
+from tfparallel.planning.candidates import Candidate, with_trials
+from tfparallel.planning.plan import Plan
 from tfparallel.task import Task, TaskError
 from tfparallel.user_log import unnoticed
 
@@ -51,13 +51,13 @@ def batch_of(task: Task, global_batch_size: int) -> tuple[Any, ...]:
 
 
 def after_trials(
-    found: MeshPlan,
+    found: Plan,
     task: Task,
     batch: tuple[Any, ...],
     devices: Sequence[str],
     options: TrainOptions,
     activity: Activity,
-) -> MeshPlan:
+) -> Plan:
     """Returns a plan whose first meshes have been tried, the fastest first.
 
     One is held at a time: each fits the devices, but several may not. A mesh that cannot be trained

@@ -1,17 +1,369 @@
-"""`tfparallel plan TASK.py`: which mesh of devices is the fastest for a task, and does it fit."""
+"""`tfparallel plan TASK.py`: which mesh of devices is the fastest for a task, and does it fit.
 
+With `--parallel=model` which layers go where; with `--parallel=pipeline` what each device does, and
+when. All are views of one plan (`planning/plan.py`).
+"""
+
+import contextlib
+import math
+import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
-from tfparallel.commands import plan_layers, plan_meshes, plan_pipeline
+from tfparallel import devices as device_lib
+from tfparallel.activity import Activity
+from tfparallel.commands.exits import UsageError
+from tfparallel.commands.mesh_trials import after_trials, batch_of
+from tfparallel.commands.options import TrainOptions
+from tfparallel.diagnostics.report import versions, write_report
+from tfparallel.layout.drawing import as_text, write_picture, write_trace
+from tfparallel.layout.simulator import theoretical_bubble
+from tfparallel.planning.candidates import BALANCES, Candidate, Choices
+from tfparallel.planning.plan import Plan, make_plan
+from tfparallel.problems import PlacementError
+from tfparallel.task import Task, load_task
+from tfparallel.texts import aligned, seconds_text, size_text
 
-__all__ = ["run"]
+__all__ = ["nothing_fits", "plan_task", "run"]
 
-_PLANS = {"auto": plan_meshes, "model": plan_layers, "pipeline": plan_pipeline}
+_BALANCES = {"model": ("memory",), "pipeline": ("time",), "auto": BALANCES}
+_View = tuple[list[str], dict[str, Any]]  # What is printed, and what a report says of it.
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     """Prints the plan; returns 1 if nothing fits."""
     (path,) = positional
-    return _PLANS[values.parallel].answer(path, values)
+    # Before the task file is imported, which may start TensorFlow.
+    options = TrainOptions.of(values)
+    devices = _devices(options)
+    plan = plan_task(load_task(path), options.num_devices, options, devices)
+    lines, told = _VIEWS[options.parallel](path, options, plan)
+    print("\n".join(lines))
+    _draw(path, values, plan)
+    if values.report is not None:
+        content = {"command": "plan", "task": path, **plan.as_json(), **told}
+        write_report(values.report, content | {"versions": versions()})
+    for name in ("draw", "trace", "report"):
+        if getattr(values, name) is not None:
+            print(f"wrote {getattr(values, name)}")
+    return 0 if plan.first is not None else 1
+
+
+def _devices(options: TrainOptions) -> list[str]:
+    """The devices for trials. Without trials two, if there are two, to time a tiny model on."""
+    if options.num_trials:
+        try:
+            return device_lib.choose_devices(num_devices=options.num_devices)
+        except (ValueError, RuntimeError) as error:
+            raise UsageError(f"--num_trials needs the devices themselves. {error}") from error
+    if options.num_devices > 1:
+        with contextlib.suppress(ValueError, RuntimeError):
+            return device_lib.choose_devices(num_devices=2)
+    return []
+
+
+def plan_task(
+    task: Task, num_devices: int, options: TrainOptions, devices: Sequence[str]
+) -> Plan:
+    """Plans so many devices for a task, and shows on stderr what is measured.
+
+    Args:
+        task: The task.
+        num_devices: How many devices there are.
+        options: What the flags say; of `parallel`, what is planned: "auto", "model" or "pipeline".
+        devices: Those devices; needed for `--num_trials` alone.
+
+    Raises:
+        UsageError: If the model's layers cannot be seen.
+        TaskError: If no mesh can be trained.
+    """
+    asked = options.of_pipeline()
+    choices = Choices(
+        batch_size=options.global_batch_size,
+        device_memory=options.device_memory,
+        num_micro_batches=options.num_micro_batches,
+        schedule=asked["schedule"],
+        chunks_per_device=asked["chunks_per_device"],
+        recompute=asked["recompute"],
+        balances=_BALANCES[options.parallel] if options.balance is None else (options.balance,),
+        parallelism=options.parallel,
+    )
+    try:
+        with Activity("building the model") as activity:
+            batch = None
+            if options.num_trials:  # A mistake in it is told before anything is measured.
+                activity.say("loading the data")
+                batch = batch_of(task, options.global_batch_size)
+            plan = make_plan(
+                task.build_model,
+                task.compile_model,
+                num_devices,
+                choices,
+                batch_normalization=options.batch_normalization,
+                progress=lambda text: activity.say(f"measuring {text}"),
+            )
+            if batch is None:
+                return plan
+            return after_trials(plan, task, batch, devices, options, activity)
+    except PlacementError as error:
+        advice = "Or name the parallelism: --parallel=data takes any model."
+        raise UsageError(f"{error}\n{advice}") from error
+
+
+def nothing_fits(plan: Plan) -> str:
+    """Says what no mesh of a plan fits, by how much, and what to do."""
+    limit = size_text(plan.choices.device_memory)
+    of_devices = f"{plan.num_devices} device{'s' * (plan.num_devices > 1)} of {limit}"
+    least = min((c for c in plan.ranked if c.held_bytes is not None), key=_held)
+    return (
+        f"nothing fits {of_devices}: {least.mesh} comes closest, {least.why_not}. Take more "
+        "devices, a smaller batch, --recompute=always, an optimizer with less state, or smaller "
+        "layers."
+    )
+
+
+def _held(candidate: Candidate) -> int:
+    return candidate.held_bytes or 0
+
+
+def _command(path: str, options: TrainOptions, candidate: Candidate) -> str:
+    """The command that trains a task as a candidate says."""
+    mesh, parallelism = candidate.mesh, candidate.parallelism
+    parts = [f"tfparallel train {path} --parallel={parallelism}"]
+    if parallelism == "hybrid":
+        parts.append(f"--mesh={str(mesh).replace(', ', ',')}")
+    elif mesh.size > 1:
+        parts.append(f"--num_devices={mesh.size}")
+    if candidate.num_micro_batches > 1 or parallelism == "pipeline":
+        parts.append(f"--num_micro_batches={candidate.num_micro_batches}")
+        for name in ("schedule", "chunks_per_device", "recompute"):
+            if getattr(options, name) is not None:
+                parts.append(f"--{name}={getattr(options, name)}")
+    if candidate.balance not in (None, "memory" if parallelism == "model" else "time"):
+        parts.append(f"--balance={candidate.balance}")
+    # A cut by memory alone is the same under any limit.
+    is_limited = options.parallel != "auto" and candidate.balance not in (None, "memory")
+    if is_limited and options.device_memory is not None:
+        parts.append(f"--device_memory={options.device_memory}")
+    if parallelism in ("pipeline", "hybrid") and options.batch_normalization is not None:
+        parts.append(f"--batch_normalization={options.batch_normalization}")
+    return " ".join([*parts, f"--global_batch_size={options.global_batch_size}"])
+
+
+def _all_meshes(path: str, options: TrainOptions, plan: Plan) -> _View:
+    """Every mesh, ranked, and why the first is it."""
+    first = plan.first
+    if first is None:
+        head = [nothing_fits(plan)]
+    else:
+        measured = "" if first.measured_seconds is None else ", measured"
+        head = [
+            f"first: {first.mesh}, {seconds_text(first.step_seconds)} a step{measured}; the "
+            "command:",
+            f"  {_command(path, options, first)}",
+            f"why: {plan.why}",
+        ]
+    return [*head, "", *_table(plan), "", *_rests_on(plan)], {}
+
+
+def _table(plan: Plan) -> list[str]:
+    head = ("tried",) if plan.num_trials else ()
+    rows = [("mesh", *head, "step", "passes", "sums", "updates", "memory a device", "")]
+    for candidate in plan.ranked:
+        name = str(candidate.mesh)
+        measured = candidate.measured_seconds
+        own_trial = ["–" if measured is None else seconds_text(measured)] * len(head)
+        if candidate.prediction is None:
+            rows.append((name, *own_trial, *5 * ["–"], candidate.why_not))
+            continue
+        if candidate.mesh.pipeline > 1:
+            name += f", {candidate.num_micro_batches} micro-batches"
+        own = candidate.prediction
+        seconds = (own.step_seconds, own.passes_seconds, own.sums_seconds, own.update_seconds)
+        texts = (*own_trial, *map(seconds_text, seconds), size_text(candidate.held_bytes))
+        rows.append((name, *texts, candidate.why_not or ""))
+    return aligned(rows)
+
+
+def _rests_on(plan: Plan) -> list[str]:
+    rows = " and ".join(map(str, plan.measured_rows))
+    lines = [
+        f"measured in {plan.seconds:.0f} s, layer by layer, at {rows} rows; the steps are "
+        "predicted from that, no mesh was run"
+    ]
+    if plan.num_trials:
+        meshes = f"{plan.num_trials} mesh{'es' * (plan.num_trials > 1)}"
+        lines = [
+            f"measured in {plan.seconds:.0f} s, layer by layer, at {rows} rows, from which steps "
+            f"are predicted; {meshes} tried in {plan.trial_seconds:.0f} s"
+        ]
+    if not plan.has_loss:
+        lines.append("without the loss: made-up targets do not suit it")
+    if plan.num_cores is not None and plan.num_devices > 1:
+        at_once = min(plan.num_cores, plan.num_devices)
+        lines.append(
+            f"the devices share {plan.num_cores} core{'s' * (plan.num_cores > 1)}: {at_once} at "
+            f"work at once do {plan.side_by_side:.2f} times as much as one"
+        )
+    elif math.isinf(plan.side_by_side):
+        lines.append("each device computes by itself; what travels between them was not measured")
+    return lines
+
+
+def _layers_on_devices(path: str, options: TrainOptions, plan: Plan) -> _View:
+    """Which layers go where, on as few devices as do; on all if nobody says what one may hold."""
+    limit = "" if options.device_memory is None else f" of {size_text(options.device_memory)}"
+    by_number = sorted(plan.ranked, key=lambda candidate: candidate.mesh.size)
+    largest = {c.mesh.size: c.held_bytes for c in by_number if c.prediction is not None}
+    first = plan.first
+    stages: list[dict[str, Any]] = []
+    if first is None:
+        over = min(largest.values()) - options.device_memory
+        lines = [
+            f"does not fit {plan.num_devices} devices{limit}: the best cut misses by "
+            f"{size_text(over)} on its largest stage. Take more devices, a smaller batch, an "
+            "optimizer with less state, or smaller layers.",
+            "",
+        ]
+    else:
+        held = first.prediction.held_bytes
+        stages = [stage.as_json() for stage in first.prediction.stages]
+        stages = [{**stage, "held_bytes": held[stage["device"]]} for stage in stages]
+        rows = [("stage", "layers", "parameters", "memory", "time", "received a batch")]
+        rows += [
+            (str(index), _names(stage["layers"]), size_text(stage["parameter_bytes"]),
+             size_text(stage["held_bytes"]),
+             seconds_text(stage["forward_seconds"] + stage["backward_seconds"]),
+             size_text(stage["received_bytes"]))
+            for index, stage in enumerate(stages)
+        ]  # fmt: skip
+        lines = [
+            *_what_fits(path, options, plan, first, limit),
+            "",
+            *aligned(rows),
+            "",
+            f"predicted step: {seconds_text(first.step_seconds)} for "
+            f"{options.global_batch_size} examples, the stages one after the other",
+            "",
+        ]
+    lines.append("devices  largest stage of the best cut")
+    for number, held_bytes in largest.items():
+        over = 0 if options.device_memory is None else held_bytes - options.device_memory
+        verdict = f", {size_text(over)} too much" if over > 0 else ", fits" if limit else ""
+        lines.append(f"{number:>7}  {size_text(held_bytes)}{verdict}")
+    step = None if first is None else first.step_seconds
+    return lines, {"stages": stages, "largest": largest, "step_seconds": step}
+
+
+def _what_fits(path, options, plan, first, limit) -> list[str]:
+    number, line = first.mesh.size, _command(path, options, first)
+    if number > 1:
+        is_needed = options.device_memory is not None
+        text = f"needs {number} devices{limit}" if is_needed else f"cut into {number} stages"
+        return [
+            f"{text}; take --parallel=model; the command:",
+            f"  {line}",
+            "or keep them all busy, with micro-batches; what that gains:",
+            f"  tfparallel plan {path} --parallel=pipeline --num_devices={number} "
+            f"--global_batch_size={options.global_batch_size}",
+        ]
+    parallelism = "none"
+    if plan.num_devices > 1:  # What fits one is faster on copies than on parts.
+        parallelism = "data"
+        line = line.replace("--parallel=none", f"--parallel=data --num_devices={plan.num_devices}")
+    return [f"fits one device{limit}; take --parallel={parallelism}; the command:", f"  {line}"]
+
+
+def _one_pipeline(path: str, options: TrainOptions, plan: Plan) -> _View:
+    """What each device of a pipeline does, and when."""
+    (candidate,) = plan.ranked
+    if candidate.prediction is None:
+        raise UsageError(f"The model cannot be trained in this pipeline: {candidate.why_not}.")
+    prediction, step = candidate.prediction, candidate.step_seconds
+    timeline = prediction.timeline
+    schedule, stages = timeline.schedule, [stage.as_json() for stage in prediction.stages]
+    rows = [("stage", "device", "layers", "parameters", "a micro-batch", "forward", "backward")]
+    rows += [
+        (str(index), str(stage["device"]), _names(stage["layers"]),
+         size_text(stage["parameter_bytes"]), size_text(stage["activation_bytes"]),
+         seconds_text(stage["forward_seconds"]), seconds_text(stage["backward_seconds"]))
+        for index, stage in enumerate(stages)
+    ]  # fmt: skip
+    serial = step - prediction.passes_seconds + sum(timeline.busy)
+    most = schedule.most_in_flight()
+    lines = [
+        f"{_title(path, candidate)}; the command:",
+        f"  {_command(path, options, candidate)}",
+        "",
+        *aligned(rows),
+        "",
+        as_text(timeline),
+        "",
+        f"predicted step: {seconds_text(step)} for {options.global_batch_size} examples, without "
+        f"transfers; the stages one after the other: {seconds_text(serial)}, "
+        f"{serial / step:.2f} times as long",
+        f"devices stand still {timeline.bubble:.0%} of the passes; equal stages would "
+        f"{theoretical_bubble(schedule):.0%}",
+        *(
+            f"device {device}: holds {number} at most of the micro-batches' activations, "
+            f"{size_text(held)} in all"
+            for device, (number, held) in enumerate(zip(most, prediction.held_bytes, strict=True))
+        ),
+    ]
+    if candidate.why_not is not None:
+        lines += ["", f"does not fit: {candidate.why_not}"]
+    return lines, {
+        "schedule": schedule.name,
+        "num_micro_batches": schedule.num_micro_batches,
+        "stages": stages,
+        "held_bytes": list(prediction.held_bytes),
+        "most_in_flight": most,
+        "step_seconds": step,
+        "one_after_the_other_seconds": serial,
+        "bubble": timeline.bubble,
+        "bubble_of_equal_stages": theoretical_bubble(schedule),
+    }
+
+
+_VIEWS = {"auto": _all_meshes, "model": _layers_on_devices, "pipeline": _one_pipeline}
+
+
+def _names(layers: Sequence[str]) -> str:
+    if not layers:
+        return "none: passes on what it is given"
+    first, *others = layers
+    return f"{first} … {others[-1]} ({len(layers)})" if others else first
+
+
+def _title(path: str, candidate: Candidate) -> str:
+    schedule = candidate.prediction.timeline.schedule
+    return (
+        f"{path}: {schedule.num_micro_batches} micro-batches through {schedule.num_devices} "
+        f"devices, schedule {schedule.name}"
+    )
+
+
+def _draw(path: str, values: flags.FlagValues, plan: Plan) -> None:
+    """Draws the timeline of a pipeline, and writes it as a trace, where that is asked for."""
+    if values.trace is None and values.draw is None:
+        return
+    timeline = plan.ranked[0].prediction.timeline
+    devices = [f"device {index}" for index in range(timeline.schedule.num_devices)]
+    if values.trace is not None:
+        write_trace(values.trace, timeline, devices)
+    if values.draw is None:
+        return
+    if values.draw.endswith(".txt"):
+        pathlib.Path(values.draw).write_text(as_text(timeline) + "\n")
+        return
+    title = f"{_title(path, plan.ranked[0])}: {seconds_text(timeline.makespan)} of passes"
+    try:
+        write_picture(values.draw, timeline, devices, title)
+    except ImportError as error:
+        raise UsageError(
+            "A picture needs matplotlib, which is missing. Received: "
+            f"--draw={values.draw}. Install it (`pip install matplotlib`), or draw text: "
+            "--draw=plan.txt."
+        ) from error

@@ -8,6 +8,7 @@ from absl import flags
 from tfparallel.bench.choices import COLLECTIVES, ITEM_BYTES, sweep
 from tfparallel.commands.options import TrainOptions
 from tfparallel.layout.layout import RECOMPUTES
+from tfparallel.layout.schedule import ScheduleError, make_schedule
 from tfparallel.texts import parse_bytes
 
 __all__ = [
@@ -31,7 +32,7 @@ def in_parallel(values: flags.FlagValues, positional: Sequence[str]) -> list[str
             "--parallel=hybrid needs a mesh: how many devices there are along each axis. Received: "
             "no --mesh. Add --mesh=data=2,pipeline=2, for example."
         )
-    problems += _of_options(values, _sync_problems, _micro_batch_problems)
+    problems += _of_options(values, _sync_problems, _micro_batch_problems, _schedule_problems)
     count = len(values.devices) if values.devices is not None else values.num_devices
     if values.parallel == "none" and count is not None and count > 1:
         given = f"--num_devices={count}"
@@ -69,6 +70,23 @@ def _micro_batch_problems(options: TrainOptions) -> list[str]:
         "A batch must have an example for each micro-batch. Received: --num_micro_batches="
         f"{number}{of_each} with --global_batch_size={options.global_batch_size}."
     ]
+
+
+def _schedule_problems(options: TrainOptions) -> list[str]:
+    """Whether there is such a schedule, where the number of stages is known."""
+    number = options.mesh.pipeline
+    if options.parallel == "pipeline":
+        number = len(options.devices or ()) or options.num_devices
+    if options.parallel not in ("pipeline", "hybrid") or not number:
+        return []
+    asked = options.of_pipeline()
+    try:
+        make_schedule(
+            asked["schedule"], number, asked["num_micro_batches"], asked["chunks_per_device"]
+        )
+    except ScheduleError as error:
+        return [str(error)]
+    return []
 
 
 def _of_options(values, *checks) -> list[str]:
@@ -115,7 +133,7 @@ def check(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
 
 def plan(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     """Likewise of `plan`."""
-    return _of_options(values, _micro_batch_problems)
+    return _of_options(values, _micro_batch_problems, _schedule_problems)
 
 
 def bench(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:

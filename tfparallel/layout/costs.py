@@ -4,14 +4,18 @@ What grows with the rows is a straight line, through measurements at two numbers
 
     seconds(rows) = fixed + each · rows
 
-`prediction.py` makes the step of any mesh of them.
+`planning/prediction.py` makes the step of any mesh of them.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["LayerCosts", "Line", "Machine", "ModelCosts"]
+from tfparallel.layout.balance import Weighed, partition
+
+__all__ = ["FORWARD_SHARE", "LayerCosts", "Line", "Machine", "ModelCosts"]
+
+FORWARD_SHARE = 1 / 3  # Where it was not measured.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +71,12 @@ class LayerCosts:
         update_bytes: What is there while its largest weight is updated, with its gradient.
         whole_share: The share of its seconds that does not get less in a part: a part reads whole
             inputs, or makes whole outputs. None: what is fixed.
+        forward_share: The share of its seconds that the forward pass takes. It is one of the three
+            products of a layer: outputs, and the gradients of inputs and of weights.
     """
 
     layer: str
-    seconds: Line
+    seconds: Line = Line()
     parameter_bytes: int = 0
     trained_bytes: int = 0
     gradient_bytes: int = 0
@@ -80,6 +86,7 @@ class LayerCosts:
     num_trained: int = 0
     update_bytes: int = 0
     whole_share: float | None = None
+    forward_share: float = FORWARD_SHARE
 
     def part_seconds(self, rows: float, num_parts: int) -> float:
         """What one of so many parts takes for a piece."""
@@ -91,6 +98,10 @@ class LayerCosts:
         """Of parameters, slots and the gradients that are held at once."""
         gradients = self.trained_bytes if all_gradients else self.gradient_bytes
         return self.parameter_bytes + self.slot_bytes + gradients
+
+    def held_bytes(self, rows: float, all_gradients: bool) -> float:
+        """Of its state, and of what a piece leaves for the backward pass."""
+        return self.state_bytes(all_gradients) + self.activation_bytes(rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +132,45 @@ class ModelCosts:
             for producer, (size, readers) in self.edges.items()
             if producer < first and any(first <= reader < last for reader in readers)
         )
+
+    def cut(
+        self,
+        num_stages: int,
+        rows: float,
+        balance: str,
+        device_memory: int | None = None,
+        *,
+        all_gradients: bool = False,
+    ) -> list[int]:
+        """Returns how many consecutive layers each stage of the best cut has.
+
+        A stage holds, beside its layers' bytes, the tensors that it is sent; the last one the
+        loss's too; and where gradients are not held together, the arrays of one update. Of more
+        stages than layers the last are empty.
+
+        Args:
+            num_stages: How many stages.
+            rows: Of a piece.
+            balance: What is spread evenly: "memory", "time", or "both" by their shares.
+            device_memory: How many bytes a stage may hold; None for no limit.
+            all_gradients: Whether all gradients are held at once.
+
+        Raises:
+            NoPartition: If nothing meets `device_memory`.
+        """
+        if num_stages > len(self.layers):
+            return [1] * len(self.layers) + [0] * (num_stages - len(self.layers))
+        sent = {index: (size * rows, readers) for index, (size, readers) in self.edges.items()}
+        held = [layer.held_bytes(rows, all_gradients) for layer in self.layers]
+        held[-1] += self.loss_bytes(rows)
+        peaks = None if all_gradients else [layer.update_bytes for layer in self.layers]
+        memory = Weighed(held, sent, device_memory, peaks)
+        seconds = Weighed([layer.seconds(rows) for layer in self.layers])
+        if balance == "memory":
+            return partition(num_stages, memory)
+        if balance == "time":
+            return partition(num_stages, seconds, capped=[memory])
+        return partition(num_stages, seconds, memory)
 
 
 def _nothing(number: int, size_bytes: float) -> float:

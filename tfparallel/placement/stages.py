@@ -7,10 +7,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.layout.balance import NoPartition, Weighed, partition
-from tfparallel.placement.costs import LayerCost, layer_costs
+from tfparallel.layout.balance import NoPartition
 from tfparallel.placement.graph import edges, layers_in_order
-from tfparallel.placement.timing import NoCopy
+from tfparallel.placement.layer_costs import model_costs
+from tfparallel.placement.layer_timing import NoCopy
 from tfparallel.problems import PlacementError, Problems
 from tfparallel.texts import number_of_bytes
 from tfparallel.user_log import notice
@@ -24,7 +24,6 @@ __all__ = [
     "by_variables",
     "check_balance",
     "check_cut",
-    "cut",
 ]
 
 BALANCES = ("memory", "time", "both")
@@ -102,13 +101,11 @@ def by_balance(
     check_cut(layers, devices, balance)
     try:
         try:
-            costs = layer_costs(
-                model, batch_size, measure=balance != "memory", all_gradients=all_gradients
-            )
+            costs = model_costs(model, [batch_size], measures=balance != "memory")
         except NoCopy as error:  # Where it is cut changes no result.
             notice(f"Model '{model.name}' is cut by balance='memory', not {balance!r}. {error}")
             balance = "memory"
-            costs = layer_costs(model, batch_size, all_gradients=all_gradients)
+            costs = model_costs(model, [batch_size], measures=False)
     except (ValueError, TypeError, tf.errors.OpError) as error:
         raise PlacementError(
             f"The best cut needs the costs of a batch, which the model did not compute: {error}\n"
@@ -117,7 +114,9 @@ def by_balance(
             "to cut by `layers_per_stage`."
         ) from error
     try:
-        counts = cut(costs, edges(model), len(devices), batch_size, balance, device_memory)
+        counts = costs.cut(
+            len(devices), batch_size, balance, device_memory, all_gradients=all_gradients
+        )
     except NoPartition as error:
         raise PlacementError(
             f"No cut into {len(devices)} stages keeps each within `device_memory`. Received: "
@@ -167,41 +166,6 @@ def check_balance(balance: str) -> None:
         raise PlacementError(
             f"`balance` must be one of {', '.join(BALANCES)}. Received: balance={balance!r}."
         )
-
-
-def cut(
-    costs: Sequence[LayerCost],
-    passed: Mapping[int, tuple[int, Sequence[int]]],
-    num_stages: int,
-    batch_size: int,
-    balance: str,
-    device_memory: int | None = None,
-) -> list[int]:
-    """Returns the number of layers of each stage of the best cut.
-
-    A stage holds, beside its layers' bytes, the tensors that it is sent, and one update's arrays.
-
-    Args:
-        costs: Of each layer.
-        passed: What `graph.edges` returns.
-        num_stages: How many stages.
-        batch_size: The examples of a batch.
-        balance: "memory", "time" or "both".
-        device_memory: How many bytes a stage may hold.
-
-    Raises:
-        NoPartition: If nothing meets `device_memory`.
-    """
-    sent = {index: (size * batch_size, readers) for index, (size, readers) in passed.items()}
-    held = [cost.held_bytes for cost in costs]
-    updates = [cost.update_bytes for cost in costs]
-    memory = Weighed(held, sent, device_memory, updates)
-    seconds = Weighed([cost.seconds for cost in costs])
-    if balance == "memory":
-        return partition(num_stages, memory)
-    if balance == "time":
-        return partition(num_stages, seconds, capped=[memory])
-    return partition(num_stages, seconds, memory)
 
 
 def by_variables(model: keras.Model) -> dict[str, str]:

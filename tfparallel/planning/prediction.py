@@ -15,17 +15,15 @@ part alone, and the other parts stand still.
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tfparallel.layout.costs import LayerCosts, Line, Machine, ModelCosts
+from tfparallel.layout.costs import FORWARD_SHARE, LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.schedule import Schedule, most_held
 from tfparallel.layout.simulator import StageSeconds, Timeline, simulate
 
-__all__ = ["Pieces", "Prediction", "predict"]
+__all__ = ["Pieces", "Prediction", "Stage", "predict"]
 
-# A forward pass is one of the three products of a pass: outputs, and the gradients of inputs and of
-# weights.
-_FORWARD_SHARE = 1 / 3
 # What a split layer's parts add up, as multiples of its outputs and of its inputs.
 _SUMS = {
     "column": (0, 1),
@@ -47,6 +45,8 @@ class Pieces:
         layers_per_stage: How many consecutive layers each stage has.
         splits: How each split layer is split, by name; the others are whole.
         recompute: "never", "always" or "except_last".
+        is_placed: Whether stages are layers on devices (`model_parallel`): each operation of one
+            step, on the device of its layer.
     """
 
     mesh: Mesh
@@ -55,6 +55,7 @@ class Pieces:
     layers_per_stage: Sequence[int]
     splits: Mapping[str, str] = dataclasses.field(default_factory=dict)
     recompute: str = "never"
+    is_placed: bool = False
 
     @property
     def rows(self) -> int:
@@ -62,11 +63,56 @@ class Pieces:
         return -(-self.batch_size // (self.mesh.data * self.schedule.num_micro_batches))
 
     @property
+    def all_gradients(self) -> bool:
+        """Whether all are held at once: those of pieces and replicas are added up first."""
+        return self.has_calls or self.mesh.data > 1
+
+    @property
     def has_calls(self) -> bool:
         """Whether pieces go through calls of stages, as in pipelines and hybrid meshes."""
+        if self.is_placed:
+            return False
         mesh = self.mesh
         is_alone = mesh.pipeline == 1 and (mesh.data == 1 or mesh.tensor == 1)
         return not is_alone or self.schedule.num_micro_batches > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What one stage does, and what is held for it, on the part that works and holds most.
+
+    Attributes:
+        layers: In order; none in a stage that passes on what it is given.
+        device: The index of its device.
+        state_bytes: Of parameters, gradients and slots.
+        activation_bytes: What a piece leaves for its backward pass.
+        received_bytes: What the stage is sent for a piece.
+        forward_seconds: Of a piece.
+        backward_seconds: Of a piece, with the forward pass where that is computed again.
+        parts_at_work: How many parts work while one does.
+    """
+
+    layers: Sequence[LayerCosts]
+    device: int
+    state_bytes: float
+    activation_bytes: float
+    received_bytes: float
+    forward_seconds: float
+    backward_seconds: float
+    parts_at_work: float = 1.0
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as JSON holds it."""
+        return {
+            "layers": [layer.layer for layer in self.layers],
+            "device": self.device,
+            "parameter_bytes": sum(layer.parameter_bytes for layer in self.layers),
+            "state_bytes": round(self.state_bytes),
+            "activation_bytes": round(self.activation_bytes),
+            "received_bytes": round(self.received_bytes),
+            "forward_seconds": self.forward_seconds,
+            "backward_seconds": self.backward_seconds,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +125,8 @@ class Prediction:
         sums_seconds: Of the gradients of pieces and replicas.
         update_seconds: Of the optimizer.
         held_bytes: The most that each device of a replica holds, the first part of a stage.
-        bubble: The share of the passes in which stages stand still.
+        stages: In order.
+        timeline: When each device of a replica does what, by itself.
     """
 
     overhead_seconds: float
@@ -87,7 +134,13 @@ class Prediction:
     sums_seconds: float
     update_seconds: float
     held_bytes: tuple[int, ...]
-    bubble: float = 0.0
+    stages: tuple[Stage, ...] = ()
+    timeline: Timeline | None = None
+
+    @property
+    def bubble(self) -> float:
+        """The share of the passes in which stages stand still."""
+        return 0.0 if self.timeline is None else self.timeline.bubble
 
     @property
     def step_seconds(self) -> float:
@@ -105,16 +158,6 @@ class Prediction:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stage:
-    """The layers of one stage, with what they have been found to cost."""
-
-    layers: Sequence[LayerCosts]
-    received_bytes: int  # For a row.
-    seconds: float  # Of a piece, on the part that works longest.
-    busy: float  # Of a piece, on all parts.
-
-
 def predict(costs: ModelCosts, pieces: Pieces, machine: Machine) -> Prediction:
     """Predicts the step of a mesh, and what each device holds.
 
@@ -125,18 +168,17 @@ def predict(costs: ModelCosts, pieces: Pieces, machine: Machine) -> Prediction:
     """
     mesh, schedule = pieces.mesh, pieces.schedule
     stages = list(_stages(costs, pieces, machine))
-    seconds = [_seconds(stage, pieces.recompute) for stage in stages]
+    seconds = [StageSeconds(stage.forward_seconds, stage.backward_seconds) for stage in stages]
     timeline = simulate(schedule, seconds)
-    at_work = [mesh.data * stage.busy / (stage.seconds or 1.0) for stage in stages]
+    at_work = [mesh.data * stage.parts_at_work for stage in stages]
     return Prediction(
         overhead_seconds=costs.overhead_seconds + _replicas_seconds(pieces, machine),
         passes_seconds=_slowed(timeline, at_work, machine),
         sums_seconds=_sums_seconds(stages, pieces, machine),
         update_seconds=_update_seconds(costs.update, stages, pieces, machine),
-        held_bytes=tuple(
-            _held_bytes(costs, stages, pieces, device) for device in range(mesh.pipeline)
-        ),
-        bubble=timeline.bubble,
+        held_bytes=tuple(_held_bytes(stages, pieces, device) for device in range(mesh.pipeline)),
+        stages=tuple(stages),
+        timeline=timeline,
     )
 
 
@@ -149,23 +191,35 @@ def _replicas_seconds(pieces, machine) -> float:
 def _stages(costs, pieces, machine):
     mesh, rows = pieces.mesh, pieces.rows
     bounds = [0, *itertools.accumulate(pieces.layers_per_stage)]
-    for first, last in itertools.pairwise(bounds):
+    for number, (first, last) in enumerate(itertools.pairwise(bounds)):
         layers = costs.layers[first:last]
-        seconds = busy = 2 * machine.call_seconds if pieces.has_calls else 0.0  # Forward, backward.
+        # Beside the layers: the calls of a stage, forward and backward, and the loss behind all.
+        seconds = 2 * machine.call_seconds if pieces.has_calls else 0.0
+        seconds += costs.loss(rows) if number == len(bounds) - 2 else 0.0
+        made = costs.loss_bytes(rows) if number == len(bounds) - 2 else 0.0
+        busy, forward, state = seconds, FORWARD_SHARE * seconds, 0.0
         for index, layer in enumerate(layers, first):
-            kind = pieces.splits.get(layer.layer)
-            if kind is None or mesh.tensor == 1:
-                own = all_parts = layer.seconds(rows)
-            else:
-                sums = _sums_of_parts(costs, index, kind, pieces, machine)
+            share = _share(layer, pieces)
+            own = all_parts = layer.seconds(rows)
+            if share < 1:
+                sums = _sums_of_parts(costs, index, pieces.splits[layer.layer], pieces, machine)
                 part = layer.part_seconds(rows, mesh.tensor)
                 own, all_parts = part + sums, mesh.tensor * part + sums
             seconds += own
             busy += all_parts
-        if last == len(costs.layers):
-            seconds += costs.loss(rows)
-            busy += costs.loss(rows)
-        yield _Stage(layers, costs.received_bytes(first, last), seconds, busy)
+            forward += layer.forward_share * own
+            state += share * layer.state_bytes(pieces.all_gradients)
+            made += share * layer.activation_bytes(rows)
+        yield Stage(
+            layers,
+            pieces.schedule.device_of(number),
+            state,
+            made,
+            rows * costs.received_bytes(first, last),
+            forward,
+            seconds - forward + (forward if pieces.recompute != "never" else 0.0),
+            busy / seconds if seconds else 1.0,
+        )
 
 
 def _sums_of_parts(costs, index, kind, pieces, machine) -> float:
@@ -173,12 +227,6 @@ def _sums_of_parts(costs, index, kind, pieces, machine) -> float:
     size = outputs * costs.layers[index].output_bytes
     size += inputs * sum(sent for sent, readers in costs.edges.values() if index in readers)
     return machine.sum_seconds(pieces.mesh.tensor, pieces.rows * size) if size else 0.0
-
-
-def _seconds(stage, recompute) -> StageSeconds:
-    forward = _FORWARD_SHARE * stage.seconds
-    again = forward if recompute != "never" else 0.0
-    return StageSeconds(forward, stage.seconds - forward + again)
 
 
 def _slowed(timeline: Timeline, at_work: Sequence[float], machine: Machine) -> float:
@@ -235,27 +283,19 @@ def _update_seconds(update: Line, stages, pieces, machine) -> float:
     return max(longest, total / machine.side_by_side)
 
 
-def _held_bytes(costs, stages, pieces, device) -> int:
+def _held_bytes(stages, pieces, device) -> int:
     """The most that a device holds at one time, as the schedule has it."""
-    schedule, rows = pieces.schedule, pieces.rows
-    # Those of pieces and replicas are added up, and so all of them are there before an update.
-    all_gradients = pieces.has_calls or pieces.mesh.data > 1
-    total = update = 0.0
-    for index, stage in enumerate(stages):
-        if schedule.device_of(index) == device:
-            for layer in stage.layers:
-                share = _share(layer, pieces)
-                total += share * layer.state_bytes(all_gradients)
-                update = max(update, 0.0 if all_gradients else share * layer.update_bytes)
+    own = [stage for stage in stages if stage.device == device]
+    updates = [0.0]
+    if not pieces.all_gradients:
+        updates += [
+            _share(layer, pieces) * layer.update_bytes for stage in own for layer in stage.layers
+        ]
 
     def sizes(index: int) -> tuple[float, float]:
-        stage = stages[index]
-        made = sum(_share(layer, pieces) * layer.activation_bytes(rows) for layer in stage.layers)
-        if index == schedule.num_stages - 1:
-            made += costs.loss_bytes(rows)
-        sent = rows * stage.received_bytes
+        made, sent = stages[index].activation_bytes, stages[index].received_bytes
         return (sent + made, 0.0) if pieces.recompute == "never" else (sent, made)
 
-    largest = most_held(schedule.instructions[device], sizes)
+    largest = most_held(pieces.schedule.instructions[device], sizes)
     # Most activations are gone when a large weight is updated.
-    return int(total + max(largest, update))
+    return int(sum(stage.state_bytes for stage in own) + max(largest, *updates))

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import original_class
-from tfparallel.placement.timing import LayerCall, layer_calls, marginal_seconds, program_of
+from tfparallel.placement.layer_timing import LayerCall, layer_calls, marginal_seconds, program_of
 
 __all__ = ["measured_whole_shares"]
 
@@ -61,7 +61,7 @@ def _whole_share(
 ) -> float | None:
     try:
         part = _part_of(call, kind, num_parts)
-        program = program_of(part, batch_size, None, True, not call.is_first)
+        program = program_of(part, batch_size, True, not call.is_first)
         one = marginal_seconds(program)
     except (ValueError, TypeError, tf.errors.OpError):
         return None

@@ -9,8 +9,8 @@ import dataclasses
 
 from tfparallel.layout.costs import LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.prediction import Pieces, Prediction, predict
 from tfparallel.layout.schedule import make_schedule
+from tfparallel.planning.prediction import Pieces, Prediction, predict
 
 __all__ = ["NUM_MICRO_BATCHES", "NUM_ROWS", "NUM_WEIGHTS", "TinySteps", "calibrated"]
 

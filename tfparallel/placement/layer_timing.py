@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfparallel.callbacks.step_time import StepTime
 from tfparallel.cloning.copy_state import without_draws
 from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import original_class
@@ -30,13 +28,11 @@ from tfparallel.seams.keras import takes_training
 __all__ = [
     "LayerCall",
     "NoCopy",
-    "copy_of",
     "examples",
     "inputs_of",
     "layer_calls",
     "lower_quartiles",
     "marginal_seconds",
-    "measured_overhead",
     "measured_seconds",
     "measured_side_by_side",
     "program_of",
@@ -45,7 +41,6 @@ __all__ = [
 
 _LEAST_RUNS, _LEAST_SECONDS, _MOST_RUNS = 5, 0.1, 100
 _MORE_RUNS, _MOST_SECONDS = 8, 0.02  # Behind the first; none for a layer that takes so long.
-_OVERHEAD_STEPS = 60
 _LEAST = 1e-6  # Seconds: no layer takes none, whatever the clock says of two runs.
 _LEAST_GAIN = 1.1  # Less is the noise of a measurement.
 _HEAVIEST = 3  # Kinds of layers that are run side by side; the others are like them.
@@ -54,12 +49,11 @@ _HEAVIEST = 3  # Kinds of layers that are run side by side; the others are like 
 def measured_seconds(
     model: keras.Model,
     batch_size: int,
-    optimizer: keras.Optimizer | None = None,
     *,
     backward: bool = True,
     progress: Callable[[str], None] = lambda layer: None,
 ) -> dict[str, float]:
-    """Measures each layer's forward and backward pass, and its update by an optimizer like this.
+    """Measures each layer's forward and backward pass.
 
     With `backward=False` it is the forward pass alone. `progress` is given the name of each layer
     that is about to be measured.
@@ -76,7 +70,7 @@ def measured_seconds(
     for call in layer_calls(model):
         if call.kind not in known:
             progress(call.layer.name)
-            known[call.kind] = marginal_seconds(call.program(batch_size, optimizer, backward))
+            known[call.kind] = marginal_seconds(call.program(batch_size, backward))
         found[call.layer.name] += known[call.kind]
     return found
 
@@ -106,7 +100,7 @@ def measured_side_by_side(
     one_after_the_other = at_once = 0.0
     for kind in sorted(calls, key=totals.__getitem__, reverse=True)[:_HEAVIEST]:
         call = calls[kind]
-        program = call.program(batch_size, None, True)
+        program = call.program(batch_size)
         # Long enough that what the call of a program takes does not count.
         most = math.ceil(_MOST_SECONDS / 4 / max(seconds[call.layer.name], _LEAST))
         num_runs = min(1 + _MORE_RUNS, most)
@@ -116,36 +110,6 @@ def measured_side_by_side(
         at_once += totals[kind] * min(max(together / alone, 1.0), number)
     gain = one_after_the_other / at_once if at_once else float(number)
     return gain if gain >= _LEAST_GAIN else 1.0
-
-
-def measured_overhead(
-    optimizer: keras.Optimizer,
-    batch_size: int = 1,
-    under: Callable[[Callable[[], keras.Model]], keras.Model] = lambda build: build(),
-) -> float:
-    """Measures what a step of `fit` takes with next to nothing to do, in seconds.
-
-    Args:
-        optimizer: One like this updates two small layers.
-        batch_size: The examples of a batch.
-        under: Builds the parallel model.
-    """
-
-    def build():
-        return keras.Sequential([keras.Input((1,)), *(keras.layers.Dense(1) for _ in range(2))])
-
-    model = under(build)
-    model.compile(copy_of(optimizer), "mse")
-    steps = StepTime()
-    x = np.zeros((_OVERHEAD_STEPS * batch_size, 1), "float32")
-    model.fit(x, x, batch_size=batch_size, verbose=0, callbacks=[steps])
-    return statistics.median(steps.seconds[1:])
-
-
-def copy_of(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Returns an optimizer of the same configuration, without slots."""
-    # Not by `deserialize`, which returns its name for a LAMB.
-    return original_class(optimizer).from_config(optimizer.get_config())
 
 
 def inputs_of(model: keras.Model) -> Any:
@@ -183,20 +147,13 @@ def marginal_seconds(
 
 
 def program_of(
-    model: "keras.Model | _Call",
-    batch_size: int,
-    optimizer: keras.Optimizer | None,
-    backward: bool,
-    has_input_gradient: bool,
+    model: "keras.Model | _Call", batch_size: int, backward: bool, has_input_gradient: bool
 ) -> Callable[..., Callable[[], Any]]:
     """Returns a function from a number of runs to a program that takes so many steps.
 
     With `num_chains` the program has as many chains of runs, which do not wait for each other.
     """
     variables = model.trainable_variables
-    if optimizer is not None and variables:
-        optimizer = copy_of(optimizer)
-        optimizer.build(variables)
 
     @tf.function(autograph=False)  # Traced once, whatever the number of runs.
     def numbers_of_step(inputs):
@@ -213,9 +170,6 @@ def program_of(
         made = [o for o in keras.tree.flatten(outputs) if o.dtype.is_floating]
         # What comes back from the next layer is as large as what went there: the outputs do for it.
         found = tape.gradient(made, sources, output_gradients=made) if made else []
-        own = found[len(found) - len(variables) :] if found else []
-        if optimizer is not None and any(gradient is not None for gradient in own):
-            optimizer.apply(own, variables)
         return [keras.tree.flatten(outputs), [g for g in found if g is not None]]
 
     def program(num_runs, num_chains=1):
@@ -320,14 +274,14 @@ class LayerCall(NamedTuple):
     is_first: bool
 
     def program(
-        self, batch_size: int, optimizer: keras.Optimizer | None, backward: bool
+        self, batch_size: int, backward: bool = True
     ) -> Callable[..., Callable[[], Any]]:
         """What `program_of` returns, for a copy of the layer alone."""
         try:
             alone = _alone(self.layer, self.inputs, self.node)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise NoCopy(self.layer) from error
-        return program_of(alone, batch_size, optimizer, backward, not self.is_first)
+        return program_of(alone, batch_size, backward, not self.is_first)
 
 
 def layer_calls(model: keras.Model) -> Iterator[LayerCall]:

@@ -9,20 +9,23 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfparallel.engine.audit import noting, recording
-from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.timing import copy_of, inputs_of, measured_seconds, specs
+from tfparallel.extend import original_class
+from tfparallel.layout.costs import LayerCosts, Line, ModelCosts
+from tfparallel.placement.graph import edges, layers_in_order, row_bytes
+from tfparallel.placement.layer_timing import inputs_of, measured_seconds, specs
 from tfparallel.update.order import LARGE
 
-__all__ = ["LayerCost", "bytes_of", "held_bytes", "layer_costs"]
+__all__ = ["bytes_of", "copy_of", "layer_costs", "model_costs"]
 
 _SLOTS = 2  # Of an optimizer that is not known yet: as many as Adam's.
+_ARRAYS_OF_A_LOSS = 2  # The outputs themselves, and their gradient.
 _ARRAYS_OF_AN_UPDATE = 3  # The gradient, and what Adam makes on its way; measured.
 # They hand on what they are given: no memory of their own.
 _ALIASES = {"Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
@@ -30,66 +33,70 @@ _READ_NO_VALUE = {"Shape", "ShapeN", "Size", "Rank"}
 _NOT_HELD = {"Const", "Placeholder", "ReadVariableOp", "Shape", "StridedSlice"}
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerCost:
-    """A layer's share of a step.
-
-    Attributes:
-        layer: Its name.
-        parameter_bytes: Of all its variables.
-        gradient_bytes: Of those that are trained and held together; each large one is gone before
-            the next is made (`update/order.py`), unless the optimizer needs all of them at once.
-        slot_bytes: Of the optimizer's variables for them.
-        activation_bytes: What is made forward and read backward, for one batch.
-        seconds: Forward and backward, for one batch; 0 where it was not measured.
-        update_bytes: What is there while its largest weight is updated: the gradient and the
-            arrays that the optimizer makes.
-    """
-
-    layer: str
-    parameter_bytes: int
-    gradient_bytes: int
-    slot_bytes: int
-    activation_bytes: int
-    seconds: float = 0.0
-    update_bytes: int = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """What the layer holds on its device, an update aside."""
-        return (
-            self.parameter_bytes + self.gradient_bytes + self.slot_bytes + self.activation_bytes
-        )
-
-
-def held_bytes(costs: Sequence[LayerCost]) -> int:
-    """What a device holds with these layers: one of their updates at a time."""
-    return sum(c.held_bytes for c in costs) + max(c.update_bytes for c in costs)
-
-
-def layer_costs(
+def model_costs(
     model: keras.Model,
-    batch_size: int,
+    rows: Sequence[int],
     *,
     optimizer: keras.Optimizer | None = None,
-    measure: bool = False,
-    all_gradients: bool = False,
-) -> list[LayerCost]:
-    """Tells what each layer costs, in topological order.
+    measures: bool = True,
+    measures_forward: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> ModelCosts:
+    """Tells what a model's layers cost; of loss, updates and the step no seconds are said.
 
     Args:
         model: A functional or Sequential model, with or without storage.
-        batch_size: The examples of a batch. Another axis of unknown length counts as 1.
-        optimizer: Tells the slots, and its update is measured too. None: two slots are assumed
-            for each trained weight, and the update is left out.
-        measure: Whether to measure the seconds too.
-        all_gradients: Whether all gradients are held at once, as sums over micro-batches are. An
-            optimizer that needs all of them holds them anyway.
-    """
-    kept = _kept_bytes(model, batch_size)
-    seconds = measured_seconds(model, batch_size, optimizer) if measure else {}
+        rows: One or two numbers of rows, at which layers are measured. Another axis of unknown
+            length counts as 1.
+        optimizer: Tells the slots. None: two are assumed for each trained weight.
+        measures: Whether to measure seconds.
+        measures_forward: Whether to measure the forward pass by itself too, at the fewest rows.
+        progress: Is told what is measured, while it is.
 
-    at_once = all_gradients or (optimizer is not None and _needs_all_gradients(optimizer))
+    Raises:
+        NoCopy: If a layer that is to be measured cannot be copied.
+    """
+    progress("memory of the layers")
+    layers = layer_costs(model, max(rows), optimizer=optimizer)
+    if measures:
+        seconds = {
+            number: measured_seconds(
+                model, number, progress=lambda name, n=number: progress(f"{name}, {n} rows")
+            )
+            for number in rows
+        }
+        layers = [
+            dataclasses.replace(
+                layer, seconds=Line.through({n: seconds[n][layer.layer] for n in rows})
+            )
+            for layer in layers
+        ]
+    if measures_forward:
+        few = min(rows)
+        ahead = measured_seconds(model, few, backward=False)
+        layers = [
+            dataclasses.replace(
+                layer, forward_share=min(ahead[layer.layer] / layer.seconds(few), 1.0)
+            )
+            for layer in layers
+        ]
+    of_loss = _ARRAYS_OF_A_LOSS * row_bytes(model.outputs)
+    return ModelCosts(layers, edges(model), loss_bytes=Line(0.0, of_loss))
+
+
+def layer_costs(
+    model: keras.Model, rows: int, *, optimizer: keras.Optimizer | None = None
+) -> list[LayerCosts]:
+    """Counts the bytes of each layer, in topological order.
+
+    Args:
+        model: A functional or Sequential model, with or without storage.
+        rows: Of a batch. Another axis of unknown length counts as 1.
+        optimizer: Tells the slots. None: two are assumed for each trained weight.
+    """
+    kept, passed = _kept_bytes(model, rows), edges(model)
+    of_outputs = row_bytes(model.outputs)
+    at_once = optimizer is not None and _needs_all_gradients(optimizer)
 
     @functools.cache
     def slots(shape, dtype):
@@ -97,19 +104,21 @@ def layer_costs(
         return _SLOTS * bytes_of(proxy) if optimizer is None else _slot_bytes(optimizer, proxy)
 
     costs = []
-    for layer in layers_in_order(model):
+    for index, layer in enumerate(layers_in_order(model)):
         trained = [variable for variable in layer.variables if variable.trainable]
         large = [bytes_of(v) for v in trained if math.prod(v.shape) >= LARGE]
-        gradients = sum(map(bytes_of, trained))
+        of_gradients = sum(map(bytes_of, trained))
         costs.append(
-            LayerCost(
+            LayerCosts(
                 layer.name,
-                sum(map(bytes_of, layer.variables)),
-                gradients if at_once else gradients - sum(large),
-                sum(slots(tuple(v.shape), str(v.dtype)) for v in trained),
-                kept.get(layer.name, 0),
-                seconds.get(layer.name, 0.0),
-                _ARRAYS_OF_AN_UPDATE * max(large, default=0),
+                parameter_bytes=sum(map(bytes_of, layer.variables)),
+                trained_bytes=of_gradients,
+                gradient_bytes=of_gradients if at_once else of_gradients - sum(large),
+                slot_bytes=sum(slots(tuple(v.shape), str(v.dtype)) for v in trained),
+                activation_bytes=Line(0.0, kept.get(layer.name, 0) / rows),
+                output_bytes=passed.get(index, (of_outputs, ()))[0],
+                num_trained=len(trained),
+                update_bytes=_ARRAYS_OF_AN_UPDATE * max(large, default=0),
             )
         )
     return costs
@@ -118,6 +127,12 @@ def layer_costs(
 def bytes_of(variable: keras.Variable) -> int:
     """Returns how many bytes a variable holds."""
     return _num_bytes(variable.shape, variable.dtype)
+
+
+def copy_of(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Returns an optimizer of the same configuration, without slots."""
+    # Not by `deserialize`, which returns its name for a LAMB.
+    return original_class(optimizer).from_config(optimizer.get_config())
 
 
 def _needs_all_gradients(optimizer) -> bool:

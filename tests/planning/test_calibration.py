@@ -2,8 +2,8 @@
 
 import pytest
 
-from tfparallel.layout.calibration import TinySteps, calibrated
 from tfparallel.layout.costs import Line, Machine
+from tfparallel.planning.calibration import TinySteps, calibrated
 
 
 def test_what_was_measured_is_predicted_again():

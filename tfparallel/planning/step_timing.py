@@ -6,7 +6,8 @@ import keras
 import tensorflow as tf
 
 from tfparallel.cloning.compiled import metric_like
-from tfparallel.placement.timing import copy_of, examples, marginal_seconds, specs
+from tfparallel.placement.layer_costs import copy_of
+from tfparallel.placement.layer_timing import examples, marginal_seconds, specs
 from tfparallel.seams.compiled import compile_arguments
 from tfparallel.seams.functional import functional_of
 

@@ -2,18 +2,18 @@
 
 Candidates are the meshes that take all devices, and one device alone: where devices share cores,
 nothing else may be as fast. What the model cannot use, or what exceeds a device's memory, is listed
-behind them, with the reason.
+behind them, with the reason. Where the parallelism is given, they are its own.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tfparallel.layout.balance import Weighed, partition
+from tfparallel.layout.balance import NoPartition
 from tfparallel.layout.costs import Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.prediction import Pieces, Prediction, predict
 from tfparallel.layout.schedule import ScheduleError, make_schedule
+from tfparallel.planning.prediction import Pieces, Prediction, predict
 from tfparallel.texts import seconds_text, size_text
 
 __all__ = [
@@ -44,6 +44,8 @@ class Choices:
         chunks_per_device: As `make_schedule` takes it.
         recompute: "never", "always" or "except_last".
         balances: By what a pipeline may be cut, the best that fits is taken: of `BALANCES`.
+        parallelism: "auto" for all meshes of all devices, and one device; "pipeline" for one
+            pipeline; "model" for layers on one device, on two, and so on.
     """
 
     batch_size: int
@@ -53,6 +55,25 @@ class Choices:
     chunks_per_device: int | None = None
     recompute: str = "never"
     balances: Sequence[str] = BALANCES
+    parallelism: str = "auto"
+
+    def meshes(self, num_devices: int) -> list[Mesh]:
+        """Returns the meshes to choose among."""
+        if self.parallelism == "model":
+            return [Mesh(pipeline=number) for number in range(1, num_devices + 1)]
+        if self.parallelism == "pipeline":
+            return [Mesh(pipeline=num_devices)]
+        return list(dict.fromkeys([Mesh(), *meshes_of(num_devices)]))
+
+    def num_pieces(self, mesh: Mesh) -> int:
+        """Returns the micro-batches of a replica: as many as the builder would take."""
+        if mesh.pipeline == 1 or self.parallelism == "model":
+            return 1
+        if self.num_micro_batches is not None:
+            return self.num_micro_batches
+        is_alone = parallelism_of(mesh) == "pipeline"
+        number = _NUM_MICRO_BATCHES if is_alone else _NUM_MICRO_BATCHES_OF_A_REPLICA
+        return max(1, min(number, self.batch_size // mesh.data))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +88,7 @@ class Candidate:
         why_not: Why it cannot be taken; None where it can.
         balance: By what it is cut; None without a pipeline.
         measured_seconds: What a step took when the mesh was tried; None if it was not.
+        is_placed: Whether its stages are layers on devices, without micro-batches.
     """
 
     mesh: Mesh
@@ -76,10 +98,13 @@ class Candidate:
     why_not: str | None = None
     balance: str | None = None
     measured_seconds: float | None = None
+    is_placed: bool = False
 
     @property
     def parallelism(self) -> str:
         """The parallelism that trains on the mesh, as `--parallel` names it."""
+        if self.is_placed and self.mesh.pipeline > 1:
+            return "model"
         return parallelism_of(self.mesh)
 
     @property
@@ -105,6 +130,7 @@ class Candidate:
                 "seconds": self.prediction.parts,
                 "held_bytes": list(self.prediction.held_bytes),
                 "bubble": self.prediction.bubble,
+                "stages": [stage.as_json() for stage in self.prediction.stages],
             }
         given = {name: getattr(self, name) for name in ("balance", "measured_seconds", "why_not")}
         return values | {name: value for name, value in given.items() if value is not None}
@@ -146,10 +172,10 @@ def rank(
     splits_of: Callable[[Mesh], Mapping[str, str]] = lambda mesh: {},
     refusal: Callable[[Mesh], str | None] = lambda mesh: None,
 ) -> list[Candidate]:
-    """Returns one device and every mesh of all devices, the best first.
+    """Returns every candidate, the best first.
 
-    Those that can be taken come by their predicted steps, then those that do not fit, by their
-    memory, then what the model cannot use.
+    Those that can be taken come by their predicted steps, layers on devices by the number of
+    devices; then those that do not fit, by their memory; then what the model cannot use.
 
     Args:
         costs: Of the model.
@@ -159,14 +185,18 @@ def rank(
         splits_of: How the layers of the model are split on a mesh, by name.
         refusal: Says why a mesh refuses the model, or None.
     """
-    meshes = list(dict.fromkeys([Mesh(), *meshes_of(num_devices)]))
-    found = [_candidate(costs, mesh, choices, machine, splits_of, refusal) for mesh in meshes]
+    found = [
+        _candidate(costs, mesh, choices, machine, splits_of, refusal)
+        for mesh in choices.meshes(num_devices)
+    ]
 
     def place(candidate: Candidate) -> tuple:
         if candidate.prediction is None:
             return (2, 0.0)
         if candidate.why_not is not None:
             return (1, candidate.held_bytes)
+        if choices.parallelism == "model":  # As few devices as do, or all.
+            return (0, candidate.mesh.size * (-1 if choices.device_memory is None else 1))
         return (0, candidate.prediction.step_seconds)
 
     return sorted(found, key=place)
@@ -244,7 +274,7 @@ def why_first(ranked: Sequence[Candidate]) -> str:
 
 
 def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:
-    number = _num_micro_batches(mesh, choices)
+    number = choices.num_pieces(mesh)
     splits = splits_of(mesh) if mesh.tensor > 1 else {}
     why_not = _cannot_use(costs, mesh, choices, number, splits) or refusal(mesh)
     if why_not is not None:
@@ -253,34 +283,28 @@ def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:
         schedule = _schedule(mesh, choices, number)
     except ScheduleError as error:
         return Candidate(mesh, number, why_not=str(error).partition(". Received")[0])
+    is_placed = choices.parallelism == "model"
+    pieces = Pieces(mesh, choices.batch_size, schedule, (), splits, choices.recompute, is_placed)
     found = []
     for balance in choices.balances if mesh.pipeline > 1 else [None]:
-        pieces = Pieces(mesh, choices.batch_size, schedule, (), splits, choices.recompute)
-        counts = tuple(_cut(costs, pieces, balance))
+        counts, balance = _cut(costs, pieces, balance, choices)
         prediction = predict(costs, dataclasses.replace(pieces, layers_per_stage=counts), machine)
         over = max(prediction.held_bytes) - (choices.device_memory or float("inf"))
         why_not = f"{size_text(over)} too much for a device" if over > 0 else None
-        found.append(Candidate(mesh, number, counts, prediction, why_not, balance))
+        found.append(
+            Candidate(
+                mesh, number, counts, prediction, why_not, balance, is_placed=is_placed
+            )
+        )
     fitting = [candidate for candidate in found if candidate.why_not is None]
     if fitting:
         return min(fitting, key=lambda candidate: candidate.prediction.step_seconds)
     return min(found, key=lambda candidate: candidate.held_bytes)
 
 
-def _num_micro_batches(mesh, choices) -> int:
-    """As many as the builder would take; fewer where a replica has not so many rows."""
-    if mesh.pipeline == 1:
-        return 1
-    if choices.num_micro_batches is not None:
-        return choices.num_micro_batches
-    is_alone = parallelism_of(mesh) == "pipeline"
-    number = _NUM_MICRO_BATCHES if is_alone else _NUM_MICRO_BATCHES_OF_A_REPLICA
-    return max(1, min(number, choices.batch_size // mesh.data))
-
-
 def _schedule(mesh, choices, num_micro_batches):
-    if mesh.pipeline == 1:
-        return make_schedule("1f1b", 1, 1)
+    if mesh.pipeline == 1 or choices.parallelism == "model":
+        return make_schedule("1f1b", mesh.pipeline, 1)
     chunks = choices.chunks_per_device
     return make_schedule(choices.schedule, mesh.pipeline, num_micro_batches, chunks)
 
@@ -291,23 +315,22 @@ def _cannot_use(costs, mesh, choices, num_micro_batches, splits) -> str | None:
         num_stages *= choices.chunks_per_device or 2
     if num_pieces > choices.batch_size:
         return f"{num_pieces} pieces of a batch of {choices.batch_size} rows"
-    if num_stages > len(costs.layers):
+    # A pipeline that is asked for by name may have stages that pass on what they are given.
+    if num_stages > len(costs.layers) and choices.parallelism != "pipeline":
         return f"{num_stages} stages of {len(costs.layers)} layers"
     if mesh.tensor > 1 and not splits:
         return f"no layer can be split into {mesh.tensor} parts"
     return None
 
 
-def _cut(costs: ModelCosts, pieces: Pieces, balance: str | None) -> list[int]:
-    """The number of layers of each stage."""
-    layers, rows = costs.layers, pieces.rows
+def _cut(costs: ModelCosts, pieces: Pieces, balance: str | None, choices: Choices):
+    """The number of layers of each stage, and by what they are cut."""
     if balance is None:
-        return [len(layers)]
-    number = pieces.schedule.num_stages
-    seconds = Weighed([layer.seconds(rows) for layer in layers])
-    sent = {index: (size * rows, readers) for index, (size, readers) in costs.edges.items()}
-    held = Weighed(
-        [layer.state_bytes(True) + layer.activation_bytes(rows) for layer in layers], sent
-    )
-    balanced = {"time": [seconds], "memory": [held], "both": [seconds, held]}[balance]
-    return partition(number, *balanced)
+        return (len(costs.layers),), None
+    number, rows, at_once = pieces.schedule.num_stages, pieces.rows, pieces.all_gradients
+    # Among all meshes, one that is too large for a device is cut by the next balance, too.
+    limit = None if choices.parallelism == "auto" else choices.device_memory
+    try:
+        return tuple(costs.cut(number, rows, balance, limit, all_gradients=at_once)), balance
+    except NoPartition:
+        return tuple(costs.cut(number, rows, "memory", all_gradients=at_once)), "memory"

@@ -16,39 +16,34 @@ import keras
 from tfparallel.cluster.environment import available_cores
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.devices import list_devices
-from tfparallel.hybrid.mesh_overhead import measured_tiny_steps
-from tfparallel.hybrid.part_timing import measured_whole_shares
 from tfparallel.layers.tensor_parallel import parts_planned
-from tfparallel.layout.calibration import calibrated
-from tfparallel.layout.costs import LayerCosts, Line, Machine, ModelCosts
+from tfparallel.layout.costs import Line, Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.ranking import Candidate, Choices, parallelism_of, rank, why_first
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pass_scope import check_state
-from tfparallel.placement.costs import bytes_of, layer_costs
-from tfparallel.placement.graph import edges, layers_in_order, row_bytes
+from tfparallel.placement.layer_costs import model_costs
+from tfparallel.placement.layer_timing import measured_side_by_side
 from tfparallel.placement.model_parallel import check_model
-from tfparallel.placement.step_timing import measured_loss, measured_sum, measured_update
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
-from tfparallel.placement.timing import (
-    measured_seconds,
-    measured_side_by_side,
-)
+from tfparallel.planning.calibration import calibrated
+from tfparallel.planning.candidates import Candidate, Choices, parallelism_of, rank, why_first
+from tfparallel.planning.overhead import measured_tiny_steps
+from tfparallel.planning.part_timing import measured_whole_shares
+from tfparallel.planning.step_timing import measured_loss, measured_sum, measured_update
 from tfparallel.problems import PlacementError
 from tfparallel.update.elementwise import check_elementwise
 
-__all__ = ["MeshPlan", "plan_meshes"]
+__all__ = ["Plan", "make_plan"]
 
 _NUM_PIECES = 8  # As many as a pipeline makes of a batch.
-_ARRAYS_OF_A_LOSS = 2  # Beside the outputs themselves, their gradient.
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshPlan:
+class Plan:
     """The answer, and what it rests on.
 
     Attributes:
-        ranked: One device and every mesh, the best first.
+        ranked: The candidates, the best first.
         choices: What was asked for.
         num_devices: How many devices there are.
         side_by_side: As `Machine` has it; infinite where each device computes by itself.
@@ -90,7 +85,7 @@ class MeshPlan:
             "num_devices": self.num_devices,
             **dataclasses.asdict(self.choices),
             "meshes": [candidate.as_json() for candidate in self.ranked],
-            "why": self.why,
+            **({"why": self.why} if self.choices.parallelism == "auto" else {}),
             "measured": {
                 "rows": list(self.measured_rows),
                 "side_by_side": None if math.isinf(self.side_by_side) else self.side_by_side,
@@ -102,7 +97,7 @@ class MeshPlan:
         }
 
 
-def plan_meshes(
+def make_plan(
     build_model: Callable[[], keras.Model],
     compile_model: Callable[[keras.Model], None],
     num_devices: int,
@@ -110,8 +105,8 @@ def plan_meshes(
     *,
     batch_normalization: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
-) -> MeshPlan:
-    """Measures a model's layers, and ranks the meshes of so many devices by it.
+) -> Plan:
+    """Measures a model's layers, and ranks what so many devices can do by it.
 
     Args:
         build_model: Builds a functional or Sequential model.
@@ -133,12 +128,18 @@ def plan_meshes(
         compile_model(model)
     sizes = _sizes(num_devices, choices)
     cores = None if list_devices("GPU") else len(available_cores())
+    meshes = choices.meshes(num_devices)
     progress("steps of a tiny model")
-    tiny_steps = measured_tiny_steps(model.optimizer, num_devices)
-    costs, has_loss = _model_costs(model, sizes, progress)
+    tiny_steps = measured_tiny_steps(
+        model.optimizer,
+        on_replicas=any(mesh.data > 1 for mesh in meshes),
+        in_stages=num_devices > 1 and choices.parallelism != "model",
+    )
+    costs, has_loss = _measured_costs(model, sizes, choices, progress)
     machine = Machine(sum_seconds=_sum_seconds(progress))
-    if num_devices > 1:
+    if any(mesh.tensor > 1 for mesh in meshes):
         costs = _with_parts(model, costs, num_devices, choices.batch_size, progress)
+    if num_devices > 1 and choices.parallelism != "model":  # Whose devices take turns.
         machine = _sharing(model, costs, machine, num_devices, cores, sizes[0], progress)
     overhead, machine = calibrated(tiny_steps, costs.update, machine)
     costs = dataclasses.replace(costs, overhead_seconds=overhead)
@@ -148,9 +149,9 @@ def plan_meshes(
         choices,
         machine,
         splits_of=lambda mesh: _splits(model, mesh),
-        refusal=lambda mesh: _refusal(model, mesh, batch_normalization),
+        refusal=lambda mesh: _refusal(model, mesh, choices, batch_normalization),
     )
-    return MeshPlan(
+    return Plan(
         ranked,
         choices,
         num_devices,
@@ -163,51 +164,31 @@ def plan_meshes(
 
 
 def _sizes(num_devices: int, choices: Choices) -> list[int]:
-    """The rows to measure at: of the batch, and of a small piece."""
-    if num_devices == 1:
-        return [choices.batch_size]
+    """The rows to measure at: of the batch, and of a small piece; or of the only piece there is."""
+    rows = choices.batch_size
+    if num_devices == 1 or choices.parallelism == "model":
+        return [rows]
+    if choices.parallelism == "pipeline":
+        return [-(-rows // choices.num_pieces(Mesh(pipeline=num_devices)))]
     most_pieces = max(choices.num_micro_batches or _NUM_PIECES, num_devices)
-    return sorted({max(1, choices.batch_size // most_pieces), choices.batch_size})
+    return sorted({max(1, rows // most_pieces), rows})
 
 
-def _model_costs(model, sizes, progress) -> tuple[ModelCosts, bool]:
-    progress("memory of the layers")
-    most = max(sizes)
-    held = layer_costs(model, most, optimizer=model.optimizer)
-    seconds = {
-        rows: measured_seconds(
-            model, rows, progress=lambda layer, rows=rows: progress(f"{layer}, {rows} rows")
-        )
-        for rows in sizes
-    }
+def _measured_costs(model, sizes, choices, progress) -> tuple[ModelCosts, bool]:
+    costs = model_costs(
+        model,
+        sizes,
+        optimizer=model.optimizer,
+        measures_forward=choices.parallelism == "pipeline",
+        progress=progress,
+    )
     progress("loss and updates")
     losses = {rows: measured_loss(model, rows) for rows in sizes}
     has_loss = None not in losses.values()
-    passed = edges(model)
-    of_outputs = row_bytes(model.outputs)
-    layers = []
-    for index, (layer, cost) in enumerate(zip(layers_in_order(model), held, strict=True)):
-        trained = [variable for variable in layer.variables if variable.trainable]
-        layers.append(
-            LayerCosts(
-                cost.layer,
-                Line.through({rows: seconds[rows][cost.layer] for rows in sizes}),
-                cost.parameter_bytes,
-                sum(map(bytes_of, trained)),
-                cost.gradient_bytes,
-                cost.slot_bytes,
-                Line(0.0, cost.activation_bytes / most),
-                passed.get(index, (of_outputs, ()))[0],
-                len(trained),
-                cost.update_bytes,
-            )
-        )
-    costs = ModelCosts(
-        layers,
-        passed,
-        Line.through(losses) if has_loss else Line(),
-        Line(0.0, _ARRAYS_OF_A_LOSS * of_outputs),
-        Line.through(measured_update(model.optimizer)),
+    costs = dataclasses.replace(
+        costs,
+        loss=Line.through(losses) if has_loss else Line(),
+        update=Line.through(measured_update(model.optimizer)),
     )
     return costs, has_loss
 
@@ -254,8 +235,12 @@ def _splits(model, mesh: Mesh) -> Mapping[str, str]:
     return {name: kind for _, kinds in plans for name, kind in kinds.items()}
 
 
-def _refusal(model, mesh: Mesh, batch_normalization: str | None) -> str | None:
+def _refusal(
+    model, mesh: Mesh, choices: Choices, batch_normalization: str | None
+) -> str | None:
     """Why a mesh refuses the model; None if it does not."""
+    if choices.parallelism == "model":
+        return None
     parallelism = parallelism_of(mesh)
     try:
         if parallelism in ("pipeline", "hybrid"):

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from tests.layout.test_prediction import ROWS, model
+from tests.planning.test_prediction import ROWS, model
 from tfparallel.layout.costs import Line, Machine
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.ranking import (
+from tfparallel.planning.candidates import (
     Choices,
     meshes_of,
     parallelism_of,

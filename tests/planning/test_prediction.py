@@ -7,8 +7,8 @@ import pytest
 
 from tfparallel.layout.costs import LayerCosts, Line, Machine, ModelCosts
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.prediction import Pieces, predict
 from tfparallel.layout.schedule import make_schedule
+from tfparallel.planning.prediction import Pieces, predict
 
 ROWS = 48
 ALONE = Machine()  # Each device computes by itself, and sums take no time.
@@ -143,6 +143,43 @@ def test_a_device_holds_its_layers_and_what_is_in_flight():
     split = {f"layer{i}": "row" for i in range(4)}
     (part,) = predict(costs, pieces(Mesh(tensor=2), splits=split), ALONE).held_bytes
     assert part == 2 * 100 + ROWS * (2 * 8 + 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "held"),
+    [
+        ("gpipe", "never", 8 * 6 * 16),
+        ("1f1b", "never", 2 * 6 * 16),
+        # Of each what the stage was sent, which is nothing, and one micro-batch's activations.
+        ("gpipe", "always", 6 * 16),
+        ("1f1b", "always", 6 * 16),
+    ],
+)
+def test_the_first_device_holds_what_is_in_flight(schedule, recompute, held):
+    planned = pieces(Mesh(pipeline=2), 8, schedule, recompute=recompute)
+    first, last = predict(model(), planned, ALONE).held_bytes
+    assert first == 2 * 100 + held
+    if recompute == "always":
+        assert last == 2 * 100 + 6 * 16 + 6 * 4 * (8 if schedule == "gpipe" else 1)
+
+
+def test_a_device_of_two_stages_holds_both():
+    planned = pieces(Mesh(pipeline=2), 8, "interleaved", [1, 1, 1, 1])
+    found = predict(model(), planned, ALONE)
+    assert [stage.device for stage in found.stages] == [0, 1, 0, 1]
+    assert found.held_bytes[0] > 2 * 100 + planned.schedule.most_in_flight()[0] * 6 * 8
+
+
+def test_layers_on_devices_take_turns_in_one_step():
+    slow = Machine(call_seconds=0.5)
+    planned = dataclasses.replace(pieces(Mesh(pipeline=2)), is_placed=True)
+    found = predict(model(), planned, slow)
+    assert found.passes_seconds == pytest.approx(WHOLE)  # No calls of stages.
+    assert found.bubble == pytest.approx(0.5)
+    assert found.held_bytes[0] == 2 * 100 + 48 * 2 * 8
+    told = found.stages[1].as_json()
+    assert told["layers"] == ["layer2", "layer3"] and told["received_bytes"] == 48 * 4
+    assert told["forward_seconds"] == pytest.approx(told["backward_seconds"] / 2)
 
 
 def test_large_gradients_are_held_one_at_a_time_where_none_is_added_to_another():

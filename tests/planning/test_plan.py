@@ -4,30 +4,32 @@ import keras
 import pytest
 from keras import layers
 
-from tfparallel.hybrid import mesh_plan
-from tfparallel.layout.calibration import TinySteps
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.ranking import Choices
-from tfparallel.placement.step_timing import measured_loss
-from tfparallel.placement.timing import measured_side_by_side
+from tfparallel.placement import layer_costs
+from tfparallel.placement.layer_timing import measured_side_by_side
+from tfparallel.planning import plan
+from tfparallel.planning.calibration import TinySteps
+from tfparallel.planning.candidates import Choices
+from tfparallel.planning.step_timing import measured_loss
 from tfparallel.problems import PlacementError
 
 ROWS = 16
+OF_CALL = ("batch_normalization", "progress")
 
 
 @pytest.fixture(autouse=True)
 def made_up_seconds(monkeypatch):
     """A millisecond a row and layer; nothing else takes time."""
 
-    def seconds(model, rows, progress):
-        return {layer.name: 1e-3 * rows for layer in model.layers}
+    def seconds(model, rows, backward=True, progress=None):
+        return {layer.name: 1e-3 * rows * (1.0 if backward else 0.25) for layer in model.layers}
 
-    monkeypatch.setattr(mesh_plan, "measured_seconds", seconds)
-    monkeypatch.setattr(mesh_plan, "measured_side_by_side", lambda *given: 2.0)
-    monkeypatch.setattr(mesh_plan, "measured_tiny_steps", lambda *given: TinySteps(0.0))
-    monkeypatch.setattr(mesh_plan, "measured_update", lambda optimizer: {64: 0.0, 2**22: 0.0})
-    monkeypatch.setattr(mesh_plan, "measured_loss", lambda model, rows: 0.0)
-    monkeypatch.setattr(mesh_plan, "measured_sum", lambda: 0.0)
+    monkeypatch.setattr(layer_costs, "measured_seconds", seconds)
+    monkeypatch.setattr(plan, "measured_side_by_side", lambda *given: 2.0)
+    monkeypatch.setattr(plan, "measured_tiny_steps", lambda optimizer, **asked: TinySteps(0.0))
+    monkeypatch.setattr(plan, "measured_update", lambda optimizer: {64: 0.0, 2**22: 0.0})
+    monkeypatch.setattr(plan, "measured_loss", lambda model, rows: 0.0)
+    monkeypatch.setattr(plan, "measured_sum", lambda: 0.0)
 
 
 def build(normalized=False):
@@ -43,10 +45,10 @@ def compiled(optimizer="adam"):
 
 
 def planned(build_model=build, compile_model=None, num_devices=4, **options):
-    asked = {name: options.pop(name) for name in ("device_memory",) if name in options}
-    choices = Choices(ROWS, **asked)
+    of_call = {name: options.pop(name) for name in OF_CALL if name in options}
+    choices = Choices(ROWS, **options)
     compile_model = compile_model or compiled()
-    return mesh_plan.plan_meshes(build_model, compile_model, num_devices, choices, **options)
+    return plan.make_plan(build_model, compile_model, num_devices, choices, **of_call)
 
 
 def reasons(plan):
@@ -113,6 +115,43 @@ def test_one_device_needs_no_other():
     assert [candidate.mesh for candidate in plan.ranked] == [Mesh()]
     assert plan.first.parallelism == "none"
     assert plan.why == "one device is the only one that can be taken"
+
+
+def deep(num_layers=4):
+    return keras.Sequential(
+        [keras.Input((8,)), *(layers.Dense(8, name=f"layer{i}") for i in range(num_layers))]
+    )
+
+
+@pytest.mark.slow
+def test_layers_go_to_as_few_devices_as_fit():
+    all_of_them = planned(deep, parallelism="model", balances=("memory",))
+    first = all_of_them.first
+    assert (first.mesh, first.parallelism) == (Mesh(pipeline=4), "model")
+    assert first.step_seconds == pytest.approx(4 * ROWS * 1e-3)  # One after the other.
+    held = {candidate.mesh.size: candidate.held_bytes for candidate in all_of_them.ranked}
+    assert sorted(held) == [1, 2, 3, 4] and held[1] > held[2] > held[4]
+    few = planned(deep, parallelism="model", balances=("time",), device_memory=held[2])
+    assert few.first.mesh.size == 2 and few.first.layers_per_stage == (2, 2)
+    assert few.as_json()["meshes"][0]["stages"][1]["layers"] == ["layer2", "layer3"]
+    none = planned(deep, parallelism="model", balances=("time",), device_memory=100)
+    assert none.first is None and {each.balance for each in none.ranked} <= {None, "memory"}
+    one = planned(deep, parallelism="model", balances=("memory",), device_memory=held[1])
+    assert one.first.parallelism == "none"
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_asked_for_is_planned_whatever_it_takes():
+    (found,) = planned(deep, num_devices=2, parallelism="pipeline", num_micro_batches=4).ranked
+    first, last = found.prediction.stages
+    assert first.forward_seconds == pytest.approx(2 * 4 * 0.25e-3)  # Measured by itself.
+    assert last.backward_seconds == pytest.approx(2 * 4 * 0.75e-3)
+    timeline = found.prediction.timeline
+    assert timeline.makespan == pytest.approx((4 + 1) * 2 * 4e-3)
+    assert found.step_seconds == pytest.approx(timeline.makespan)
+    # More stages than layers: the last pass on what they are given.
+    (empty,) = planned(deep, num_devices=5, parallelism="pipeline", num_micro_batches=2).ranked
+    assert empty.layers_per_stage == (1, 1, 1, 1, 0) and empty.why_not is None
 
 
 @pytest.mark.parametrize(
