@@ -5,6 +5,7 @@ import pty
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 
@@ -196,9 +197,58 @@ def test_excels_mark_is_no_part_of_the_first_name(data_files, capsys):
     path, rows = data_files / "mine.py", data_files / "rows.csv"
     rows.write_bytes(b"\xef\xbb\xbf" + rows.read_bytes())
     assert main(["init", str(path), "--kind=table", f"--data={rows}"]) == 0
-    assert 'INPUTS = ["id", "first", "second"]' in path.read_text()
+    assert 'NUMBERS = ["id", "first", "second"]' in path.read_text()
     (x, _), _ = load_task(str(path)).load_data()
-    assert x.shape == (72, 3)
+    assert x.shape == (72, 3 + 2 + 1)
+
+
+@pytest.fixture
+def houses(tmp_path):
+    """Prices by city and area; the note of each house is another one."""
+    random = np.random.default_rng(0)
+    bases = {"Bern": 150_000, "Paris": 300_000, "Rom": 100_000}
+    lines = ["note,city,area,price"]
+    for i in range(500):
+        city, area = random.choice(list(bases)), random.uniform(30, 200)
+        price = bases[city] + 900 * area + random.normal(0, 4_000)
+        lines.append(f"house {i},{city},{area:.1f},{price:.0f}")
+    (tmp_path / "houses.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path / "houses.csv"
+
+
+@pytest.mark.slow
+def test_a_table_of_words_and_large_numbers_is_learnt(houses, capsys):
+    """Story: prices were not scaled, columns of words were left out, and no such task learnt."""
+    path = houses.parent / "mine.py"
+    assert main(["init", str(path), "--kind=table", f"--data={houses}"]) == 0
+    said = capsys.readouterr().out
+    assert "500 rows, the number price from 2 columns; left out, since of more than 100" in said
+    task = load_task(str(path))
+    (x, y), validation = task.load_data()
+    # Scaled by the rows for training alone; the words are three, and one for others.
+    of_area = [i for i in range(x.shape[1]) if len(np.unique(x[:, i])) > 2]
+    assert x.shape == (400, 5) and len(of_area) == 1
+    assert abs(x[:, of_area].mean()) < 1e-4 < abs(validation[0][:, of_area].mean())
+    keras.utils.set_random_seed(0)
+    model = task.build_model()
+    task.compile_model(model)
+    model.fit(x, y, batch_size=32, epochs=40, verbose=0)
+    _, error = model.evaluate(*validation, verbose=0)
+    assert error < 0.1 * validation[1].std()
+
+
+@pytest.mark.slow
+def test_what_is_written_for_words_alone_trains(houses):
+    path = houses.parent / "mine.py"
+    text = "\n".join(line.rpartition(",")[0] for line in houses.read_text().splitlines())
+    rows = [line.split(",")[1:2] * 2 for line in text.splitlines()[1:]]
+    words = "\n".join(["city,same", *(",".join(row) for row in rows)])
+    (houses.parent / "words.csv").write_text(words + "\n")
+    given = [f"--data={houses.parent / 'words.csv'}", "--kind=table"]
+    assert main(["init", str(path), *given]) == 0
+    task = load_task(str(path))
+    (x, y), _ = task.load_data()
+    assert x.shape == (400, 4) and set(y) == {0, 1, 2}
 
 
 def test_a_path_with_a_space_can_be_pasted(tmp_path, monkeypatch, capsys):

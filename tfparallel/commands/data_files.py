@@ -24,6 +24,26 @@ _ENCODING = "utf-8-sig"  # UTF-8; the mark with which Excel begins a file is no 
 _OTHER_DELIMITERS = {";": "';'", "\t": "tabs", "|": "'|'"}
 
 
+_OF_COLUMNS = {
+    "columns": {
+        "NUMBERS": "[[float(row[name])] for row in rows]",
+        "WORDS": "[[row[name]] for row in rows]",
+    },
+    "features": {
+        "NUMBERS": "FeatureSpace.float_normalized()",
+        "WORDS": "FeatureSpace.string_categorical()",
+    },
+}
+_SHUFFLE = "rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]\n"
+_FEATURES = """
+space = FeatureSpace(features, output_mode="concat")
+end = len(rows) * 4 // 5  # What comes later is for validation, and must not shape the features.
+space.adapt(tf.data.Dataset.from_tensor_slices({name: v[:end] for name, v in columns.items()}))
+x = np.array(space({name: np.array(values) for name, values in columns.items()}))
+return (x[:end], y[:end]), (x[end:], y[end:])
+"""
+
+
 class DataFileError(ValueError):
     """A data file that a task cannot be written for; the text says what is required."""
 
@@ -38,6 +58,8 @@ class DataFile:
         constants: What the model must know of it.
         load: The lines that read it.
         has_classes: Whether the targets are classes.
+        split: The lines that return its rows for training and validation; None for the template's.
+        scale: Mean and deviation of targets that are numbers; None where the model need not know.
     """
 
     summary: str
@@ -45,6 +67,8 @@ class DataFile:
     constants: str
     load: str
     has_classes: bool
+    split: str | None = None
+    scale: tuple[float, float] | None = None
 
 
 def read_data_file(kind: str, path: str, task_path: str, target: str | None = None) -> DataFile:
@@ -131,7 +155,7 @@ def _npz(kind, path, named) -> DataFile:
             f"type {y.dtype}, from {y.min()} to {y.max()}, in {path}."
         )
     load = 'with np.load(DATA) as arrays:\n    x, y = arrays["x"].astype("float32"), arrays["y"]\n'
-    constants = named
+    constants, scale = named, None
     if kind == "image":
         constants += lines_of_images((*x.shape[1:], 1)[:3])
         load += "x = x.reshape(-1, *SHAPE)" + (" / 255\n" if x.dtype == np.uint8 else "\n")
@@ -142,7 +166,9 @@ def _npz(kind, path, named) -> DataFile:
         load += 'y = y.reshape(-1).astype("int32")\n'
     else:
         load += 'y = y.reshape(-1, 1).astype("float32")\n'
-    return DataFile(f"{len(x):,} examples", imports, constants, load, has_classes)
+        scale = _scale_of(y)
+    summary = f"{len(x):,} examples"
+    return DataFile(summary, imports, constants, load, has_classes, scale=scale)
 
 
 def _arrays(path, needed) -> dict[str, np.ndarray]:
@@ -221,48 +247,86 @@ def _csv(kind, path, named, target) -> DataFile:
     chosen = target
     if chosen is None and names:
         chosen = names[-1] if kind == "table" else next(iter(of_numbers), None)
-    inputs = [name for name in of_numbers if name != chosen]
+    # A column of many different texts, as of names or notes, says nothing of the next row.
+    of_words = [
+        name
+        for name in names
+        if name not in of_numbers and len({row[name] for row in rows}) <= _MOST_CLASSES
+    ]
+    inputs = [name for name in names if name != chosen and name in (*of_numbers, *of_words)]
     if len(rows) < 2 or chosen not in names or (kind == "table" and not inputs):
         raise DataFileError(
-            "A first line of names, at least two rows below it, a column to be predicted and one "
-            f"of numbers are required. Received: --data={path} with {len(rows)} rows, columns "
-            f"{names}, --target={target}; of numbers: {of_numbers}."
+            "A first line of names, at least two rows below it, a column to be predicted and "
+            f"another one, of numbers or of at most {_MOST_CLASSES} different texts, are required. "
+            f"Received: --data={path} with {len(rows)} rows, columns {names}, --target={target}."
         )
-    imports = "import csv\nimport pathlib\n"
     read = f'with open(DATA, newline="", encoding="{_ENCODING}") as file:\n'
     read += "    rows = list(csv.DictReader(file))\n"
     if kind == "series":
         if chosen not in of_numbers:
             raise DataFileError(f"The column must hold numbers. Received: --target={chosen}.")
-        columns = [chosen, *inputs]
+        columns = [chosen, *(name for name in inputs if name in of_numbers)]
         constants = f"{named}COLUMNS = {_listed(columns)}  # The first is predicted.\n"
         constants += _looking_back(len(columns), len(rows))
         read += "values = np.array([[float(row[name]) for name in COLUMNS] for row in rows])\n"
-        return DataFile(f"{len(rows):,} steps of {chosen}", imports, constants, read, False)
-    classes = sorted({row[chosen] for row in rows})
-    is_whole = all(text.strip().lstrip("-").isdigit() for text in classes)
-    has_classes = len(classes) <= _MOST_CLASSES and (is_whole or chosen not in of_numbers)
-    if not has_classes and chosen not in of_numbers:
+        summary = f"{len(rows):,} steps of {chosen}"
+        return DataFile(summary, "import csv\nimport pathlib\n", constants, read, False)
+    numbers = [name for name in inputs if name in of_numbers]
+    words = [name for name in inputs if name in of_words]
+    found = _table(rows, chosen, chosen in of_numbers, numbers, words)
+    if found is None:
         raise DataFileError(
             f"A column of numbers, or of at most {_MOST_CLASSES} classes, is required. Received: "
-            f"--target={chosen} with {len(classes)} different texts."
+            f"--target={chosen} with {len({row[chosen] for row in rows})} different texts."
         )
-    constants = f"{named}INPUTS = {_listed(inputs)}\nNUM_INPUTS = len(INPUTS)\n"
-    constants += f"TARGET = {_quoted(chosen)}\n"
-    load = read
-    load += 'x = np.array([[float(row[name]) for name in INPUTS] for row in rows], "float32")\n'
+    left_out = [name for name in names if name not in inputs and name != chosen]
+    if left_out:
+        many = f"; left out, since of more than {_MOST_CLASSES} different texts: "
+        found = dataclasses.replace(found, summary=found.summary + many + ", ".join(left_out))
+    return dataclasses.replace(found, constants=named + found.constants, load=read + found.load)
+
+
+def _table(rows, target, is_number, numbers, words) -> DataFile | None:
+    """The lines of a table; None if its target is neither a number nor a class."""
+    texts = [row[target] for row in rows]
+    classes = sorted(set(texts))
+    is_whole = all(text.strip().lstrip("-").isdigit() for text in classes)
+    has_classes = len(classes) <= _MOST_CLASSES and (is_whole or not is_number)
+    if not has_classes and not is_number:
+        return None
+    # As the task file does it: what the rows for validation hold must not shape the features.
+    order = np.random.default_rng(0).permutation(len(rows))
+    for_training = [rows[i] for i in order[: len(rows) * 4 // 5]]
+    num_inputs = len(numbers) + sum(len({row[n] for row in for_training}) + 1 for n in words)
+    constants = f"TARGET = {_quoted(target)}\n"
+    if numbers:
+        constants += f"NUMBERS = {_listed(numbers)}\n"
+    if words:
+        constants += f"WORDS = {_listed(words)}  # Of a few different texts.\n"
+    about = "  # Each number; each word, and one for all others."
+    constants += f"NUM_INPUTS = {num_inputs}{about if words else ''}\n"
+    load, scale = _SHUFFLE, None
+    given = [listed for listed, names in (("NUMBERS", numbers), ("WORDS", words)) if names]
+    for made, values in _OF_COLUMNS.items():
+        for sign, listed in zip(("=", "|="), given, strict=False):
+            load += f"{made} {sign} {{name: {values[listed]} for name in {listed}}}\n"
     if has_classes:
         constants += f"CLASSES = {_listed(classes)}\nNUM_CLASSES = len(CLASSES)\n"
         load += "y = np.array([CLASSES.index(row[TARGET]) for row in rows])\n"
-        what = f"{len(classes)} classes of {chosen}"
+        what = f"{len(classes)} classes of {target}"
     else:
         load += 'y = np.array([[float(row[TARGET])] for row in rows], "float32")\n'
-        what = f"the number {chosen}"
-    left_out = [name for name in names if name not in inputs and name != chosen]
-    summary = f"{len(rows):,} rows, {what} from {len(inputs)} columns"
-    if left_out:
-        summary += f"; left out, since not all of it is numbers: {', '.join(left_out)}"
-    return DataFile(summary, imports, constants, load, has_classes)
+        scale = _scale_of(np.array([float(row[target]) for row in for_training]))
+        what = f"the number {target}"
+    imports = "import csv\nimport pathlib\n"
+    summary = f"{len(rows):,} rows, {what} from {len(numbers) + len(words)} columns"
+    return DataFile(summary, imports, constants, load, has_classes, _FEATURES, scale)
+
+
+def _scale_of(y) -> tuple[float, float]:
+    """Mean and deviation of targets, to a few digits: enough for the size of an output."""
+    mean, deviation = float(np.mean(y)), float(np.std(y))
+    return float(f"{mean:.4g}"), float(f"{deviation:.4g}") or 1.0
 
 
 def _looking_back(num_series: int, num_steps: int) -> str:

@@ -78,7 +78,7 @@ for image, direction in zip(x[..., 0], y, strict=True):
 keras.Input((NUM_INPUTS,)),
 keras.layers.Dense(64, activation="relu"),
 keras.layers.Dense(64, activation="relu"),
-keras.layers.Dense({num_outputs}),
+keras.layers.Dense({num_outputs}),{scaling}
 """,
         epochs=20,
         sample="""
@@ -86,7 +86,12 @@ keras.layers.Dense({num_outputs}),
 x = np.random.default_rng(0).normal(size=(2000, NUM_INPUTS)).astype("float32")
 y = x[:, :1] * x[:, 1:2] + np.sin(x[:, 2:3]) - 0.5 * x[:, 3:]
 """,
-        rest="x = (x - x.mean(0)) / (x.std(0) + 1e-6)\n" + _SHUFFLED.lstrip(),
+        rest="""
+order = np.random.default_rng(0).permutation(len(x))
+train, validation = np.split(order, [len(x) * 4 // 5])
+x = (x - x[train].mean(0)) / (x[train].std(0) + 1e-6)
+return (x[train], y[train]), (x[validation], y[validation])
+""",
     ),
     "text": _Template(
         imports="from pydoc_data.topics import topics\n",
@@ -184,7 +189,7 @@ def task_file(kind: str, data: DataFile | None, commands: Sequence[str]) -> str:
         commands: What its first lines tell to run.
     """
     found = _TEMPLATES[kind]
-    imports = ["import keras\nimport numpy as np\n"]
+    imports, rest, scaling = ["import keras\nimport numpy as np\n"], found.rest, ""
     if data is None:
         if found.imports:
             imports.insert(0, found.imports)
@@ -192,6 +197,13 @@ def task_file(kind: str, data: DataFile | None, commands: Sequence[str]) -> str:
     else:
         imports.insert(0, data.imports)
         classes, constants, load = data.has_classes or kind == "text", data.constants, data.load
+        if data.split is not None:
+            rest = data.split
+            imports[-1] += "import tensorflow as tf\nfrom keras.utils import FeatureSpace\n"
+        if data.scale is not None:
+            mean, deviation = data.scale
+            constants += f"MEAN, DEVIATION = {mean:g}, {deviation:g}  # Of the target.\n"
+            scaling = "\nkeras.layers.Rescaling(DEVIATION, offset=MEAN),"
     num_outputs = "NUM_CLASSES" if classes else "1"
     return _FILE.format(
         predicts=KINDS[kind].predicts,
@@ -199,9 +211,9 @@ def task_file(kind: str, data: DataFile | None, commands: Sequence[str]) -> str:
         imports="\n".join(imports),
         epochs=found.epochs,
         constants=constants,
-        layers=_indented(found.layers.format(num_outputs=num_outputs), 3),
+        layers=_indented(found.layers.format(num_outputs=num_outputs, scaling=scaling), 3),
         objective=_indented(_CLASSES if classes else _NUMBERS, 2),
-        load=_indented(load.strip("\n") + "\n" + found.rest.strip("\n"), 1),
+        load=_indented(load.strip("\n") + "\n" + rest.strip("\n"), 1),
     )
 
 
