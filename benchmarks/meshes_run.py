@@ -24,7 +24,7 @@ if os.environ.get("BUSY"):
 
 import tfparallel
 from tfparallel.callbacks.step_time import StepTime
-from tfparallel.commands.runner import run
+from tfparallel.command_line.runner import run
 from tfparallel.layout.mesh import Mesh
 
 STEPS_OF_A_ROUND = 16

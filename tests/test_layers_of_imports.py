@@ -20,7 +20,7 @@ LIBRARY = TOP / "tfparallel"
 ROWS = [
     ["activity", "chatter", "compute_context", "installed", "texts"],
     ["startup", "cluster", "cuda_driver", "device_names", "layout", "keras_compat", "seams"],
-    ["device_memory"],
+    ["device_memory", "task_files"],
     ["devices", "data", "task", "extend", "logits", "user_log", "flight"],
     ["problems"],
     ["engine", "variables"],
@@ -36,6 +36,7 @@ ROWS = [
     ["hybrid"],
     ["planning"],
     ["diagnostics"],
+    ["command_line"],
     ["commands"],
     ["__main__"],
 ]
@@ -43,8 +44,9 @@ ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packa
 
 # What decides in plain Python, and can be imported in milliseconds.
 PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
-PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "commands.runner"]
-PLAIN += ["commands.rules", "commands.launch", "commands.init", "commands.bench_pipeline"]
+PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "command_line.runner"]
+PLAIN += ["command_line.rules", "flight.culprit", "task_files.kinds"]
+PLAIN += ["commands.launch", "commands.init", "commands.bench_pipeline"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]
 PLAIN += ["planning.candidates", "planning.calibration", "planning.prediction"]

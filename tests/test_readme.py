@@ -60,7 +60,7 @@ def test_the_flags_of_each_command_exist(line):
     is_no_file = (name, files) in [("init", ["task.py"]), ("bench", ["all_reduce"])]
     assert is_no_file or all((TOP / file).is_file() for file in files)
     program = (
-        "import sys; from tfparallel.commands.runner import checked\n"
+        "import sys; from tfparallel.command_line.runner import checked\n"
         f"checked({name!r}, sys.argv[1:]); print('right')"
     )
     finished = run_python(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tfparallel.commands.command_table import COMMANDS
-from tfparallel.commands.flag_table import EXCLUDES, TABLE, flags_of
-from tfparallel.commands.flags import defined, flag_problems
+from tfparallel.command_line.command_table import COMMANDS
+from tfparallel.command_line.flag_table import EXCLUDES, TABLE, flags_of
+from tfparallel.command_line.flags import defined, flag_problems
 
 ROWS = [row for rows in TABLE.values() for row in rows]
 

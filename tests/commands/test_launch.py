@@ -19,8 +19,8 @@ from tests.commands.command_line import ROOT
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.worker_error import WorkerError
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit
-from tfparallel.commands.culprit import with_errors
 from tfparallel.commands.main import main
+from tfparallel.flight.culprit import with_errors
 
 DEADLINE_SECONDS = 60
 

@@ -10,8 +10,8 @@ import unicodedata
 import pytest
 
 from tests.forked import run_python
-from tfparallel.commands.command_table import COMMANDS
-from tfparallel.commands.runner import checked
+from tfparallel.command_line.command_table import COMMANDS
+from tfparallel.command_line.runner import checked
 
 TOP = pathlib.Path(__file__).resolve().parents[2]
 # Written by tests, or a list of what the code rests on: tables, and no guides.

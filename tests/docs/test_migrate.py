@@ -10,8 +10,8 @@ import pytest
 
 import tfparallel
 from tests.forked import run_python
-from tfparallel.commands.command_table import COMMANDS
-from tfparallel.commands.flag_table import flags_of
+from tfparallel.command_line.command_table import COMMANDS
+from tfparallel.command_line.flag_table import flags_of
 
 TOP = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (TOP / "docs" / "migrate.md").read_text(encoding="utf-8")

@@ -1,25 +1,29 @@
-"""`--parallel=auto`: what `tfparallel plan` puts first, and its devices."""
+"""Plans a task as its flags say; and `--parallel=auto`, which starts what a plan puts first."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from tfparallel import devices as device_lib
+from tfparallel.activity import Activity
 from tfparallel.cluster.spec import Cluster
-from tfparallel.commands.exits import UsageError
-from tfparallel.commands.options import TrainOptions
+from tfparallel.command_line.exits import UsageError
+from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands.parallelism import Parallelism, hide_gpus_if_unused, start_parallelism
-from tfparallel.commands.plan import nothing_fits, plan_task
-from tfparallel.commands.precision import use_precision
+from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.layout.mesh import Mesh
-from tfparallel.planning.candidates import Candidate
-from tfparallel.planning.plan import Plan
-from tfparallel.task import load_task
+from tfparallel.planning.candidates import BALANCES, Candidate, Choices
+from tfparallel.planning.plan import Plan, make_plan
+from tfparallel.planning.trials import after_trials, batch_of
+from tfparallel.problems import PlacementError
+from tfparallel.task import Task, load_task
+from tfparallel.texts import size_text
 
-__all__ = ["start_chosen_parallelism"]
+__all__ = ["nothing_fits", "plan_task", "start_chosen_parallelism", "trial_builder"]
 
+_BALANCES = {"model": ("memory",), "pipeline": ("time",), "auto": BALANCES}
 _OF_A_PIPELINE = ("num_micro_batches", "schedule", "chunks_per_device", "recompute")
 
 
@@ -108,3 +112,102 @@ def _chosen(options: TrainOptions, first: Candidate, devices: list[str]) -> Trai
     if first.parallelism not in ("pipeline", "hybrid"):
         chosen["batch_normalization"] = None
     return dataclasses.replace(options, **chosen)
+
+
+def plan_task(
+    task: Task, num_devices: int, options: TrainOptions, devices: Sequence[str]
+) -> Plan:
+    """Plans so many devices for a task, and shows on stderr what is measured.
+
+    Args:
+        task: The task.
+        num_devices: How many devices there are.
+        options: What the flags say; of `parallel`, what is planned: "auto", "model" or "pipeline".
+        devices: Those devices; needed for `--num_trials` alone.
+
+    Raises:
+        UsageError: If the model's layers cannot be seen.
+        TaskError: If no mesh can be trained.
+    """
+    asked = options.of_pipeline()
+    choices = Choices(
+        batch_size=options.global_batch_size,
+        device_memory=options.device_memory,
+        num_micro_batches=options.num_micro_batches,
+        schedule=asked["schedule"],
+        chunks_per_device=asked["chunks_per_device"],
+        recompute=asked["recompute"],
+        balances=_BALANCES[options.parallel] if options.balance is None else (options.balance,),
+        parallelism=options.parallel,
+    )
+    try:
+        with Activity("building the model") as activity:
+            batch = None
+            if options.num_trials:  # A mistake in it is told before anything is measured.
+                activity.say("loading the data")
+                batch = batch_of(task, options.global_batch_size)
+            plan = make_plan(
+                task.build_model,
+                task.compile_model,
+                num_devices,
+                choices,
+                batch_normalization=options.batch_normalization,
+                progress=lambda text: activity.say(f"measuring {text}"),
+            )
+            if batch is None:
+                return plan
+            build = trial_builder(task, devices, options)
+            return after_trials(plan, batch, build, options.num_trials, activity.say)
+    except PlacementError as error:
+        advice = "Or name the parallelism: --parallel=data takes any model."
+        raise UsageError(f"{error}\n{advice}") from error
+
+
+def nothing_fits(plan: Plan) -> str:
+    """Says what no mesh of a plan fits, by how much, and what to do."""
+    limit = size_text(plan.choices.device_memory)
+    of_devices = f"{plan.num_devices} device{'s' * (plan.num_devices > 1)} of {limit}"
+    least = min((c for c in plan.ranked if c.held_bytes is not None), key=_held)
+    return (
+        f"nothing fits {of_devices}: {least.mesh} comes closest, {least.why_not}. Take more "
+        "devices, a smaller batch, --recompute=always, an optimizer with less state, or smaller "
+        "layers."
+    )
+
+
+def _held(candidate: Candidate) -> int:
+    return candidate.held_bytes or 0
+
+
+def trial_builder(
+    task: Task, devices: Sequence[str], options: TrainOptions
+) -> Callable[[Candidate], keras.Model]:
+    """Returns what builds a task's model as `--parallel=auto` would on a candidate's mesh.
+
+    Args:
+        task: The task.
+        devices: Those that the plan was made for.
+        options: What the flags say.
+    """
+    compile_model = compiling(task.compile_model, options.jit_compile)
+
+    def build(candidate: Candidate) -> keras.Model:
+        mesh, cut = candidate.mesh, {}
+        if mesh.pipeline > 1:
+            cut = {
+                **options.of_pipeline(),
+                "num_micro_batches": candidate.num_micro_batches,
+                "layers_per_stage": candidate.layers_per_stage,
+            }
+        if candidate.parallelism == "hybrid":
+            cut |= {"mesh": mesh, "allow_independent_workers": True}
+            cut |= {"batch_normalization": options.batch_normalization}
+        chosen = Parallelism(candidate.parallelism, list(devices[: mesh.size]), cut=cut)
+        try:
+            model = chosen.build(task.build_model)
+        except UsageError as error:  # Of this mesh, and not of the next.
+            raise ValueError(str(error)) from error
+        compile_model(model)
+        return model
+
+    return build

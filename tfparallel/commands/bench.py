@@ -25,9 +25,9 @@ from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device, profile
 from tfparallel.collectives.algorithm_selection import MIN_GAIN
 from tfparallel.collectives.process_group import ProcessGroup
-from tfparallel.commands.exits import StartError, UsageError
-from tfparallel.commands.flags import resolved
-from tfparallel.commands.rules import counts_of
+from tfparallel.command_line.exits import StartError, UsageError
+from tfparallel.command_line.flags import resolved
+from tfparallel.command_line.rules import counts_of
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import quiet_stderr

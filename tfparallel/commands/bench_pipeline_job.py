@@ -14,7 +14,7 @@ import tensorflow as tf
 from absl import flags
 
 from tfparallel.cluster.spec import Cluster
-from tfparallel.commands.options import TrainOptions
+from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands.parallelism import start_parallelism
 from tfparallel.data.batches import first_batches
 from tfparallel.device_memory import peak_bytes_of_gpus, peak_tensor_bytes

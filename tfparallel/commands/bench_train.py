@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from tfparallel.cluster.environment import available_cores
-from tfparallel.commands.exits import StartError
+from tfparallel.command_line.exits import StartError
 from tfparallel.commands.measured_job import TFPARALLEL, run_job
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.diagnostics.report import write_report

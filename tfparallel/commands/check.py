@@ -10,9 +10,9 @@ import tensorflow as tf
 from absl import flags
 
 from tfparallel.activity import Activity
+from tfparallel.command_line.exits import UsageError
+from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands.auto_parallelism import start_chosen_parallelism
-from tfparallel.commands.exits import UsageError
-from tfparallel.commands.options import TrainOptions
 from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.data.batches import first_batches
 from tfparallel.device_memory import peak_bytes_of_gpus

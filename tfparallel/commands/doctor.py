@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from absl import flags
 
 from tfparallel.activity import Activity
-from tfparallel.commands.exits import UsageError
-from tfparallel.commands.flags import resolved
+from tfparallel.command_line.exits import UsageError
+from tfparallel.command_line.flags import resolved
 from tfparallel.diagnostics.doctor import examine
 from tfparallel.diagnostics.finding import VERDICTS, Finding, worst
 from tfparallel.diagnostics.report import versions, write_report

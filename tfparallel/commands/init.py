@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
 
-from tfparallel.commands.exits import UsageError
-from tfparallel.commands.flag_table import flags_of
-from tfparallel.commands.task_kinds import KINDS, SAMPLE, data_problems
+from tfparallel.command_line.exits import UsageError
+from tfparallel.command_line.flag_table import flags_of
+from tfparallel.task_files.kinds import KINDS, SAMPLE, data_problems
 
 __all__ = ["problems", "run"]
 
@@ -29,7 +29,7 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     commands = [f"tfparallel train {shlex.quote(path)} {parallelism}"]
     if asked["parallel"] != "none":
         commands.append(f"tfparallel check {shlex.quote(path)} {parallelism}")
-    templates = importlib.import_module("tfparallel.commands.task_templates")
+    templates = importlib.import_module("tfparallel.task_files.templates")
     text = templates.task_file(asked["kind"], data, commands)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
@@ -126,7 +126,7 @@ def _data(asked, path, target):
         return None
     if problems := data_problems(asked["kind"], asked["data"]):
         raise UsageError("\n".join(problems))
-    data_files = importlib.import_module("tfparallel.commands.data_files")
+    data_files = importlib.import_module("tfparallel.task_files.data_files")
     try:
         return data_files.read_data_file(asked["kind"], asked["data"], path, target)
     except data_files.DataFileError as error:

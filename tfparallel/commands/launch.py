@@ -11,18 +11,28 @@ from absl import flags
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
 from tfparallel.cluster.handshake import is_job
+from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
+from tfparallel.cluster.node_range import NodeRange, node_rank_of
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.cluster.warm_spares import imports_tfparallel
-from tfparallel.commands.emit import emitted
 from tfparallel.commands.launching import TOKEN, launched, say
-from tfparallel.commands.node_range import NodeRange, node_rank_of
 
 __all__ = ["problems", "run"]
 
 _NO_COMMAND = (
     "A command is required after `--`. Received: none. Example: tfparallel launch "
     "--nproc_per_node=2 -- python my_script.py"
+)
+_GRACE_OF_A_SCHEDULER = 60.0  # Its own are minutes, and a save may take one.
+# What the launcher of each host is given, too.
+_HANDED_ON = (
+    "nproc_per_node",
+    "max_restarts",
+    "standby",
+    "start_timeout",
+    "log_dir",
+    "transport",
 )
 _MIN_TOKEN = 16  # Characters; a stranger must not guess it.
 
@@ -38,7 +48,7 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         The exit code: the culprit's, or 128 + n after signal n.
     """
     if values.emit is not None:
-        print(emitted(values, command, NodeRange.parse(values.nnodes)), end="")
+        print(_emitted(values, command, NodeRange.parse(values.nnodes)), end="")
         return 0
     try:
         with _signals_raise():
@@ -57,6 +67,30 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
         return 1
 
 
+def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> str:
+    """The file that submits the job."""
+    given = [name for name in _HANDED_ON if values[name].present]
+    grace = values.grace_seconds if values["grace_seconds"].present else _GRACE_OF_A_SCHEDULER
+    job = JobFile(
+        name=values.job_name or job_name_of(command),
+        command=command,
+        launch_flags=[f"--{name}={_as_given(values[name].value)}" for name in given],
+        nnodes=nodes.maximum,
+        min_nnodes=nodes.minimum if nodes.is_elastic else None,
+        grace_seconds=grace,
+        gpus_per_node=values.gpus_per_node,
+        sbatch_args=values.sbatch_args,
+        image=values.image,
+        volume=values.volume,
+    )
+    return slurm_script(job) if values.emit == "slurm" else kubernetes_objects(job)
+
+
+def _as_given(value):
+    """What was written, where the host that submits may have other devices."""
+    return getattr(value, "text", value)
+
+
 def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
     """What is wrong with the flags, and with the command behind `--`."""
     problems = _of_any_job(values)
@@ -65,7 +99,7 @@ def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
             problems.append(_NO_COMMAND)
         else:
             with _collecting(problems):
-                emitted(values, command, _readable(values.nnodes) or NodeRange(1, 1, False))
+                _emitted(values, command, _readable(values.nnodes) or NodeRange(1, 1, False))
         return problems
     if values.standby and command and not imports_tfparallel(command):
         problems.append(

@@ -18,6 +18,7 @@ from tfparallel.cluster.job_files import job_name_of
 from tfparallel.cluster.launcher_env import without_counts
 from tfparallel.cluster.listener import LISTEN_ADDR
 from tfparallel.cluster.local_workers import host_programs, meet_alone, programs_with_servers
+from tfparallel.cluster.node_range import NodeRange, node_rank_of
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.own_folder import OwnFolder
@@ -29,8 +30,7 @@ from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
 from tfparallel.cluster.worker_log import WorkerLog
-from tfparallel.commands.culprit import has_lost_another, lost_by, waited_for, with_errors
-from tfparallel.commands.node_range import NodeRange, node_rank_of
+from tfparallel.flight.culprit import has_lost_another, lost_by, waited_for, with_errors
 from tfparallel.flight.record import FOLDER, SUFFIX
 
 __all__ = ["TOKEN", "launched", "say"]

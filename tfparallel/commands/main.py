@@ -103,4 +103,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (of_two := f"{name} {rest[0]}" if rest else name) in _OF_TWO_WORDS:
         name, rest = of_two, rest[1:]
     # What the table of flags is made of, `--help` of all commands does without.
-    return importlib.import_module("tfparallel.commands.runner").run(name, rest)
+    return importlib.import_module("tfparallel.command_line.runner").run(name, rest)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from tfparallel.commands.exits import StartError
+from tfparallel.command_line.exits import StartError
 
 __all__ = ["TFPARALLEL", "run_job"]
 

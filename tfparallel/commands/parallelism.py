@@ -14,8 +14,8 @@ from tfparallel.cluster.roles import Roles
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.algorithm_selection import all_reduce_report
-from tfparallel.commands.exits import StartError, UsageError
-from tfparallel.commands.options import TrainOptions
+from tfparallel.command_line.exits import StartError, UsageError
+from tfparallel.command_line.options import TrainOptions
 from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.layout.mesh import Mesh

@@ -13,22 +13,19 @@ from typing import Any
 from absl import flags
 
 from tfparallel import devices as device_lib
-from tfparallel.activity import Activity
-from tfparallel.commands.exits import UsageError
-from tfparallel.commands.mesh_trials import after_trials, batch_of
-from tfparallel.commands.options import TrainOptions
+from tfparallel.command_line.exits import UsageError
+from tfparallel.command_line.options import TrainOptions
+from tfparallel.commands.auto_parallelism import nothing_fits, plan_task
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.layout.drawing import as_text, write_picture, write_trace
 from tfparallel.layout.simulator import theoretical_bubble
-from tfparallel.planning.candidates import BALANCES, Candidate, Choices
-from tfparallel.planning.plan import Plan, make_plan
-from tfparallel.problems import PlacementError
-from tfparallel.task import Task, load_task
+from tfparallel.planning.candidates import Candidate
+from tfparallel.planning.plan import Plan
+from tfparallel.task import load_task
 from tfparallel.texts import aligned, seconds_text, size_text
 
-__all__ = ["nothing_fits", "plan_task", "run"]
+__all__ = ["run"]
 
-_BALANCES = {"model": ("memory",), "pipeline": ("time",), "auto": BALANCES}
 _View = tuple[list[str], dict[str, Any]]  # What is printed, and what a report says of it.
 
 
@@ -62,70 +59,6 @@ def _devices(options: TrainOptions) -> list[str]:
         with contextlib.suppress(ValueError, RuntimeError):
             return device_lib.choose_devices(num_devices=2)
     return []
-
-
-def plan_task(
-    task: Task, num_devices: int, options: TrainOptions, devices: Sequence[str]
-) -> Plan:
-    """Plans so many devices for a task, and shows on stderr what is measured.
-
-    Args:
-        task: The task.
-        num_devices: How many devices there are.
-        options: What the flags say; of `parallel`, what is planned: "auto", "model" or "pipeline".
-        devices: Those devices; needed for `--num_trials` alone.
-
-    Raises:
-        UsageError: If the model's layers cannot be seen.
-        TaskError: If no mesh can be trained.
-    """
-    asked = options.of_pipeline()
-    choices = Choices(
-        batch_size=options.global_batch_size,
-        device_memory=options.device_memory,
-        num_micro_batches=options.num_micro_batches,
-        schedule=asked["schedule"],
-        chunks_per_device=asked["chunks_per_device"],
-        recompute=asked["recompute"],
-        balances=_BALANCES[options.parallel] if options.balance is None else (options.balance,),
-        parallelism=options.parallel,
-    )
-    try:
-        with Activity("building the model") as activity:
-            batch = None
-            if options.num_trials:  # A mistake in it is told before anything is measured.
-                activity.say("loading the data")
-                batch = batch_of(task, options.global_batch_size)
-            plan = make_plan(
-                task.build_model,
-                task.compile_model,
-                num_devices,
-                choices,
-                batch_normalization=options.batch_normalization,
-                progress=lambda text: activity.say(f"measuring {text}"),
-            )
-            if batch is None:
-                return plan
-            return after_trials(plan, task, batch, devices, options, activity)
-    except PlacementError as error:
-        advice = "Or name the parallelism: --parallel=data takes any model."
-        raise UsageError(f"{error}\n{advice}") from error
-
-
-def nothing_fits(plan: Plan) -> str:
-    """Says what no mesh of a plan fits, by how much, and what to do."""
-    limit = size_text(plan.choices.device_memory)
-    of_devices = f"{plan.num_devices} device{'s' * (plan.num_devices > 1)} of {limit}"
-    least = min((c for c in plan.ranked if c.held_bytes is not None), key=_held)
-    return (
-        f"nothing fits {of_devices}: {least.mesh} comes closest, {least.why_not}. Take more "
-        "devices, a smaller batch, --recompute=always, an optimizer with less state, or smaller "
-        "layers."
-    )
-
-
-def _held(candidate: Candidate) -> int:
-    return candidate.held_bytes or 0
 
 
 def _command(path: str, options: TrainOptions, candidate: Candidate) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.commands.exits import UsageError
+from tfparallel.command_line.exits import UsageError
 from tfparallel.flight.job import behind, chrome_trace, doing, elsewhere, read_job, splits
 
 __all__ = ["problems", "run"]

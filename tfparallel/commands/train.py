@@ -23,10 +23,10 @@ from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.callbacks.step_time import StepTime
 from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
 from tfparallel.collectives.process_group import WorkerLostError
+from tfparallel.command_line.exits import LostError, UsageError
+from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands import step_records
 from tfparallel.commands.auto_parallelism import start_chosen_parallelism
-from tfparallel.commands.exits import LostError, UsageError
-from tfparallel.commands.options import TrainOptions
 from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica

@@ -5,7 +5,7 @@ from typing import Any
 
 from absl import flags
 
-from tfparallel.commands.flags import resolved, value_of
+from tfparallel.command_line.flags import resolved, value_of
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication.synchronization import Synchronization
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit
-from tfparallel.commands.culprit import lost_by, waited_for
+from tfparallel.flight.culprit import lost_by, waited_for
 from tfparallel.flight.record import FlightRecord, path_of
 
 ALIVE = 1000.0

@@ -17,7 +17,7 @@ class Command:
     Attributes:
         summary: What it does, one sentence.
         example: A command line that can be pasted.
-        module: Whose `run(values, positional)` does it, and returns the exit code.
+        module: Of `commands`, whose `run(values, positional)` does it, and returns the exit code.
         arguments: What stands behind the name.
         rules: The function, as "module:name", that says what is wrong beyond the rows of the flags;
             it is given their values and what is no flag. Its module needs no TensorFlow.
@@ -52,14 +52,14 @@ COMMANDS = {
         "tfparallel init task.py --kind=table --data=measurements.csv",
         "init",
         "[FILE.py] [--flags]",
-        rules="init:problems",
+        rules="commands.init:problems",
     ),
     "train": Command(
         "Trains a task file with the parallelism that --parallel names. Batch sizes are global: "
         "the weights do not depend on the number of devices.",
         "tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 --epochs=3",
         "train",
-        rules="rules:train",
+        rules="command_line.rules:train",
         loads_tensorflow=True,
         workers="num_workers",
     ),
@@ -69,7 +69,7 @@ COMMANDS = {
         "code 1 if one differs.",
         "tfparallel check models/digits_cnn.py --parallel=data --num_devices=3 --steps=20",
         "check",
-        rules="rules:check",
+        rules="command_line.rules:check",
         loads_tensorflow=True,
         workers="num_workers",
     ),
@@ -79,7 +79,7 @@ COMMANDS = {
         "model is never held whole.",
         "tfparallel plan models/resnet.py --num_devices=4 --device_memory=16GiB",
         "plan",
-        rules="rules:plan",
+        rules="command_line.rules:plan",
         loads_tensorflow=True,
     ),
     "plan all_reduce": Command(
@@ -89,7 +89,7 @@ COMMANDS = {
         "tfparallel plan all_reduce --ranks=4096 --local_ranks=8",
         "plan_all_reduce",
         "[--flags]",
-        rules="plan_all_reduce:problems",
+        rules="commands.plan_all_reduce:problems",
     ),
     "launch": Command(
         "Starts the workers of a job on this host, shows their output line by line, and stops all "
@@ -98,7 +98,7 @@ COMMANDS = {
         "tfparallel train models/digits_cnn.py --parallel=data --epochs=3",
         "launch",
         "[--flags] -- PROGRAM [ARGUMENTS]",
-        rules="launch:problems",
+        rules="commands.launch:problems",
     ),
     "trace": Command(
         "Reads the flight records of a job's workers: what each did last, which one the others "
@@ -106,7 +106,7 @@ COMMANDS = {
         "tfparallel trace logs --output=trace.json",
         "trace",
         "FOLDER [--flags]",
-        rules="trace:problems",
+        rules="commands.trace:problems",
     ),
     "doctor": Command(
         "Looks at versions, devices, the cluster that the environment names, ports, peers, disk, "
@@ -127,7 +127,7 @@ COMMANDS = {
         "--report=a.json --plot=a.png",
         "bench",
         f"{'|'.join(COLLECTIVES)} [TASK.py] [--flags]",
-        rules="rules:bench",
+        rules="command_line.rules:bench",
         loads_tensorflow=True,
         workers="nproc_per_node",
     ),
@@ -140,7 +140,7 @@ COMMANDS = {
         "--num_micro_batches=2,4,8 --schedule=gpipe,1f1b --report=pipeline.json "
         "--plot=pipeline.png",
         "bench_pipeline",
-        rules="rules:bench_pipeline",
+        rules="command_line.rules:bench_pipeline",
     ),
     "bench train": Command(
         "Trains a task for some steps on each number of workers, all with the same threads each: "
@@ -148,14 +148,14 @@ COMMANDS = {
         "where the time of a step goes, and what holds it up.",
         "tfparallel bench train models/digits_cnn.py --nproc_per_node=1,2 --plot=scaling.png",
         "bench_train",
-        rules="rules:bench_train",
+        rules="command_line.rules:bench_train",
     ),
     # What `bench pipeline` starts in processes of their own.
     "bench pipeline_job": Command(
         "Measures one pipeline, or plain Keras in one process.",
         "tfparallel bench pipeline models/transformer.py",
         "bench_pipeline_job",
-        rules="rules:in_parallel",
+        rules="command_line.rules:in_parallel",
         loads_tensorflow=True,
     ),
 }

@@ -1,22 +1,17 @@
-"""`--num_trials`: the first meshes of a plan, each trained for a moment on a batch of the task."""
+"""The first meshes of a plan, each trained for a moment on a batch of the task's data."""
 
 import dataclasses
 import gc
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfparallel.activity import Activity
 from tfparallel.callbacks.step_time import StepTime
-from tfparallel.commands.exits import UsageError
-from tfparallel.commands.options import TrainOptions
-from tfparallel.commands.parallelism import Parallelism
-from tfparallel.commands.precision import compiling
 from tfparallel.data.batches import batches_dataset, first_batches
 from tfparallel.layout.mesh import Mesh
 from tfparallel.planning.candidates import Candidate, with_trials
@@ -29,9 +24,7 @@ __all__ = ["after_trials", "batch_of"]
 _SECONDS, _LEAST_CALLS, _MOST_CALLS = 1.0, 5, 50  # Of a trial, once it is warm.
 
 # What a builder, TensorFlow or XLA may raise for one mesh, and not for the next.
-_REFUSALS = (
-    UsageError, ValueError, TypeError, RuntimeError, NotImplementedError, tf.errors.OpError,
-)  # fmt: skip
+_REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, tf.errors.OpError)
 
 
 def batch_of(task: Task, global_batch_size: int) -> tuple[Any, ...]:
@@ -51,12 +44,11 @@ def batch_of(task: Task, global_batch_size: int) -> tuple[Any, ...]:
 
 
 def after_trials(
-    found: Plan,
-    task: Task,
+    plan: Plan,
     batch: tuple[Any, ...],
-    devices: Sequence[str],
-    options: TrainOptions,
-    activity: Activity,
+    build: Callable[[Candidate], keras.Model],
+    num_trials: int,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Returns a plan whose first meshes have been tried, the fastest first.
 
@@ -64,12 +56,11 @@ def after_trials(
     is listed with the reason, and the next one is tried.
 
     Args:
-        found: The plan.
-        task: The task.
+        plan: The plan.
         batch: What every step is given.
-        devices: Those that the plan was made for.
-        options: What the flags say.
-        activity: Shows what is tried.
+        build: Builds the task's model on a candidate's mesh, and compiles it.
+        num_trials: How many are tried.
+        progress: Is told what is tried, while it is.
 
     Raises:
         TaskError: If no mesh can be trained.
@@ -77,14 +68,14 @@ def after_trials(
     started = time.perf_counter()
     trials: dict[Mesh, float | str] = {}
     error: Exception | None = None
-    fitting = (candidate for candidate in found.ranked if candidate.why_not is None)
-    while sum(isinstance(trial, float) for trial in trials.values()) < options.num_trials:
+    fitting = (candidate for candidate in plan.ranked if candidate.why_not is None)
+    while sum(isinstance(trial, float) for trial in trials.values()) < num_trials:
         candidate = next(fitting, None)
         if candidate is None:
             break
-        activity.say(f"trying {candidate.mesh}")
+        progress(f"trying {candidate.mesh}")
         try:
-            trials[candidate.mesh] = _trial(candidate, task, batch, devices, options)
+            trials[candidate.mesh] = _trial(candidate, batch, build)
         except _REFUSALS as refusal:
             if isinstance(refusal, TaskError):
                 raise
@@ -93,8 +84,8 @@ def after_trials(
         reasons = "; ".join(f"{mesh}: {reason}" for mesh, reason in trials.items())
         raise TaskError(f"No mesh could be trained. Received: {reasons}.") from error
     return dataclasses.replace(
-        found,
-        ranked=with_trials(found.ranked, trials),
+        plan,
+        ranked=with_trials(plan.ranked, trials),
         trial_seconds=time.perf_counter() - started,
     )
 
@@ -106,14 +97,13 @@ def _reason(error: Exception) -> str:
     return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
 
 
-def _trial(candidate, task, batch, devices, options) -> float:
-    """Trains the task on a mesh for a moment; returns the seconds of a step."""
+def _trial(candidate, batch, build) -> float:
+    """Trains on a mesh for a moment; returns the seconds of a step."""
     model = None
     policy, is_shown = keras.config.dtype_policy(), keras.config.is_interactive_logging_enabled()
     try:
         with unnoticed():
-            model = _parallelism(candidate, devices, options).build(task.build_model)
-        compiling(task.compile_model, options.jit_compile)(model)
+            model = build(candidate)
         return _step_seconds(model, batch)
     finally:
         del model
@@ -122,23 +112,6 @@ def _trial(candidate, task, batch, devices, options) -> float:
         if not is_shown:
             keras.config.disable_interactive_logging()
         gc.collect()
-
-
-def _parallelism(
-    candidate: Candidate, devices: Sequence[str], options: TrainOptions
-) -> Parallelism:
-    """The parallelism that `--parallel=auto` starts for the mesh."""
-    mesh, cut = candidate.mesh, {}
-    if mesh.pipeline > 1:
-        cut = {
-            **options.of_pipeline(),
-            "num_micro_batches": candidate.num_micro_batches,
-            "layers_per_stage": candidate.layers_per_stage,
-        }
-    if candidate.parallelism == "hybrid":
-        cut |= {"mesh": mesh, "allow_independent_workers": True}
-        cut |= {"batch_normalization": options.batch_normalization}
-    return Parallelism(candidate.parallelism, list(devices[: mesh.size]), cut=cut)
 
 
 def _step_seconds(model: keras.Model, batch: tuple[Any, ...]) -> float:

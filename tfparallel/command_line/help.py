@@ -4,9 +4,9 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 
-from tfparallel.commands.command_table import COMMANDS
-from tfparallel.commands.flag import Flag
-from tfparallel.commands.flag_table import TABLE
+from tfparallel.command_line.command_table import COMMANDS
+from tfparallel.command_line.flag import Flag
+from tfparallel.command_line.flag_table import TABLE
 
 __all__ = ["help_text"]
 

@@ -5,17 +5,17 @@ is made from these rows.
 """
 
 from tfparallel.bench.choices import ITEM_BYTES, MIN_WARMUP
+from tfparallel.cluster.node_range import NodeRange
 from tfparallel.cluster.supervisor import GRACE_SECONDS
 from tfparallel.collectives import compression_name
 from tfparallel.collectives.compression_name import CompressionName
-from tfparallel.commands.flag import Excludes, Flag
-from tfparallel.commands.node_range import NodeRange
-from tfparallel.commands.task_kinds import KINDS
+from tfparallel.command_line.flag import Excludes, Flag
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import synchronization
 from tfparallel.replication.synchronization import Synchronization
+from tfparallel.task_files.kinds import KINDS
 from tfparallel.texts import parse_bytes
 
 __all__ = ["EXCLUDES", "IN_TASK", "TABLE", "flags_of"]

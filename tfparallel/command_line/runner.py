@@ -13,10 +13,10 @@ from absl import flags
 
 from tfparallel.activity import Activity
 from tfparallel.cluster.spec import Cluster
-from tfparallel.commands.command_table import COMMANDS, Command
-from tfparallel.commands.exits import UsageError, run_command
-from tfparallel.commands.flags import defined, flag_problems, parsed
-from tfparallel.commands.help import help_text
+from tfparallel.command_line.command_table import COMMANDS, Command
+from tfparallel.command_line.exits import UsageError, run_command
+from tfparallel.command_line.flags import defined, flag_problems, parsed
+from tfparallel.command_line.help import help_text
 from tfparallel.task import TaskError
 
 __all__ = ["checked", "run"]
@@ -79,7 +79,7 @@ def checked(name: str, arguments: Sequence[str]) -> tuple[flags.FlagValues, list
     problems = _positional_problems(name, command, positional)
     problems += flag_problems(name, values)
     if command.rules is not None:
-        problems += pkgutil.resolve_name(f"tfparallel.commands.{command.rules}")(values, positional)
+        problems += pkgutil.resolve_name(f"tfparallel.{command.rules}")(values, positional)
     if problems:
         raise UsageError("\n".join(problems))
     return values, positional

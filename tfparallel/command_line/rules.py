@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.bench.choices import COLLECTIVES, ITEM_BYTES, sweep
-from tfparallel.commands.options import TrainOptions
+from tfparallel.command_line.options import TrainOptions
 from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.schedule import ScheduleError, make_schedule
 from tfparallel.texts import parse_bytes

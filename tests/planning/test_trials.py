@@ -6,14 +6,14 @@ import keras
 import numpy as np
 import pytest
 
-from tfparallel.activity import Activity
-from tfparallel.commands.mesh_trials import after_trials, batch_of
-from tfparallel.commands.options import TrainOptions
-from tfparallel.commands.runner import checked
+from tfparallel.command_line.options import TrainOptions
+from tfparallel.command_line.runner import checked
+from tfparallel.commands.auto_parallelism import trial_builder
 from tfparallel.layout.mesh import Mesh
 from tfparallel.planning.candidates import Candidate, Choices
 from tfparallel.planning.plan import Plan
 from tfparallel.planning.prediction import Prediction
+from tfparallel.planning.trials import after_trials, batch_of
 from tfparallel.task import TaskError
 
 DEVICES = [f"CPU:{i}" for i in range(4)]
@@ -49,7 +49,8 @@ def tried(a_task, meshes, *flags, num_trials=4):
     ]
     plan = Plan(candidates, Choices(16), 4, 1.0, 2, [16], True, 0.0)
     batch = batch_of(a_task, 16)
-    found = after_trials(plan, a_task, batch, DEVICES, options, Activity("", is_shown=False))
+    build = trial_builder(a_task, DEVICES, options)
+    found = after_trials(plan, batch, build, options.num_trials)
     return {candidate.mesh: candidate for candidate in found.ranked}
 
 

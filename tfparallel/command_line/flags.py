@@ -11,10 +11,10 @@ from absl import flags
 
 from tfparallel import cuda_driver
 from tfparallel.cluster.environment import available_cores
-from tfparallel.commands.command_table import COMMANDS
-from tfparallel.commands.exits import UsageError
-from tfparallel.commands.flag import Excludes, Flag
-from tfparallel.commands.flag_table import EXCLUDES, IN_TASK, TABLE, flags_of
+from tfparallel.command_line.command_table import COMMANDS
+from tfparallel.command_line.exits import UsageError
+from tfparallel.command_line.flag import Excludes, Flag
+from tfparallel.command_line.flag_table import EXCLUDES, IN_TASK, TABLE, flags_of
 
 __all__ = ["defined", "flag_problems", "parsed", "resolved", "value_of"]
 
