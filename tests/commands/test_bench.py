@@ -14,7 +14,7 @@ BLOBS = str(TASKS / "blobs.py")
 
 def test_mistakes_are_told_before_tensorflow_is_loaded(capsys):
     cases = [
-        ([], "needs the name of a collective: all_reduce, reduce_scatter, "),
+        ([], "The name of a collective is required: all_reduce, reduce_scatter, "),
         ([], "; or `train TASK.py`, or `pipeline TASK.py`. Received: []"),
         (["all_reduse"], "Received: ['all_reduse']"),
         (["all_reduce", "a.py", "b.py"], "at most one task file"),

@@ -23,6 +23,7 @@ class Flag:
         if_absent: Which of the choices an absent flag means, where the default is None.
         also: Other names of it.
         elsewhere: How other tools call it.
+        choices_elsewhere: How other tools call some of its choices.
         least: The lowest number that it takes.
         most: The highest.
         above: Any number that it takes is higher.
@@ -42,6 +43,7 @@ class Flag:
     if_absent: str | None = None
     also: tuple[str, ...] = ()
     elsewhere: tuple[str, ...] = ()
+    choices_elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
     least: float | None = None
     most: float | None = None
     above: float | None = None

@@ -41,6 +41,17 @@ _SYNC = (
     "accumulate:N."
 )
 
+# The words of PyTorch's users, and of papers.
+_PARALLELISMS = {
+    "ddp": "data", "dp": "data", "mirrored": "data", "horovod": "data", "pp": "pipeline",
+    "tp": "tensor", "3d": "hybrid", "mesh": "hybrid", "single": "none",
+}  # fmt: skip
+_PRECISIONS = {
+    "16": "mixed_float16", "bf16": "mixed_bfloat16", "bfloat16": "mixed_bfloat16",
+    "float16": "mixed_float16", "fp16": "mixed_float16", "fp32": "float32", "fp64": "float64",
+    "half": "mixed_float16", "mixed": "mixed_float16",
+}  # fmt: skip
+
 # Topics, in the order in which a person decides.
 TABLE = {
     "The parallelism": (
@@ -55,7 +66,7 @@ TABLE = {
                 "hybrid": "replicas of a model that is itself on several devices, as --mesh "
                 "says",
                 "auto": "what `tfparallel plan` puts first, measured here",
-            }, elsewhere=("mode", "parallelism")),
+            }, elsewhere=("mode", "parallelism"), choices_elsewhere=_PARALLELISMS),
         Flag("parallel", "plan", "What is planned.", "auto",
             choices={
                 "auto": "every mesh of the devices, the best first",
@@ -190,7 +201,7 @@ TABLE = {
                 "float64": "all of it in 64 bits, where `check` is sharpest",
                 "mixed_float16": "computed in 16 bits, weights in 32; the loss is scaled",
                 "mixed_bfloat16": "computed in 16 bits of float32's range, weights in 32",
-            }, also=("dtype",)),
+            }, also=("dtype",), choices_elsewhere=_PRECISIONS),
         Flag("jit_compile", "train, check", "Whether XLA compiles what each device computes. "
             "Default: as the task file compiles the model. Not with --sync=async.", kind="switch"),
     ),

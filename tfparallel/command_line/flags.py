@@ -1,10 +1,11 @@
 """From the rows of the table: the flags that absl reads, and what is told of a mistake."""
 
+import difflib
 import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -86,9 +87,11 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
     try:
         positional = values([command, *spelled])[1:]
     except flags.UnrecognizedFlagError as error:
-        raise UsageError(_unknown(command, values, str(error), error.flagname)) from error
+        typed = f"-{error.flagname}"
+        typed = typed if typed in arguments else f"-{typed}"
+        raise UsageError(_unknown(command, values, typed)) from error
     except flags.IllegalFlagValueError as error:
-        raise UsageError(_in_words(str(error))) from error
+        raise UsageError(_in_words(command, str(error))) from error
     except flags.Error as error:
         raise UsageError(str(error)) from error
     for name, flag in flags_of(command).items():
@@ -103,7 +106,7 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
     return positional
 
 
-def _in_words(told):
+def _in_words(command, told):
     """What absl says of a value that cannot be, as a sentence."""
     found = re.fullmatch(r"flag --(\w+)=(.*?): (.*)", told, re.DOTALL)
     if found is None:
@@ -115,31 +118,59 @@ def _in_words(told):
         "('Non-boolean": "true or false",
     }
     required = next((kind for begin, kind in kinds.items() if problem.startswith(begin)), None)
+    fix = ""
     if (whole := re.fullmatch(r"(.*) is required", problem)) is not None:
         required = whole[1]
-    if (choices := re.fullmatch(r"value should be one of <(.*)>", problem)) is not None:
-        required = f"one of {choices[1].replace('|', ', ')}"
+    if problem.startswith("value should be one of <"):
+        row = flags_of(command)[name]
+        required = f"one of {', '.join(row.choices)}"
+        typed = value.lower().replace("-", "_")
+        if typed in row.choices_elsewhere:
+            fix = f" Here it is --{name}={row.choices_elsewhere[typed]}."
+        elif alike := nearest(typed, row.choices):
+            fix = f" Did you mean --{name}={alike}?"
     if required is None:
         return told
-    return f"--{name} must be {required}. Received: --{name}={value}."
+    return f"--{name} must be {required}. Received: --{name}={value}.{fix}"
 
 
-def _unknown(command, values, told, name):
-    """What absl says of a flag that there is not, as a sentence."""
-    alike = re.search(r"Did you mean: (.*?) ?\?", told)
-    typed = name.replace("-", "_")
-    meant = [f"--{each.name}" for each in flags_of(command).values() if typed in each.elsewhere]
+def nearest(typed: str, words: Iterable[str]) -> str | None:
+    """Returns the word that was probably meant, if there is one.
+
+    Example:
+        >>> nearest("micro_batches", ["num_micro_batches", "global_batch_size"])
+        'num_micro_batches'
+    """
+    words = list(words)
+    whole = [word for word in words if typed in f"_{word}_" and len(typed) > 2]
+    parts = [word for word in words if f"_{word}_" in f"_{typed}_"]
+    alike = difflib.get_close_matches(typed, words, n=1, cutoff=0.7)
+    return next(iter([*alike, *whole, *parts]), None)
+
+
+def _is_any(typed: str, words: Iterable[str]) -> bool:
+    """Whether it is one of some words, wherever its underscores are."""
+    return typed.replace("_", "") in [word.replace("_", "") for word in words]
+
+
+def _unknown(command, values, typed):
+    """What is wrong with a flag that there is not, and what was meant."""
+    name = typed.lstrip("-").replace("-", "_")
+    rows = flags_of(command)
+    meant = [f"--{each.name}" for each in rows.values() if _is_any(name, each.elsewhere)]
+    others = [other for other in COMMANDS if " " not in other and name in flags_of(other)]
     if meant:
         fix = f"Here it is {' or '.join(meant)}."
-    elif typed in IN_TASK and COMMANDS[command].is_on_task:
-        fix = f"The task file says it: {IN_TASK[typed]}."
-    elif alike is None:
-        fix = f"`tfparallel {command} --help` shows the flags."
-        if COMMANDS[command].runs_program:
-            fix += f" A program's own flags come after the program: `-- PROGRAM --{name}`."
+    elif name in IN_TASK and COMMANDS[command].is_on_task:
+        fix = f"The task file says it: {IN_TASK[name]}."
+    elif alike := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
+        fix = f"Did you mean --{alike}?"
     else:
-        fix = "Did you mean " + " or ".join(f"--{each}" for each in alike[1].split(" or ")) + "?"
-    return f"--{name} is no flag of `{command}`. {fix}"
+        fix = f"It is a flag of `{'`, `'.join(others)}`. " if others else ""
+        fix += f"`tfparallel {command} --help` shows the flags."
+    if COMMANDS[command].runs_program and not meant:
+        fix += f" A program's own flags come after the program: `-- PROGRAM {typed}`."
+    return f"{typed} is no flag of `{command}`. {fix}"
 
 
 def _spelled(values, argument):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.bench.choices import COLLECTIVES, ITEM_BYTES, sweep
+from tfparallel.command_line.flags import nearest
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.schedule import ScheduleError, make_schedule
@@ -140,10 +141,11 @@ def bench(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     """Likewise of `bench all_reduce` and the other collectives."""
     problems = []
     if not positional or positional[0] not in COLLECTIVES:
+        alike = nearest(positional[0].replace("-", "_"), COLLECTIVES) if positional else None
+        fix = f"Did you mean {alike}?" if alike else "Example: tfparallel bench all_reduce"
         problems.append(
-            f"tfparallel bench needs the name of a collective: {', '.join(COLLECTIVES)}; or "
-            "`train TASK.py`, or `pipeline TASK.py`. "
-            f"Received: {list(positional)}. Example: tfparallel bench all_reduce --num_devices=4"
+            f"The name of a collective is required: {', '.join(COLLECTIVES)}; or `train TASK.py`, "
+            f"or `pipeline TASK.py`. Received: {list(positional)}. {fix}"
         )
     if len(positional) == 2 and positional[0] in COLLECTIVES[1:]:
         problems.append(

@@ -89,15 +89,13 @@ def _positional_problems(name: str, command: Command, positional: list[str]) -> 
     """What is wrong with what is no flag, where the command says all of it."""
     if command.is_on_task:
         if len(positional) != 1:
-            return [
-                f"tfparallel {name} takes exactly one task file. Received: {positional}. Example: "
-                f"{command.example}"
-            ]
-        if not os.path.exists(positional[0]):
-            return [
-                f"The task file does not exist. Received: {positional[0]!r} (in {os.getcwd()}). "
-                "Check the path."
-            ]
+            fix = f"Example: {command.example}"
+            return [f"One task file is required. Received: {positional}. {fix}"]
+        (path,) = positional
+        if not os.path.exists(path):
+            is_short = os.path.exists(f"{path}.py")
+            fix = f"Did you mean {path}.py?" if is_short else "Check the path."
+            return [f"The task file does not exist. Received: {path!r} (in {os.getcwd()}). {fix}"]
     if command.arguments == "[--flags]" and positional:
         return [
             f"tfparallel {name} takes flags alone. Received: {positional}. Example: "

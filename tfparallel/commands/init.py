@@ -60,7 +60,10 @@ def _path_problems(positional, path, force) -> list[str]:
             f"One file is written. Received: {list(positional)}. Example: tfparallel init task.py"
         ]
     if not path.endswith(".py"):
-        return [f"A task file is Python and ends in .py. Received: {path!r}."]
+        fix = ""
+        if path.endswith(tuple(ending for kind in KINDS.values() for ending in kind.endings)):
+            fix = f" Name the data by a flag: tfparallel init task.py --data={path}"
+        return [f"A task file is Python and ends in .py. Received: {path!r}.{fix}"]
     if os.path.isdir(path):
         return [f"A file is required. Received: the folder {path!r}."]
     if os.path.exists(path) and not force:
