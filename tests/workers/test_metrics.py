@@ -16,17 +16,32 @@ import tfparallel
 keras.utils.set_random_seed(3)
 def build():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="dense")])
+class Begins(keras.metrics.Metric):
+    # It begins at one, and is reset to five.
+    def __init__(self):
+        super().__init__(name="begins")
+        self.total = self.add_variable((), "ones", name="total")
+    def update_state(self, y, outputs, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(keras.ops.abs(y - outputs)))
+    def reset_state(self):
+        self.total.assign(5.0)
+    def result(self):
+        return self.total
 strategy = tfparallel.MultiWorkerMirroredStrategy() if "TF_CONFIG" in os.environ else None
 x = np.random.default_rng(0).normal(size=(44, 2))
 y = (x[:, :1] > 0) * 1.0
 history = {}
 # TensorFlow's sums take no uint8.
 for metrics in (
-    [keras.metrics.FalsePositives(), keras.metrics.AUC()], [keras.metrics.BinaryIoU(dtype="uint8")]
+    [keras.metrics.FalsePositives(), keras.metrics.AUC(), Begins()],
+    [keras.metrics.BinaryIoU(dtype="uint8")],
 ):
-    model = build() if strategy is None else tfparallel.data_parallel(build, strategy)
-    model.compile("sgd", "mse", metrics=metrics)
-    history |= model.fit(x, y, epochs=3, batch_size=8, shuffle=False, verbose=0).history
+    model = tfparallel.data_parallel(build, strategy, sync=sys.argv[2]) if strategy else build()
+    model.compile(keras.optimizers.SGD(float(sys.argv[3])), "mse", metrics=metrics)
+    validation = (x[:30], y[:30])
+    history |= model.fit(
+        x, y, epochs=3, batch_size=8, shuffle=False, verbose=0, validation_data=validation
+    ).history
 if os.environ.get("RANK", "0") == "0":
     with open(sys.argv[1], "w") as file:
         json.dump({name: [float(v) for v in values] for name, values in history.items()}, file)
@@ -34,13 +49,17 @@ if os.environ.get("RANK", "0") == "0":
 
 
 @pytest.mark.slow
-def test_counts_are_those_of_one_device_in_every_epoch(tmp_path):
+@pytest.mark.parametrize(
+    ("transport", "sync", "learning_rate"),
+    [("tensorflow", "every_step", 0.01), ("mpi", "every_step", 0.01), ("mpi", "local_sgd:2", 0.0)],
+)
+def test_counts_are_those_of_one_device_in_every_epoch(tmp_path, transport, sync, learning_rate):
     launch = [sys.executable, "-m", "tfparallel", "launch", "--nproc_per_node=2"]
-    launch += ["--transport=tensorflow", "--"]
+    launch += [f"--transport={transport}", "--"]
     found = {}
     for name, head in (("one", []), ("two", launch)):
         done = subprocess.run(
-            [*head, sys.executable, "-c", PROGRAM, tmp_path / name],
+            [*head, sys.executable, "-c", PROGRAM, tmp_path / name, sync, str(learning_rate)],
             cwd=ROOT,
             capture_output=True,
             text=True,

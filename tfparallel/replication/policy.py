@@ -73,6 +73,8 @@ class EveryStep:
     def begin_epoch(self) -> None:
         """What metrics sum up from now on may be this worker's own."""
         self._is_in_epoch = self.is_silent
+        if self._is_in_epoch:  # What a metric begins with counts once, too.
+            self.metrics_were_restored()
 
     def before_step(self) -> None:
         """Called before each step of `fit`."""
@@ -140,7 +142,8 @@ class EveryStep:
     def metrics_were_restored(self) -> None:
         """All workers hold the total: the chief alone keeps it, so that the next sum is right."""
         if self.workers_are_apart and not self.model._is_chief:
-            zeros = [tf.zeros_like(v.value) for v in self.model.metrics_variables]
+            # Nothing is read, which the workers would have to do together.
+            zeros = [tf.zeros(v.shape, v.dtype) for v in self.model.metrics_variables]
             self._assign_metrics(zeros)
 
     def _assign_metrics(self, values) -> None:
