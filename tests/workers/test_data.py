@@ -30,7 +30,8 @@ def test_shares_of_unequal_size_and_length_train_as_one_device_does(job, loss):
         found = seen[loss]
         # Float64; sums in another order.
         assert max(found["weights"], found["history"], found["evaluate"]) < 1e-9, found
-        assert (found["rows sent"] == 0) == (loss == "by_sample")
+        # A row is trained on where it was read; a worker that has none is lent one.
+        assert (found["rows sent"] < 100) == (loss == "by_sample")
 
 
 def test_predictions_go_where_they_are_wanted(job):

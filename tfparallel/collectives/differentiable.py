@@ -30,16 +30,25 @@ class Ranks(Protocol):
         """Returns the joined rows and each rank's number of rows, to no tape."""
 
 
-def all_reduce(ranks: Ranks, tensors: Sequence[tf.Tensor], op: str = "sum") -> list[tf.Tensor]:
+def all_reduce(
+    ranks: Ranks,
+    tensors: Sequence[tf.Tensor],
+    op: str = "sum",
+    ties: Sequence[tf.Tensor | float] | None = None,
+) -> list[tf.Tensor]:
     """Reduces each tensor over the ranks; all of them receive the result.
 
         sum:   y = Σ_k x_k,     ∂J/∂x_k = Σ_j ∂J_j/∂y
-        max:   y = max_k x_k,   ∂J/∂x_k = [x_k = y] / Σ_j [x_j = y] · Σ_j ∂J_j/∂y
+        max:   y = max_k x_k,   ∂J/∂x_k = n_k [x_k = y] / Σ_j n_j [x_j = y] · Σ_j ∂J_j/∂y
+
+    If x_k is the largest of some values, n_k of them are: all that tie share the gradient, whoever
+    has them.
 
     Args:
         ranks: Those that take part.
         tensors: x_k, of the same shapes and dtypes on each rank.
         op: `"sum"`, `"max"` or `"min"`.
+        ties: n_k for each tensor, as `number_of_ties` tells it. None: 1.
 
     Returns:
         y for each tensor.
@@ -52,9 +61,13 @@ def all_reduce(ranks: Ranks, tensors: Sequence[tf.Tensor], op: str = "sum") -> l
             present = [i for i, dy in enumerate(upstream) if dy is not None]
             totals = all_reduce(ranks, [upstream[i] for i in present])
             if op != "sum":
-                reached = [tf.cast(own[i] == results[i], own[i].dtype) for i in present]
-                ties = ranks.all_reduce(reached, "sum")
-                shares = [r / n for r, n in zip(reached, ties, strict=True)]
+                reached = [
+                    tf.cast(own[i] == results[i], own[i].dtype)
+                    * tf.cast(1 if ties is None else ties[i], own[i].dtype)
+                    for i in present
+                ]
+                everywhere = ranks.all_reduce(reached, "sum")
+                shares = [r / n for r, n in zip(reached, everywhere, strict=True)]
                 totals = [share * dy for share, dy in zip(shares, totals, strict=True)]
             gradients: list = [None] * len(own)
             for i, total in zip(present, totals, strict=True):
@@ -64,6 +77,25 @@ def all_reduce(ranks: Ranks, tensors: Sequence[tf.Tensor], op: str = "sum") -> l
         return results, backward
 
     return call_with_gradient("all_reduce", forward, tensors) if tensors else []
+
+
+def number_of_ties(tensor: tf.Tensor) -> tf.Tensor | float:
+    """How often an extreme is there among the values that it is of, which share its gradient.
+
+    Returns:
+        The number; 1 if the tensor is no extreme, or nothing tells, as in an eager step.
+    """
+    if not tf.is_symbolic_tensor(tensor):
+        return 1.0  # Where it comes from is not known.
+    op = tensor.op
+    while op.type == "Identity":
+        op = op.inputs[0].op
+    if op.type not in ("Max", "Min"):
+        return 1.0
+    values, axes = op.inputs
+    reduce = tf.reduce_max if op.type == "Max" else tf.reduce_min
+    is_there = values == reduce(values, axes, keepdims=True)
+    return tf.reduce_sum(tf.cast(is_there, tensor.dtype), axes, op.get_attr("keep_dims"))
 
 
 def all_gather(ranks: Ranks, tensor: tf.Tensor) -> tf.Tensor:

@@ -115,7 +115,9 @@ class EpochBatches(keras.callbacks.Callback):
                 steps[:skipped] = [np.empty(0, np.int64)] * skipped
             sizes = np.array([len(step) for step in steps], np.int64)
             if bounds is not None:
-                ranges = [bounds(len(step)) for step in steps]
+                ranges = [
+                    share.rows_to_read(bounds(len(step)), len(step), min, max) for step in steps
+                ]
                 steps = [step[a : a + n] for step, (a, n) in zip(steps, ranges, strict=True)]
             ends = np.cumsum([len(step) for step in steps])
             return np.concatenate(steps), ends.astype(np.int64), sizes
@@ -224,7 +226,7 @@ def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
         def read(indices: tf.Tensor) -> Any:
             size = tf.size(indices, tf.int64)
             if bounds is not None:
-                start, own = bounds(size)
+                start, own = share.rows_to_read(bounds(size), size, tf.minimum, tf.maximum)
                 indices = indices[start : start + own]
             return _element(source.read(indices), size, bounds, change)
 

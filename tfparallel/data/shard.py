@@ -105,7 +105,7 @@ class Shard(NamedTuple):
         return tensor[: self.num_rows] if self.may_be_idle else tensor
 
     def if_it_has_rows(self, term: tf.Tensor) -> tf.Tensor:
-        """A sum over the rows that it computes; 0 where that is but a dummy row."""
+        """What is of the rows that it computes; 0 where that is but a dummy row."""
         if not self.may_be_idle:
             return term
         return tf.where(tf.convert_to_tensor(self.num_rows) > 0, term, tf.zeros_like(term))

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfparallel.data.partition import RowRange, row_ranges
 
-__all__ = ["Readings", "mark", "offer", "readings_of", "rows_of_worker", "unmarked"]
+__all__ = ["Readings", "mark", "offer", "readings_of", "rows_of_worker", "rows_to_read", "unmarked"]
 
 _KEY = "__rows_of_a_batch__"
 
@@ -64,6 +64,22 @@ def rows_of_worker(strategy: Any) -> Bounds:
         return RowRange(own[0].start, sum(rows.size for rows in own))
 
     return bounds
+
+
+def rows_to_read(own: RowRange, num_rows: Any, least: Callable, most: Callable) -> RowRange:
+    """Returns the rows that a worker reads: its own, or one of another's if it has none.
+
+    A replica without rows computes one in vain, since not all operations take none. A made-up one
+    would not do: a layer may refuse it (a word that is in no vocabulary), or make NaN of it.
+
+    Args:
+        own: The worker's rows of a batch.
+        num_rows: Of the batch.
+        least: The smaller of two numbers: `min`, or `tf.minimum` of tensors.
+        most: The larger: `max`, or `tf.maximum`.
+    """
+    start = least(own.start, most(num_rows - 1, 0))
+    return RowRange(start, least(most(own.size, 1), num_rows))
 
 
 def mark(rows: Any, num_global_rows: tf.Tensor) -> dict[str, Any]:

@@ -42,6 +42,9 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
             refuse_swaps(call.callbacks)
         super()._look_at(call)
 
+    def _around_a_batch(self, kind):
+        return self._session.around_a_batch(kind)
+
     def _begin(self, call):
         self._session.begin(call)
         super()._begin(call)

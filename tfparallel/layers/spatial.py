@@ -229,14 +229,40 @@ class SpatialGlobalPooling2D(SpatialPixelwise):
     def call(self, inputs):
         """Reduces each part, then what is left."""
         is_mean = isinstance(self, keras.layers.GlobalAveragePooling2D)
-        reduce = tf.reduce_sum if is_mean else tf.reduce_max
-        found = []
-        for tensor, device in zip(inputs.tensors, self._devices, strict=True):
+        pooled = self._mean(inputs) if is_mean else self._largest(inputs)
+        return pooled if self.keepdims else tf.squeeze(pooled, [1, 2])
+
+    def _mean(self, inputs):
+        sums = self._reduced(tf.reduce_sum, inputs.tensors)
+        return tf.add_n(sums, name="sum_of_parts") / self._num_pixels
+
+    def _largest(self, inputs):
+        """The largest of all pixels. Those that are equal share its gradient, wherever they are."""
+        tensors = inputs.tensors
+        found = tf.reduce_max(tf.stack(self._reduced(tf.reduce_max, tensors)), 0)
+        found = tf.stop_gradient(found)
+
+        def ties(tensor):
+            return tf.reduce_sum(tf.cast(tensor == found, tensor.dtype), [1, 2], keepdims=True)
+
+        def steps(tensor):  # Zeros, with the gradient of the pixels that are the largest.
+            step = tensor - tf.stop_gradient(tensor)
+            step = tf.where(tensor == found, step, tf.zeros_like(step))
+            return tf.reduce_sum(step, [1, 2], keepdims=True)
+
+        number = tf.add_n(self._of_parts(ties, tensors))
+        return found + tf.add_n(self._of_parts(steps, tensors)) / number
+
+    def _reduced(self, reduce, tensors):
+        return self._of_parts(lambda each: reduce(each, [1, 2], keepdims=True), tensors)
+
+    def _of_parts(self, function, tensors):
+        """What a function makes of each part, where it is."""
+        made = []
+        for tensor, device in zip(tensors, self._devices, strict=True):
             with tf.device(device):
-                found.append(reduce(tensor, [1, 2], keepdims=self.keepdims))
-        if is_mean:
-            return tf.add_n(found, name="sum_of_parts") / self._num_pixels
-        return tf.reduce_max(tf.stack(found), 0)
+                made.append(function(tensor))
+        return made
 
 
 class SpatialBatchNormalization(SplitLayer):

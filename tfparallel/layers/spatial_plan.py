@@ -11,7 +11,14 @@ from tfparallel.extend import original_class
 from tfparallel.keras_compat import renormalizes
 from tfparallel.layers import spatial
 
-__all__ = ["CALLER", "HEIGHT", "class_of", "is_in_rows", "is_split_by_height"]
+__all__ = [
+    "CALLER",
+    "HEIGHT",
+    "class_of",
+    "has_activation_of_keras",
+    "is_in_rows",
+    "is_split_by_height",
+]
 
 HEIGHT = "height"
 CALLER = "the model's caller"
@@ -29,7 +36,6 @@ _BEHIND = {
     _layers.LeakyReLU: spatial.SpatialPixelwise,
     _layers.ELU: spatial.SpatialPixelwise,
     _layers.Activation: spatial.SpatialPixelwise,
-    _layers.Rescaling: spatial.SpatialPixelwise,
     _layers.Dropout: spatial.SpatialDropout,
     _layers.BatchNormalization: spatial.SpatialBatchNormalization,
     _layers.Add: spatial.SpatialMerge,
@@ -43,6 +49,16 @@ _BEHIND = {
 def class_of(layer: keras.Layer) -> type:
     """Returns what extends a layer that is split by height."""
     return (_WINDOWS | _BEHIND)[original_class(layer)]
+
+
+def has_activation_of_keras(layer: keras.Layer) -> bool:
+    """Whether an activation, if there is one, is Keras's own, which mixes at most the last axis.
+
+    What a function of the user's own does is not known.
+    """
+    activation = getattr(layer, "activation", None)
+    module = getattr(activation, "__module__", "") or ""
+    return activation is None or module.startswith("keras.src.activations")
 
 
 def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set[str]) -> bool:
@@ -59,6 +75,8 @@ def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set
     if cls not in _WINDOWS | _BEHIND or len(shape) != 4 or None in shape[1:]:
         return False
     if getattr(layer, "data_format", None) == "channels_first":
+        return False
+    if not has_activation_of_keras(layer):
         return False
     others = [name for name in graph.readers[layer.name] if name not in graph.layers]
     if others and others != [CALLER]:

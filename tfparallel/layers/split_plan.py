@@ -22,7 +22,13 @@ import keras
 
 from tfparallel.extend import original_class
 from tfparallel.layers.parallel_hints import hint_of
-from tfparallel.layers.spatial_plan import CALLER, HEIGHT, is_in_rows, is_split_by_height
+from tfparallel.layers.spatial_plan import (
+    CALLER,
+    HEIGHT,
+    has_activation_of_keras,
+    is_in_rows,
+    is_split_by_height,
+)
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.problems import PlacementError, Problems
 from tfparallel.seams.functional import calls_of, calls_to, functional_of, maker_of
@@ -307,11 +313,8 @@ def _channels_last(layer) -> bool:
 
 
 def _mixes(layer) -> bool:
-    activation = getattr(layer, "activation", None)
-    module = getattr(activation, "__module__", "keras.src.activations")
-    name = getattr(activation, "__name__", "linear")
-    # What a function of the user's own does is not known.
-    return not module.startswith("keras.src.activations") or name in _MIX_FEATURES
+    name = getattr(getattr(layer, "activation", None), "__name__", "linear")
+    return not has_activation_of_keras(layer) or name in _MIX_FEATURES
 
 
 def _is_featurewise(layer, cls, tensor) -> bool:

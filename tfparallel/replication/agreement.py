@@ -5,13 +5,15 @@ one would not fail; it would train something that nobody asked for.
 """
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfparallel.cluster.agreement import differences
+from tfparallel.cluster.agreement import differences, name_workers
 from tfparallel.data import share
 from tfparallel.seams.optimizers import rate_of
 
@@ -19,6 +21,12 @@ from tfparallel.seams.optimizers import rate_of
 _NUM_STEPS = 2
 _KINDS = ("fit", "evaluate", "predict")
 _OTHER_BATCH = "The workers were given different batches"
+
+# Of the sum of a weight's sizes. Processors of two kinds may round an update otherwise; weights
+# that were loaded on one worker alone are further apart.
+_MOST_APART = 1e-4
+_PATTERN = 1.0 + np.arange(101) / 101  # By which a weight with two values exchanged is another.
+_ELEMENTS_AT_ONCE = 101 * 2**14
 
 
 def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
@@ -49,6 +57,63 @@ def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
             "are required on all of them. Received: " + "; ".join(found) + ". Start all workers "
             "with the same program and the same data."
         )
+
+
+def check_values(workers, model: keras.Model, when: str) -> None:
+    """Raises unless all workers hold the same weights and states, and count the same steps.
+
+    Args:
+        workers: The strategy's `ProcessGroup`.
+        model: The model.
+        when: In words, behind "the workers hold different weights".
+
+    Raises:
+        RuntimeError: On every worker, with which variables differ, and where.
+    """
+    variables = {v.path: v for v in model.variables if v.dtype != "string"}
+    for metric in model.metrics_variables:  # Of which each worker may have its own rows'.
+        variables.pop(metric.path, None)
+    if model.optimizer is not None:
+        variables["optimizer/iterations"] = model.optimizer.iterations
+    everyones = workers.exchange({path: _fingerprint(v) for path, v in variables.items()})
+    apart = {}
+    for path, first in everyones[0].items():
+        others = [index for index, own in enumerate(everyones) if _differ(first, own[path])]
+        if others:
+            apart[path] = others
+    if not apart:
+        return
+    path, others = next(iter(apart.items()))
+    more = f", and {len(apart) - 1} more variables" if len(apart) > 1 else ""
+    raise RuntimeError(
+        f"The workers hold different weights {when}. The same are required on all of them. "
+        f"Received: '{path}' on {name_workers(others)} is another one than on worker 0{more}. Load "
+        "weights on every worker, from a folder that all see; seed what is drawn "
+        "(`keras.utils.set_random_seed`); call the model in training mode on all workers or on "
+        "none; and give all the same callbacks."
+    )
+
+
+def _fingerprint(variable) -> list[float] | int:
+    """A number that is another one where the values are others; two of floats, for `_differ`."""
+    values = np.asarray(keras.ops.convert_to_numpy(variable)).reshape(-1)
+    if not tf.as_dtype(keras.backend.standardize_dtype(variable.dtype)).is_floating:
+        return zlib.crc32(np.ascontiguousarray(values))
+    size = projection = 0.0
+    for start in range(0, len(values), _ELEMENTS_AT_ONCE):
+        some = values[start : start + _ELEMENTS_AT_ONCE].astype("float64")
+        rows = np.resize(_PATTERN, len(some))
+        size += float(np.abs(some).sum())
+        projection += float(some @ rows)
+    return [projection, size]
+
+
+def _differ(one, other) -> bool:
+    if isinstance(one, int):
+        return one != other
+    if not np.isfinite([*one, *other]).all():
+        return not np.array_equal(np.isfinite(one), np.isfinite(other))
+    return abs(one[0] - other[0]) > _MOST_APART * max(one[1], other[1])
 
 
 @contextlib.contextmanager

@@ -87,8 +87,7 @@ def _global_moments(layer, shard, inputs, mask):
         own = layer._own_moments(x) if mask is None else layer._own_masked_moments(x, mask)
         count, mean, deviations = own
         if shard.may_be_idle:
-            count = tf.where(shard.num_rows > 0, count, 0)
-            deviations = tf.where(shard.num_rows > 0, deviations, 0)
+            count, mean, deviations = map(shard.if_it_has_rows, (count, mean, deviations))
         counts, means, squares = _of_all_replicas(count, mean, deviations)
         counts = in_rows(counts)
         n = tf.reduce_sum(counts, 0) + correction

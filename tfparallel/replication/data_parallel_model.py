@@ -137,6 +137,9 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         own = self._run(call, super(OneStep, self).predict)
         return own if gather_to is None else call.received.at_chief(own)
 
+    def _around_a_batch(self, kind):
+        return self._session.around_a_batch(kind)
+
     def _begin(self, call):
         self._session.begin(call)
         super()._begin(call)  # Rows are kept, and a callback receives them, within all guards.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfparallel.data import share
 from tfparallel.data.shard import count_rows
 from tfparallel.extend import is_own
 from tfparallel.replication import sample_partition
@@ -124,6 +125,8 @@ class LocalSgd(EveryStep):
         """A step on this worker's rows, and every H steps the average."""
         if not self.is_silent:
             return usual(data)
+        if sample_partition.unmarked(data) is data:  # Of which each worker takes its rows.
+            self.model._session.compare(data, "fit")
         own, num_rows = self._rows_here(data)
         way = self.model._way(own, "fit")
         self.refuse_joined(way)
@@ -132,7 +135,7 @@ class LocalSgd(EveryStep):
             logs = tf.cond(
                 num_rows > 0,
                 lambda: self.model._train_on_own_rows(own, way.metrics),
-                self.model.get_metrics_result,
+                self._idle_step,
             )
         of_state.add(num_rows)
         is_time = of_weights.add(num_rows) >= float(self.sync.every)
@@ -144,11 +147,20 @@ class LocalSgd(EveryStep):
         tf.cond(is_time, average, lambda: False)
         return logs
 
+    def _idle_step(self):
+        """The step of a worker without rows: it counts, as the learning rate of all may change."""
+        self.model.optimizer.iterations.assign_add(1)
+        return self.model.get_metrics_result()
+
     def _rows_here(self, data):
         """This worker's rows of what the step was given, and how many they are."""
         own = sample_partition.unmarked(data)
         if own is data:
-            own, _ = self.cut_here(data)
+            own, place = self.cut_here(data)
+            return own, tf.convert_to_tensor(place.num_own_rows)
+        found = share.unmarked(data)
+        if found is not None:
+            return own, share.rows_of_worker(self.model.strategy)(found[1]).size
         return own, tf.convert_to_tensor(count_rows(first_of(own)))
 
     def _weights(self) -> list[keras.Variable]:

@@ -192,12 +192,13 @@ class EveryStep:
     def cut_here(self, data):
         """This worker's rows of a batch that each worker has, and where they lie in it."""
         num_rows = count_rows(first_of(data))
-        start, size = share.rows_of_worker(self.model.strategy)(num_rows)
+        own = share.rows_of_worker(self.model.strategy)(num_rows)
+        start, size = share.rows_to_read(own, num_rows, tf.minimum, tf.maximum)
 
         def cut(leaf):
             return None if leaf is None else shards.cut(leaf, start, size)
 
-        place = Place(self.model.strategy.first_replica, start, size, num_rows)
+        place = Place(self.model.strategy.first_replica, own.start, own.size, num_rows)
         return keras.tree.map_structure(cut, data), place
 
     def refuse(self, required: str, received: str):

@@ -195,7 +195,9 @@ class ReplicatedCall:
                     for pair in zip(outputs, logits, strict=True)
                 ]
                 masks = [None if mask is None else shard.without_dummy_row(mask) for mask in masks]
-                losses = [loss * shard.weight(loss.dtype) for loss in scope.losses]
+                losses = [
+                    shard.if_it_has_rows(loss * shard.weight(loss.dtype)) for loss in scope.losses
+                ]
             return _Replica(
                 shard, tape, own, logits, sources, losses, sums, masks, scope, structure
             )

@@ -125,8 +125,8 @@ def held(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
         strategy: The strategy that trains on it.
 
     Returns:
-        This worker's rows, padded as all others', and the number of rows of each worker; or the
-        global batch and None.
+        This worker's rows, padded as all others', and the number of rows of each worker; of a
+        worker that has none, a row of another's. Or the global batch and None.
     """
     found = share.unmarked(data)
     if found is not None:
@@ -145,7 +145,29 @@ def held(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
     ]
     own = tf.reshape(tf.shape(leaves[0])[0], [1])
     (counts,) = workers.all_gather([own], [1] * workers.num_workers)
-    return tf.nest.pack_sequence_as(batch, leaves), tf.unstack(counts, num=workers.num_workers)
+    counts = tf.unstack(counts, num=workers.num_workers)
+    leaves = _with_a_row(leaves, counts, workers)
+    return tf.nest.pack_sequence_as(batch, leaves), counts
+
+
+def _with_a_row(leaves, counts, workers):
+    """The leaves; of a worker without rows, one of another's (see `share.rows_to_read`)."""
+
+    def of_another():
+        firsts = workers.all_gather(
+            [leaf[:1] for leaf in leaves], [tf.minimum(count, 1) for count in counts], ROWS
+        )
+        missing = 1 - tf.minimum(counts[workers.worker_index], 1)
+        return [
+            tf.concat([leaf, first[:missing]], 0)
+            for leaf, first in zip(leaves, firsts, strict=True)
+        ]
+
+    shapes = [leaf.shape for leaf in leaves]
+    found = tf.cond(tf.reduce_min(tf.stack(counts)) > 0, lambda: list(leaves), of_another)
+    return [
+        tf.ensure_shape(leaf, [None, *shape[1:]]) for leaf, shape in zip(found, shapes, strict=True)
+    ]
 
 
 def joined(data, counts, workers):
@@ -158,7 +180,8 @@ def joined(data, counts, workers):
     """
     if counts is None:
         return data
-    rows = workers.all_gather(tf.nest.flatten(data), counts, ROWS)
+    own = counts[workers.worker_index]
+    rows = workers.all_gather([leaf[:own] for leaf in tf.nest.flatten(data)], counts, ROWS)
     return tf.nest.pack_sequence_as(data, rows)
 
 

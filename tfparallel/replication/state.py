@@ -138,7 +138,7 @@ class CallState:
         totals = sum_over_workers(own_terms)
         for (key, variable), total in zip(written, totals, strict=True):
             if (before := self._sums.get(key)) is None:
-                variable.assign(total)
+                variable.assign(tf.cast(total, variable.dtype))
                 continue
             variable.assign(before[0] + total)
             # In a program the first copy holds the whole; of the others each would count again.
@@ -150,7 +150,7 @@ def _added(old, new, own_shards):
     """What the replicas with examples added to a metric's sum."""
     return tf.add_n(
         [
-            tf.cast(shard.num_rows > 0, after.dtype) * (after - before)
+            shard.if_it_has_rows(after - before)
             for shard, before, after in zip(own_shards, old, new, strict=True)
         ]
     )
@@ -159,9 +159,13 @@ def _added(old, new, own_shards):
 def _share_of_average(new, own_shards):
     """This worker's terms of Σ_k n_k/B x_k; of integers, replica 0's value and nothing else."""
     if not new[0].dtype.is_floating:
-        return new[0] if own_shards[0].replica == 0 else tf.zeros_like(new[0])
+        own = tf.cast(new[0], tf.uint8) if new[0].dtype.is_bool else new[0]
+        return own if own_shards[0].replica == 0 else tf.zeros_like(own)
     return tf.add_n(
-        [shard.weight(part.dtype) * part for shard, part in zip(own_shards, new, strict=True)]
+        [
+            shard.if_it_has_rows(shard.weight(part.dtype) * part)
+            for shard, part in zip(own_shards, new, strict=True)
+        ]
     )
 
 

@@ -5,12 +5,15 @@ Of a process without other workers a session does nothing.
 | | |
 | --- | --- |
 | before | the workers agree on what they train; of what can be indexed each reads its own rows |
-| in the first steps | they compare their batches |
+| in the first steps of an epoch, and in `train_on_batch` | they compare their batches |
+| where a `fit` begins and ends | they compare their weights |
+| at the end of an epoch | all stop if one is to |
 | meanwhile | the chief alone speaks and writes; a worker that stalls, or is lost, is named |
 """
 
 import contextlib
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -89,6 +92,16 @@ class WorkerSession:
             self._guard(call)
         self._read_own_rows(call.asked, "x", call.kind)
 
+    @contextlib.contextmanager
+    def around_a_batch(self, kind: str) -> Iterator[None]:
+        """What is around `train_on_batch` and its like: the workers compare each batch."""
+        if self.workers is None:
+            yield
+            return
+        self._compare_batches(kind)
+        with naming_lost_worker(), agreement.in_plain_words():
+            yield
+
     def compare(self, data: Any, kind: str) -> None:
         """Stops a first step of a method, on all workers, if their batches differ."""
         if self._fingerprints is not None:
@@ -124,19 +137,50 @@ class WorkerSession:
         if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
             call.add_callbacks(chief_only.RestoredByChief(workers))
         agreement.check_fit(workers, model, call.asked)
+        agreement.check_values(workers, model, "where `fit` begins")
         recorder = FlightRecorder.wanted(workers.worker_index, workers.num_workers)
         self._compare_batches("fit", "evaluate")
         self._read_own_rows(call.asked, "x", "fit")
         self._read_own_rows(call.asked, "validation_data", "evaluate")
         self._guard(call, recorder, chief_only.writing_by_chief(callbacks, self.is_chief))
+        call.add_callbacks(_TogetherInEpochs(self))
+        call.enter(self._ending_together())
         if isinstance(recorder, FlightRecorder):
             call.asked["callbacks"] = [recorder.step_end, *call.callbacks, recorder]
+
+    @contextlib.contextmanager
+    def _ending_together(self) -> Iterator[None]:
+        """Behind a `fit` that went well: what the chief wrote is there for all who go on."""
+        yield
+        agreement.check_values(self.workers, self._model, "where `fit` ends")
 
     def _compare_batches(self, *kinds):
         """Has the first steps of these methods compare the workers' batches."""
         if self._fingerprints is None:
             self._fingerprints = agreement.BatchFingerprints(self.workers)
         self._fingerprints.restart(*kinds)
+
+    def begin_epoch(self) -> None:
+        """Has the first steps of an epoch compare the workers' batches."""
+        self._compare_batches("fit")
+
+    def end_epoch(self, last_batch: int | None) -> None:
+        """Stops all workers, if one is to stop: the others would wait for it.
+
+        Raises:
+            RuntimeError: If one has stopped within the epoch, and others have not.
+        """
+        stops, batches = zip(
+            *self.workers.exchange([bool(self._model.stop_training), last_batch]), strict=True
+        )
+        if len(set(batches)) > 1:
+            counts = ", ".join(str(0 if batch is None else batch + 1) for batch in batches)
+            raise RuntimeError(
+                "All workers must make the same steps. Received: epochs of different lengths, by "
+                f"worker: {counts}. If a callback stops in the middle of an epoch by what a batch "
+                "logs, which may be a worker's own, have it stop at the end of the epoch."
+            )
+        self._model.stop_training = any(stops)
 
     def _read_own_rows(self, asked, name, kind):
         """Has this worker read its own rows alone, of what can be indexed.
@@ -178,3 +222,27 @@ class WorkerSession:
         weights = asked.pop("class_weight", None) if name == "x" else None
         change = None if weights is None else class_weighting(weights)
         asked[name] = readings.share(share.rows_of_worker(model.strategy), change)
+
+
+class _TogetherInEpochs(keras.callbacks.Callback):
+    """Tells a session of epochs; the last of the callbacks."""
+
+    async_safe = takes_tensors = True  # It reads no logs.
+
+    def __init__(self, session: WorkerSession):
+        super().__init__()
+        self._session = session
+        self._last_batch: int | None = None
+
+    def on_epoch_begin(self, epoch: int, logs=None) -> None:
+        """Batches may come in another order from now on."""
+        self._session.begin_epoch()
+        self._last_batch = None
+
+    def on_train_batch_begin(self, batch: int, logs=None) -> None:
+        """Notes how far this worker is."""
+        self._last_batch = batch
+
+    def on_epoch_end(self, epoch: int, logs=None) -> None:
+        """What a callback has decided on one worker is for all."""
+        self._session.end_epoch(self._last_batch)

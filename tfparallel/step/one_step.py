@@ -103,6 +103,25 @@ class OneStep(CompiledByDevice):
         """Predicts, as `keras.Model.predict`."""
         return self._run(Call(self, "predict", args, kwargs), super().predict)
 
+    def train_on_batch(self, *args, **kwargs):
+        """Trains on a global batch, as `keras.Model.train_on_batch`."""
+        with self._around_a_batch("fit"):
+            return super().train_on_batch(*args, **kwargs)
+
+    def test_on_batch(self, *args, **kwargs):
+        """Evaluates on a global batch, as `keras.Model.test_on_batch`."""
+        with self._around_a_batch("evaluate"):
+            return super().test_on_batch(*args, **kwargs)
+
+    def predict_on_batch(self, *args, **kwargs):
+        """Predicts of a global batch, as `keras.Model.predict_on_batch`."""
+        with self._around_a_batch("predict"):
+            return super().predict_on_batch(*args, **kwargs)
+
+    def _around_a_batch(self, kind: str) -> AbstractContextManager:
+        """What is around a step that is called by itself: "fit", "evaluate" or "predict"."""
+        return contextlib.nullcontext()
+
     def _run(self, call: Call, method: Callable) -> Any:
         with call:
             self._look_at(call)

@@ -1,0 +1,234 @@
+"""What each worker of `test_agreement.py` runs: programs in which the workers come apart."""
+
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfparallel
+
+NUM_EXAMPLES, BATCH = 21, 4  # The last batch has a row: one of two workers has none.
+_random = np.random.default_rng(0)
+X = _random.normal(size=(NUM_EXAMPLES, 4)) + 3
+Y = _random.normal(size=(NUM_EXAMPLES, 1))
+
+
+def build(*layers):
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+
+
+def parallel(*layers, **options):
+    model = tfparallel.data_parallel(lambda: build(*layers), **options)
+    model.compile("sgd", "mse")
+    return model
+
+
+def fit(model, x=X, y=Y, epochs=2, **options):
+    return model.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, **options)
+
+
+def is_chief():
+    return tfparallel.worker_index() == 0
+
+
+# --- What the workers are told of -------------------------------------------------------------
+
+
+def weights_of_the_chief_alone():
+    model = parallel()
+    if is_chief():
+        model.set_weights([2 * values for values in model.get_weights()])
+    fit(model)
+
+
+def weights_drawn_apart():
+    model = parallel()
+    model.set_weights([np.random.default_rng().normal(size=w.shape) for w in model.get_weights()])
+    fit(model)
+
+
+def a_learning_rate_of_the_chief_alone():
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch))
+    fit(parallel(), callbacks=[schedule] if is_chief() else [])
+
+
+def a_draw_of_the_chief_alone():
+    dropout = keras.layers.Dropout(0.5, seed=7)
+    model = parallel(dropout)
+    if is_chief():
+        model.layers[0](X, training=True)
+    fit(model)
+
+
+def own_rows(rows):
+    return rows[tfparallel.worker_index() :: 2]
+
+
+def rows_of_their_own_in_train_on_batch():
+    model = parallel()
+    model.train_on_batch(X[:8], Y[:8])
+    model.train_on_batch(own_rows(X), own_rows(Y))
+
+
+def rows_of_their_own_in_predict_on_batch():
+    parallel().predict_on_batch(own_rows(X[:8]))
+
+
+def rows_of_their_own_under_local_sgd():
+    fit(parallel(sync="local_sgd:2"), own_rows(X[:16]), own_rows(Y[:16]))
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of which the order is another one in each epoch."""
+
+    def __init__(self, random):
+        super().__init__()
+        self.random, self.order = random, np.arange(NUM_EXAMPLES)
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = self.order[8 * index : 8 * index + 8]
+        return X[rows], Y[rows]
+
+
+def another_order_in_the_second_epoch():
+    data = Batches(np.random.default_rng(tfparallel.worker_index()))
+    reorder = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: data.random.shuffle(data.order)
+    )
+    parallel().fit(data, epochs=2, shuffle=False, verbose=0, callbacks=[reorder])
+
+
+class StopsInAnEpoch(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if is_chief() and batch == 3:
+            self.model.stop_training = True
+
+
+def a_stop_within_an_epoch():
+    model = parallel(sync="accumulate:3")
+    model.fit(X[:20], Y[:20], batch_size=4, verbose=0, shuffle=False, callbacks=[StopsInAnEpoch()])
+
+
+TOLD = {
+    "weights of the chief alone": weights_of_the_chief_alone,
+    "weights drawn apart": weights_drawn_apart,
+    "a learning rate of the chief alone": a_learning_rate_of_the_chief_alone,
+    "a draw of the chief alone": a_draw_of_the_chief_alone,
+    "train_on_batch": rows_of_their_own_in_train_on_batch,
+    "predict_on_batch": rows_of_their_own_in_predict_on_batch,
+    "local_sgd": rows_of_their_own_under_local_sgd,
+    "another order": another_order_in_the_second_epoch,
+    "a stop within an epoch": a_stop_within_an_epoch,
+}
+
+# --- What goes well ---------------------------------------------------------------------------
+
+
+class StopsAfterAnEpoch(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = is_chief() and epoch == 1
+
+
+def a_stop_of_one_worker():
+    return len(fit(parallel(), epochs=5, callbacks=[StopsAfterAnEpoch()]).epoch)
+
+
+def a_file_that_the_chief_writes(folder):
+    """Loaded at once behind `fit`, by all."""
+    path = os.path.join(folder, "it.weights.h5")
+    model, same = parallel(keras.layers.Dense(500)), []
+    for _ in range(3):
+        writes = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+        fit(model, epochs=1, callbacks=[writes] if is_chief() else [])
+        own = model.get_weights()
+        model.load_weights(path)
+        same.append(all(map(np.array_equal, own, model.get_weights())))
+    return same
+
+
+class Standardized(keras.layers.Layer):
+    """Each row by itself; of a row of ones there would be nothing but NaN."""
+
+    def call(self, x):
+        return (x - keras.ops.mean(x, -1, keepdims=True)) / keras.ops.std(x, -1, keepdims=True)
+
+
+class Seen(keras.layers.Layer):
+    """Keeps whether it was called."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), dtype="bool", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.seen.assign(True)
+        return x
+
+
+def batches(x):
+    rows = slice(0, 5) if is_chief() else slice(5, None)
+    data = tf.data.Dataset.from_tensor_slices((x[rows], Y[rows])).batch(BATCH)
+    return tfparallel.data.by_sample(data)
+
+
+def outcome(model, history):
+    return [w.tolist() for w in model.get_weights()], history.history["loss"]
+
+
+def rows_that_one_worker_lacks(how, is_plain=False):
+    """Of batches of 4 of 21 rows, the last has one."""
+    lookup = how.startswith("lookup")
+    x = np.round(np.clip(X, 2, 5)).astype("int64") if lookup else X
+
+    def make():
+        keras.utils.set_random_seed(3)
+        layers = [keras.Input((4,)), Standardized(), Seen()]
+        if lookup:
+            words = keras.layers.IntegerLookup(vocabulary=[2, 3, 4, 5], num_oov_indices=0)
+            layers = [keras.Input((4,), dtype="int64"), words]
+            layers += [keras.layers.Embedding(4, 2), keras.layers.Flatten()]
+        return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+    model = make() if is_plain else tfparallel.data_parallel(make)
+    model.compile("sgd", "mse", metrics=["mae"])
+    if how.endswith("by_sample") and not is_plain:
+        history = model.fit(batches(x), epochs=1, verbose=0)
+    elif how.endswith("by_sample"):
+        # The batches of both workers one after the other, and then what the second has left.
+        starts = [(0, 5), (4, 9), (8, 13), (12, 17)]
+        own, other = np.split(np.arange(NUM_EXAMPLES), [5])
+        steps = [np.r_[own[a : a + 4], other[a : a + 4]] for a, _ in starts]
+        data = tf.data.Dataset.from_generator(
+            lambda: ((x[rows], Y[rows]) for rows in steps),
+            output_signature=(tf.TensorSpec([None, 4], x.dtype), tf.TensorSpec([None, 1], Y.dtype)),
+        )
+        history = model.fit(data, epochs=1, verbose=0)
+    else:
+        history = model.fit(x, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    return outcome(model, history)
+
+
+LACKING = ("arrays", "by_sample", "lookup", "lookup by_sample")
+
+
+def main(folder):
+    keras.config.set_floatx("float64")
+    told = {}
+    for name, program in TOLD.items():
+        try:
+            program()
+            told[name] = "nothing"
+        except RuntimeError as error:
+            told[name] = str(error)
+    stopped, same = a_stop_of_one_worker(), a_file_that_the_chief_writes(folder)
+    lacking = {how: rows_that_one_worker_lacks(how) for how in LACKING}
+    model = parallel(Standardized(), sync="accumulate:2")
+    model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    finite = bool(all(np.isfinite(w).all() for w in model.get_weights()))
+    return {
+        "told": told, "stopped": stopped, "same": same, "lacking": lacking, "finite": finite,
+    }  # fmt: skip

@@ -1,0 +1,69 @@
+"""Workers that come apart are told so; those of which one has no rows train as one device does."""
+
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+
+from . import agreement
+from .jobs import run_workers
+
+PROGRAM = pathlib.Path(__file__).with_name("agreement.py")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(name="job", scope="module")
+def run_job(tmp_path_factory):
+    arguments = [str(tmp_path_factory.mktemp("saved"))]
+    return run_workers(PROGRAM, 2, arguments=arguments, timeout_seconds=600)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("weights of the chief alone", "hold different weights where `fit` begins"),
+        ("weights drawn apart", "hold different weights where `fit` begins"),
+        ("a learning rate of the chief alone", "hold different weights where `fit` ends"),
+        ("a draw of the chief alone", "seed_generator_state' on worker 1 is another one"),
+        ("train_on_batch", "The workers were given different batches"),
+        ("predict_on_batch", "The workers were given different batches"),
+        ("local_sgd", "The workers were given different batches"),
+        ("another order", "The workers were given different batches"),
+        ("a stop within an epoch", "epochs of different lengths, by worker: 4, 5"),
+    ],
+)
+def test_workers_that_come_apart_are_told(job, name, said):
+    """Story: each of these ended without an error, with other weights on each worker."""
+    for seen in job:
+        assert said in seen["told"][name]
+
+
+def test_all_stop_if_one_is_to(job):
+    """Story: the others waited for it in the next epoch, and the job was lost."""
+    assert [seen["stopped"] for seen in job] == [2, 2]
+
+
+def test_what_the_chief_writes_is_there_behind_fit(job):
+    """Story: without a meeting there the other worker found the file of the last `fit`, or none."""
+    assert [seen["same"] for seen in job] == [[True] * 3] * 2
+
+
+@pytest.mark.parametrize("how", agreement.LACKING)
+def test_a_worker_without_rows_computes_those_of_another_in_vain(job, how):
+    """Story: it computed a row of ones, and 0 · NaN of that, or an error, was everybody's."""
+    keras.config.set_floatx("float64")
+    try:
+        weights, losses = agreement.rows_that_one_worker_lacks(how, is_plain=True)
+    finally:
+        keras.config.set_floatx("float32")
+    for seen in job:
+        found, seen_losses = seen["lacking"][how]
+        np.testing.assert_allclose(seen_losses, losses, rtol=1e-9)
+        for one, other in zip(found, weights, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_no_rows_are_no_nan_where_updates_are_of_several_steps(job):
+    assert all(seen["finite"] for seen in job)
