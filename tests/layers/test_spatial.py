@@ -113,3 +113,59 @@ def test_it_trains_to_the_weights_of_one_device(num_devices):
 def test_the_split_of_convolutions_has_a_name():
     with pytest.raises(ValueError, match="must be 'channels' or 'height'. Received: .*'width'"):
         tfparallel.tensor_parallel(network, DEVICES[:2], convolutions="width")
+
+
+def weights_of_both(make, x, y, learning_rate):
+    """The weights on one device, and on two by height."""
+    found = []
+    for build in (
+        make, lambda: tfparallel.tensor_parallel(make, DEVICES[:2], convolutions="height")
+    ):  # fmt: skip
+        model = seeded(build)
+        model.compile(keras.optimizers.SGD(learning_rate), "mse")
+        model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+        found.append([variable.numpy() for variable in model.variables])
+    return model, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("kernel", ["zeros", "ones", "glorot_uniform"])
+def test_pixels_that_tie_share_the_gradient_of_the_largest(kernel, keepdims):
+    """Story: it was shared among the parts, and within each: weights were 0.2 off."""
+
+    def make():
+        inputs = keras.Input((7, 7, 1))
+        x = layers.Conv2D(2, 2, padding="same", kernel_initializer=kernel, name="conv")(inputs)
+        x = layers.GlobalMaxPooling2D(keepdims=keepdims, name="largest")(x)
+        return keras.Model(inputs, layers.Dense(1)(x))
+
+    random = np.random.default_rng(0)
+    x, y = random.integers(2, size=(12, 7, 7, 1)) * 1.0, random.normal(size=(12, 1, 1, 1))
+    model, (plain, found) = weights_of_both(make, x, y if keepdims else y[:, 0, 0], 0.01)
+    assert model.split["largest"] == "height"
+    for one, other in zip(plain, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_an_activation_of_ones_own_is_computed_of_the_whole_picture():
+    """Story: it was computed part by part; this one subtracts the mean of a picture."""
+
+    def centred(x):
+        return (x - keras.ops.mean(x, (1, 2), keepdims=True)) ** 2
+
+    def make():
+        inputs = keras.Input((8, 5, 2))
+        x = layers.Conv2D(3, 3, padding="same", name="first")(inputs)
+        x = layers.Rescaling(0.5)(x)  # Keras hands it no parts.
+        x = layers.Conv2D(3, 3, padding="same", activation=centred, name="second")(x)
+        x = layers.Activation(centred, name="third")(x)
+        return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(12, 8, 5, 2)), random.normal(size=(12, 1))
+    model, (plain, found) = weights_of_both(make, x, y, 1e-3)
+    assert "first" in model.split and not {"second", "third"} & set(model.split)
+    for one, other in zip(plain, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-11)

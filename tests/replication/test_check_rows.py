@@ -57,6 +57,15 @@ class ScaledByLargest(layers.Layer):
         return x / tfparallel.all_reduce(ops.max(ops.abs(x)), "max")
 
 
+class MinusLargest(layers.Layer):
+    """Subtracts the largest of the batch, for each feature."""
+
+    def call(self, x):
+        largest = ops.max(x, 0)
+        is_replica = tf.distribute.has_strategy()
+        return x - (tfparallel.all_reduce(largest, "max") if is_replica else largest)
+
+
 class LargestSum(layers.Layer):
     def call(self, x):
         return x / tfparallel.all_reduce(ops.max(ops.sum(x, 0)), "max")
@@ -475,3 +484,24 @@ def test_rows_of_few_values_may_be_alike_once_but_not_always(kind, num_devices):
     x = tf.constant([["p"], ["q"], ["q"], ["x"]]) if kind == "words" else np.array([[0], [1]] * 2)
     with pytest.raises(ValueError, match="class LessRunningMean"):
         model.fit(x, np.ones((4, 1)), verbose=0)
+
+
+@pytest.mark.slow
+def test_rows_that_tie_share_the_gradient_of_the_largest():
+    """Story: the replicas shared it, whatever number of rows each had that tie."""
+    x = np.tile([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]], (6, 1)).astype("float32")[:5]
+    y = np.linspace(-1, 1, 5, dtype="float32")[:, None]
+    weights = []
+    for wrap in (lambda build: build(), lambda build: tfparallel.data_parallel(build, devices=TWO)):
+
+        def build():
+            dense = layers.Dense(3, kernel_initializer="ones")
+            return keras.Sequential([keras.Input((4,)), dense, MinusLargest(), layers.Dense(1)])
+
+        keras.utils.set_random_seed(3)
+        model = wrap(build)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, batch_size=5, epochs=3, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
