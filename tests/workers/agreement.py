@@ -179,18 +179,28 @@ def outcome(model, history):
     return [w.tolist() for w in model.get_weights()], history.history["loss"]
 
 
+LOOKUPS = {
+    # Without an index for what is in no vocabulary: a made-up row would be an error.
+    "lookup": (
+        "int64", lambda: keras.layers.IntegerLookup(vocabulary=[2, 3, 4, 5], num_oov_indices=0)
+    ),
+    "words": ("string", lambda: keras.layers.StringLookup(vocabulary=list("2345"))),
+}  # fmt: skip
+
+
 def rows_that_one_worker_lacks(how, is_plain=False):
     """Of batches of 4 of 21 rows, the last has one."""
-    lookup = how.startswith("lookup")
-    x = np.round(np.clip(X, 2, 5)).astype("int64") if lookup else X
+    kind = how.partition(" ")[0]
+    x = X if kind not in LOOKUPS else np.round(np.clip(X, 2, 5)).astype("int64")
+    if kind == "words":
+        x = x.astype("str")
 
     def make():
         keras.utils.set_random_seed(3)
         layers = [keras.Input((4,)), Standardized(), Seen()]
-        if lookup:
-            words = keras.layers.IntegerLookup(vocabulary=[2, 3, 4, 5], num_oov_indices=0)
-            layers = [keras.Input((4,), dtype="int64"), words]
-            layers += [keras.layers.Embedding(4, 2), keras.layers.Flatten()]
+        if kind in LOOKUPS:
+            layers = [keras.Input((4,), dtype=LOOKUPS[kind][0]), LOOKUPS[kind][1]()]
+            layers += [keras.layers.Embedding(5, 2), keras.layers.Flatten()]
         return keras.Sequential([*layers, keras.layers.Dense(1)])
 
     model = make() if is_plain else tfparallel.data_parallel(make)
@@ -204,7 +214,10 @@ def rows_that_one_worker_lacks(how, is_plain=False):
         steps = [np.r_[own[a : a + 4], other[a : a + 4]] for a, _ in starts]
         data = tf.data.Dataset.from_generator(
             lambda: ((x[rows], Y[rows]) for rows in steps),
-            output_signature=(tf.TensorSpec([None, 4], x.dtype), tf.TensorSpec([None, 1], Y.dtype)),
+            output_signature=(
+                tf.TensorSpec([None, 4], tf.string if kind == "words" else x.dtype),
+                tf.TensorSpec([None, 1], Y.dtype),
+            ),
         )
         history = model.fit(data, epochs=1, verbose=0)
     else:
@@ -212,7 +225,7 @@ def rows_that_one_worker_lacks(how, is_plain=False):
     return outcome(model, history)
 
 
-LACKING = ("arrays", "by_sample", "lookup", "lookup by_sample")
+LACKING = ("arrays", "by_sample", "lookup", "lookup by_sample", "words by_sample")
 
 
 def main(folder):

@@ -151,23 +151,28 @@ def held(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
 
 
 def _with_a_row(leaves, counts, workers):
-    """The leaves; of a worker without rows, one of another's (see `share.rows_to_read`)."""
+    """The leaves; of a worker without rows, one of another's (see `share.rows_to_read`).
+
+    Texts do not travel: an empty one stands for each.
+    """
+    least = [tf.minimum(count, 1) for count in counts]
+    missing = 1 - least[workers.worker_index]
+    sent = [index for index, leaf in enumerate(leaves) if leaf.dtype != tf.string]
 
     def of_another():
-        firsts = workers.all_gather(
-            [leaf[:1] for leaf in leaves], [tf.minimum(count, 1) for count in counts], ROWS
-        )
-        missing = 1 - tf.minimum(counts[workers.worker_index], 1)
-        return [
-            tf.concat([leaf, first[:missing]], 0)
-            for leaf, first in zip(leaves, firsts, strict=True)
-        ]
+        return workers.all_gather([leaves[index][:1] for index in sent], least, ROWS)
 
-    shapes = [leaf.shape for leaf in leaves]
-    found = tf.cond(tf.reduce_min(tf.stack(counts)) > 0, lambda: list(leaves), of_another)
-    return [
-        tf.ensure_shape(leaf, [None, *shape[1:]]) for leaf, shape in zip(found, shapes, strict=True)
-    ]
+    firsts = [leaf[:0] for leaf in leaves]
+    if sent:
+        found = tf.cond(
+            tf.reduce_min(least) > 0, lambda: [firsts[index] for index in sent], of_another
+        )
+        for index, first in zip(sent, found, strict=True):
+            firsts[index] = tf.ensure_shape(first[:missing], leaves[index].shape)
+    for index, leaf in enumerate(leaves):
+        if leaf.dtype == tf.string:
+            firsts[index] = tf.fill(tf.concat([[missing], tf.shape(leaf)[1:]], 0), "")
+    return [tf.concat(pair, 0) for pair in zip(leaves, firsts, strict=True)]
 
 
 def joined(data, counts, workers):
