@@ -202,6 +202,7 @@ def test_groups_of_deferred_batch_normalization_are_the_pieces():
 def test_everything_of_a_replica_is_on_its_devices():
     mesh = tfparallel.Mesh(data=2, tensor=2)
     model = compile_model(hybrid(mesh=mesh))
+    model.make_train_function()  # Which makes the optimizer's state.
     for variable in parts_of(model.trainable_variables):
         first, second = (short(copy.device) for copy in copies_of(variable))
         assert (first, second) in [("CPU:0", "CPU:2"), ("CPU:1", "CPU:3")]

@@ -149,6 +149,8 @@ def test_a_pipeline_that_is_asked_for_is_planned_whatever_it_takes():
     timeline = found.prediction.timeline
     assert timeline.makespan == pytest.approx((4 + 1) * 2 * 4e-3)
     assert found.step_seconds == pytest.approx(timeline.makespan)
+    with pytest.raises(PlacementError, match="in this pipeline: batch normalization, unless"):
+        planned(lambda: build(normalized=True), num_devices=2, parallelism="pipeline")
     # More stages than layers: the last pass on what they are given.
     (empty,) = planned(deep, num_devices=5, parallelism="pipeline", num_micro_batches=2).ranked
     assert empty.layers_per_stage == (1, 1, 1, 1, 0) and empty.why_not is None

@@ -151,6 +151,17 @@ def a_file_that_the_chief_writes(folder):
     return same
 
 
+def what_is_no_difference():
+    """More objects of Keras's on one worker; seeds that a worker without rows does not move on."""
+    if is_chief():
+        build(keras.layers.Dropout(0.5))
+    fit(parallel(keras.layers.Dropout(0.5)))
+    model = parallel(keras.layers.Dropout(0.5), sync="local_sgd:2")
+    for _ in range(2):
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    return "nothing"
+
+
 class Standardized(keras.layers.Layer):
     """Each row by itself; of a row of ones there would be nothing but NaN."""
 
@@ -237,6 +248,7 @@ def main(folder):
             told[name] = "nothing"
         except RuntimeError as error:
             told[name] = str(error)
+    told["what is no difference"] = what_is_no_difference()
     stopped, same = a_stop_of_one_worker(), a_file_that_the_chief_writes(folder)
     lacking = {how: rows_that_one_worker_lacks(how) for how in LACKING}
     model = parallel(Standardized(), sync="accumulate:2")

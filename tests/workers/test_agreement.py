@@ -25,12 +25,13 @@ def run_job(tmp_path_factory):
     [
         ("weights of the chief alone", "hold different weights where `fit` begins"),
         ("weights drawn apart", "hold different weights where `fit` begins"),
-        ("a learning rate of the chief alone", "hold different weights where `fit` ends"),
-        ("a draw of the chief alone", "seed_generator_state' on worker 1 is another one"),
+        ("a learning rate of the chief alone", "different weights behind the first epoch"),
+        ("a draw of the chief alone", "seed_generator_state' on worker 1 differs"),
         ("train_on_batch", "The workers were given different batches"),
         ("predict_on_batch", "The workers were given different batches"),
         ("local_sgd", "The workers were given different batches"),
         ("another order", "The workers were given different batches"),
+        ("what is no difference", "nothing"),
         ("a stop within an epoch", "epochs of different lengths, by worker: 4, 5"),
     ],
 )

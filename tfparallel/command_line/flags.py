@@ -142,7 +142,7 @@ def nearest(typed: str, words: Iterable[str]) -> str | None:
         'num_micro_batches'
     """
     words = list(words)
-    whole = [word for word in words if typed in f"_{word}_" and len(typed) > 2]
+    whole = [word for word in words if f"_{typed}_" in f"_{word}_"]
     parts = [word for word in words if f"_{word}_" in f"_{typed}_"]
     alike = difflib.get_close_matches(typed, words, n=1, cutoff=0.7)
     return next(iter([*alike, *whole, *parts]), None)

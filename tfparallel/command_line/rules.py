@@ -134,7 +134,13 @@ def check(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
 
 def plan(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
     """Likewise of `plan`."""
-    return _of_options(values, _micro_batch_problems, _schedule_problems)
+    problems = _of_options(values, _micro_batch_problems, _schedule_problems)
+    if values.parallel == "pipeline" and values.num_devices == 1:
+        problems.append(
+            "A pipeline has a device for each stage, two or more. Received: --parallel=pipeline "
+            "with --num_devices=1. Add --num_devices=2."
+        )
+    return problems
 
 
 def bench(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:

@@ -123,7 +123,7 @@ def plan_task(
         task: The task.
         num_devices: How many devices there are.
         options: What the flags say; of `parallel`, what is planned: "auto", "model" or "pipeline".
-        devices: Those devices; needed for `--num_trials` alone.
+        devices: Those devices; used for `--num_trials` alone.
 
     Raises:
         UsageError: If the model's layers cannot be seen.
@@ -167,16 +167,12 @@ def nothing_fits(plan: Plan) -> str:
     """Says what no mesh of a plan fits, by how much, and what to do."""
     limit = size_text(plan.choices.device_memory)
     of_devices = f"{plan.num_devices} device{'s' * (plan.num_devices > 1)} of {limit}"
-    least = min((c for c in plan.ranked if c.held_bytes is not None), key=_held)
+    least = min((c for c in plan.ranked if c.held_bytes is not None), key=lambda c: c.held_bytes)
     return (
         f"nothing fits {of_devices}: {least.mesh} comes closest, {least.why_not}. Take more "
         "devices, a smaller batch, --recompute=always, an optimizer with less state, or smaller "
         "layers."
     )
-
-
-def _held(candidate: Candidate) -> int:
-    return candidate.held_bytes or 0
 
 
 def trial_builder(

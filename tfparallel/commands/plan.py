@@ -69,7 +69,7 @@ def _command(path: str, options: TrainOptions, candidate: Candidate) -> str:
         parts.append(f"--mesh={str(mesh).replace(', ', ',')}")
     elif mesh.size > 1:
         parts.append(f"--num_devices={mesh.size}")
-    if candidate.num_micro_batches > 1 or parallelism == "pipeline":
+    if mesh.pipeline > 1 and parallelism != "model":
         parts.append(f"--num_micro_batches={candidate.num_micro_batches}")
         for name in ("schedule", "chunks_per_device", "recompute"):
             if getattr(options, name) is not None:
@@ -140,7 +140,7 @@ def _rests_on(plan: Plan) -> list[str]:
             f"the devices share {plan.num_cores} core{'s' * (plan.num_cores > 1)}: {at_once} at "
             f"work at once do {plan.side_by_side:.2f} times as much as one"
         )
-    elif math.isinf(plan.side_by_side):
+    elif plan.num_devices > 1 and math.isinf(plan.side_by_side):
         lines.append("each device computes by itself; what travels between them was not measured")
     return lines
 

@@ -247,7 +247,8 @@ class SpatialGlobalPooling2D(SpatialPixelwise):
 
         def steps(tensor):  # Zeros, with the gradient of the pixels that are the largest.
             step = tensor - tf.stop_gradient(tensor)
-            step = tf.where(tensor == found, step, tf.zeros_like(step))
+            is_one = (tensor == found) & tf.math.is_finite(tensor)  # ∞ − ∞ is NaN.
+            step = tf.where(is_one, step, tf.zeros_like(step))
             return tf.reduce_sum(step, [1, 2], keepdims=True)
 
         number = tf.add_n(self._of_parts(ties, tensors))

@@ -84,6 +84,8 @@ class PlacedModel(OneStep):
         """Builds the step of `fit`, which waits for what was written eagerly before it."""
         if force or self.train_function is None:
             check_known(self)
+            if self.optimizer is not None:  # A step that is called by itself needs it, too.
+                self._build_optimizer()
         super().make_train_function(force)
         self.train_function = _after_writes(self.train_function)
         return self.train_function

@@ -140,7 +140,7 @@ def parallelism_of(mesh: Mesh) -> str:
     """Returns the parallelism that trains on a mesh, as `--parallel` names it.
 
     Example:
-        >>> [form_of(mesh) for mesh in (Mesh(), Mesh(data=2), Mesh(data=2, pipeline=2))]
+        >>> [parallelism_of(mesh) for mesh in (Mesh(), Mesh(data=2), Mesh(data=2, pipeline=2))]
         ['none', 'data', 'hybrid']
     """
     axes = [axis for axis, size in dataclasses.asdict(mesh).items() if size > 1]

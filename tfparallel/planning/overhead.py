@@ -1,6 +1,5 @@
 """What a mesh takes beside the layers: a tiny model's step, alone, on replicas, in stages."""
 
-import contextlib
 import statistics
 from collections.abc import Callable
 
@@ -37,17 +36,18 @@ def measured_tiny_steps(
 
     alone, replicas, stages = measured(lambda build: build()), None, None
     if on_replicas or in_stages:
-        # There may be one GPU; or TensorFlow has started on one CPU.
-        with contextlib.suppress(ValueError, RuntimeError):
+        try:
             devices = device_lib.choose_devices(num_devices=2)
-            if on_replicas:
-                replicas = measured(lambda build: data_parallel(build, devices=devices))
-            if in_stages:
-                stages = measured(
-                    lambda build: pipeline_parallel(
-                        build, devices, NUM_MICRO_BATCHES, layers_per_stage=[1, 1]
-                    )
+        except (ValueError, RuntimeError):  # One GPU; or TensorFlow has started on one CPU.
+            return TinySteps(alone)
+        if on_replicas:
+            replicas = measured(lambda build: data_parallel(build, devices=devices))
+        if in_stages:
+            stages = measured(
+                lambda build: pipeline_parallel(
+                    build, devices, NUM_MICRO_BATCHES, layers_per_stage=[1, 1]
                 )
+            )
     return TinySteps(alone, replicas, stages)
 
 

@@ -117,7 +117,8 @@ def make_plan(
         progress: Is told what is measured, while it is.
 
     Raises:
-        PlacementError: If the model's layers cannot be seen.
+        PlacementError: If the model's layers cannot be seen, or the pipeline that is planned cannot
+            train it.
     """
     started = time.perf_counter()
     try:
@@ -126,9 +127,13 @@ def make_plan(
         model = check_model(build_model())
     if not model.compiled:
         compile_model(model)
+    meshes = choices.meshes(num_devices)
+    if choices.parallelism == "pipeline":
+        why_not = _refusal(model, meshes[0], choices, batch_normalization)
+        if why_not is not None:
+            raise PlacementError(f"The model cannot be trained in this pipeline: {why_not}.")
     sizes = _sizes(num_devices, choices)
     cores = None if list_devices("GPU") else len(available_cores())
-    meshes = choices.meshes(num_devices)
     progress("steps of a tiny model")
     tiny_steps = measured_tiny_steps(
         model.optimizer,

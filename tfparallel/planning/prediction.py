@@ -64,7 +64,7 @@ class Pieces:
 
     @property
     def all_gradients(self) -> bool:
-        """Whether all are held at once: those of pieces and replicas are added up first."""
+        """Whether all gradients are held at once, as sums over pieces or replicas are."""
         return self.has_calls or self.mesh.data > 1
 
     @property
@@ -258,11 +258,15 @@ def _sums_seconds(stages, pieces, machine) -> float:
     replicas, more_pieces = pieces.mesh.data, pieces.schedule.num_micro_batches - 1
     longest = total = 0.0
     for stage in stages:
-        size = sum(layer.trained_bytes for layer in stage.layers)
-        of_pieces = more_pieces * machine.sum_seconds(2, size)
-        of_replicas = machine.sum_seconds(replicas, size) if replicas > 1 else 0.0
-        longest = max(longest, of_pieces + of_replicas)
-        total += replicas * of_pieces + of_replicas
+        shares = [_share(layer, pieces) * layer.trained_bytes for layer in stage.layers]
+        for_all = sum(layer.trained_bytes for layer in stage.layers)
+        for size, is_all in ((sum(shares), False), (for_all, True)):
+            of_pieces = more_pieces * machine.sum_seconds(2, size)
+            of_replicas = machine.sum_seconds(replicas, size) if replicas > 1 else 0.0
+            if is_all:
+                total += replicas * of_pieces + of_replicas
+            else:
+                longest = max(longest, of_pieces + of_replicas)
     return max(longest, total / machine.side_by_side)
 
 

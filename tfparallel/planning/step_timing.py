@@ -30,6 +30,8 @@ def measured_loss(model: keras.Model, batch_size: int) -> float | None:
     """
     inputs = [keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in model.outputs]
     names = [name.partition("/")[0] for name in functional_of(model).output_names]
+    if len(set(names)) < len(names):  # Several outputs of one layer have no names of their own.
+        names = [f"{name}_{index}" for index, name in enumerate(names)]
     pairs = zip(inputs, names, strict=True)
     outputs = [keras.layers.Identity(name=name)(tensor) for tensor, name in pairs]
     alone = keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])

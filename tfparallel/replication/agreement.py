@@ -1,4 +1,4 @@
-"""Do all workers train the same model on the same batches: asked before a weight changes.
+"""Whether all workers train the same model on the same batches, and come to the same weights.
 
 Every worker runs the whole program on the whole batch, so a worker whose data or model is another
 one would not fail; it would train something that nobody asked for.
@@ -22,10 +22,10 @@ _NUM_STEPS = 2
 _KINDS = ("fit", "evaluate", "predict")
 _OTHER_BATCH = "The workers were given different batches"
 
-# Of the sum of a weight's sizes. Processors of two kinds may round an update otherwise; weights
-# that were loaded on one worker alone are further apart.
+# Relative to the sum of a weight's absolute values. Processors of two kinds may round an update
+# differently; weights that were loaded on one worker alone are further apart.
 _MOST_APART = 1e-4
-_PATTERN = 1.0 + np.arange(101) / 101  # By which a weight with two values exchanged is another.
+_PATTERN = 1.0 + np.arange(101) / 101  # Factors that differ, so that the order of values counts.
 _ELEMENTS_AT_ONCE = 101 * 2**14
 
 
@@ -59,45 +59,76 @@ def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
         )
 
 
-def check_values(workers, model: keras.Model, when: str) -> None:
-    """Raises unless all workers hold the same weights and states, and count the same steps.
+def check_values(workers, model: keras.Model, when: str, *, states: bool = True) -> None:
+    """Raises unless all workers hold the same weights.
 
     Args:
         workers: The strategy's `ProcessGroup`.
         model: The model.
-        when: In words, behind "the workers hold different weights".
+        when: In words, behind "The workers hold different weights".
+        states: Whether to compare seeds and counts, too.
 
     Raises:
         RuntimeError: On every worker, with which variables differ, and where.
     """
-    variables = {v.path: v for v in model.variables if v.dtype != "string"}
-    for metric in model.metrics_variables:  # Of which each worker may have its own rows'.
-        variables.pop(metric.path, None)
-    if model.optimizer is not None:
-        variables["optimizer/iterations"] = model.optimizer.iterations
-    everyones = workers.exchange({path: _fingerprint(v) for path, v in variables.items()})
+    # By their order: Keras numbers its objects, and one worker may have made more of them.
+    variables = [v for v in model.variables if v.dtype != "string"]
+    if states and model.optimizer is not None:
+        variables.append(model.optimizer.iterations)
+    if not states:
+        variables = [v for v in variables if _is_floating(v)]
+    everyones = workers.exchange({"when": when, "values": list(map(_fingerprint, variables))})
+    if any(own.get("when") != when for own in everyones):
+        raise RuntimeError(
+            "The workers did not make the same calls: all must come to the same place. Received: "
+            f"a worker that has come to where it compares weights {when}, and one that has not, "
+            "after an error perhaps. Let the error end the program."
+        )
+    values = [own["values"] for own in everyones]
     apart = {}
-    for path, first in everyones[0].items():
-        others = [index for index, own in enumerate(everyones) if _differ(first, own[path])]
+    for place, variable in enumerate(variables):
+        others = [i for i, own in enumerate(values) if _differ(values[0][place], own[place])]
         if others:
-            apart[path] = others
+            apart[variable.path] = others
     if not apart:
         return
     path, others = next(iter(apart.items()))
-    more = f", and {len(apart) - 1} more variables" if len(apart) > 1 else ""
+    more = f", and so do {len(apart) - 1} more variables" if len(apart) > 1 else ""
     raise RuntimeError(
         f"The workers hold different weights {when}. The same are required on all of them. "
-        f"Received: '{path}' on {name_workers(others)} is another one than on worker 0{more}. Load "
+        f"Received: '{path}' on {name_workers(others)} differs from worker 0's{more}. Load "
         "weights on every worker, from a folder that all see; seed what is drawn "
         "(`keras.utils.set_random_seed`); call the model in training mode on all workers or on "
         "none; and give all the same callbacks."
     )
 
 
+def check_readings(workers, facts: dict[str, str]) -> None:
+    """Raises unless all workers read shares of the same data.
+
+    Args:
+        workers: The strategy's `ProcessGroup`.
+        facts: What `share.Readings` tells of it.
+
+    Raises:
+        RuntimeError: On every worker, with what differs.
+    """
+    if found := differences(dict(enumerate(workers.exchange(facts)))):
+        raise RuntimeError(
+            "The workers read different data; the same is required on all of them. Received: "
+            + "; ".join(found)
+            + ". Give all workers the same arrays or files."
+        )
+
+
+def _is_floating(variable) -> bool:
+    return tf.as_dtype(keras.backend.standardize_dtype(variable.dtype)).is_floating
+
+
 def _fingerprint(variable) -> list[float] | int:
-    """A number that is another one where the values are others; two of floats, for `_differ`."""
+    """A checksum of the values; of floating-point ones a projection and their size."""
     values = np.asarray(keras.ops.convert_to_numpy(variable)).reshape(-1)
-    if not tf.as_dtype(keras.backend.standardize_dtype(variable.dtype)).is_floating:
+    if not _is_floating(variable):
         return zlib.crc32(np.ascontiguousarray(values))
     size = projection = 0.0
     for start in range(0, len(values), _ELEMENTS_AT_ONCE):

@@ -7,10 +7,11 @@
 
 Use it where the data does not fit, or is not readable, on every worker: each opens its own files.
 The workers tell each other how many rows they have, and that is all that crosses: a row is trained
-on where it was read. No example is dropped or counted twice, a worker whose examples have run out
-takes part with none, and batches padded to different lengths are padded to the longest. Where
-losses or metrics need the outputs of all rows (`step/where_rows_meet.py`), and in a user's own
-step, the batches are joined on the wire before the step sees them.
+on where it was read. No example is dropped or counted twice; a worker whose examples have run out
+takes part with none, and is lent a row that it computes in vain. Batches padded to different
+lengths are padded to the longest. Where losses or metrics need the outputs of all rows
+(`step/where_rows_meet.py`), and in a user's own step, the batches are joined on the wire before the
+step sees them.
 """
 
 from typing import Any
@@ -153,26 +154,25 @@ def held(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
 def _with_a_row(leaves, counts, workers):
     """The leaves; of a worker without rows, one of another's (see `share.rows_to_read`).
 
-    Texts do not travel: an empty one stands for each.
+    Of texts, which do not travel, an empty one stands for it.
     """
     least = [tf.minimum(count, 1) for count in counts]
     missing = 1 - least[workers.worker_index]
-    sent = [index for index, leaf in enumerate(leaves) if leaf.dtype != tf.string]
+    kinds = [leaf.dtype for leaf in leaves]
+    sent = [kind.is_floating or kind.is_integer or kind.is_bool for kind in kinds]
 
     def of_another():
-        return workers.all_gather([leaves[index][:1] for index in sent], least, ROWS)
+        own = [leaf[:1] for leaf, is_sent in zip(leaves, sent, strict=True) if is_sent]
+        firsts = iter(workers.all_gather(own, least, ROWS) if own else [])
+        found = []
+        for leaf, is_sent in zip(leaves, sent, strict=True):
+            shape = tf.concat([[missing], tf.shape(leaf)[1:]], 0)
+            row = next(firsts)[:missing] if is_sent else tf.zeros(shape, leaf.dtype)
+            found.append(tf.concat([leaf, row], 0))
+        return found
 
-    firsts = [leaf[:0] for leaf in leaves]
-    if sent:
-        found = tf.cond(
-            tf.reduce_min(least) > 0, lambda: [firsts[index] for index in sent], of_another
-        )
-        for index, first in zip(sent, found, strict=True):
-            firsts[index] = tf.ensure_shape(first[:missing], leaves[index].shape)
-    for index, leaf in enumerate(leaves):
-        if leaf.dtype == tf.string:
-            firsts[index] = tf.fill(tf.concat([[missing], tf.shape(leaf)[1:]], 0), "")
-    return [tf.concat(pair, 0) for pair in zip(leaves, firsts, strict=True)]
+    found = tf.cond(tf.reduce_min(least) > 0, lambda: list(leaves), of_another)
+    return [tf.ensure_shape(*pair) for pair in zip(found, [x.shape for x in leaves], strict=True)]
 
 
 def joined(data, counts, workers):

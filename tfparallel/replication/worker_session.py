@@ -6,7 +6,7 @@ Of a process without other workers a session does nothing.
 | --- | --- |
 | before | the workers agree on what they train; of what can be indexed each reads its own rows |
 | in the first steps of an epoch, and in `train_on_batch` | they compare their batches |
-| where a `fit` begins and ends | they compare their weights |
+| where a `fit` begins and ends, and behind its first epoch | they compare their weights |
 | at the end of an epoch | all stop if one is to |
 | meanwhile | the chief alone speaks and writes; a worker that stalls, or is lost, is named |
 """
@@ -137,7 +137,7 @@ class WorkerSession:
         if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
             call.add_callbacks(chief_only.RestoredByChief(workers))
         agreement.check_fit(workers, model, call.asked)
-        agreement.check_values(workers, model, "where `fit` begins")
+        agreement.check_values(workers, model, "where `fit` begins", states=not self._is_local)
         recorder = FlightRecorder.wanted(workers.worker_index, workers.num_workers)
         self._compare_batches("fit", "evaluate")
         self._read_own_rows(call.asked, "x", "fit")
@@ -152,7 +152,8 @@ class WorkerSession:
     def _ending_together(self) -> Iterator[None]:
         """Behind a `fit` that went well: what the chief wrote is there for all who go on."""
         yield
-        agreement.check_values(self.workers, self._model, "where `fit` ends")
+        # Seeds and counts are told of where the next `fit` begins: nothing is lost by then.
+        agreement.check_values(self.workers, self._model, "where `fit` ends", states=False)
 
     def _compare_batches(self, *kinds):
         """Has the first steps of these methods compare the workers' batches."""
@@ -164,8 +165,16 @@ class WorkerSession:
         """Has the first steps of an epoch compare the workers' batches."""
         self._compare_batches("fit")
 
-    def end_epoch(self, last_batch: int | None) -> None:
+    @property
+    def _is_local(self) -> bool:
+        """Whether workers step by themselves, so that each has seeds and counts of its own."""
+        sync = getattr(self._model, "_sync", None)
+        return sync is not None and sync.is_local
+
+    def end_epoch(self, last_batch: int | None, is_first: bool) -> None:
         """Stops all workers, if one is to stop: the others would wait for it.
+
+        Behind the first epoch they compare their weights, which callbacks may have changed.
 
         Raises:
             RuntimeError: If one has stopped within the epoch, and others have not.
@@ -181,6 +190,9 @@ class WorkerSession:
                 "logs, which may be a worker's own, have it stop at the end of the epoch."
             )
         self._model.stop_training = any(stops)
+        if is_first:
+            when = "behind the first epoch of `fit`"
+            agreement.check_values(self.workers, self._model, when, states=False)
 
     def _read_own_rows(self, asked, name, kind):
         """Has this worker read its own rows alone, of what can be indexed.
@@ -206,10 +218,13 @@ class WorkerSession:
         if self.workers is None:
             return
         if readings is None:
-            partition = sample_partition.weighted(data, asked.get("class_weight"))
-            if partition is not data:
-                asked |= {name: partition, "class_weight": None}
+            if name == "x":
+                partition = sample_partition.weighted(data, asked.get("class_weight"))
+                if partition is not data:
+                    asked |= {name: partition, "class_weight": None}
             return
+        if kind != "fit":  # Of which `check_fit` has compared it.
+            agreement.check_readings(self.workers, readings.facts())
         spec = types_of_batches(data)
         if kind == "predict":
             stay = model.built and model._predicts_as_keras
@@ -233,6 +248,7 @@ class _TogetherInEpochs(keras.callbacks.Callback):
         super().__init__()
         self._session = session
         self._last_batch: int | None = None
+        self._is_first = True
 
     def on_epoch_begin(self, epoch: int, logs=None) -> None:
         """Batches may come in another order from now on."""
@@ -245,4 +261,5 @@ class _TogetherInEpochs(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs=None) -> None:
         """What a callback has decided on one worker is for all."""
-        self._session.end_epoch(self._last_batch)
+        self._session.end_epoch(self._last_batch, self._is_first)
+        self._is_first = False

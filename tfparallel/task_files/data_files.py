@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 import os
 import zipfile
 import zlib
@@ -344,7 +345,7 @@ def _are_numbers(rows, name: str) -> bool:
 
 
 def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _listed(names: Sequence[str]) -> str:
