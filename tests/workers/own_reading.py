@@ -67,7 +67,8 @@ def train(loss, scope=None, **options):
     batches = tfparallel.data.EpochBatches(source, global_batch_size=BATCH, seed=5)
     read = {}
     noting = keras.callbacks.LambdaCallback(
-        on_train_begin=lambda logs: source.seen.clear(),  # Of rows that workers compared.
+        # What was seen are rows that workers compared.
+        on_train_begin=lambda logs: (source.seen.clear(), validation.seen.clear()),
         on_epoch_end=lambda epoch, logs: read.setdefault(epoch, set(source.seen))
     )
     history = model.fit(
