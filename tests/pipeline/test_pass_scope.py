@@ -9,7 +9,7 @@ from keras import layers
 from tfparallel.data.shard import Shard, working_on
 from tfparallel.keras_compat import ACTIVITY_IS_SUMMED
 from tfparallel.pipeline.pass_scope import PassScope, check_state, writable
-from tfparallel.placement.stages import PlacementError
+from tfparallel.placement.layer_devices import PlacementError
 
 
 @pytest.fixture(name="variable")

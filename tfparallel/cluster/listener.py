@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from tfparallel.cluster import agreement, messages, port_owner
+from tfparallel.cluster import differences, messages, port_owner
 from tfparallel.cluster.address import split_address
 
 __all__ = ["LISTEN_ADDR", "everywhere", "listen"]
@@ -61,7 +61,7 @@ async def listen(
             places = [(socket.AF_INET, ("0.0.0.0", port))]
         return await _bind(places, port)
     except OSError as error:
-        worker = agreement.name_worker(workers, worker_index).capitalize()
+        worker = differences.name_worker(workers, worker_index).capitalize()
         if error.errno == errno.EADDRINUSE:
             raise RuntimeError(
                 f"{worker} finds its port {port} taken: it is held by "

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tfparallel.cluster import agreement, listener, messages
+from tfparallel.cluster import differences, listener, messages
 from tfparallel.cluster.address import split_address
 from tfparallel.cluster.secret import Secret, new_nonce
 
@@ -148,7 +148,7 @@ class RendezvousPeer(abc.ABC):
 
     def name(self, index: int) -> str:
         """A worker with its address, for an error."""
-        return agreement.name_worker(self.workers, index)
+        return differences.name_worker(self.workers, index)
 
     async def introduce(self, connection: messages.Connection) -> tuple[str, str]:
         """Exchanges nonces with one that listens, and returns both; `ValueError` for a stranger."""

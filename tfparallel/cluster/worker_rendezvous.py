@@ -33,7 +33,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfparallel.cluster import agreement, event_loop, messages, rendezvous_peer
+from tfparallel.cluster import differences, event_loop, messages, rendezvous_peer
 from tfparallel.cluster.address import split_address
 
 __all__ = ["meet"]
@@ -213,7 +213,7 @@ class _Worker(rendezvous_peer.RendezvousPeer):
         lists = {0: {"workers": answer.get("workers")}, self.index: {"workers": self.workers}}
         return self.error(
             f"the process at the address of {self.name(0)} has another list of workers, in which "
-            f"it is not the first; {'; '.join(agreement.differences(lists))}",
+            f"it is not the first; {'; '.join(differences.differences(lists))}",
             _SAME_CLUSTER,
         )
 
@@ -294,7 +294,7 @@ class _Chief(rendezvous_peer.RendezvousPeer):
     def _check_agreement(self):
         if lines := self._differences():
             absent = self._absent()
-            late = f"; {agreement.name_workers(absent)} had not come yet" if absent else ""
+            late = f"; {differences.name_workers(absent)} had not come yet" if absent else ""
             raise self.error(f"the workers disagree: {'; '.join(lines)}{late}", _SAME_CLUSTER)
 
     async def _try_all_connections(self):
@@ -358,4 +358,4 @@ class _Chief(rendezvous_peer.RendezvousPeer):
         came = self._came.items()
         lists = {index: {"workers": participant.workers} for index, participant in came}
         facts = {index: participant.facts for index, participant in came}
-        return agreement.differences(lists) + agreement.differences(facts, self.may_differ)
+        return differences.differences(lists) + differences.differences(facts, self.may_differ)

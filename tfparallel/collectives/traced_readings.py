@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import indexed_slices
-from tfparallel.collectives.gradient import is_differentiable
+from tfparallel.collectives.custom_gradient import is_differentiable
 
 __all__ = ["kinds_of"]
 

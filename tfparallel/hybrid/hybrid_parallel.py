@@ -16,7 +16,7 @@ from tfparallel.layout.shorten import first_to_last
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pipeline_parallel import Choices, accumulating, in_micro_batches
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.stages import read_limits
+from tfparallel.placement.layer_devices import read_limits
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.replication.worker_session import WorkerSession

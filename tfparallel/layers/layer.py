@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfparallel.data.partition import row_ranges
 from tfparallel.extend import attach, original_class
 from tfparallel.layers.parts import Parts, between_layers, is_between_layers, whole
-from tfparallel.placement.stages import PlacementError
+from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.variables.replica import here
 from tfparallel.variables.split import split_variable
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfparallel.compute_context import context, within
 from tfparallel.data import shard as shards
 from tfparallel.extend import extend
-from tfparallel.placement.stages import PlacementError
+from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.replication.random import IndexedDropout
 from tfparallel.seams.keras import layers_in, seed_generators_of
 

@@ -15,7 +15,7 @@ from tfparallel.pipeline.batch_norm import DeferredBatchNormalization, batch_nor
 from tfparallel.pipeline.micro_batch import extend_random_layers
 from tfparallel.pipeline.pass_scope import check_state
 from tfparallel.pipeline.pipelined_model import PipelinedModel
-from tfparallel.placement import stages
+from tfparallel.placement import layer_devices
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.model_parallel import place, seen_model
 from tfparallel.problems import PlacementError, Problems, usable_devices
@@ -142,7 +142,7 @@ def pipeline_parallel(
     """
     problems = Problems()
     with problems.gathered():
-        device_memory = stages.read_limits(device_memory, batch_size)
+        device_memory = layer_devices.read_limits(device_memory, batch_size)
     names = usable_devices(devices or device_lib.choose_devices(), problems)
     chosen = Choices(
         num_micro_batches=num_micro_batches,
@@ -211,7 +211,7 @@ def in_micro_batches(
         _check_choices(chosen.recompute, chosen.batch_normalization)
     if chosen.layers_per_stage is None:
         with problems.gathered():
-            stages.check_balance(chosen.balance)
+            layer_devices.check_balance(chosen.balance)
     elif problems:  # The model has not been seen; otherwise its layers are counted below.
         num_stages = _num_stages(chosen.schedule, mesh.pipeline, chosen.chunks_per_device)
         with problems.gathered():
@@ -300,7 +300,8 @@ def stages_by_layer(
         layers_per_stage = [1] * len(layers) + [0] * missing
     if layers_per_stage is None:
         # By number, where the cut takes any names.
-        return stages.by_balance(model, range(schedule.num_stages), all_gradients=True, **best)
+        numbers = range(schedule.num_stages)
+        return layer_devices.by_balance(model, numbers, all_gradients=True, **best)
     _check_counts(layers_per_stage, len(layers), schedule.num_stages, allow_empty_stages)
     index = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
     return {layer.name: stage for layer, stage in zip(layers, index, strict=True)}

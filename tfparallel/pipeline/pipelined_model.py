@@ -18,8 +18,8 @@ from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.pass_scope import writable
 from tfparallel.pipeline.replica_step import How
 from tfparallel.pipeline.traced_once import MustTraceEach
+from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.placed_model import PlacedModel
-from tfparallel.placement.stages import PlacementError
 from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.state import global_seed_generator
 from tfparallel.seams.compiled import compiled_loss

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.gradient import is_differentiable
+from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data.shard import Shard
 from tfparallel.engine.again import DrawnApart
 from tfparallel.engine.graphs import operations_here

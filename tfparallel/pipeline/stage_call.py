@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.gradient import is_differentiable
+from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data.shard import Shard, of_any_number, where_it_is
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of

@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.collectives.gradient import is_differentiable
+from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data import provenance
 from tfparallel.data.shard import Shard
 from tfparallel.pipeline.as_function import computes_the_same
-from tfparallel.placement.stages import PlacementError
+from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import InaccessibleTensorError
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.gradient import is_differentiable
+from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.gradient_sums import OF_LOSS, GradientSums, read_by
 from tfparallel.pipeline.others import Others

@@ -14,7 +14,7 @@ from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import extend, is_own
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.placement import stages
+from tfparallel.placement import layer_devices
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer import PlacedLayer
 from tfparallel.placement.placed_model import PlacedModel
@@ -80,7 +80,7 @@ def model_parallel(
         >>> model.compile("adam", "mse")
         >>> model.fit(x, y)
     """
-    device_memory = stages.read_limits(device_memory, batch_size)
+    device_memory = layer_devices.read_limits(device_memory, batch_size)
     best = {"balance": balance, "device_memory": device_memory, "batch_size": batch_size}
     return place(
         model_or_function,
@@ -193,16 +193,16 @@ def _placement(model, devices, layers_per_stage, device_map, best):
                 "`layers_per_stage` needs the devices that it counts for. Received: "
                 f"layers_per_stage={list(layers_per_stage)}, devices=None."
             )
-        return stages.by_variables(model)
+        return layer_devices.by_variables(model)
     problems = Problems()
     names, placement = usable_devices(devices, problems), None
     with problems.gathered():
         if layers_per_stage is not None:
-            placement = stages.by_layers_per_stage(layers, names, layers_per_stage)
+            placement = layer_devices.by_layers_per_stage(layers, names, layers_per_stage)
         else:
-            stages.check_cut(layers, names, best["balance"])
+            layer_devices.check_cut(layers, names, best["balance"])
     problems.raise_all()
-    return stages.by_balance(model, names, **best) if placement is None else placement
+    return layer_devices.by_balance(model, names, **best) if placement is None else placement
 
 
 def _by_map_alone(layers, devices, layers_per_stage, device_map):
@@ -214,7 +214,7 @@ def _by_map_alone(layers, devices, layers_per_stage, device_map):
                 f"devices={devices}, layers_per_stage={layers_per_stage} beside a device_map."
             )
     with problems.gathered():
-        placement = stages.by_device_map(layers, device_map)
+        placement = layer_devices.by_device_map(layers, device_map)
     problems.raise_all()
     return placement
 

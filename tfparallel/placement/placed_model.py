@@ -15,8 +15,8 @@ from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
 from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
+from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.processes import has_others, naming_lost_process
-from tfparallel.placement.stages import PlacementError
 from tfparallel.seams.compiled import loss_of_batch
 from tfparallel.seams.keras import layers_in, takes_training
 from tfparallel.step.build import build_ahead

@@ -1,6 +1,6 @@
 """What a model's step would take on each mesh of devices, and which mesh is the fastest that fits.
 
 calibration, candidates, prediction   arithmetic on what was measured, in plain Python
-overhead, part_timing, step_timing    what is measured beside the layers
+part_timing, step_timing, tiny_model  what is measured beside the layers
 plan                                  measures a model, and ranks the candidates
 """

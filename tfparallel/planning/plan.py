@@ -27,9 +27,9 @@ from tfparallel.placement.model_parallel import check_model
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 from tfparallel.planning.calibration import calibrated
 from tfparallel.planning.candidates import Candidate, Choices, parallelism_of, rank, why_first
-from tfparallel.planning.overhead import measured_tiny_steps
 from tfparallel.planning.part_timing import measured_whole_shares
 from tfparallel.planning.step_timing import measured_loss, measured_sum, measured_update
+from tfparallel.planning.tiny_model import measured_tiny_steps
 from tfparallel.problems import PlacementError
 from tfparallel.update.elementwise import check_elementwise
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.cluster.agreement import differences, name_workers
+from tfparallel.cluster.differences import differences, name_workers
 from tfparallel.data import share
 from tfparallel.seams.optimizers import rate_of
 

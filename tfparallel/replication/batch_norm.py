@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import differentiable
-from tfparallel.collectives.gradient import call_with_gradient
+from tfparallel.collectives.custom_gradient import call_with_gradient
 from tfparallel.collectives.in_replica import Replicas, of_all_here
 from tfparallel.data import shard as shards
 from tfparallel.seams.keras import reduced_axes

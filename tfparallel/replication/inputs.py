@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives.gradient import is_differentiable
+from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data import shard as shards
 from tfparallel.seams.keras import mask_of, set_mask
 

@@ -30,7 +30,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
-from tfparallel.collectives.gradient import (
+from tfparallel.collectives.custom_gradient import (
     call_with_gradient,
     differentiable_once,
     is_differentiable,
