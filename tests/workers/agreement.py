@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfparallel
+from tfparallel.data.batches import evaluation_batches
 
 NUM_EXAMPLES, BATCH = 21, 4  # The last batch has a row: one of two workers has none.
 _random = np.random.default_rng(0)
@@ -103,6 +104,11 @@ def another_order_in_the_second_epoch():
     parallel().fit(data, epochs=2, shuffle=False, verbose=0, callbacks=[reorder])
 
 
+def other_rows_to_validate_on():
+    x = X + tfparallel.worker_index()
+    fit(parallel(), validation_data=evaluation_batches((x, Y), 8))
+
+
 class StopsInAnEpoch(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if is_chief() and batch == 3:
@@ -122,6 +128,7 @@ TOLD = {
     "train_on_batch": rows_of_their_own_in_train_on_batch,
     "predict_on_batch": rows_of_their_own_in_predict_on_batch,
     "local_sgd": rows_of_their_own_under_local_sgd,
+    "other rows to validate on": other_rows_to_validate_on,
     "another order": another_order_in_the_second_epoch,
     "a stop within an epoch": a_stop_within_an_epoch,
 }

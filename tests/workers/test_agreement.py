@@ -30,6 +30,7 @@ def run_job(tmp_path_factory):
         ("train_on_batch", "The workers were given different batches"),
         ("predict_on_batch", "The workers were given different batches"),
         ("local_sgd", "The workers were given different batches"),
+        ("other rows to validate on", "The workers read different data"),
         ("another order", "The workers were given different batches"),
         ("what is no difference", "nothing"),
         ("a stop within an epoch", "epochs of different lengths, by worker: 4, 5"),
