@@ -29,7 +29,6 @@ import tensorflow as tf
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import barrier as barriers
 from tfparallel.collectives import differentiable, group
-from tfparallel.collectives.differentiable import number_of_ties
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.validate import agreed, restored, sendable
@@ -272,7 +271,7 @@ def _reduce(ranks, tensors, op):
             has_rows = tf.greater(shard.num_rows, 0)
             terms = [tf.where(has_rows, x, tf.cast(_neutral(x.dtype, op), x.dtype)) for x in terms]
             (count,) = ranks.all_reduce([tf.cast(has_rows, tf.int32)], "sum")
-        ties = None if op in ("sum", "mean") else list(map(number_of_ties, tensors))
+        ties = None if op in ("sum", "mean") else list(map(differentiable.number_of_ties, tensors))
         results = differentiable.all_reduce(ranks, terms, "sum" if op == "mean" else op, ties)
     if op != "mean":
         return restored(tensors, results)

@@ -17,7 +17,7 @@ from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.flag import Excludes, Flag
 from tfparallel.command_line.flag_table import EXCLUDES, IN_TASK, TABLE, flags_of
 
-__all__ = ["defined", "flag_problems", "parsed", "resolved", "value_of"]
+__all__ = ["defined", "flag_problems", "nearest", "parsed", "resolved", "value_of"]
 
 
 class Counted(int):
@@ -89,7 +89,7 @@ def parsed(command: str, values: flags.FlagValues, arguments: Sequence[str]) -> 
     except flags.UnrecognizedFlagError as error:
         typed = f"-{error.flagname}"
         typed = typed if typed in arguments else f"-{typed}"
-        raise UsageError(_unknown(command, values, typed)) from error
+        raise UsageError(_unknown(command, typed)) from error
     except flags.IllegalFlagValueError as error:
         raise UsageError(_in_words(command, str(error))) from error
     except flags.Error as error:
@@ -153,7 +153,7 @@ def _is_any(typed: str, words: Iterable[str]) -> bool:
     return typed.replace("_", "") in [word.replace("_", "") for word in words]
 
 
-def _unknown(command, values, typed):
+def _unknown(command, typed):
     """What is wrong with a flag that there is not, and what was meant."""
     name = typed.lstrip("-").replace("-", "_")
     rows = flags_of(command)

@@ -171,10 +171,12 @@ class WorkerSession:
         sync = getattr(self._model, "_sync", None)
         return sync is not None and sync.is_local
 
-    def end_epoch(self, last_batch: int | None, is_first: bool) -> None:
+    def end_epoch(self, last_batch: int | None, *, compares: bool) -> None:
         """Stops all workers, if one is to stop: the others would wait for it.
 
-        Behind the first epoch they compare their weights, which callbacks may have changed.
+        Args:
+            last_batch: The index of the epoch's last batch; None if there was none.
+            compares: Whether the workers compare their weights, which callbacks may have changed.
 
         Raises:
             RuntimeError: If one has stopped within the epoch, and others have not.
@@ -190,7 +192,7 @@ class WorkerSession:
                 "logs, which may be a worker's own, have it stop at the end of the epoch."
             )
         self._model.stop_training = any(stops)
-        if is_first:
+        if compares:
             when = "behind the first epoch of `fit`"
             agreement.check_values(self.workers, self._model, when, states=False)
 
@@ -261,5 +263,7 @@ class _TogetherInEpochs(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs=None) -> None:
         """What a callback has decided on one worker is for all."""
-        self._session.end_epoch(self._last_batch, self._is_first)
+        # Behind the last epoch `fit` ends, where they are compared anyway.
+        goes_on = epoch + 1 < self.params.get("epochs", 1)
+        self._session.end_epoch(self._last_batch, compares=self._is_first and goes_on)
         self._is_first = False
