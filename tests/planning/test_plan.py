@@ -1,9 +1,13 @@
 """What meshes are planned for: costs of a real model, with made-up seconds."""
 
+import dataclasses
+
 import keras
 import pytest
 from keras import layers
 
+from tfparallel.layout.balance import NoPartition
+from tfparallel.layout.costs import LayerCosts, Line, ModelCosts
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement import layer_costs
 from tfparallel.placement.layer_timing import measured_side_by_side
@@ -121,6 +125,17 @@ def deep(num_layers=4):
     return keras.Sequential(
         [keras.Input((8,)), *(layers.Dense(8, name=f"layer{i}") for i in range(num_layers))]
     )
+
+
+def test_the_last_stage_holds_the_loss_too():
+    """The outputs and their gradient: the cut moves towards the end."""
+    layer = LayerCosts("one", parameter_bytes=100)
+    costs = ModelCosts([layer] * 4)
+    assert costs.cut(2, 1, "memory") == [2, 2]
+    with_loss = dataclasses.replace(costs, loss_bytes=Line(0.0, 150.0))
+    assert with_loss.cut(2, 1, "memory") == [3, 1]
+    with pytest.raises(NoPartition):
+        with_loss.cut(4, 1, "memory", device_memory=240)
 
 
 @pytest.mark.slow

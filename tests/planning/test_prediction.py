@@ -110,6 +110,14 @@ def test_sums_and_updates():
     assert found == pytest.approx(2 * (2 * 3 + 1) * 60 / 10)
 
 
+def test_replicas_of_parts_add_up_their_parts():
+    adding = Machine(sum_seconds=lambda number, size: (number - 1) * size / 10)
+    split = {f"layer{i}": "row" for i in range(2)}
+    whole = predict(model(), pieces(Mesh(2, 1, 2)), adding).sums_seconds
+    found = predict(model(), pieces(Mesh(2, 1, 2), splits=split), adding).sums_seconds
+    assert (whole, found) == pytest.approx((4 * 30 / 10, (2 * 15 + 2 * 30) / 10))
+
+
 def test_parts_add_up_what_they_exchange():
     adding = Machine(sum_seconds=lambda number, size: (number - 1) * size)
     for kind, tensors in (("row", 1), ("column", 1), ("heads", 2), ("features", 0)):

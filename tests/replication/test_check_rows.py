@@ -490,7 +490,7 @@ def test_rows_of_few_values_may_be_alike_once_but_not_always(kind, num_devices):
 def test_rows_that_tie_share_the_gradient_of_the_largest():
     """Story: the replicas shared it, whatever number of rows each had that tie."""
     x = np.tile([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]], (6, 1)).astype("float32")[:5]
-    y = np.linspace(-1, 1, 5, dtype="float32")[:, None]
+    y = np.linspace(1, 3, 5, dtype="float32")[:, None]  # Whose mean moves the largest.
     weights = []
     for wrap in (lambda build: build(), lambda build: tfparallel.data_parallel(build, devices=TWO)):
 

@@ -1,6 +1,7 @@
 """What each worker of `test_agreement.py` runs: programs in which the workers come apart."""
 
 import os
+import time
 
 import keras
 import numpy as np
@@ -53,6 +54,11 @@ def weights_drawn_apart():
 def a_learning_rate_of_the_chief_alone():
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch))
     fit(parallel(), callbacks=[schedule] if is_chief() else [])
+
+
+def a_learning_rate_in_the_last_epoch():
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch))
+    fit(parallel(), epochs=1, callbacks=[schedule] if is_chief() else [])
 
 
 def a_draw_of_the_chief_alone():
@@ -124,6 +130,7 @@ TOLD = {
     "weights of the chief alone": weights_of_the_chief_alone,
     "weights drawn apart": weights_drawn_apart,
     "a learning rate of the chief alone": a_learning_rate_of_the_chief_alone,
+    "a learning rate in the last epoch": a_learning_rate_in_the_last_epoch,
     "a draw of the chief alone": a_draw_of_the_chief_alone,
     "train_on_batch": rows_of_their_own_in_train_on_batch,
     "predict_on_batch": rows_of_their_own_in_predict_on_batch,
@@ -145,12 +152,18 @@ def a_stop_of_one_worker():
     return len(fit(parallel(), epochs=5, callbacks=[StopsAfterAnEpoch()]).epoch)
 
 
+class WritesSlowly(keras.callbacks.ModelCheckpoint):
+    def on_epoch_end(self, epoch, logs=None):
+        time.sleep(1)
+        super().on_epoch_end(epoch, logs)
+
+
 def a_file_that_the_chief_writes(folder):
     """Loaded at once behind `fit`, by all."""
     path = os.path.join(folder, "it.weights.h5")
     model, same = parallel(keras.layers.Dense(500)), []
-    for _ in range(3):
-        writes = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    for _ in range(2):
+        writes = WritesSlowly(path, save_weights_only=True)
         fit(model, epochs=1, callbacks=[writes] if is_chief() else [])
         own = model.get_weights()
         model.load_weights(path)
