@@ -23,10 +23,10 @@ def run_job(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("weights of the chief alone", "hold different weights where `fit` begins"),
-        ("weights drawn apart", "hold different weights where `fit` begins"),
-        ("a learning rate of the chief alone", "different weights behind the first epoch"),
-        ("a learning rate in the last epoch", "hold different weights where `fit` ends"),
+        ("weights of the chief alone", "hold different weights at the start of `fit`"),
+        ("weights drawn apart", "hold different weights at the start of `fit`"),
+        ("a learning rate of the chief alone", "different weights after the first epoch"),
+        ("a learning rate in the last epoch", "hold different weights at the end of `fit`"),
         ("a draw of the chief alone", "seed_generator_state' on worker 1 differs"),
         ("train_on_batch", "The workers were given different batches"),
         ("predict_on_batch", "The workers were given different batches"),

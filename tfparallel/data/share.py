@@ -69,8 +69,9 @@ def rows_of_worker(strategy: Any) -> Bounds:
 def rows_to_read(own: RowRange, num_rows: Any, least: Callable, most: Callable) -> RowRange:
     """Returns the rows that a worker reads: its own, or one of another's if it has none.
 
-    A replica without rows computes one in vain, since not all operations take none. A made-up one
-    would not do: a layer may refuse it (a word that is in no vocabulary), or make NaN of it.
+    A worker without rows still computes one, and the result is dropped, since not all operations
+    accept an empty batch. A made-up row would not do: a layer may refuse it (a word that is in no
+    vocabulary), or make NaN of it.
 
     Args:
         own: The worker's rows of a batch.

@@ -80,9 +80,9 @@ def check_values(workers, model: keras.Model, when: str, *, states: bool = True)
     everyones = workers.exchange({"when": when, "values": list(map(_fingerprint, variables))})
     if any(own.get("when") != when for own in everyones):
         raise RuntimeError(
-            "The workers did not make the same calls: all must come to the same place. Received: "
-            f"a worker that has come to where it compares weights {when}, and one that has not, "
-            "after an error perhaps. Let the error end the program."
+            "The workers are at different points of the program; the same calls are required on "
+            f"all of them. Received: one that compares weights {when}, and one that does not, "
+            "perhaps after an error that the program caught. Let such an error end the program."
         )
     values = [own["values"] for own in everyones]
     apart = {}

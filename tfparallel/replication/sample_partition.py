@@ -8,8 +8,8 @@
 Use it where the data does not fit, or is not readable, on every worker: each opens its own files.
 The workers tell each other how many rows they have, and that is all that crosses: a row is trained
 on where it was read. No example is dropped or counted twice; a worker whose examples have run out
-takes part with none, and is lent a row that it computes in vain. Batches padded to different
-lengths are padded to the longest. Where losses or metrics need the outputs of all rows
+takes part with none, and is lent a row of another's, whose results are dropped. Batches padded to
+different lengths are padded to the longest. Where losses or metrics need the outputs of all rows
 (`step/where_rows_meet.py`), and in a user's own step, the batches are joined on the wire before the
 step sees them.
 """

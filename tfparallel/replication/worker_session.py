@@ -6,7 +6,7 @@ Of a process without other workers a session does nothing.
 | --- | --- |
 | before | the workers agree on what they train; of what can be indexed each reads its own rows |
 | in the first steps of an epoch, and in `train_on_batch` | they compare their batches |
-| where a `fit` begins and ends, and behind its first epoch | they compare their weights |
+| at the start and the end of a `fit`, and after its first epoch | they compare their weights |
 | at the end of an epoch | all stop if one is to |
 | meanwhile | the chief alone speaks and writes; a worker that stalls, or is lost, is named |
 """
@@ -137,7 +137,7 @@ class WorkerSession:
         if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
             call.add_callbacks(chief_only.RestoredByChief(workers))
         agreement.check_fit(workers, model, call.asked)
-        agreement.check_values(workers, model, "where `fit` begins", states=not self._is_local)
+        agreement.check_values(workers, model, "at the start of `fit`", states=not self._is_local)
         recorder = FlightRecorder.wanted(workers.worker_index, workers.num_workers)
         self._compare_batches("fit", "evaluate")
         self._read_own_rows(call.asked, "x", "fit")
@@ -150,10 +150,10 @@ class WorkerSession:
 
     @contextlib.contextmanager
     def _ending_together(self) -> Iterator[None]:
-        """Behind a `fit` that went well: what the chief wrote is there for all who go on."""
+        """After a `fit` without an error: what the chief wrote is there for all who go on."""
         yield
-        # Seeds and counts are told of where the next `fit` begins: nothing is lost by then.
-        agreement.check_values(self.workers, self._model, "where `fit` ends", states=False)
+        # Seeds and counts that differ are told at the start of the next `fit`: nothing is lost yet.
+        agreement.check_values(self.workers, self._model, "at the end of `fit`", states=False)
 
     def _compare_batches(self, *kinds):
         """Has the first steps of these methods compare the workers' batches."""
@@ -188,12 +188,12 @@ class WorkerSession:
             counts = ", ".join(str(0 if batch is None else batch + 1) for batch in batches)
             raise RuntimeError(
                 "All workers must make the same steps. Received: epochs of different lengths, by "
-                f"worker: {counts}. If a callback stops in the middle of an epoch by what a batch "
-                "logs, which may be a worker's own, have it stop at the end of the epoch."
+                f"worker: {counts}. If a callback stops training within an epoch because of a "
+                "batch's logs, which may be of a worker's own rows, let it stop at the epoch's end."
             )
         self._model.stop_training = any(stops)
         if compares:
-            when = "behind the first epoch of `fit`"
+            when = "after the first epoch of `fit`"
             agreement.check_values(self.workers, self._model, when, states=False)
 
     def _read_own_rows(self, asked, name, kind):
@@ -263,7 +263,7 @@ class _TogetherInEpochs(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs=None) -> None:
         """What a callback has decided on one worker is for all."""
-        # Behind the last epoch `fit` ends, where they are compared anyway.
+        # After the last epoch `fit` ends, and they are compared anyway.
         goes_on = epoch + 1 < self.params.get("epochs", 1)
         self._session.end_epoch(self._last_batch, compares=self._is_first and goes_on)
         self._is_first = False

@@ -38,7 +38,7 @@ _OF_COLUMNS = {
 _SHUFFLE = "rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]\n"
 _FEATURES = """
 space = FeatureSpace(features, output_mode="concat")
-end = len(rows) * 4 // 5  # What comes later is for validation, and must not shape the features.
+end = len(rows) * 4 // 5  # The rows behind it are for validation: nothing is adapted to them.
 space.adapt(tf.data.Dataset.from_tensor_slices({name: v[:end] for name, v in columns.items()}))
 x = np.array(space({name: np.array(values) for name, values in columns.items()}))
 return (x[:end], y[:end]), (x[end:], y[end:])
@@ -304,7 +304,7 @@ def _table(rows, target, is_number, numbers, words) -> DataFile | None:
         constants += f"NUMBERS = {_listed(numbers)}\n"
     if words:
         constants += f"WORDS = {_listed(words)}  # Of a few different texts.\n"
-    about = "  # Each number; each word, and one for all others."
+    about = "  # One for each number and each word, and one for unknown words."
     constants += f"NUM_INPUTS = {num_inputs}{about if words else ''}\n"
     load, scale = _SHUFFLE, None
     given = [listed for listed, names in (("NUMBERS", numbers), ("WORDS", words)) if names]
