@@ -27,7 +27,7 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 import tfparallel, contender, workloads
 from tfparallel.planning.candidates import Choices
-from tfparallel.planning.plan import make_plan
+from tfparallel.planning.planner import make_plan
 workload = workloads.WORKLOADS[sys.argv[2]]
 choices = Choices(workload.global_batch_size, parallelism="model")
 plan = make_plan(workload.build_model, contender.compile_model, 1, choices)

@@ -19,7 +19,7 @@ import tfparallel
 from tests.planted_faults import FAULTS, data_parallel_on
 from tfparallel.diagnostics import floor
 from tfparallel.diagnostics.compare import TOLERANCES
-from tfparallel.diagnostics.trial import Trial, plain
+from tfparallel.diagnostics.training_run import Trial, plain
 
 DEVICES = ["CPU:0", "CPU:1"]
 NUM_CLASSES = 5

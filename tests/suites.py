@@ -45,7 +45,7 @@ FOLDERS = {
     "diagnostics/test_inject.py": "faults",
     "diagnostics/test_networks.py": "networks",
     "docs/": "programs",
-    "engine/": "judge",
+    "judge/": "judge",
     "flight/": "workers",
     "gpu/": "programs",
     "hosts/": "hosts",

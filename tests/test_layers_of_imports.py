@@ -23,7 +23,8 @@ ROWS = [
     ["device_memory", "task_files"],
     ["devices", "data", "task", "extend", "logits", "user_log", "flight"],
     ["problems"],
-    ["engine", "variables"],
+    ["tracing"],
+    ["judge", "variables", "xla"],
     ["collectives", "step", "peers"],
     ["update"],
     ["cloning"],
@@ -45,7 +46,7 @@ ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packa
 # What decides in plain Python, and can be imported in milliseconds.
 PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
 PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "command_line.runner"]
-PLAIN += ["command_line.rules", "flight.culprit", "task_files.kinds"]
+PLAIN += ["command_line.contradictions", "flight.culprit", "task_files.kinds"]
 PLAIN += ["commands.launch", "commands.init", "commands.bench_pipeline"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]
 PLAIN += ["collectives.algorithms", "collectives.cost_model", "collectives.profile"]

@@ -19,11 +19,11 @@ class ComputeContext:
     """What is known where something is computed; None where nothing is.
 
     Attributes:
-        shard: Which rows of the batch (`data/shard.py`).
+        shard: Which rows of the batch (`data/rows_of_replica.py`).
         replica: Which replica of a mesh (`variables/replica.py`).
         stage_pass: Which pass of which stage (`pipeline/micro_batch.py`).
         is_between_layers: Whether a tensor in parts stays in parts (`layers/parts.py`).
-        trace: What notes the operations of layers (`engine/audit.py`).
+        trace: What notes the operations of layers (`tracing/audit.py`).
     """
 
     shard: Any = None

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from tfparallel.bench import collectives, inputs, table
-from tfparallel.bench.choices import COLLECTIVES, ITEM_BYTES, sweep
 from tfparallel.bench.contender import OneProcess
 from tfparallel.bench.measure import measure
 from tfparallel.bench.model import fitted
 from tfparallel.bench.row import Row, bus_factor
+from tfparallel.bench.sizes import COLLECTIVES, ITEM_BYTES, sweep
 
 
 class Sum:

@@ -35,7 +35,7 @@ BATCH = 12  # Programs for one job of workers.
 
 
 @dataclasses.dataclass
-class Found:
+class Finding:
     """A family of findings: the smallest program that shows it, and how often it was met."""
 
     program: Program
@@ -62,7 +62,7 @@ class Session:
         self.refusals: collections.Counter = collections.Counter()
         self.discarded: collections.Counter = collections.Counter()
         self.known: collections.Counter = collections.Counter()
-        self.found: list[Found] = []
+        self.found: list[Finding] = []
 
     def run(self, index: int, forms: tuple[str, ...] | None = None) -> OneDevice | None:
         """Trains the program of an index; returns what workers need to train it too.
@@ -116,7 +116,7 @@ class Session:
                 program, outcome = shrink(choices, outcome, left_out, self.shrink_seconds)
             except RuntimeError as error:
                 print(error)
-        self.found.append(Found(program, outcome))
+        self.found.append(Finding(program, outcome))
         print(report(program, outcome), flush=True)
 
     def write(self, index: int, program: Program, outcomes: list[Outcome]) -> None:

@@ -9,9 +9,9 @@ from keras import layers
 import tfparallel
 from tests import comparison
 from tests.comparison import seeded, state_of
-from tfparallel.engine.audit import device_of, short
 from tfparallel.pipeline.batch_norm import grouped
 from tfparallel.strategies.variables import copies as copies_of
+from tfparallel.tracing.audit import device_of, short
 from tfparallel.variables.split import parts_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]

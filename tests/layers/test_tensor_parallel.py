@@ -13,11 +13,11 @@ from keras import layers
 import tfparallel
 from tests import comparison
 from tests.comparison import seeded, state_of
-from tfparallel.engine.audit import device_of, short
 from tfparallel.layers import softmax_loss
 from tfparallel.layers.parts import Parts
 from tfparallel.layers.softmax_loss import cross_entropy
 from tfparallel.layers.split_plan import plan
+from tfparallel.tracing.audit import device_of, short
 from tfparallel.variables.split import SplitVariable, parts_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_float64")]

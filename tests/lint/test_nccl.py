@@ -13,8 +13,8 @@ from tfparallel.collectives import algorithm_selection, cross_device, process_gr
 from tfparallel.collectives.nccl import refusal, refusal_between
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.reducer import Reducer
-from tfparallel.engine.graphs import with_inner
 from tfparallel.seams import tensorflow as seam
+from tfparallel.tracing.graphs import with_inner
 
 GPU = "/job:localhost/replica:0/task:0/device:GPU:0"
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"

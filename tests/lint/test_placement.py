@@ -15,7 +15,7 @@ import tfparallel
 from tests.lint import edges
 from tests.lint.edges import GPUS, HOST
 from tests.lint.sizes import Sizes
-from tfparallel.data import shard
+from tfparallel.data import rows_of_replica as shard
 from tfparallel.layers import softmax_loss
 from tfparallel.replication import inputs, random
 from tfparallel.step import where_rows_meet

@@ -11,7 +11,7 @@ from tfparallel.layout.costs import LayerCosts, Line, ModelCosts
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement import layer_costs
 from tfparallel.placement.layer_timing import measured_side_by_side
-from tfparallel.planning import plan
+from tfparallel.planning import planner
 from tfparallel.planning.calibration import TinySteps
 from tfparallel.planning.candidates import Choices
 from tfparallel.planning.step_timing import measured_loss
@@ -29,11 +29,11 @@ def made_up_seconds(monkeypatch):
         return {layer.name: 1e-3 * rows * (1.0 if backward else 0.25) for layer in model.layers}
 
     monkeypatch.setattr(layer_costs, "measured_seconds", seconds)
-    monkeypatch.setattr(plan, "measured_side_by_side", lambda *given: 2.0)
-    monkeypatch.setattr(plan, "measured_tiny_steps", lambda optimizer, **asked: TinySteps(0.0))
-    monkeypatch.setattr(plan, "measured_update", lambda optimizer: {64: 0.0, 2**22: 0.0})
-    monkeypatch.setattr(plan, "measured_loss", lambda model, rows: 0.0)
-    monkeypatch.setattr(plan, "measured_sum", lambda: 0.0)
+    monkeypatch.setattr(planner, "measured_side_by_side", lambda *given: 2.0)
+    monkeypatch.setattr(planner, "measured_tiny_steps", lambda optimizer, **asked: TinySteps(0.0))
+    monkeypatch.setattr(planner, "measured_update", lambda optimizer: {64: 0.0, 2**22: 0.0})
+    monkeypatch.setattr(planner, "measured_loss", lambda model, rows: 0.0)
+    monkeypatch.setattr(planner, "measured_sum", lambda: 0.0)
 
 
 def build(normalized=False):
@@ -52,7 +52,7 @@ def planned(build_model=build, compile_model=None, num_devices=4, **options):
     of_call = {name: options.pop(name) for name in OF_CALL if name in options}
     choices = Choices(ROWS, **options)
     compile_model = compile_model or compiled()
-    return plan.make_plan(build_model, compile_model, num_devices, choices, **of_call)
+    return planner.make_plan(build_model, compile_model, num_devices, choices, **of_call)
 
 
 def reasons(plan):

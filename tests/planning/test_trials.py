@@ -11,7 +11,7 @@ from tfparallel.command_line.runner import checked
 from tfparallel.commands.auto_parallelism import trial_builder
 from tfparallel.layout.mesh import Mesh
 from tfparallel.planning.candidates import Candidate, Choices
-from tfparallel.planning.plan import Plan
+from tfparallel.planning.planner import Plan
 from tfparallel.planning.prediction import Prediction
 from tfparallel.planning.trials import after_trials, batch_of
 from tfparallel.task import TaskError

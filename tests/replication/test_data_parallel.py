@@ -87,7 +87,7 @@ def test_all_devices_by_default():
 TWELVE = """
 import keras, numpy as np, tfparallel
 from tests.comparison import assert_equal, seeded, state_of
-from tfparallel.engine.audit import short
+from tfparallel.tracing.audit import short
 from tfparallel.strategies.variables import copies
 
 devices = tfparallel.devices.split_cpu(12)

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.data.shard import Shard
+from tfparallel.data.rows_of_replica import Shard
 from tfparallel.replication.inputs import BatchInputs
 
 

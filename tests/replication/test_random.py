@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import tfparallel
-from tfparallel.data import shard as shards
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
 from tfparallel.extend import extend
 from tfparallel.replication.random import IndexedDropout, ReplicaSeedGenerator, uniform_of_rows

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import tfparallel
-from tfparallel.data.shard import Shard
+from tfparallel.data.rows_of_replica import Shard
 from tfparallel.replication.state import CallState, ReplicaScope
 from tfparallel.strategies import variables
 

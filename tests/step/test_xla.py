@@ -12,8 +12,8 @@ from keras import layers
 
 import tfparallel
 from tests.lint import edges
-from tfparallel.engine.programs.compilable import is_compilable
 from tfparallel.step.xla import CompiledByDevice
+from tfparallel.xla.compilable import is_compilable
 
 DEVICES = ["CPU:0", "CPU:1"]
 FORMS = {

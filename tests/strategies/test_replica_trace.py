@@ -6,11 +6,11 @@ import tensorflow as tf
 
 import tfparallel
 from tfparallel.collectives import in_replica
-from tfparallel.engine.again import Again
-from tfparallel.engine.graphs import operations_here, with_inner
-from tfparallel.engine.one_trace import OneTrace
 from tfparallel.strategies.replica_trace import ReplicaTrace
 from tfparallel.strategies.variables import copies
+from tfparallel.tracing.graphs import operations_here, with_inner
+from tfparallel.tracing.one_trace import OneTrace
+from tfparallel.tracing.replay import Again
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 

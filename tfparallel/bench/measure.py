@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tfparallel.bench import inputs
-from tfparallel.bench.choices import ITEM_BYTES, MIN_WARMUP
 from tfparallel.bench.collectives import SAME_ON_ALL, input_count, whole_count
 from tfparallel.bench.contender import Contender, Prepared, World
 from tfparallel.bench.row import Row
+from tfparallel.bench.sizes import ITEM_BYTES, MIN_WARMUP
 
 _NUM_NULL = 5
 

@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from tfparallel.bench.choices import COLLECTIVES
 from tfparallel.bench.collectives import input_count
+from tfparallel.bench.sizes import COLLECTIVES
 from tfparallel.bench.step import PreparedStep
 from tfparallel.collectives.mpi.communicator import ALGORITHMS
 from tfparallel.collectives.mpi.workers import MpiProcessGroup

@@ -14,7 +14,7 @@ from tfparallel.checkpoint.folder import (
     CheckpointError,
     CheckpointFolder,
     ForeignCheckpointError,
-    Found,
+    StoredCheckpoint,
 )
 from tfparallel.checkpoint.passing import PassedSteps
 from tfparallel.collectives.workers_of_model import workers_of
@@ -105,7 +105,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._every_steps = every_steps
         self._batches = batches
         self._configuration = configuration or {}
-        self._found: Found | None = None
+        self._found: StoredCheckpoint | None = None
         self.resumed: dict[str, int] | None = None
         self._forget()
 

@@ -35,7 +35,7 @@ import numpy as np
 
 from tfparallel.checkpoint import writer
 
-__all__ = ["CheckpointError", "CheckpointFolder", "ForeignCheckpointError", "Found"]
+__all__ = ["CheckpointError", "CheckpointFolder", "ForeignCheckpointError", "StoredCheckpoint"]
 
 _FORMAT = 1
 _ARRAYS = "state.npy"
@@ -65,7 +65,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A checkpoint that was verified.
 
     Attributes:
@@ -155,7 +155,7 @@ class CheckpointFolder:
         finally:
             writer.release(self.directory)
 
-    def newest(self) -> Found | None:
+    def newest(self) -> StoredCheckpoint | None:
         """Returns the newest checkpoint that is whole; warns of those that are not.
 
         Raises:
@@ -421,7 +421,7 @@ def _step_of(name) -> int:
     return int(_NAME.fullmatch(name)[1])
 
 
-def _read(path) -> Found:
+def _read(path) -> StoredCheckpoint:
     for pause in _PAUSES_SECONDS:
         try:
             return _verified(path)
@@ -432,7 +432,7 @@ def _read(path) -> Found:
     return _verified(path)
 
 
-def _verified(path) -> Found:
+def _verified(path) -> StoredCheckpoint:
     with open(os.path.join(path, _MANIFEST), "rb") as file:
         read = json.load(file)
     manifest = read["manifest"]
@@ -451,7 +451,7 @@ def _verified(path) -> Found:
                 raise ValueError(f"{name} has {size_bytes} of {expected['size_bytes']} bytes")
             if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                 raise ValueError(f"{name} does not have its checksum")
-    return Found(path, manifest["content"], manifest["arrays"])
+    return StoredCheckpoint(path, manifest["content"], manifest["arrays"])
 
 
 def _digest(manifest) -> str:

@@ -22,14 +22,14 @@ from tfparallel.cluster.launcher_env import (
     of_torchrun,
 )
 
-__all__ = ["Found", "find"]
+__all__ = ["DiscoveredJob", "find"]
 
 _WORKERS = "TFPARALLEL_WORKERS"
 _NUM_WORKERS = "TFPARALLEL_NUM_WORKERS"
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class DiscoveredJob:
     """What all sources together say: the arguments of a `Cluster`."""
 
     source: str
@@ -39,7 +39,7 @@ class Found:
     num_local_workers: int
 
 
-def find(environ: Mapping[str, str], configured: LauncherEnv | None = None) -> Found | None:
+def find(environ: Mapping[str, str], configured: LauncherEnv | None = None) -> DiscoveredJob | None:
     """Finds this process's job.
 
     Args:
@@ -67,7 +67,7 @@ def find(environ: Mapping[str, str], configured: LauncherEnv | None = None) -> F
     workers = _addresses(environ, agreeing)
     first = agreeing[0]
     local_rank, num_local_workers = _place(agreeing, workers)
-    return Found(first.source, workers, first.worker_index, local_rank, num_local_workers)
+    return DiscoveredJob(first.source, workers, first.worker_index, local_rank, num_local_workers)
 
 
 def _agreeing(claims):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import differentiable
 from tfparallel.collectives.traffic import ROWS
-from tfparallel.data import shard as shards
+from tfparallel.data import rows_of_replica as shards
 
 
 class Replicas:

@@ -32,8 +32,8 @@ from tfparallel.collectives import differentiable, group
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.validate import agreed, restored, sendable
-from tfparallel.data import shard as shards
-from tfparallel.engine.judge import exchanged, is_judging
+from tfparallel.data import rows_of_replica as shards
+from tfparallel.judge.judge import exchanged, is_judging
 
 # Anything made of tensors: `tf.nest` knows how.
 Value = Any

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.collectives import cross_device
-from tfparallel.engine.graphs import is_of_programs
 from tfparallel.seams.distribute import PerReplica
+from tfparallel.tracing.graphs import is_of_programs
 
 _COPIES = "_replica_copies"
 

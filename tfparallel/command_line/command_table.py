@@ -5,7 +5,7 @@
 
 import dataclasses
 
-from tfparallel.bench.choices import COLLECTIVES
+from tfparallel.bench.sizes import COLLECTIVES
 
 __all__ = ["COMMANDS", "Command"]
 

@@ -4,7 +4,7 @@ What absl defines, what `--help` shows, what is told of a mistake and which flag
 is made from these rows.
 """
 
-from tfparallel.bench.choices import ITEM_BYTES, MIN_WARMUP
+from tfparallel.bench.sizes import ITEM_BYTES, MIN_WARMUP
 from tfparallel.cluster.node_range import NodeRange
 from tfparallel.cluster.supervisor import GRACE_SECONDS
 from tfparallel.collectives import compression_name

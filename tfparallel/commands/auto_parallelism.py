@@ -15,7 +15,7 @@ from tfparallel.commands.parallelism import Parallelism, hide_gpus_if_unused, st
 from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.layout.mesh import Mesh
 from tfparallel.planning.candidates import BALANCES, Candidate, Choices
-from tfparallel.planning.plan import Plan, make_plan
+from tfparallel.planning.planner import Plan, make_plan
 from tfparallel.planning.trials import after_trials, batch_of
 from tfparallel.problems import PlacementError
 from tfparallel.task import Task, load_task

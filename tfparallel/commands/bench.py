@@ -14,20 +14,20 @@ from tfparallel import devices as device_lib
 from tfparallel.bench import model as models
 from tfparallel.bench import table
 from tfparallel.bench.between_workers import Workers, worker_contenders, worker_refusals
-from tfparallel.bench.choices import ITEM_BYTES
 from tfparallel.bench.collectives import REDUCING
 from tfparallel.bench.contender import Contender, OneProcess, World
 from tfparallel.bench.in_process import device_contenders
 from tfparallel.bench.limit import memory_bandwidth
 from tfparallel.bench.measure import measure
 from tfparallel.bench.row import Row
+from tfparallel.bench.sizes import ITEM_BYTES
 from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device, profile
 from tfparallel.collectives.algorithm_selection import MIN_GAIN
 from tfparallel.collectives.process_group import ProcessGroup
+from tfparallel.command_line.contradictions import counts_of
 from tfparallel.command_line.exits import StartError, UsageError
 from tfparallel.command_line.flags import resolved
-from tfparallel.command_line.rules import counts_of
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import quiet_stderr

@@ -19,9 +19,9 @@ from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.diagnostics.check import check_parity, uneven_first
 from tfparallel.diagnostics.determinism import make_deterministic
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
-from tfparallel.engine.check_rows import exchange_moments, refusal_of
-from tfparallel.engine.proof import OfLayer, explained
 from tfparallel.extend import original_class
+from tfparallel.judge.check_rows import exchange_moments, refusal_of
+from tfparallel.judge.proof import OfLayer, explained
 from tfparallel.pipeline.batch_norm import grouped, ungrouped
 from tfparallel.task import load_task
 from tfparallel.texts import aligned

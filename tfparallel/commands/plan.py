@@ -1,7 +1,7 @@
 """`tfparallel plan TASK.py`: which mesh of devices is the fastest for a task, and does it fit.
 
 With `--parallel=model` which layers go where; with `--parallel=pipeline` what each device does, and
-when. All are views of one plan (`planning/plan.py`).
+when. All are views of one plan (`planning/planner.py`).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.layout.drawing import as_text, write_picture, write_trace
 from tfparallel.layout.simulator import theoretical_bubble
 from tfparallel.planning.candidates import Candidate
-from tfparallel.planning.plan import Plan
+from tfparallel.planning.planner import Plan
 from tfparallel.task import load_task
 from tfparallel.texts import aligned, seconds_text, size_text
 

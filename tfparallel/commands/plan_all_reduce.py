@@ -9,8 +9,8 @@ from tfparallel.collectives.algorithms import double_binary_tree, hierarchical
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
 from tfparallel.collectives.cost_model import CostModel, Link
 from tfparallel.collectives.simulator import simulate
+from tfparallel.command_line.contradictions import counts_of, size_problems
 from tfparallel.command_line.exits import UsageError
-from tfparallel.command_line.rules import counts_of, size_problems
 from tfparallel.diagnostics.report import write_report
 from tfparallel.texts import aligned, size_text
 

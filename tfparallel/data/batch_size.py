@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.data.share import readings_of
+from tfparallel.data.rows_of_worker import readings_of
 from tfparallel.seams.tensorflow import batch_size_of, made_of
 
 __all__ = ["KERAS_BATCH_SIZE", "full_batch_size"]

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.data import share
+from tfparallel.data import rows_of_worker
 from tfparallel.data.order import batch_indices, num_batches_per_pass
 from tfparallel.data.sources import Source, as_source, cast
 
@@ -101,10 +101,14 @@ class EpochBatches(keras.callbacks.Callback):
         self._is_counted = not source.whole_batches
         self.dataset = self._read()
         if not source.whole_batches:
-            share.offer(self.dataset, share.Readings(self._read, self._facts, global_batch_size))
+            rows_of_worker.offer(
+                self.dataset, rows_of_worker.Readings(self._read, self._facts, global_batch_size)
+            )
 
     def _read(
-        self, bounds: share.Bounds | None = None, change: share.Change | None = None
+        self,
+        bounds: rows_of_worker.Bounds | None = None,
+        change: rows_of_worker.Change | None = None,
     ) -> tf.data.Dataset:
         """The batches, or the rows of them that the bounds say."""
 
@@ -116,7 +120,8 @@ class EpochBatches(keras.callbacks.Callback):
             sizes = np.array([len(step) for step in steps], np.int64)
             if bounds is not None:
                 ranges = [
-                    share.rows_to_read(bounds(len(step)), len(step), min, max) for step in steps
+                    rows_of_worker.rows_to_read(bounds(len(step)), len(step), min, max)
+                    for step in steps
                 ]
                 steps = [step[a : a + n] for step, (a, n) in zip(steps, ranges, strict=True)]
             ends = np.cumsum([len(step) for step in steps])
@@ -221,12 +226,12 @@ def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
     source = as_source(data)
 
     def read_batches(
-        bounds: share.Bounds | None = None, change: share.Change | None = None
+        bounds: rows_of_worker.Bounds | None = None, change: rows_of_worker.Change | None = None
     ) -> tf.data.Dataset:
         def read(indices: tf.Tensor) -> Any:
             size = tf.size(indices, tf.int64)
             if bounds is not None:
-                start, own = share.rows_to_read(bounds(size), size, tf.minimum, tf.maximum)
+                start, own = rows_of_worker.rows_to_read(bounds(size), size, tf.minimum, tf.maximum)
                 indices = indices[start : start + own]
             return _element(source.read(indices), size, bounds, change)
 
@@ -239,7 +244,9 @@ def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
         return batches
     first = np.arange(min(global_batch_size, source.num_indices))
     facts = functools.partial(_facts_of, source, "its own", first)
-    return share.offer(batches, share.Readings(read_batches, facts, global_batch_size))
+    return rows_of_worker.offer(
+        batches, rows_of_worker.Readings(read_batches, facts, global_batch_size)
+    )
 
 
 def first_batches(
@@ -313,13 +320,13 @@ def _dataset_batches(
 def _element(
     batch: tuple[Any, ...],
     size: tf.Tensor,
-    bounds: share.Bounds | None,
-    change: share.Change | None,
+    bounds: rows_of_worker.Bounds | None,
+    change: rows_of_worker.Change | None,
 ) -> Any:
     """What the data set yields: a batch, or a part of one of that size."""
     if change is not None:
         batch = change(*batch)
-    return batch if bounds is None else share.mark(batch, size)
+    return batch if bounds is None else rows_of_worker.mark(batch, size)
 
 
 def _facts_of(source: Source, order: str, first_batch: np.ndarray) -> dict[str, str]:

@@ -32,7 +32,7 @@ from tfparallel.diagnostics.compare import TOLERANCES, digits_that_agree, is_flo
 from tfparallel.diagnostics.floor import Comparison, Deviation, Key, deviation
 from tfparallel.diagnostics.layers import first_difference, random_layers
 from tfparallel.diagnostics.retracing import without_retracing_warnings
-from tfparallel.diagnostics.trial import Build, Outcome, Trial, coarsest_dtype, plain
+from tfparallel.diagnostics.training_run import Build, Outcome, Trial, coarsest_dtype, plain
 
 __all__ = ["CheckReport", "ValueReport", "VariableReport", "check_parity", "uneven_first"]
 

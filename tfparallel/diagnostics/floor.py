@@ -45,7 +45,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tfparallel.diagnostics.compare import difference, is_float
-from tfparallel.diagnostics.trial import Outcome, State
+from tfparallel.diagnostics.training_run import Outcome, State
 
 __all__ = [
     "FINER",

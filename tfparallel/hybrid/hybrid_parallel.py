@@ -14,7 +14,7 @@ from tfparallel.layers.tensor_parallel import Asked, parts_planned, split_in_pla
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.pipeline.batch_norm import batch_norms
-from tfparallel.pipeline.pipeline_parallel import Choices, accumulating, in_micro_batches
+from tfparallel.pipeline.pipeline_parallel import PipelineOptions, accumulating, in_micro_batches
 from tfparallel.placement.graph import layers_in_order
 from tfparallel.placement.layer_devices import read_limits
 from tfparallel.problems import PlacementError, Problems, usable_devices
@@ -120,7 +120,7 @@ def hybrid_parallel(
             )
     if num_micro_batches is None:
         num_micro_batches = 4 if mesh.pipeline > 1 else 1
-    chosen = Choices(
+    chosen = PipelineOptions(
         num_micro_batches=num_micro_batches,
         schedule=schedule,
         recompute=recompute,

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.data import shard as shards
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.shard import Shard
-from tfparallel.engine.check_rows import why_not_in_pieces
+from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import attach
+from tfparallel.judge.check_rows import why_not_in_pieces
 from tfparallel.logits import logits_of, output_of, sources_of
 from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.pass_scope import other_writes

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 
 import tensorflow as tf
 
-from tfparallel.engine.graphs import called_by, draws_anew, with_inner
+from tfparallel.tracing.graphs import called_by, draws_anew, with_inner
 
 __all__ = ["computes_the_same"]
 

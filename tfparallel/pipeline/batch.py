@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.shard import Shard, count_rows, where_it_is
+from tfparallel.data.rows_of_replica import Shard, count_rows, where_it_is
 from tfparallel.logits import Logits, logits_of, output_of
 from tfparallel.pipeline.cut import Key, LogitsOf, Values
 from tfparallel.pipeline.masks import Masks

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.shard import Shard
+from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import extend, original_class
 from tfparallel.pipeline.micro_batch import current_pass
 from tfparallel.pipeline.others import Others

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
 from tfparallel.collectives.process_group import is_summable
-from tfparallel.data.shard import for_replicas
+from tfparallel.data.rows_of_replica import for_replicas
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.batch_norm import write_averages
 from tfparallel.pipeline.cut import Values
@@ -34,7 +34,7 @@ from tfparallel.pipeline.pass_scope import sums_in_layers
 from tfparallel.pipeline.replica_step import How, Passed, ReplicaStep
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.seams.keras import clear_losses
-from tfparallel.step.one_step import Found
+from tfparallel.step.one_step import PassResult
 from tfparallel.step.where_rows_meet import aligned, of_the_batch
 from tfparallel.strategies.mesh_trace import MeshTrace
 from tfparallel.strategies.variables import copies
@@ -67,7 +67,7 @@ class Step:
         self._others = others
         self._gradients_stay = gradients_stay
 
-    def run(self, x, y, sample_weight) -> Found:
+    def run(self, x, y, sample_weight) -> PassResult:
         """Runs the passes."""
         number = self._how.schedule.num_micro_batches
         if self._how.metrics is not None:
@@ -94,7 +94,7 @@ class Step:
         write_averages(moments, self._others)
         return self._meet(found, trace) if self._how.metrics is None else self._added_up(found)
 
-    def _meet(self, found: Sequence[Passed], trace: MeshTrace) -> Found:
+    def _meet(self, found: Sequence[Passed], trace: MeshTrace) -> PassResult:
         """The loss of the joined outputs; if the backward passes begin with it, they follow."""
         joined, extra = self._joined(found, self._batch.output_keys), self._extra(found)
         whole = self._whole_loss([*joined.values()], extra)
@@ -112,9 +112,9 @@ class Step:
         own, number = list(of_each), self._how.schedule.num_micro_batches
         return [own[first : first + number] for first in range(0, len(own), number)]
 
-    def _found(self, gradients, **left) -> Found:
+    def _found(self, gradients, **left) -> PassResult:
         rows, trained = self._batch.num_rows, self._how.model._trained()
-        return Found(num_rows=rows, variables=trained, gradients=gradients, **left)
+        return PassResult(num_rows=rows, variables=trained, gradients=gradients, **left)
 
     def _where_the_loss_is(self):
         return tf.device(self._how.devices[self._how.schedule.device_of(len(self._how.stages) - 1)])
@@ -184,7 +184,7 @@ class Step:
         found = traced_readings.kinds_of(call, self._batch.x, weights)
         return dict(zip(map(id, trained), found, strict=True))
 
-    def _added_up(self, found: Sequence[Passed]) -> Found:
+    def _added_up(self, found: Sequence[Passed]) -> PassResult:
         """The gradients, the loss, and by what the metrics grow: sums over the micro-batches."""
         batch, extra = self._batch, self._extra(found)
         with self._where_the_loss_is():

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.compute_context import context, within
-from tfparallel.data import shard as shards
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.replication.random import IndexedDropout

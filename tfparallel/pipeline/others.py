@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.process_group import ProcessGroup, is_summable
 from tfparallel.collectives.traffic import ROWS
-from tfparallel.data.shard import Shard
+from tfparallel.data.rows_of_replica import Shard
 
 __all__ = ["Others"]
 

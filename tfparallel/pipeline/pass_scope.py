@@ -11,8 +11,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.data import shard as shards
-from tfparallel.engine.graphs import draws_anew, with_inner, writes_variable
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import original_class
 from tfparallel.keras_compat import renormalizes
 from tfparallel.pipeline.batch_norm import batch_norms
@@ -28,6 +27,7 @@ from tfparallel.seams.keras import (
     storage_of,
 )
 from tfparallel.strategies.variables import copies
+from tfparallel.tracing.graphs import draws_anew, with_inner, writes_variable
 
 __all__ = [
     "PassScope",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import keras
 
 from tfparallel import devices as device_lib
-from tfparallel.engine.check_rows import exchange_moments
 from tfparallel.extend import extend
+from tfparallel.judge.check_rows import exchange_moments
 from tfparallel.layout.layout import RECOMPUTES, Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
@@ -22,7 +22,7 @@ from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.synchronization import Synchronization
 
 __all__ = [
-    "Choices",
+    "PipelineOptions",
     "TooFewLayersError",
     "in_micro_batches",
     "pipeline_parallel",
@@ -50,7 +50,7 @@ class TooFewLayersError(PlacementError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class PipelineOptions:
     """How micro-batches go through stages: arguments of `pipeline_parallel`, told there."""
 
     num_micro_batches: int
@@ -144,7 +144,7 @@ def pipeline_parallel(
     with problems.gathered():
         device_memory = layer_devices.read_limits(device_memory, batch_size)
     names = usable_devices(devices or device_lib.choose_devices(), problems)
-    chosen = Choices(
+    chosen = PipelineOptions(
         num_micro_batches=num_micro_batches,
         schedule=schedule,
         recompute=recompute,
@@ -182,7 +182,7 @@ def in_micro_batches(
     mesh: Mesh,
     names: Sequence[str],
     problems: Problems,
-    chosen: Choices,
+    chosen: PipelineOptions,
     mixin: type[PipelinedModel] = PipelinedModel,
     splits_of: Callable[[keras.Model, dict[str, int]], dict[str, str]] = lambda *_: {},
     spread: Callable[[keras.Model], None] = lambda _: None,

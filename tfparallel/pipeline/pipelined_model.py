@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from tfparallel.data.batch_size import KERAS_BATCH_SIZE
-from tfparallel.engine.check_rows import check_rows
 from tfparallel.extend import attach
+from tfparallel.judge.check_rows import check_rows
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.accumulate import AccumulateBatches
 from tfparallel.pipeline.cut import cut_stages
@@ -24,7 +24,7 @@ from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.state import global_seed_generator
 from tfparallel.seams.compiled import compiled_loss
 from tfparallel.seams.functional import as_outputs
-from tfparallel.step.one_step import Found
+from tfparallel.step.one_step import PassResult
 from tfparallel.step.where_rows_meet import WhereRowsMeet, said_in, why_unaligned
 from tfparallel.variables.replica import replicas_of
 
@@ -122,7 +122,7 @@ class PipelinedModel(HasPolicy, WhereRowsMeet, PlacedModel):
     def _make_policy(self, sync) -> EveryStep:
         return AccumulateBatches(self, sync) if sync.accumulates else EveryStep(self, sync)
 
-    def _passes(self, x, y, sample_weight) -> Found:
+    def _passes(self, x, y, sample_weight) -> PassResult:
         if self.check_rows:
             check_rows(self, self.__call__, (x,), {"training": True}, tells=self._is_chief)
         return self.passes(x, y, sample_weight).run(x, y, sample_weight)

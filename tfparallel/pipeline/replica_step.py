@@ -20,9 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
-from tfparallel.data.shard import Shard
-from tfparallel.engine.again import DrawnApart
-from tfparallel.engine.graphs import operations_here
+from tfparallel.data.rows_of_replica import Shard
 from tfparallel.layout.schedule import Instruction, Schedule
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of
@@ -37,6 +35,8 @@ from tfparallel.pipeline.whole_loss import scale_of
 from tfparallel.placement.gradients import gradients_of_a_part
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.strategies.variables import copies
+from tfparallel.tracing.graphs import operations_here
+from tfparallel.tracing.replay import DrawnApart
 from tfparallel.variables.replica import here
 
 __all__ = ["How", "Passed", "ReplicaStep"]

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
-from tfparallel.data.shard import Shard, of_any_number, where_it_is
+from tfparallel.data.rows_of_replica import Shard, of_any_number, where_it_is
 from tfparallel.pipeline.batch import Batch
 from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.loss import MicroBatchLoss, Part

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data import provenance
-from tfparallel.data.shard import Shard
+from tfparallel.data.rows_of_replica import Shard
 from tfparallel.pipeline.as_function import computes_the_same
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.seams.keras import mask_of, set_mask

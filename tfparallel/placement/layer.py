@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfparallel.engine.audit import noting
+from tfparallel.tracing.audit import noting
 from tfparallel.variables.replica import here
 
 __all__ = ["PlacedLayer"]

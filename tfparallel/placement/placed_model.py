@@ -9,10 +9,10 @@ import keras
 import tensorflow as tf
 
 from tfparallel.checkpoint.streamed import save_streamed
-from tfparallel.data.shard import count_rows
-from tfparallel.engine.check_rows import proof_in_words
+from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
+from tfparallel.judge.check_rows import proof_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.layer_devices import PlacementError
@@ -20,7 +20,7 @@ from tfparallel.placement.processes import has_others, naming_lost_process
 from tfparallel.seams.compiled import loss_of_batch
 from tfparallel.seams.keras import layers_in, takes_training
 from tfparallel.step.build import build_ahead
-from tfparallel.step.one_step import Found, OneStep
+from tfparallel.step.one_step import OneStep, PassResult
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.strategies.pending_writes import after_writes
@@ -165,7 +165,7 @@ class PlacedModel(OneStep):
         """One step of prediction, as Keras's own."""
         return super().predict_step(data)
 
-    def _passes(self, x, y, sample_weight) -> Found:
+    def _passes(self, x, y, sample_weight) -> PassResult:
         """All rows forward and backward."""
         # `run_eagerly`: a tape alone can differentiate, and takes no care of devices.
         tape = tf.GradientTape() if tf.executing_eagerly() else None
@@ -179,7 +179,7 @@ class PlacedModel(OneStep):
         if trained and tape is not None:
             found = tape.gradient(scaled, [variable.value for variable in trained])
         num_rows = count_rows(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
-        return Found(loss, num_rows, trained, found, y_pred)
+        return PassResult(loss, num_rows, trained, found, y_pred)
 
     def _beside_the_loss(self):
         return tf.device(self._last_device)

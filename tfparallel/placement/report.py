@@ -8,12 +8,12 @@ import keras
 import tensorflow as tf
 
 from tfparallel.device_memory import peak_bytes_of_gpus
-from tfparallel.engine.audit import Noted, recording, short
 from tfparallel.placement.graph import edges, layers_in_order
 from tfparallel.placement.layer_costs import bytes_of
 from tfparallel.placement.processes import peak_memory_bytes
 from tfparallel.seams.optimizers import weights_of
 from tfparallel.texts import aligned, size_text
+from tfparallel.tracing.audit import Noted, recording, short
 
 __all__ = ["LayerPlacement", "PlacementReport", "held_by_device", "placement_report"]
 

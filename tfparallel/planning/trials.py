@@ -15,7 +15,7 @@ from tfparallel.callbacks.step_time import StepTime
 from tfparallel.data.batches import batches_dataset, first_batches
 from tfparallel.layout.mesh import Mesh
 from tfparallel.planning.candidates import Candidate, with_trials
-from tfparallel.planning.plan import Plan
+from tfparallel.planning.planner import Plan
 from tfparallel.task import Task, TaskError
 from tfparallel.user_log import unnoticed
 

@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.reducer import Reducer
-from tfparallel.data.shard import Place
+from tfparallel.data.rows_of_replica import Place
 from tfparallel.extend import is_own
 from tfparallel.replication.checks import check_activity
 from tfparallel.replication.noise_scale import NoiseScale
@@ -32,7 +32,7 @@ from tfparallel.replication.policy import BeginsEpochs, EveryStep
 from tfparallel.seams.compiled import compiled_loss, loss_terms
 from tfparallel.seams.keras import layers_in
 from tfparallel.seams.tensorflow import ResourceVariable
-from tfparallel.step.one_step import Found
+from tfparallel.step.one_step import PassResult
 from tfparallel.user_log import notice
 
 __all__ = ["Accumulate"]
@@ -196,7 +196,7 @@ class Accumulate(EveryStep):
         place = Place(self.model.strategy.first_replica, before, own, tf.add_n(worker_rows))
         return data, place
 
-    def apply(self, found: Found, usual) -> None:
+    def apply(self, found: PassResult, usual) -> None:
         """Adds up the gradients of a step, each times its divisor."""
         divisor = tf.cast(self._divisor_of(found), tf.float64)
         # Of rows that all are masked, or have no weight, regularizers alone have a gradient; it
@@ -212,7 +212,7 @@ class Accumulate(EveryStep):
                     accumulated.assign_add(term, read_value=False)
         self._counts.divisor.assign_add(divisor, read_value=False)
 
-    def _divisor_of(self, found: Found):
+    def _divisor_of(self, found: PassResult):
         num_added = len(self.model.losses) if found.num_added is None else found.num_added
         if self._are_sums:
             if num_added:
@@ -225,7 +225,7 @@ class Accumulate(EveryStep):
             self.refuse(_ONE_DIVISOR, "a masked or weighted loss beside `add_loss`")
         return found.divisor
 
-    def _held_gradients(self, found: Found) -> list[tf.Variable | None]:
+    def _held_gradients(self, found: PassResult) -> list[tf.Variable | None]:
         """What is added up for each weight; None where no gradient reaches it."""
         known = self._held
         held: dict[int, tuple[keras.Variable, tf.Variable | None]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.cluster.differences import differences, name_workers
-from tfparallel.data import share
+from tfparallel.data import rows_of_worker
 from tfparallel.seams.optimizers import rate_of
 
 # The first batches of a `fit`, `evaluate` or `predict` are compared; another order shows there.
@@ -44,7 +44,7 @@ def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
     facts = {
         "fit": {name: asked[name] for name in numbers if name in asked},
         "data": [str(_shape(leaf)) for leaf in keras.tree.flatten(asked.get("x"))],
-        "order": getattr(share.readings_of(asked.get("x")), "facts", dict)(),
+        "order": getattr(rows_of_worker.readings_of(asked.get("x")), "facts", dict)(),
         "weights": [f"{v.name} {tuple(v.shape)} {v.dtype}" for v in model.variables],
         "optimizer": _configuration(model.optimizer),
         "layout": model.layout.title,
@@ -108,7 +108,7 @@ def check_readings(workers, facts: dict[str, str]) -> None:
 
     Args:
         workers: The strategy's `ProcessGroup`.
-        facts: What `share.Readings` tells of it.
+        facts: What `rows_of_worker.Readings` tells of it.
 
     Raises:
         RuntimeError: On every worker, with what differs.

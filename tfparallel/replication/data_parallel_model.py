@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.engine.check_rows import exchange_moments, proof_in_words
 from tfparallel.extend import attach, extend, is_own, original_class
 from tfparallel.flight.marks import mark
+from tfparallel.judge.check_rows import exchange_moments, proof_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import (

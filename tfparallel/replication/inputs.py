@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
-from tfparallel.data import shard as shards
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.seams.keras import mask_of, set_mask
 
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.data import share
-from tfparallel.data.shard import count_rows
+from tfparallel.data import rows_of_worker
+from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import is_own
 from tfparallel.replication import sample_partition
 from tfparallel.replication.policy import BeginsEpochs, EveryStep, first_of
@@ -158,9 +158,9 @@ class LocalSgd(EveryStep):
         if own is data:
             own, place = self.cut_here(data)
             return own, tf.convert_to_tensor(place.num_own_rows)
-        found = share.unmarked(data)
+        found = rows_of_worker.unmarked(data)
         if found is not None:
-            return own, share.rows_of_worker(self.model.strategy)(found[1]).size
+            return own, rows_of_worker.rows_of_worker(self.model.strategy)(found[1]).size
         return own, tf.convert_to_tensor(count_rows(first_of(own)))
 
     def _weights(self) -> list[keras.Variable]:

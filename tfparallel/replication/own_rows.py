@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.data.shard import Shard, count_rows, current
+from tfparallel.data.rows_of_replica import Shard, count_rows, current
 from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
 from tfparallel.replication.replicated_call import checked_output
-from tfparallel.replication.sums import Summed, Sums
+from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.seams.compiled import compiled_loss, loss_tracker
 from tfparallel.seams.functional import Functional
 from tfparallel.seams.keras import compute_output_spec, mask_of, takes_training
 from tfparallel.step.metrics import StepMetrics
-from tfparallel.step.one_step import Found, OneStep
+from tfparallel.step.one_step import OneStep, PassResult
 from tfparallel.step.terms import growth, terms, whole_loss
 from tfparallel.step.where_rows_meet import (
     WhereRowsMeet,
@@ -86,7 +86,7 @@ class OwnRows(WhereRowsMeet, OneStep):
         if wait:
             loss = found.loss(sums, added)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        left = Found(
+        left = PassResult(
             loss,
             found.num_rows,
             trained,

@@ -22,13 +22,13 @@ import keras
 import tensorflow as tf
 
 from tfparallel.callbacks.nan import NaNGuard
-from tfparallel.data import shard as shards
-from tfparallel.data import share
-from tfparallel.data.shard import Place, count_rows
+from tfparallel.data import rows_of_replica as shards
+from tfparallel.data import rows_of_worker
+from tfparallel.data.rows_of_replica import Place, count_rows
 from tfparallel.extend import attach
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.step.call import Call
-from tfparallel.step.one_step import Found
+from tfparallel.step.one_step import PassResult
 
 __all__ = ["BeginsEpochs", "EveryStep", "HasPolicy", "first_of"]
 
@@ -91,7 +91,7 @@ class EveryStep:
     def check_way(self, way) -> None:
         """Raises for a way to the loss that this policy cannot take."""
 
-    def apply(self, found: Found, usual: Callable[[Found], None]) -> None:
+    def apply(self, found: PassResult, usual: Callable[[PassResult], None]) -> None:
         """Takes the gradients of a step.
 
         Args:
@@ -192,8 +192,8 @@ class EveryStep:
     def cut_here(self, data):
         """This worker's rows of a batch that each worker has, and where they lie in it."""
         num_rows = count_rows(first_of(data))
-        own = share.rows_of_worker(self.model.strategy)(num_rows)
-        start, size = share.rows_to_read(own, num_rows, tf.minimum, tf.maximum)
+        own = rows_of_worker.rows_of_worker(self.model.strategy)(num_rows)
+        start, size = rows_of_worker.rows_to_read(own, num_rows, tf.minimum, tf.maximum)
 
         def cut(leaf):
             return None if leaf is None else shards.cut(leaf, start, size)

@@ -39,18 +39,18 @@ from tfparallel.collectives.process_group import is_summable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import partition
-from tfparallel.data import shard as shards
-from tfparallel.engine.check_rows import has_rows
-from tfparallel.engine.graphs import operations_here
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import attach
+from tfparallel.judge.check_rows import has_rows
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
 from tfparallel.replication.inputs import BatchInputs
-from tfparallel.replication.sums import Summed, Sums
+from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import is_recording, needs_gradient, recording
 from tfparallel.strategies import variables
 from tfparallel.strategies.replica_trace import ReplicaTrace
+from tfparallel.tracing.graphs import operations_here
 from tfparallel.update.pending import PendingSums
 
 

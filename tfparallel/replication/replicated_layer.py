@@ -3,8 +3,8 @@
 import keras
 import tensorflow as tf
 
-from tfparallel.engine.check_rows import check_rows
 from tfparallel.extend import attach
+from tfparallel.judge.check_rows import check_rows
 from tfparallel.replication.replicated_call import ReplicatedCall
 from tfparallel.seams.keras import clear_losses, compute_output_spec, in_stateless_scope
 from tfparallel.update.pending import PendingSums

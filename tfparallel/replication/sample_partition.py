@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
-from tfparallel.data import share
+from tfparallel.data import rows_of_worker
 from tfparallel.data.partition import rows_of_workers
 from tfparallel.data.received import short
 from tfparallel.seams.compiled import class_weighting
@@ -111,7 +111,7 @@ def marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def unmarked(data):
     """The batch itself, or the spec of one, without joining."""
-    found = share.unmarked(data)
+    found = rows_of_worker.unmarked(data)
     if found is not None:
         return found[0]
     return next(iter(data.values())) if _is_marked(data) else data
@@ -122,14 +122,14 @@ def held(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
 
     Args:
         data: What the step was given: a batch, or the rows of this worker, of a data set that
-            `by_sample` returned, or that is read in shares (`tfparallel.data.share`).
+            `by_sample` returned, or that is read in shares (`tfparallel.data.rows_of_worker`).
         strategy: The strategy that trains on it.
 
     Returns:
         This worker's rows, padded as all others', and the number of rows of each worker; of a
         worker that has none, a row of another's. Or the global batch and None.
     """
-    found = share.unmarked(data)
+    found = rows_of_worker.unmarked(data)
     if found is not None:
         rows, number = found
         return rows, rows_of_workers(strategy, tf.cast(number, tf.int32))
@@ -152,7 +152,7 @@ def held(data, strategy) -> tuple[Any, list[tf.Tensor] | None]:
 
 
 def _with_a_row(leaves, counts, workers):
-    """The leaves; of a worker without rows, one of another's (see `share.rows_to_read`).
+    """The leaves; of a worker without rows, one of another's (see `rows_of_worker.rows_to_read`).
 
     Of texts, which do not travel, an empty one stands for it.
     """

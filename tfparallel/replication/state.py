@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
-from tfparallel.data import shard as shards
+from tfparallel.data import rows_of_replica as shards
 from tfparallel.replication.random import by_replica
 from tfparallel.seams.keras import (
     DTYPE_POLICY,

@@ -24,7 +24,7 @@ from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.whole_file import moved_into_place
 from tfparallel.collectives.process_group import ProcessGroup, naming_lost_worker
-from tfparallel.data import share
+from tfparallel.data import rows_of_worker
 from tfparallel.data.batch_size import full_batch_size
 from tfparallel.problems import PlacementError
 from tfparallel.replication import agreement, sample_partition
@@ -216,7 +216,7 @@ class WorkerSession:
                     "own rows. Give all workers the same data."
                 )
             return
-        readings = share.readings_of(data)
+        readings = rows_of_worker.readings_of(data)
         if self.workers is None:
             return
         if readings is None:
@@ -238,7 +238,7 @@ class WorkerSession:
             return
         weights = asked.pop("class_weight", None) if name == "x" else None
         change = None if weights is None else class_weighting(weights)
-        asked[name] = readings.share(share.rows_of_worker(model.strategy), change)
+        asked[name] = readings.share(rows_of_worker.rows_of_worker(model.strategy), change)
 
 
 class _TogetherInEpochs(keras.callbacks.Callback):

@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.engine.graphs import with_inner, writes_state
-from tfparallel.engine.growth import SUMS, growth_of
-from tfparallel.engine.judge import Judge, Judged, exchanges_of, judged_graph
-from tfparallel.engine.kept import kept_as_they_were
-from tfparallel.engine.placements import Mixed, Placement, Replicate, Shard, Sum
-from tfparallel.engine.rules.draws import draws
-from tfparallel.engine.size import ROWS
-from tfparallel.engine.where import line_of
 from tfparallel.extend import is_own
+from tfparallel.judge.growth import SUMS, growth_of
+from tfparallel.judge.judge import Judge, Judged, exchanges_of, judged_graph
+from tfparallel.judge.kept import kept_as_they_were
+from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
+from tfparallel.judge.rules.draws import draws
+from tfparallel.judge.size import ROWS
+from tfparallel.judge.where import line_of
 from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_terms
 from tfparallel.seams.keras import set_mask
 from tfparallel.step.loss import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import example_losses, terms_of
+from tfparallel.tracing.graphs import with_inner, writes_state
 
 __all__ = ["AddsUp", "adds_up", "metrics_of_rows_together", "why_not_by_rows"]
 

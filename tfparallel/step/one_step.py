@@ -2,7 +2,7 @@
 
 | | |
 | --- | --- |
-| passes | rows go forward and backward, in the parallelism's own way; what they leave is `Found` |
+| passes | rows go forward and backward, in the parallelism's own way; they leave a `PassResult` |
 | update | the optimizer, once, with the gradients of the whole batch |
 | logs | the loss, and the metrics: of what each piece found, or of joined predictions |
 """
@@ -24,10 +24,10 @@ from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.xla import CompiledByDevice
 
-__all__ = ["Found", "OneStep"]
+__all__ = ["PassResult", "OneStep"]
 
 
-class Found(NamedTuple):
+class PassResult(NamedTuple):
     """What the passes of a step leave, of the whole batch.
 
     Attributes:
@@ -157,7 +157,7 @@ class OneStep(CompiledByDevice):
         """Where the loss is, and what belongs to no layer: metrics, and their states."""
         return contextlib.nullcontext()
 
-    def _trained_on(self, found: Found, x, y, sample_weight) -> dict[str, Any]:
+    def _trained_on(self, found: PassResult, x, y, sample_weight) -> dict[str, Any]:
         """Updates the weights and the metrics; returns the step's logs.
 
         Args:
@@ -182,7 +182,7 @@ class OneStep(CompiledByDevice):
             found.metrics.update(found.growth, y, found.outputs, found.rows, sample_weight)
             return self.get_metrics_result()
 
-    def _apply_found(self, found: Found) -> None:
+    def _apply_found(self, found: PassResult) -> None:
         """Changes the weights as the gradients of the batch say."""
         self.optimizer.apply_gradients(zip(found.gradients, found.variables, strict=True))
 

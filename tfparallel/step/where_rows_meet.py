@@ -19,11 +19,11 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfparallel.data.shard import count_rows, where_it_is
+from tfparallel.data.rows_of_replica import count_rows, where_it_is
 from tfparallel.device_memory import memory_bytes
 from tfparallel.device_names import canonical
-from tfparallel.engine.check_rows import has_rows
 from tfparallel.extend import attach, attached
+from tfparallel.judge.check_rows import has_rows
 from tfparallel.layout.shorten import first_to_last
 from tfparallel.seams.compiled import compiled_loss, compiled_metrics
 from tfparallel.seams.functional import as_outputs, functional_of

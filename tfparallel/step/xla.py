@@ -3,7 +3,7 @@
 Keras compiles a step (`jit_compile=True`) as one program, which holds the variables of one device
 alone. Here a step is traced as always, and its graph is cut where devices exchange something, and
 around what XLA cannot compile: strings, Python's functions, sums between workers, checks. What is
-between the cuts is one program on each device (`engine/programs/`).
+between the cuts is one program on each device (`xla/`).
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.engine.programs.step import in_programs
 from tfparallel.seams.keras import model_supports_jit
+from tfparallel.xla.step import in_programs
 
 __all__ = ["CompiledByDevice", "compiled_by_device"]
 

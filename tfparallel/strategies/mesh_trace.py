@@ -10,9 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.device_names import to_tensorflow_name
-from tfparallel.engine.again import Again
-from tfparallel.engine.one_trace import OneTrace
 from tfparallel.strategies import variables
+from tfparallel.tracing.one_trace import OneTrace
+from tfparallel.tracing.replay import Again
 from tfparallel.variables.replica import Replica, at_work
 
 __all__ = ["MeshTrace"]

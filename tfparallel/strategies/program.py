@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfparallel.collectives.algorithm_selection import choice_of
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.data.partition import check_weights
-from tfparallel.data.shard import Place
+from tfparallel.data.rows_of_replica import Place
 from tfparallel.device_names import canonical
 from tfparallel.layout.in_words import replicas_in_words
 from tfparallel.layout.layout import Layout

@@ -1,7 +1,7 @@
 """What the replicas of a strategy do, traced once, up to where they meet.
 
 Whenever they meet (`merge_call`), and when the function ends, what was traced for the first replica
-is made again for each of the others (`engine/one_trace.py`).
+is made again for each of the others (`tracing/one_trace.py`).
 
 An eager step leaves no operations that could be made again. There each replica runs the function in
 a thread of its own, and they take turns.
@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from tfparallel.compute_context import context, within
 from tfparallel.devices import resolve
-from tfparallel.engine.again import Again, DrawnApart
-from tfparallel.engine.one_trace import OneTrace
 from tfparallel.seams.distribute import distribute, of_replica, replica_index
 from tfparallel.seams.tensorflow import not_recording, recording
 from tfparallel.strategies import variables
+from tfparallel.tracing.one_trace import OneTrace
+from tfparallel.tracing.replay import Again, DrawnApart
 
 __all__ = ["ReplicaTrace"]
 

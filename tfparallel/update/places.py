@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.process_group import ProcessGroup
-from tfparallel.engine.audit import device_of, device_outside, noting
+from tfparallel.tracing.audit import device_of, device_outside, noting
 from tfparallel.update.order import one_large_update_at_a_time
 
 __all__ = ["Places", "following_inputs"]

@@ -1,0 +1,150 @@
+"""Operations that rules are held against: what they are given, and where the rows are then."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
+
+B = 5  # The number of rows; no other axis is as long.
+MIXED = "mixed"
+
+
+class Given(NamedTuple):
+    """An input.
+
+    Attributes:
+        placement: Where the rows are.
+        shape: Of the whole.
+        dtype: Of its elements.
+        low: The least of its numbers.
+        high: What is above all of them.
+    """
+
+    placement: Placement
+    shape: tuple
+    dtype: str = "float64"
+    low: float = 0.1
+    high: float = 0.9
+
+
+class Case(NamedTuple):
+    """An operation on inputs.
+
+    Attributes:
+        kind: Its type, as `tf.Operation` names it.
+        function: Of tensors.
+        given: The inputs.
+        right: The placement of each output, or `MIXED`.
+    """
+
+    kind: str
+    function: Callable
+    given: tuple[Given, ...]
+    right: tuple | str
+
+
+CASES: list[Case] = []
+
+
+def rows(*shape, axis=0, power=0, **more) -> Given:
+    """Rows along an axis."""
+    return Given(Shard(axis, power), shape, **more)
+
+
+def same(*shape, power=0, **more) -> Given:
+    """What is the same of all pieces, but for a power of B."""
+    return Given(Replicate(power), shape, **more)
+
+
+def total(*shape, power=0, **more) -> Given:
+    """A sum over the rows; a mean with `power=-1`."""
+    return Given(Sum(power), shape, **more)
+
+
+def mean(*shape, **more) -> Given:
+    return total(*shape, power=-1, **more)
+
+
+def case(kind: str, function, given, *right) -> None:
+    """Adds a case; without a placement it is `MIXED`."""
+    given = given if isinstance(given, list) else [given]
+    CASES.append(Case(kind, function, tuple(given), right or MIXED))
+
+
+def raw(kind: str, **attributes) -> Callable:
+    """An operation as a function of its inputs."""
+    operation = getattr(tf.raw_ops, kind)
+    names = list(inspect.signature(operation).parameters)
+
+    def function(*tensors):
+        return operation(**dict(zip(names, tensors, strict=False)), **attributes)
+
+    return function
+
+
+def beside(kind: str, other: Callable, **attributes) -> Callable:
+    """An operation as a function of one input, and of what is made of that."""
+    return lambda x: raw(kind, **attributes)(x, other(x))
+
+
+def whole_and_pieces(given: Given, seed: int, cut: int = 2) -> list[np.ndarray]:
+    """An input, whole and in two."""
+    random = np.random.default_rng(seed)
+    placement, power = given.placement, getattr(given.placement, "power", 0)
+    sizes = (B, cut, B - cut)
+    if isinstance(placement, Shard):
+        whole = _drawn(random, given)
+        before = (slice(None),) * placement.axis
+        parts = [whole, whole[(*before, slice(cut))], whole[(*before, slice(cut, None))]]
+    elif isinstance(placement, Sum):
+        one, other = _drawn(random, given), _drawn(random, given)
+        parts = [one + other, one, other]
+    else:
+        parts = [_drawn(random, given)] * 3
+    if not power:
+        return parts
+    factors = [size**power if power > 0 else 1 / size**-power for size in sizes]
+    return [
+        np.asarray(part * factor, part.dtype) for part, factor in zip(parts, factors, strict=True)
+    ]
+
+
+def _drawn(random, given) -> Any:
+    if given.dtype == "string":
+        return random.choice(["1", "2.5", "33"], given.shape).astype(object)
+    if given.dtype == "bool":
+        return random.uniform(size=given.shape) > 0.5
+    if given.dtype.startswith("complex"):
+        pair = random.normal(size=(2, *given.shape))
+        return (pair[0] + 1j * pair[1]).astype(given.dtype)
+    if "int" in given.dtype:
+        high = 3 if given.high == 0.9 else given.high
+        return random.integers(int(given.low), int(high), given.shape).astype(given.dtype)
+    return random.uniform(given.low, given.high, given.shape).astype(given.dtype)
+
+
+def holds(placement: Placement, whole, one, other, cut: int = 2) -> bool:
+    """Whether that is where the rows are, by the numbers."""
+    power = getattr(placement, "power", 0)
+    parts = [
+        part if not power else part / np.asarray(float(size) ** power)
+        for part, size in zip((whole, one, other), (B, cut, B - cut), strict=True)
+    ]
+    whole, one, other = parts
+    if isinstance(placement, Shard):
+        return _equal(whole, np.concatenate([one, other], placement.axis))
+    if isinstance(placement, Sum):
+        return _equal(whole, one + other)
+    return not isinstance(placement, Mixed) and _equal(whole, one) and _equal(whole, other)
+
+
+def _equal(one, other) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dtype.kind in "OSUb":
+        return bool(np.array_equal(one, other))
+    return bool(np.allclose(one, other, 1e-5, 1e-6, equal_nan=True))

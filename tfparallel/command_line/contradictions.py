@@ -1,0 +1,234 @@
+"""What is wrong with the flags of a task's commands, beyond what a row of the table can say."""
+
+import os
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfparallel.bench.sizes import COLLECTIVES, ITEM_BYTES, sweep
+from tfparallel.command_line.flags import nearest
+from tfparallel.command_line.options import TrainOptions
+from tfparallel.layout.layout import RECOMPUTES
+from tfparallel.layout.schedule import ScheduleError, make_schedule
+from tfparallel.texts import parse_bytes
+
+__all__ = [
+    "bench",
+    "bench_pipeline",
+    "bench_train",
+    "check",
+    "counts_of",
+    "in_parallel",
+    "plan",
+    "size_problems",
+    "train",
+]
+
+
+def in_parallel(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """What is wrong with the flags that say how a task is trained in parallel."""
+    problems = []
+    if values.parallel == "hybrid" and values.mesh is None:
+        problems.append(
+            "--parallel=hybrid needs a mesh: how many devices there are along each axis. Received: "
+            "no --mesh. Add --mesh=data=2,pipeline=2, for example."
+        )
+    problems += _of_options(values, _sync_problems, _micro_batch_problems, _schedule_problems)
+    count = len(values.devices) if values.devices is not None else values.num_devices
+    if values.parallel == "none" and count is not None and count > 1:
+        given = f"--num_devices={count}"
+        if values.devices is not None:
+            given = f"--devices={','.join(values.devices)}"
+        problems.append(
+            f"--parallel=none trains on one device. Received: {given}. Use --parallel=data, or one "
+            "device."
+        )
+    return problems
+
+
+def _sync_problems(options: TrainOptions) -> list[str]:
+    """Which policies go with which parallelism."""
+    policy, parallel = options.policy, options.parallel
+    in_micro_batches = parallel in ("pipeline", "hybrid")
+    is_plain = not (policy.grows or policy.is_local or policy.is_async)
+    if options.sync == "every_step" or parallel == "data" or (in_micro_batches and is_plain):
+        return []
+    takes = "every_step and accumulate:N alone" if in_micro_batches else "none"
+    return [
+        f"--parallel={parallel} takes of --sync {takes}; replicas that each hold the whole model "
+        f"take all. Received: --sync={options.sync} with --parallel={parallel}. Take "
+        "--parallel=data, or drop --sync."
+    ]
+
+
+def _micro_batch_problems(options: TrainOptions) -> list[str]:
+    number, replicas = options.num_pieces, options.mesh.data
+    in_micro_batches = options.parallel in ("pipeline", "hybrid", "auto")
+    if not in_micro_batches or number * replicas <= options.global_batch_size:
+        return []
+    of_each = f", for {replicas} replicas," if replicas > 1 else ""
+    return [
+        "A batch must have an example for each micro-batch. Received: --num_micro_batches="
+        f"{number}{of_each} with --global_batch_size={options.global_batch_size}."
+    ]
+
+
+def _schedule_problems(options: TrainOptions) -> list[str]:
+    """Whether there is such a schedule, where the number of stages is known."""
+    number = options.mesh.pipeline
+    if options.parallel == "pipeline":
+        number = len(options.devices or ()) or options.num_devices
+    if options.parallel not in ("pipeline", "hybrid") or not number:
+        return []
+    asked = options.of_pipeline()
+    try:
+        make_schedule(
+            asked["schedule"], number, asked["num_micro_batches"], asked["chunks_per_device"]
+        )
+    except ScheduleError as error:
+        return [str(error)]
+    return []
+
+
+def _of_options(values, *checks) -> list[str]:
+    """What checks of what is meant find; nothing where it cannot be read, as its row tells."""
+    try:
+        options = TrainOptions.of(values)
+        return [problem for check_options in checks for problem in check_options(options)]
+    except ValueError:
+        return []
+
+
+def train(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """Likewise of `train`."""
+    problems = in_parallel(values, positional)
+    for name, what in (("checkpoint_dir", "checkpoint folder"), ("tensorboard", "folder")):
+        path = getattr(values, name)
+        if path is not None and os.path.isfile(path):
+            problems.append(f"The {what} is a file. Received: --{name}={path}. Name a folder.")
+    strikes_checkpoint = (values.inject or "").startswith("corrupt_checkpoint")
+    if strikes_checkpoint and values.checkpoint_dir is None:
+        problems.append(
+            "corrupt_checkpoint needs checkpoints. Received: --inject="
+            f"{values.inject} without --checkpoint_dir."
+        )
+    return problems
+
+
+def check(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """Likewise of `check`."""
+    problems = in_parallel(values, positional)
+    if values.parallel == "none":
+        problems.append(
+            "A parallelism to check is required. Received: --parallel=none. Use --parallel=data."
+        )
+    for name in ("compression", "sync"):
+        if getattr(values, name) not in (None, "every_step"):
+            problems.append(
+                "What is checked is whether the weights are those of one device with an update in "
+                f"each step. Received: --{name}={getattr(values, name)}. Drop it, and look at the "
+                "accuracy that `tfparallel train` reaches with it."
+            )
+    return problems
+
+
+def plan(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """Likewise of `plan`."""
+    problems = _of_options(values, _micro_batch_problems, _schedule_problems)
+    if values.parallel == "pipeline" and values.num_devices == 1:
+        problems.append(
+            "A pipeline has a device for each stage, two or more. Received: --parallel=pipeline "
+            "with --num_devices=1. Add --num_devices=2."
+        )
+    return problems
+
+
+def bench(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """Likewise of `bench all_reduce` and the other collectives."""
+    problems = []
+    if not positional or positional[0] not in COLLECTIVES:
+        alike = nearest(positional[0].replace("-", "_"), COLLECTIVES) if positional else None
+        fix = f"Did you mean {alike}?" if alike else "Example: tfparallel bench all_reduce"
+        problems.append(
+            f"The name of a collective is required: {', '.join(COLLECTIVES)}; or `train TASK.py`, "
+            f"or `pipeline TASK.py`. Received: {list(positional)}. {fix}"
+        )
+    if len(positional) == 2 and positional[0] in COLLECTIVES[1:]:
+        problems.append(
+            "Gradients are summed; all_reduce is required with a task file. Received: "
+            f"{' '.join(positional)}. Drop the file."
+        )
+    if values.save_profile and positional and positional[0] in COLLECTIVES[1:]:
+        problems.append(
+            "A profile says how to sum gradients; all_reduce is required. Received: --save_profile "
+            f"with {positional[0]}. Drop the flag."
+        )
+    if len(positional) > 2:
+        problems.append(
+            f"tfparallel bench takes at most one task file. Received: {list(positional[1:])}."
+        )
+    problems += size_problems(values, ITEM_BYTES[values.dtype])
+    return problems + _bench_task_problems(values, positional[1:])
+
+
+def counts_of(values: flags.FlagValues, item_bytes: int) -> list[int]:
+    """Returns the counts of elements that a sweep takes.
+
+    Raises:
+        ValueError: If the flags leave none.
+    """
+    sizes = parse_bytes(values.min_bytes), parse_bytes(values.max_bytes)
+    return sweep(*sizes, values.step_factor, item_bytes)
+
+
+def size_problems(values: flags.FlagValues, item_bytes: int) -> list[str]:
+    """What is wrong with the sizes of a sweep."""
+    try:
+        counts_of(values, item_bytes)
+    except ValueError as error:
+        return [f"--min_bytes, --max_bytes, --step_factor: {error}"]
+    return []
+
+
+def _bench_task_problems(values, task) -> list[str]:
+    names = ("min_bytes", "max_bytes", "step_factor")
+    given = [f"--{name}={getattr(values, name)}" for name in names if values[name].present]
+    if task and given:
+        return [
+            "With a task file the sizes are those of the model's gradients. Received: "
+            f"{task[0]} and {', '.join(given)}. Drop the file or the sizes."
+        ]
+    if task and values.save_profile:
+        return [
+            "A profile is a sweep over sizes. Received: --save_profile with "
+            f"{task[0]}. Drop one of the two."
+        ]
+    return []
+
+
+def bench_pipeline(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """Likewise of `bench pipeline`."""
+    problems = []
+    for name in ("num_devices", "num_micro_batches"):
+        problems += _number_problems(values, name)
+    choices = {"schedule": ("gpipe", "1f1b", "interleaved"), "recompute": RECOMPUTES}
+    for name, words in choices.items():
+        unknown = [text for text in getattr(values, name) if text not in words]
+        if unknown:
+            problems.append(f"--{name} takes {', '.join(words)}. Received: {', '.join(unknown)}.")
+    return problems
+
+
+def bench_train(values: flags.FlagValues, positional: Sequence[str]) -> list[str]:
+    """Likewise of `bench train`."""
+    return _number_problems(values, "nproc_per_node")
+
+
+def _number_problems(values, name: str) -> list[str]:
+    given = getattr(values, name)
+    if given and all(text.isdecimal() and int(text) >= 1 for text in given):
+        return []
+    return [
+        f"--{name} must be whole numbers of at least 1, such as 1,2,4. Received: "
+        f"--{name}={','.join(given)}."
+    ]

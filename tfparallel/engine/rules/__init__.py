@@ -1,6 +1,0 @@
-"""For each operation, where the rows are in its outputs: the rules of the judge."""
-
-from tfparallel.engine.rules.call import first_mixed, joined, numbers_a_row
-from tfparallel.engine.rules.table import RULES, apply
-
-__all__ = ["RULES", "apply", "first_mixed", "joined", "numbers_a_row"]

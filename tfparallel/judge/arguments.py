@@ -1,0 +1,60 @@
+"""The arguments of a call that is judged: rows of any number, dense, sparse or ragged."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.judge.judge import Judge, Judged
+from tfparallel.judge.placements import Entries, Replicate
+from tfparallel.judge.size import ROWS
+from tfparallel.seams.tensorflow import composite_of
+
+__all__ = ["placeholder_of", "type_of_argument"]
+
+
+def type_of_argument(leaf) -> tf.TypeSpec:
+    """The type of a leaf, for batches of any size."""
+    shape = tf.TensorShape(leaf.shape)
+    if isinstance(leaf, tf.SparseTensor | tf.SparseTensorSpec):
+        return tf.SparseTensorSpec([None, *shape[1:]], leaf.dtype)
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(
+            [None, *shape[1:]], leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype
+        )
+    if isinstance(leaf, tf.RaggedTensorSpec):
+        return leaf
+    return tf.TensorSpec([None, *shape[1:]] if shape.rank else shape, leaf.dtype)
+
+
+def placeholder_of(spec) -> tuple[Any, dict[str, Judged]]:
+    """A value of a type, and what is known of its tensors, by name."""
+    if isinstance(spec, tf.TensorSpec):
+        tensor = tf.compat.v1.placeholder(spec.dtype, spec.shape)
+        if tensor.shape.rank == 0:
+            return tensor, {tensor.name: Judged(Replicate(), ())}
+        return tensor, Judge.of_rows(tensor.graph, [tensor]).known
+    composed = composite_of(spec, lambda own: tf.compat.v1.placeholder(own.dtype, own.shape))
+    if isinstance(composed, tf.SparseTensor):
+        return composed, _of_sparse(composed)
+    return composed, _of_ragged(composed)
+
+
+def _of_sparse(tensor) -> dict[str, Judged]:
+    sizes = np.empty(tensor.shape.rank, object)
+    sizes[:] = [ROWS, *tensor.shape[1:]]
+    known = {
+        tensor.indices.name: Judged(Entries("indices"), None),
+        tensor.values.name: Judged(Entries("values"), None),
+    }
+    if None not in tensor.shape[1:].as_list():
+        known[tensor.dense_shape.name] = Judged(Entries("sizes"), None, sizes)
+    else:
+        known[tensor.dense_shape.name] = Judged(Entries("sizes"), None)
+    return known
+
+
+def _of_ragged(tensor) -> dict[str, Judged]:
+    known = {tensor.flat_values.name: Judged(Entries("values"), None)}
+    known |= {splits.name: Judged(Entries("splits"), None) for splits in tensor.nested_row_splits}
+    return known

@@ -1,0 +1,203 @@
+"""Raises an error, before the first step, if a call mixes examples."""
+
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfparallel.extend import attach, attached, extend, is_own, original_class
+from tfparallel.judge.judge import exchanged
+from tfparallel.judge.kept import refers_to
+from tfparallel.judge.proof import Fault, Proof, prove
+from tfparallel.seams.compiled import compile_arguments
+from tfparallel.seams.keras import layers_in
+from tfparallel.user_log import notice
+
+_READ_LATER = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+
+__all__ = [
+    "check_rows",
+    "exchange_moments",
+    "has_rows",
+    "proof_in_words",
+    "refusal_of",
+    "why_not_in_pieces",
+]
+
+_SHOWN = 5
+
+
+class ExchangedMoments:
+    """Extends `keras.layers.BatchNormalization`: what pieces exchange is told to the judge."""
+
+    def _moments(self, inputs, mask):
+        if self.synchronized:  # By Keras, in a replica; the judge is in none.
+            with attached(self, synchronized=False):
+                return tuple(map(exchanged, super()._moments(inputs, mask)))
+        return tuple(map(exchanged, super()._moments(inputs, mask)))
+
+
+def exchange_moments(layer: keras.Layer) -> None:
+    """Tells the judge that moments of the batch are known to each piece, as they are."""
+    keras_own = keras.layers.BatchNormalization._moments
+    for part in layers_in(layer):
+        if getattr(original_class(part), "_moments", None) is keras_own:
+            extend(part, ExchangedMoments)
+
+
+def check_rows(
+    layer: keras.Layer,
+    call: Callable,
+    args: tuple,
+    kwargs: dict,
+    *,
+    shares: bool = False,
+    tells: bool = True,
+) -> None:
+    """Raises if a call of a layer is something else in pieces.
+
+    A line at the terminal names the layers that draw other random values than on one device: each
+    piece of a batch draws its own, but for `Dropout` layers (`replication/random.py`).
+
+    Args:
+        layer: The built layer, its parts extended.
+        call: Its own `__call__`.
+        args: What it is called with, tensors of shape `(batch, …)` among it.
+        kwargs: Likewise.
+        shares: Whether several pieces share the layer's attributes.
+        tells: Whether this process speaks for the job.
+
+    Raises:
+        ValueError: With the layer that is at fault, and the ways out.
+    """
+    said = why_not_in_pieces(layer, call, args, kwargs)
+    if said is None and (shares or tf.executing_eagerly()):
+        said = why_not_shared(layer)
+    if said is None:
+        said = why_not_called_again(layer)
+    if said is not None:
+        _forget_steps(layer)
+        raise ValueError(said)
+    drawing = layer._proof.drawing
+    if drawing and tells:
+        named = [f"{each.name} ({original_class(each).__name__})" for each in drawing]
+        more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+        notice(
+            "These layers draw other random values than on one device: "
+            f"{', '.join(named[:_SHOWN])}{more}. The same seed gives the same run. `Dropout` "
+            "layers draw those of one device.",
+            once=True,
+        )
+
+
+def why_not_in_pieces(layer: keras.Layer, call: Callable, args: tuple, kwargs: dict) -> str | None:
+    """Says which layer gives something else in pieces.
+
+    Args:
+        layer: The built layer, its parts extended.
+        call: Its own `__call__`.
+        args: What it is called with, tensors of shape `(batch, …)` among it.
+        kwargs: Likewise.
+
+    Returns:
+        An error's text, with the ways out; None where all is well.
+    """
+    try:
+        proof = prove(layer, call, args, kwargs)
+    except Exception as error:
+        if _declares_its_rows(layer):
+            return _refusal(layer, layer, f"for another number of rows it fails: {error}")
+        raise  # As the step would, which is traced likewise.
+    attach(layer, _proof=proof)
+    for own, axis in proof.rows:
+        attach(own, _row_axes={axis} | getattr(own, "_row_axes", set()))
+    return None if proof.fault is None else refusal_of(layer, proof.fault)
+
+
+def why_not_shared(layer: keras.Layer) -> str | None:
+    """Says which tensor one replica would read of another; after `why_not_in_pieces`.
+
+    Replicas share the objects of Python. What a layer keeps in an attribute is that of one replica
+    when a method runs after all have computed; in an eager step, where each replica runs it, also
+    behind an exchange between them.
+    """
+    proof: Proof | None = getattr(layer, "_proof", None)
+    if proof is None or not proof.kept:
+        return None
+    own, name = proof.kept[0]
+    is_part = not (isinstance(layer, keras.Model) and layer.compiled)
+    if is_part or any(is_own(layer, method) for method in _READ_LATER):
+        where = "may be read by a method of the model's own"
+    elif tf.executing_eagerly() and proof.exchanges:
+        where = "may be read behind a batch normalization of an eager step"
+    elif any(refers_to(each, [layer, own]) for each in _compiled_with(layer)):
+        where = "may be read by a loss or a metric"
+    else:
+        return None
+    return (
+        "Replicas share a layer's attributes. Tensors that leave a call as its outputs are "
+        f"required. Received: layer '{own.name}' of class {original_class(own).__name__} keeps a "
+        f"tensor in `self.{name}`, which {where}, perhaps that of another replica. Return it, and "
+        "hand it on as an argument."
+    )
+
+
+def _compiled_with(model: keras.Model) -> list:
+    """The losses and metrics that a model was compiled with."""
+    given = compile_arguments(model) or {}
+    names = ("loss", "metrics", "weighted_metrics")
+    return keras.tree.flatten([given.get(name) for name in names])
+
+
+def why_not_called_again(layer: keras.Layer) -> str | None:
+    """Says which attribute counts the calls of a layer; after `why_not_in_pieces`."""
+    proof: Proof | None = getattr(layer, "_proof", None)
+    if proof is None or not proof.counted:
+        return None
+    own, name = proof.counted[0]
+    return (
+        "Pieces of a batch call a layer more often than one device does. A call that leaves the "
+        f"layer's attributes as they are is required. Received: layer '{own.name}' of class "
+        f"{original_class(own).__name__} changes `self.{name}` in each call. Count in a variable "
+        "(`add_weight`), or train with `tfparallel.model_parallel`."
+    )
+
+
+def has_rows(layer: keras.Layer) -> bool:
+    """Whether it is proved that each output of a layer has a row for each example."""
+    proof: Proof | None = getattr(layer, "_proof", None)
+    return proof is not None and proof.fault is None and proof.has_rows
+
+
+def proof_in_words(layer: keras.Layer) -> str | None:
+    """What was proved of the last call of a layer that was judged; None where none was."""
+    proof: Proof | None = getattr(layer, "_proof", None)
+    return None if proof is None else str(proof)
+
+
+def refusal_of(layer: keras.Layer, fault: Fault) -> str:
+    """The text of an error for what a proof found in a layer or model."""
+    return _refusal(layer, fault.layer, str(fault))
+
+
+def _declares_its_rows(layer) -> bool:
+    """Whether a model says how many rows it takes."""
+    return any(tensor.shape[0] is not None for tensor in getattr(layer, "inputs", None) or ())
+
+
+def _refusal(layer: keras.Layer, at_fault: keras.Layer, why: str) -> str:
+    return (
+        "A layer mixes examples, and the batch is divided. Layers whose result for an example "
+        f"depends on that example alone are required. Received: layer '{at_fault.name}' of class "
+        f"{original_class(at_fault).__name__} in model '{layer.name}': {why}. Join the "
+        "rows in the layer with `tfparallel.all_gather` (under `data_parallel`), take a "
+        "`keras.layers.BatchNormalization`, or train on one device. To train anyway, to other "
+        "weights than one device's, pass `check_rows=False`."
+    )
+
+
+def _forget_steps(layer) -> None:
+    """Has a model trace its steps anew, whose trace was broken off."""
+    for name in ("train_function", "test_function", "predict_function"):
+        if isinstance(layer, keras.Model):
+            setattr(layer, name, None)

@@ -1,0 +1,310 @@
+"""Judging what holds graphs, lists and variables: functions, branches, loops, tensor lists."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfparallel.judge.lists import LISTS, OF_ROW_NUMBER
+from tfparallel.judge.placements import Listed, Mixed, Replicate, Row, Shard, Sum
+from tfparallel.judge.rules import first_mixed, joined, numbers_a_row
+from tfparallel.judge.size import ROWS, depends_on_rows, is_row_number, row_number, size_named
+from tfparallel.seams.tensorflow import gradient_function_of, graph_of
+
+__all__ = ["FLOWS"]
+
+_HANDED_ON = "hands what it found in one row on to the next"
+
+Flow = Callable[[Any, tf.Operation, Sequence], list[tuple]]
+
+
+def _bare(judged) -> tuple:
+    return judged.placement, judged.dims, judged.value
+
+
+def _inner(op, name):
+    return graph_of(op.graph, op.get_attr(name).name)
+
+
+def _called(judge, op, graph, given) -> list:
+    """What is known of a function's outputs, of what is known of its arguments."""
+    known = {own.name: each for own, each in zip(graph.inputs, given, strict=True)}
+    inner = type(judge)(graph, known, (*judge.path, op), judge.asks_gradients)
+    # A gradient has TensorFlow append what it needs to the outputs of a graph that others call.
+    return [inner.of(out) for out in graph.outputs[: len(op.outputs)]]
+
+
+def _function(judge, op, given):
+    if _inner(op, "f") is None:
+        mixed = Mixed(op, "calls a function of which nothing is known")
+        return [(mixed, None, None)] * len(op.outputs)
+    return list(map(_bare, _called(judge, op, _inner(op, "f"), given)))
+
+
+def _branches(judge, op, given):
+    condition, *arguments = given
+    if condition.placement != Replicate():
+        mixed = first_mixed([condition.placement])
+        why = "takes a branch that depends on the examples, or on their number"
+        return [(mixed or Mixed(op, why), None, None)] * len(op.outputs)
+    names = ["then_branch", "else_branch"]
+    if op.type.endswith("Case"):
+        graphs = [graph_of(op.graph, each.name) for each in op.get_attr("branches")]
+    else:
+        graphs = [_inner(op, name) for name in names]
+    found = [_called(judge, op, graph, arguments) for graph in graphs]
+    return [_either(judge, op, ways) for ways in zip(*found, strict=True)]
+
+
+def _either(judge, op, ways) -> tuple:
+    """What is known of an output that one of several branches makes."""
+    if any(map(numbers_a_row, ways)):
+        return Mixed(op, OF_ROW_NUMBER), None, None
+    first, *others = ways
+    placement, dims = first.placement, first.dims
+    for other in others:
+        placement = joined(op, placement, other.placement)
+        dims = _joined_dims(dims, other.dims, (*judge.names, op.name, "branch"))
+    return placement, dims, None
+
+
+def _loop(judge, op, given):
+    """A loop; first it is supposed to go over the rows, if it holds a list of them."""
+    has_rows = any(_is_by_row(each.placement) for each in given)
+    found = _loop_over_rows(judge, op, given) if has_rows else None
+    return found or _loop_of_turns(judge, op, given)
+
+
+def _loop_of_turns(judge, op, given):
+    """A loop with as many turns as do not depend on the rows."""
+    state = [
+        each if is_kept else _turned(judge, op, place, own, each)
+        for place, (each, own, is_kept) in enumerate(_states(op, given))
+    ]
+    state, _ = _settled(judge, op, state)
+    decided = _inner_judge(judge, op, "cond", state).of(_inner(op, "cond").outputs[0])
+    if decided.placement != Replicate() or numbers_a_row(decided):
+        mixed = first_mixed([decided.placement])
+        why = "runs as often as the examples, or their number, decide"
+        return [(mixed or Mixed(op, why), None, None)] * len(op.outputs)
+    return [
+        (each.placement, each.dims, each.value if is_kept else None)
+        for each, (_, _, is_kept) in zip(state, _states(op, given), strict=True)
+    ]
+
+
+def _loop_over_rows(judge, op, given):
+    """A loop with a turn for each row, from the first on; None for another one."""
+    state, counters = [], {}
+    for place, (each, own, is_kept) in enumerate(_states(op, given)):
+        starts = None if each.value is None or each.value.size != 1 else each.value.item()
+        if not is_kept and own.dtype.is_integer and own.shape.rank == 0 and starts == 0:
+            counters[place] = row_number((*judge.names, op.name, place))
+            each = each._replace(value=np.asarray(counters[place], object))
+        elif not is_kept and not _is_by_row(each.placement):
+            mixed = first_mixed([each.placement])
+            each = each._replace(placement=mixed or Mixed(op, _HANDED_ON), value=None)
+        state.append(each)
+    state, after = _settled(judge, op, state, counters)
+    steps = [after[place].value for place in counters]
+    if not all(step is not None and step.size == 1 and step.item() == number + 1
+               for step, number in zip(steps, counters.values(), strict=True)):  # fmt: skip
+        return None
+    if not _ends_with_rows(_inner_judge(judge, op, "cond", state), _inner(op, "cond").outputs[0]):
+        return None
+    rows = (Replicate(1), (), np.asarray(ROWS, object))
+    return [
+        rows if place in counters else (each.placement, each.dims, each.value if is_kept else None)
+        for place, (each, (_, _, is_kept)) in enumerate(zip(state, _states(op, given), strict=True))
+    ]
+
+
+def _states(op, given) -> list[tuple]:
+    """Of each variable of a loop: what is known, its input, and whether it is never changed."""
+    body = _inner(op, "body")
+    return [
+        (each, own, _itself(out) is own)
+        for each, own, out in zip(given, body.inputs, body.outputs, strict=True)
+    ]
+
+
+def _itself(tensor) -> tf.Tensor:
+    """What `Identity` operations hand on."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _is_by_row(placement) -> bool:
+    return isinstance(placement, Listed) and placement.by_row
+
+
+def _inner_judge(judge, op, name, state):
+    graph = _inner(op, name)
+    known = {own.name: each for own, each in zip(graph.inputs, state, strict=True)}
+    return type(judge)(graph, known, (*judge.path, op), judge.asks_gradients)
+
+
+def _settled(judge, op, state, counters=()):
+    """What is known of a loop's variables in all turns, and at the end of one.
+
+    Args:
+        judge: Of the graph that the loop is in.
+        op: The loop.
+        state: What is known of its variables at first.
+        counters: The places of those that are the number of a row in each turn.
+    """
+    for _ in range(len(state) + 2):
+        inner = _inner_judge(judge, op, "body", state)
+        after = [inner.of(out) for out in _inner(op, "body").outputs]
+        new = []
+        for before, out in zip(state, after, strict=True):
+            placement = joined(op, before.placement, out.placement)
+            if isinstance(placement, Row):
+                placement = Mixed(op, _HANDED_ON)
+            dims = _lasting((*judge.names, op.name, len(new)), before, out)
+            # A number has its name while each turn leaves it what it is in all pieces.
+            is_named = placement == before.placement or len(new) in counters
+            value = before.value if is_named else None
+            new.append(before._replace(placement=placement, dims=dims, value=value))
+        is_same = all(
+            (one.placement, one.dims, one.value is None)
+            == (other.placement, other.dims, other.value is None)
+            for one, other in zip(state, new, strict=True)
+        )
+        state = new
+        if is_same:
+            return state, after
+    mixed = Mixed(op, "holds something else in each of its turns")
+    return [each._replace(placement=mixed) for each in state], after
+
+
+def _turned(judge, op, place, own, judged):
+    """What is known of a variable in any turn; a whole number has a name."""
+    if numbers_a_row(judged):
+        return judged._replace(placement=Mixed(op, OF_ROW_NUMBER), value=None)
+    is_counter = own.dtype.is_integer and own.shape.rank == 0
+    if is_counter and judged.placement == Replicate():
+        return judged._replace(
+            value=np.asarray(size_named(("turn", *judge.names, op.name, place)), object)
+        )
+    return judged._replace(value=None)
+
+
+def _ends_with_rows(judge, condition) -> bool:
+    """Whether a condition is that the number of a row is less than the number of rows."""
+    op = condition.op
+    if op.type in ("Identity", "LogicalAnd"):
+        return all(_ends_with_rows(judge, each) for each in op.inputs)
+    if op.type != "Less":
+        return False
+    number, bound = (judge.of(each).value for each in op.inputs)
+    if number is None or bound is None or number.size != 1 or bound.size != 1:
+        return False
+    return is_row_number(number.item()) and bound.item() == ROWS
+
+
+def _lasting(name, before, after):
+    """The sizes of axes, where a turn of a loop leaves them; another one has a name."""
+    if before.dims is None or after.dims is None:
+        return before.dims if isinstance(after.placement, Listed) and before.dims else after.dims
+    return _joined_dims(before.dims, after.dims, name)
+
+
+def _joined_dims(one, other, name):
+    """The sizes of what has one or the other."""
+    if one is None or other is None or len(one) != len(other):
+        return None
+    return tuple(
+        _joined_size(*pair, (*name, axis)) for axis, pair in enumerate(zip(one, other, strict=True))
+    )
+
+
+def _joined_size(one, other, name):
+    if one == other or other is None:
+        return one
+    if one is None:
+        return other
+    rows = ROWS if depends_on_rows(one) or depends_on_rows(other) else 1
+    return size_named(name) * rows
+
+
+def _argument(judge, op, given):
+    """What comes from outside and holds no rows: weights, states, tables, captured tensors."""
+    return [(Replicate(), None, None) for _ in op.outputs]
+
+
+def _variable(judge, op, given):
+    return [(given[0].placement, None, None)]
+
+
+def _several(judge, op, given):
+    """`IdentityN`; where it has a gradient of the program's own, that one is judged, too."""
+    found = [_bare(each) for each in given]
+    custom = gradient_function_of(op)
+    if custom is None or not judge.asks_gradients or first_mixed(p for p, *_ in found):
+        return found
+    mixed = _gradient_mixes(judge, op, given, custom)
+    return found if mixed is None else [(mixed, dims, value) for _, dims, value in found]
+
+
+def _gradient_mixes(judge, op, given, custom):
+    """Why a gradient of the program's own is not that of each row, or no sum over the rows.
+
+    What comes back to rows is theirs, and what comes back to what is the same of all is a sum.
+    """
+    with op.graph.as_default():
+        upstream = [tf.compat.v1.placeholder(out.dtype, out.shape) for out in op.outputs]
+        try:
+            results = custom(op, *upstream)
+        except Exception as error:
+            return Mixed(op, f"has a gradient of its own that is not known: {error}"[:200])
+    results = results if isinstance(results, list | tuple) else [results]
+    known = dict(judge.known)
+    for tensor, each in zip(upstream, given, strict=True):
+        known[tensor.name] = each._replace(placement=_of_gradient(each.placement), value=None)
+    inner = type(judge)(op.graph, known, judge.path, asks_gradients=False)
+    for result, each in zip(results, given, strict=False):
+        if isinstance(result, tf.IndexedSlices):
+            with op.graph.as_default():
+                result = tf.convert_to_tensor(result)
+        if not isinstance(result, tf.Tensor) or not result.dtype.is_floating:
+            continue
+        judged = inner.of(result)
+        if isinstance(judged.placement, Mixed):
+            return judged.placement
+        is_right = (
+            judged.placement in (each.placement, Replicate())
+            if isinstance(each.placement, Shard)
+            else judged.placement == _of_gradient(each.placement)
+        )
+        if not is_right and not judged.is_zero:
+            return Mixed(op, "has a gradient of its own that is not that of each example")
+    return None
+
+
+def _of_gradient(placement):
+    """Of what comes back: to what is the same of all a sum, and of a sum the same to all."""
+    if isinstance(placement, Replicate):
+        return Sum()
+    return Replicate() if isinstance(placement, Sum) else placement
+
+
+def _nothing(judge, op, given):
+    return []
+
+
+FLOWS: dict[str, Flow] = {
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), _function),
+    **dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), _branches),
+    **dict.fromkeys(("While", "StatelessWhile"), _loop),
+    **dict.fromkeys(
+        ("Placeholder", "VarHandleOp", "HashTableV2", "Const", "IteratorGetNext"), _argument
+    ),
+    "ReadVariableOp": _variable,
+    **LISTS,
+    "IdentityN": _several,
+    "Assert": _nothing,
+    "NoOp": _nothing,
+}

@@ -1,0 +1,217 @@
+"""What works along some of the axes: reductions, sorts, transforms, convolutions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.judge.placements import Replicate, Shard, Sum
+from tfparallel.judge.rules.call import Call, Rule
+from tfparallel.judge.size import depends_on_rows
+
+__all__ = [
+    "IMAGES",
+    "REDUCTIONS",
+    "added_up",
+    "along",
+    "along_last",
+    "batch_norm",
+    "batched",
+    "biased",
+    "images",
+    "recurrent",
+    "reduced",
+    "transposed_convolution",
+]
+
+
+REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm")
+
+
+IMAGES = (
+    *("Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "MaxPoolV2", "MaxPool3D", "AvgPool"),
+    *("AvgPool3D", "ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea"),
+    *("ScaleAndTranslate", "ExtractImagePatches", "Dilation2D", "SpaceToDepth"),
+    *("DepthToSpace",),
+    *("AdjustContrastv2", "AdjustHue", "AdjustSaturation", "MaxPoolWithArgmax", "LRN"),
+)
+
+# Zeros are zeros behind them.
+_KEEP_ZEROS = ("Identity", "Cast", "Neg", "Abs", "Square", "Sqrt", "Relu", "Tanh", "StopGradient")
+
+
+def reduced(call: Call):
+    """Reductions: along the rows a sum is a sum over them, a mean their mean."""
+    placement, kind = call.placement(), call.op.type
+    keeps = call.op.get_attr("keep_dims")
+    axes, dims = call.axes(1), call.dims()
+    if axes is None:
+        return call.mixed("reduces axes that are known only when it runs")
+    if not isinstance(placement, Shard):
+        if kind not in ("Sum", "Mean"):
+            return call.mixed("is no sum, of sums over the rows")
+        if kind == "Mean" and any(depends_on_rows(dims[axis]) for axis in axes):
+            return call.mixed("takes the mean of an axis whose size depends on the rows")
+        return placement
+    lengths = {a for a, n in enumerate(dims) if a != placement.axis and depends_on_rows(n)}
+    padded = [axis for axis in axes if axis in lengths]
+    if kind == "Sum" and not all(_is_zero_in_pads(call, call.op.inputs[0], a) for a in padded):
+        return call.mixed("adds what rows are padded with, to the longest of the piece")
+    if placement.axis in axes:
+        if lengths - set(axes):
+            return call.mixed("adds rows that are padded to the longest of the piece")
+        if placement.folded:
+            return call.mixed("reduces an axis in which rows lie apart")
+        if kind == "Sum":
+            return Sum(placement.power)
+        if kind == "Mean":
+            if lengths:
+                return call.mixed("takes the mean of an axis whose size depends on the rows")
+            return Sum(placement.power - 1)
+        return call.mixed("compares the examples, along the axis that holds them")
+    if placement.power and kind not in ("Sum", "Mean", "Max", "Min"):
+        return call.mixed("depends on the number of rows")
+    if lengths & set(axes) and kind != "Sum":
+        return call.mixed("reduces an axis whose size depends on the rows")
+    left = [1 if a in axes else d for a, d in enumerate(dims) if keeps or a not in axes]
+    before = 0 if keeps else sum(axis < placement.axis for axis in axes)
+    return Shard(placement.axis - before, placement.power, placement.folded), tuple(left)
+
+
+def _is_zero_in_pads(call, tensor, axis) -> bool:
+    """Whether rows are padded with zeros along an axis, or with what was zero and is still."""
+    op, judged = tensor.op, call.known.get(tensor.name)
+    default = {"RaggedTensorToTensor": 2, "SparseToDense": 3}.get(op.type)
+    if default is not None:
+        value = tf.get_static_value(op.inputs[default])
+        return value is not None and not value.any()
+    if op.type in _KEEP_ZEROS:
+        return _is_zero_in_pads(call, op.inputs[0], axis)
+    if judged is None or judged.dims is None:
+        return False
+    size = judged.dims[axis]
+    given = [call.known.get(each.name) for each in op.inputs]
+    dims = [() if each is None or each.dims is None else each.dims for each in given]
+    if op.type == "Mul":
+        return any(
+            len(own) == len(judged.dims) and own[axis] == size and _is_zero_in_pads(call, one, axis)
+            for own, one in zip(dims, op.inputs, strict=True)
+        )
+    if op.type in ("Greater", "NotEqual"):
+        zero = tf.get_static_value(op.inputs[1])
+        return zero is not None and not zero.any() and _is_zero_in_pads(call, op.inputs[0], axis)
+    if op.type in ("ExpandDims", "StridedSlice") and dims[0].count(size) == 1:
+        return _is_zero_in_pads(call, op.inputs[0], dims[0].index(size))
+    return False
+
+
+def added_up(call: Call):
+    """`L2Loss`: a sum over everything."""
+    placement = call.placement()
+    if isinstance(placement, Shard) and not placement.power:
+        return Sum()
+    return call.mixed("is no sum over the rows, of sums over the rows")
+
+
+def along(
+    axes: Sequence[int] | Callable[[Call], Any], removes: bool = False, is_linear: bool = False
+) -> Rule:
+    """A rule for what works along some axes of the first input, given or asked for."""
+
+    def rule(call: Call):
+        placement, rank = call.placement(), call.rank()
+        if is_linear and isinstance(placement, Sum | Replicate):
+            return placement
+        if not isinstance(placement, Shard):
+            return call.mixed("is no sum over the rows, of sums over the rows")
+        found = axes(call) if callable(axes) else axes
+        if found is None or rank is None:
+            return call.mixed("works along axes that are known only when it runs")
+        found = {axis % rank for axis in found}
+        if placement.axis in found:
+            return call.mixed("works along the axis that holds the examples")
+        if placement.power:
+            return call.mixed("depends on the number of rows")
+        others = [each.placement for each in call.given[1:]]
+        if any(p != Replicate() and not isinstance(p, Shard) for p in others):
+            return call.mixed("takes sums over the rows for arguments")
+        if any(isinstance(p, Shard) and p.axis != placement.axis for p in others):
+            return call.mixed("pairs each example with the others")
+        if not removes:
+            return Shard(placement.axis, 0, placement.folded)
+        gone = sum(axis < placement.axis for axis in found)
+        left = tuple(size for axis, size in enumerate(call.dims()) if axis not in found)
+        return Shard(placement.axis - gone, 0, placement.folded), left
+
+    return rule
+
+
+def along_last(call: Call):
+    """What works along the last axis, its input's shape kept or that axis gone."""
+    return along([-1])(call)
+
+
+def batched(num_inner: int) -> Rule:
+    """A rule for what works on the last axes, the others a batch."""
+    return along(range(-num_inner, 0))
+
+
+def images(call: Call):
+    """Convolutions and the like: rows on axis 0 of the first input, weights for all rows."""
+    placement, *others = [each.placement for each in call.given]
+    if not isinstance(placement, Shard) or placement.axis != 0 or placement.power:
+        return call.mixed("takes images whose axis 0 does not hold the examples")
+    if any(p != Replicate() for p in others):
+        return call.mixed("has weights, or an argument, that depend on the rows")
+    if (call.rank() or 0) < 4:
+        return call.mixed("takes an image for several")
+    if call.op.type == "MaxPoolWithArgmax" and call.op.get_attr("include_batch_in_index"):
+        return call.mixed("numbers what it finds through all examples")
+    dims = call.dims()
+    rank = call.op.outputs[0].shape.rank
+    own = None if dims is None or rank is None else (dims[0], *[None] * (rank - 1))
+    return [(Shard(0, 0, placement.folded), own)] * len(call.op.outputs)
+
+
+def biased(call: Call):
+    """`BiasAdd`: along the axis of the channels."""
+    has_channels_first = call.op.get_attr("data_format") == b"NCHW"
+    return along([1 if has_channels_first else -1])(call)
+
+
+def batch_norm(call: Call):
+    """The whole of a batch norm that reads its moments."""
+    if call.op.get_attr("is_training"):
+        return call.mixed("takes the statistics of all examples")
+    first = images(call)
+    return (
+        [first[0], *[Replicate()] * (len(call.op.outputs) - 1)]
+        if isinstance(first, list)
+        else first
+    )
+
+
+def transposed_convolution(call: Call):
+    """`Conv2DBackpropInput(sizes, weights, rows)`."""
+    placement = call.placement(2)
+    if placement != Shard(0) or call.placement(1) != Replicate():
+        return call.mixed("takes images whose axis 0 does not hold the examples")
+    sizes = call.given[0].value
+    rows = call.dims(2)[0]
+    if sizes is None or sizes.ravel().tolist()[0] != rows:
+        return call.mixed("makes images for another number of rows")
+    return Shard(0), tuple(sizes.ravel().tolist())
+
+
+def recurrent(call: Call):
+    """CuDNN's recurrent layers: `(rows, states, states, weights[, lengths])`."""
+    is_v3 = call.op.type == "CudnnRNNV3"
+    axis = int(not is_v3 or call.op.get_attr("time_major"))
+    rows, h, c, weights, *lengths = [each.placement for each in call.given]
+    states = {p for p in (h, c) if p != Replicate()}
+    if rows != Shard(axis) or states - {Shard(axis)} or weights != Replicate():
+        return call.mixed("takes sequences whose axis does not hold the examples")
+    if any(p not in (Shard(0), Replicate()) for p in lengths):
+        return call.mixed("takes lengths that are no rows")
+    mixed = call.mixed("keeps for its gradient what is of all rows")
+    return [Shard(axis), Shard(axis), Shard(axis), *[mixed] * (len(call.op.outputs) - 3)]

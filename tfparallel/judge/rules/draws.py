@@ -1,0 +1,85 @@
+"""What is drawn."""
+
+import re
+
+from tfparallel.judge.placements import OF_REPLICA, Mixed, Replicate, Shard
+from tfparallel.judge.rules.call import Call, first_mixed, spread
+from tfparallel.judge.size import depends_on_rows
+
+__all__ = ["drawn", "draws", "shape_argument"]
+
+_DRAWS = re.compile("Random|Multinomial|TruncatedNormal|StandardNormal|StatefulUniform|Binomial")
+_COUNTS = re.compile("GetKeyCounter|GetAlg|GetKey")
+
+
+_SEEDS = ("seed", "key", "counter")  # Inputs, of which one may say which replica draws.
+
+# From which input on are parameters of what is drawn: one for each element, broadcast, ...
+_PARAMETERS = {
+    "StatelessRandomGammaV2": 2,
+    "StatelessRandomGammaV3": 4,
+    "StatelessRandomPoisson": 2,
+}
+_PARAMETERS |= {"StatelessRandomBinomial": 2, "RandomGamma": 1, "RandomPoissonV2": 1}
+# ... or several elements for each.
+_APPENDS = ("RandomGamma", "RandomPoissonV2")
+
+
+def draws(op) -> bool:
+    """Whether an operation draws."""
+    return bool(_DRAWS.search(op.type)) and not _COUNTS.search(op.type)
+
+
+def shape_argument(op) -> int | None:
+    """Which input says how many numbers are drawn; None if none does."""
+    names = [argument.name for argument in op.op_def.input_arg]
+    return names.index("shape") if "shape" in names else None
+
+
+def drawn(call: Call):
+    """Each piece draws for itself: a row for each row, or one for all rows of the piece."""
+    kind, place = call.op.type, shape_argument(call.op)
+    sizes = None if place is None else call.given[place].value
+    names = [argument.name for argument in call.op.op_def.input_arg]
+    others = {
+        i: each.placement
+        for i, each in enumerate(call.given)
+        if i != place and not (names[i] in _SEEDS and _is_of_replica(each.placement))
+    }
+    if (mixed := first_mixed(others.values())) is not None:
+        return mixed
+    if kind in ("Multinomial", "StatelessMultinomial"):
+        logits, *rest = others.values()
+        if logits in (Replicate(), Shard(0)) and all(p == Replicate() for p in rest):
+            return logits
+        return call.mixed("draws by sums over the rows, or a number that they decide")
+    if sizes is None:
+        if all(each.placement == Replicate() for each in call.given):
+            return Replicate()
+        return call.mixed("draws what only data decide")
+    sizes = tuple(sizes.ravel().tolist())
+    rows = {axis for axis, size in enumerate(sizes) if depends_on_rows(size)}
+    for number, placement in others.items():
+        if placement == Replicate():
+            continue
+        axis = _axis_of_parameter(call, number, len(sizes))
+        if axis is None or not isinstance(placement, Shard) or placement.power:
+            return call.mixed("draws by what depends on the rows")
+        rows.add(axis)
+    if kind in _APPENDS:
+        sizes = (*sizes, *(call.dims(1) or ()))
+    return spread(call, sorted(rows), sizes, is_one=lambda axis: True)
+
+
+def _is_of_replica(placement) -> bool:
+    return isinstance(placement, Mixed) and placement.why == OF_REPLICA
+
+
+def _axis_of_parameter(call, place, rank) -> int | None:
+    """Where the rows of a parameter are in what is drawn."""
+    own, first = call.rank(place), _PARAMETERS.get(call.op.type)
+    if own is None or first is None or place < first:
+        return None
+    if call.op.type in _APPENDS:
+        return rank + call.placement(place).axis
+    return rank - own + call.placement(place).axis

@@ -1,0 +1,175 @@
+"""What looks up by indices, numbers the rows, or counts."""
+
+import tensorflow as tf
+
+from tfparallel.judge.placements import Replicate, Shard, Sum
+from tfparallel.judge.rules.call import (
+    Call,
+    are_numbers,
+    first_mixed,
+    power_of,
+    without_numbers,
+)
+from tfparallel.judge.size import ROWS, depends_on_rows
+from tfparallel.judge.values import SEVERAL_ROWS
+
+__all__ = [
+    "bincount",
+    "cross_entropy",
+    "gathered",
+    "gathered_nd",
+    "in_top_k",
+    "numbered",
+    "numbers_or_zero",
+    "one_hot",
+    "scattered",
+    "segments",
+]
+
+
+def gathered(call: Call):
+    """`Gather`: entries of a table for each row, or of each row's own table."""
+    axis = call.ints(2) if len(call.given) > 2 else [0]
+    batch = call.op.get_attr("batch_dims") if call.op.type in ("GatherV2", "ResourceGather") else 0
+    params, indices = call.placement(0), call.placement(1)
+    rank, rank_of_indices = call.rank(0), call.rank(1)
+    if call.op.type == "ResourceGather":
+        rank = tf.TensorShape(call.op.outputs[0].shape).rank
+        rank = None if rank is None or rank_of_indices is None else rank - rank_of_indices + 1
+    if axis is None or rank is None or rank_of_indices is None:
+        return call.mixed("looks up along an axis that is known only when it runs")
+    place, batch = axis[0] % rank, batch % max(rank_of_indices, 1) if batch < 0 else batch
+    if not isinstance(params, Shard) and indices == Replicate():
+        return params
+    if isinstance(params, Sum) or isinstance(indices, Sum) or power_of(indices):
+        return call.mixed("looks up by, or in, a sum over the rows")
+    sizes = None
+    if call.dims(0) is not None and call.op.type != "ResourceGather":
+        own, others = call.dims(0), call.dims(1)
+        sizes = (*own[:place], *others[batch:], *own[place + 1 :])
+    elif call.dims(1) is not None:
+        sizes = (*call.dims(1), *[None] * (rank - 1))
+    if isinstance(params, Shard):
+        has_rows = params == Shard(0) and call.dims(0)[0] == ROWS
+        if has_rows and place == 0 and are_numbers(indices) and rank_of_indices == 1:
+            return params, call.dims(0)
+        if params.axis == place or are_numbers(indices):
+            return call.mixed("looks up some of the examples")
+        if isinstance(indices, Shard):
+            if params.axis == indices.axis < batch:
+                return Shard(params.axis, params.power, params.folded), sizes
+            return call.mixed("looks up by one example in the others")
+        if params.axis < batch:
+            return call.mixed("has indices with rows of their own")
+        shift = 0 if params.axis < place else rank_of_indices - batch - 1
+        return Shard(params.axis + shift, params.power, params.folded), sizes
+    if indices.axis < batch or indices.numbers:
+        return call.mixed("has a constant with rows of its own beside the examples")
+    return Shard(place + indices.axis - batch, power_of(params), indices.folded), sizes
+
+
+def numbered(call: Call):
+    """`Range(0, B)` numbers the rows; other ranges are the same of all."""
+    bounds = [each.value for each in call.given]
+    if any(value is None for value in bounds):
+        placements = [each.placement for each in call.given]
+        if all(p == Replicate() for p in placements):
+            return Replicate()
+        return first_mixed(placements) or call.mixed("counts as far as the rows decide")
+    start, limit, delta = (value.item() for value in bounds)
+    if not any(map(depends_on_rows, (start, limit, delta))):
+        return Replicate(), (None if delta != 1 else limit - start,)
+    if (start, limit, delta) == (0, ROWS, 1):
+        return Shard(0, numbers=True), (ROWS,)
+    return call.mixed("counts by the number of rows")
+
+
+def numbers_or_zero(call: Call):
+    """`where(B > 1, range(B), 0)`, as `vectorized_map` looks up: of one row, the number is 0."""
+    bound = call.given[2].value
+    is_zero = bound is not None and bound.size == 1 and bound.item() == 0
+    condition = call.given[0].value
+    is_asked = condition is not None and condition.size == 1 and condition.item() == SEVERAL_ROWS
+    if not is_zero or not is_asked or not are_numbers(call.placement(1)):
+        return None
+    return call.placement(1), call.dims(1)
+
+
+def gathered_nd(call: Call):
+    """`GatherNd`, of a table that is the same of all, or by the rows' numbers."""
+    params, indices = call.placement(0), call.placement(1)
+    rank = call.rank(1)
+    if are_numbers(indices) and without_numbers(indices) == params == Shard(0) and rank > 1:
+        if call.dims(0) is not None and call.dims(0)[0] == ROWS:
+            return Shard(0), None
+    if are_numbers(indices):
+        return call.mixed("computes with the numbers of the rows")
+    if params == Replicate() and isinstance(indices, Shard) and indices.axis < rank - 1:
+        return Shard(indices.axis, 0, indices.folded), None
+    return call.mixed("looks up some of the examples")
+
+
+def one_hot(call: Call):
+    """`OneHot` of each row's indices."""
+    placement, axis = call.placement(), call.op.get_attr("axis")
+    if not isinstance(placement, Shard) or placement.power:
+        return call.mixed("counts a sum over the rows")
+    if any(p.placement != Replicate() for p in call.given[1:]):
+        return call.mixed("has values, or a depth, that depend on the rows")
+    rank = call.rank()
+    place = rank if axis == -1 else axis
+    dims, depth = list(call.dims()), call.given[1].value
+    dims.insert(place, None if depth is None else depth.item())
+    return Shard(placement.axis + (place <= placement.axis), 0, placement.folded), tuple(dims)
+
+
+def cross_entropy(call: Call):
+    """Values of shape (rows,) of logits of shape (rows, classes), and their gradients."""
+    if any(each.placement != Shard(0) for each in call.given):
+        return call.mixed("pairs examples with what belongs to none")
+    rows = call.dims()[0]
+    return [(Shard(0), (rows,)), (Shard(0), call.dims())]
+
+
+def in_top_k(call: Call):
+    """`InTopKV2(predictions, targets, k)`."""
+    predictions, targets, k = [each.placement for each in call.given]
+    if predictions == targets == Shard(0) and k == Replicate():
+        return Shard(0), (call.dims()[0],)
+    return call.mixed("pairs examples with what belongs to none")
+
+
+def segments(call: Call):
+    """`UnsortedSegmentSum` of rows, into segments of which there are as many, whatever the rows."""
+    rows, ids, number = (each.placement for each in call.given)
+    if isinstance(rows, Shard) and number == Replicate() and ids == Shard(rows.axis):
+        return Sum(rows.power)
+    return call.mixed("adds up rows by what data decide")
+
+
+def scattered(call: Call):
+    """`ScatterNd` of rows, into a shape that is the same whatever the rows."""
+    sizes, (indices, rows) = call.given[2].value, [each.placement for each in call.given[:2]]
+    if sizes is not None and not any(map(depends_on_rows, sizes.ravel().tolist())):
+        if indices == Shard(0) and isinstance(rows, Shard) and rows.axis == 0:
+            return Sum(rows.power)
+    return call.mixed("puts rows where data decide")
+
+
+def bincount(call: Call):
+    """Counts, of each row or of all."""
+    placement = call.placement()
+    size, weights = call.placement(1), call.given[2]
+    has_none = weights.placement == Replicate() and weights.dims == (0,)
+    if (
+        placement != Shard(0)
+        or size != Replicate()
+        or not (has_none or weights.placement == placement)
+    ):
+        return call.mixed("counts what does not belong to the examples")
+    is_dense = call.op.type == "DenseBincount"
+    if is_dense and call.rank() == 2:
+        return Shard(0)
+    if call.rank() == 1 and not (is_dense and call.op.get_attr("binary_output")):
+        return Sum()
+    return call.mixed("counts examples together")

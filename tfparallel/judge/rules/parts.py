@@ -1,0 +1,213 @@
+"""What joins tensors, and takes parts of them."""
+
+import dataclasses
+
+from tfparallel.judge.placements import Replicate, Shard
+from tfparallel.judge.rules.along_axes import along
+from tfparallel.judge.rules.by_element import aligned, sum_of
+from tfparallel.judge.rules.call import (
+    Call,
+    Rule,
+    are_numbers,
+    folded_by,
+    is_uniform,
+    without_numbers,
+)
+from tfparallel.judge.size import ROWS, Size, depends_on_rows, size_named
+from tfparallel.judge.values import slices_of
+
+__all__ = ["concatenated", "packed", "sliced", "split_by", "strided", "unpacked"]
+
+
+def packed(call: Call):
+    """`Pack`: a new axis, of tensors whose rows lie alike."""
+    placements = [each.placement for each in call.given]
+    ranks = [call.rank(i) for i in range(len(placements))]
+    if not any(isinstance(p, Shard) for p in placements):
+        return sum_of(call, placements, call.given)
+    found = aligned(call, placements, ranks)
+    if not isinstance(found, list):
+        return found
+    axis = call.op.get_attr("axis") % (ranks[0] + 1)
+    if len({without_numbers(p) for p in found}) > 1:
+        return call.mixed("stacks examples beside what belongs to none")
+    placement = found[0]
+    if any(map(are_numbers, found[1:])) or (are_numbers(placement) and axis != ranks[0]):
+        return call.mixed("computes with the numbers of the rows")
+    sizes = list(call.dims())
+    sizes.insert(axis, len(placements))
+    shifted = placement.axis + (axis <= placement.axis)
+    return Shard(shifted, placement.power, placement.folded, placement.numbers), tuple(sizes)
+
+
+def unpacked(call: Call):
+    """`Unpack`, along another axis than that of the rows."""
+    axis = call.op.get_attr("axis")
+    return [along([axis], removes=True)(call)] * len(call.op.outputs)
+
+
+def concatenated(call: Call):
+    """`ConcatV2`: along another axis, or copies of the rows behind one another."""
+    *parts, last = range(len(call.given))
+    placements = [call.placement(i) for i in parts]
+    if not any(isinstance(p, Shard) for p in placements):
+        return sum_of(call, placements, call.given[:-1])
+    axis, rank = call.ints(last), call.rank(0)
+    if axis is None or rank is None:
+        return call.mixed("joins along an axis that is known only when it runs")
+    place = axis[0] % rank
+    shards = {without_numbers(p) for p in placements if isinstance(p, Shard)}
+    if len(shards) > 1:
+        return call.mixed("joins tensors whose rows lie along different axes")
+    (placement,) = shards
+    if any(map(are_numbers, placements)):
+        is_first = are_numbers(placements[0]) and not any(map(are_numbers, placements[1:]))
+        if not is_first or place != rank - 1 or place == placement.axis:
+            return call.mixed("computes with the numbers of the rows")
+        placement = placements[0]
+    filled = [i for i in parts if not isinstance(call.placement(i), Shard)]
+    if placement.axis == place:
+        if any(call.dims(i)[place] != 0 for i in filled):
+            return call.mixed("puts rows behind the rows of the batch")
+        if len(parts) - len(filled) > 1:
+            sizes = [call.dims(i) for i in parts if i not in filled]
+            if place or any(each[0] != sizes[0][0] for each in sizes):
+                return call.mixed("puts rows behind the rows of the batch")
+            return folded_by(placement, len(sizes)), (sizes[0][0] * len(sizes), *sizes[0][1:])
+    elif any(not is_uniform(call, i) for i in filled):
+        return call.mixed("joins examples and what belongs to none")
+    sizes = list(call.dims(next(i for i in parts if i not in filled)))
+    if place != placement.axis:
+        sizes[place] = sum(call.dims(i)[place] for i in parts)
+    return placement, tuple(sizes)
+
+
+def split_by(axis_at: int, of: int) -> Rule:
+    """A rule for `Split`, by which inputs its axis and its tensor are."""
+
+    def rule(call: Call):
+        own = call.placement(of)
+        if not isinstance(own, Shard):
+            return own
+        axis, dims = call.ints(axis_at), call.dims(of)
+        others = [each.placement for i, each in enumerate(call.given) if i != of]
+        if axis is None or dims is None or any(p != Replicate() for p in others):
+            return call.mixed("splits an axis that is known only when it runs")
+        place = axis[0] % len(dims)
+        if place == own.axis:
+            number = len(call.op.outputs)
+            if place or own.folded[-1:] != (f"{number} views",) or call.op.type != "Split":
+                return call.mixed("splits the axis that holds the examples")
+            each = Shard(0, own.power, own.folded[:-1])
+            return [(each, (dims[0] / number, *dims[1:]))] * number
+        sizes = tuple(None if a == place else size for a, size in enumerate(dims))
+        return [(own, sizes)] * len(call.op.outputs)
+
+    return rule
+
+
+def strided(call: Call):
+    """`StridedSlice`, which leaves the axis of the rows whole."""
+    placement = call.placement()
+    if not isinstance(placement, Shard):
+        return placement
+    rank, dims = call.rank(), call.dims()
+    bounds = [call.given[i].value for i in (1, 2, 3)]
+    if rank is None or any(value is None for value in bounds):
+        return call.mixed("takes rows that are known only when it runs")
+    number = call.op.inputs[1].shape[0]
+    bounds = [value.ravel().tolist() for value in bounds]
+    found = slices_of(call.op, *bounds, rank)
+    axis, out, sizes, place = 0, 0, [], None
+    masks = [call.op.get_attr("begin_mask"), call.op.get_attr("end_mask")]
+    at = _spec_places(call.op, found, number)
+    for index, each in enumerate(found):
+        if each is None:
+            sizes.append(1)
+            out += 1
+            continue
+        is_int = not isinstance(each, slice)
+        if axis == placement.axis:
+            whole = not is_int and each.step is None and _is_all(each, dims[axis], masks, at[index])
+            if not whole:
+                return call.mixed("takes some of the examples")
+            place = out
+            sizes.append(dims[axis])
+            out += 1
+        elif depends_on_rows(dims[axis]) and not _from_the_left(each):
+            return call.mixed("looks at the end of rows, which is that of the longest of the piece")
+        elif _depends_on_rows(each):
+            return call.mixed("takes as many places as there are rows")
+        elif not is_int:
+            size = _length(each, dims[axis], masks, at[index])
+            if size is None and depends_on_rows(dims[axis]):
+                size = size_named((call.op.name, axis, ROWS))
+            sizes.append(size)
+            out += 1
+        axis += 1
+    return dataclasses.replace(placement, axis=place, numbers=False), tuple(sizes)
+
+
+def _from_the_left(each) -> bool:
+    """Whether a slice, or an index, is the same of rows that are padded further."""
+    if isinstance(each, int):
+        return each >= 0
+    return (
+        isinstance(each, slice)
+        and each.step is None
+        and each.stop is None
+        and (each.start is None or (isinstance(each.start, int) and each.start >= 0))
+    )
+
+
+def _depends_on_rows(each) -> bool:
+    bounds = [each.start, each.stop, each.step] if isinstance(each, slice) else [each]
+    return any(map(depends_on_rows, bounds))
+
+
+def _spec_places(op, found, number) -> list[int | None]:
+    """Which bound each of `slices_of` comes from; None for what an ellipsis, or nothing, gives."""
+    ellipsis = op.get_attr("ellipsis_mask")
+    places: list[int | None] = []
+    for i in range(number):
+        if ellipsis >> i & 1:
+            places += [None] * (len(found) - (number - 1))
+        else:
+            places.append(i)
+    return places + [None] * (len(found) - len(places))
+
+
+def _is_all(each, size, masks, place) -> bool:
+    begins = each.start == 0 or (each.start is None and (place is None or masks[0] >> place & 1))
+    ends = each.stop == size or (each.stop is None and (place is None or masks[1] >> place & 1))
+    return bool(begins and ends)
+
+
+def _length(each, size, masks, place):
+    if _is_all(each, size, masks, place) and each.step is None:
+        return size
+    if all(isinstance(bound, int) for bound in (each.start or 0, each.stop or 0, size)):
+        return len(range(*each.indices(size)))
+    if depends_on_rows(size):
+        return size - (each.start or 0)
+    if each.step is None and each.start in (0, None) and isinstance(each.stop, Size):
+        return each.stop
+    return None
+
+
+def sliced(call: Call):
+    """`Slice`, which leaves the axis of the rows whole."""
+    placement = call.placement()
+    if not isinstance(placement, Shard):
+        return placement
+    begin, size = call.given[1].value, call.given[2].value
+    if begin is None or size is None or call.dims() is None:
+        return call.mixed("takes rows that are known only when it runs")
+    axis = placement.axis
+    if any(depends_on_rows(n) for each in (begin, size) for a, n in enumerate(each) if a != axis):
+        return call.mixed("takes as many places as there are rows")
+    if begin[axis] != 0 or (size[axis] != -1 and size[axis] != call.dims()[axis]):
+        return call.mixed("takes some of the examples")
+    own = call.dims()
+    sizes = tuple(own[a] if a == axis else (n if n != -1 else None) for a, n in enumerate(size))
+    return placement, sizes

@@ -1,0 +1,258 @@
+"""For each operation, where the rows are in its outputs, given where they are in its inputs.
+
+A rule takes a `Call` and returns a placement, or one for each output, alone or with the sizes of
+the output's axes. What no rule knows is tried (`trial_of_operation.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.judge import trial_of_operation
+from tfparallel.judge.placements import Entries, Listed, Placement, Replicate, Row, Shard
+from tfparallel.judge.rules.along_axes import (
+    IMAGES,
+    REDUCTIONS,
+    added_up,
+    along,
+    along_last,
+    batch_norm,
+    batched,
+    biased,
+    images,
+    recurrent,
+    reduced,
+    transposed_convolution,
+)
+from tfparallel.judge.rules.by_element import BY_ELEMENT, by_element, like
+from tfparallel.judge.rules.call import Call, Rule, are_numbers, first_mixed, numbers_a_row
+from tfparallel.judge.rules.draws import drawn, draws, shape_argument
+from tfparallel.judge.rules.entries import of_entries
+from tfparallel.judge.rules.indices import (
+    bincount,
+    cross_entropy,
+    gathered,
+    gathered_nd,
+    in_top_k,
+    numbered,
+    numbers_or_zero,
+    one_hot,
+    scattered,
+    segments,
+)
+from tfparallel.judge.rules.parts import concatenated, packed, sliced, split_by, strided, unpacked
+from tfparallel.judge.rules.products import einsum, matmul
+from tfparallel.judge.rules.shapes import (
+    batch_to_space,
+    broadcast,
+    expanded,
+    filled,
+    padded,
+    reshaped,
+    space_to_batch,
+    squeezed,
+    tiled,
+    transposed,
+)
+from tfparallel.judge.size import depends_on_rows, power_of_rows
+
+__all__ = ["RULES", "apply"]
+
+
+def apply(
+    op: tf.Operation, given: Sequence, known: Mapping[str, Any]
+) -> tuple[list[Placement], list[tuple | None]]:
+    """Where the rows are in each output of an operation, and the sizes of its axes if known.
+
+    Args:
+        op: The operation.
+        given: What is known of its inputs, `Judged`.
+        known: What is known of tensors before them, by name.
+    """
+    number = len(op.outputs)
+    sizes = (shape_argument(op),) if draws(op) else _SIZES.get(op.type, ())
+    given = [
+        each._replace(placement=Replicate()) if i in sizes and each.value is not None else each
+        for i, each in enumerate(given)
+    ]
+    call = Call(op, given, known)
+    placements = [each.placement for each in given]
+    rule = RULES.get(op.type)
+    known_sizes = [given[i].value for i in sizes if i is not None and i < len(given)]
+    has_sizes = any(
+        depends_on_rows(n) for value in known_sizes if value is not None for n in value.ravel()
+    )
+    if op.type == "RngReadAndSkip":
+        found: Any = Replicate()
+    elif any(map(numbers_a_row, given)) and (draws(op) or op.type == "Range"):
+        found = call.mixed("computes with the number of a row")
+    elif draws(op):
+        found = drawn(call)
+    elif op.type == "Range":
+        found = numbered(call)
+    elif op.type == "SelectV2" and (numbers := numbers_or_zero(call)):
+        found = numbers
+    elif (mixed := first_mixed(placements)) is not None:
+        found = mixed
+    elif any(map(numbers_a_row, given)):
+        found = call.mixed("computes with the number of a row")
+    elif has_sizes and op.type not in _SPREAD and not any(isinstance(p, Shard) for p in placements):
+        found = call.mixed("takes, or forms, as much as there are rows")
+    elif op.type in _ALONE and any(
+        p != Replicate() for i, p in enumerate(placements) if i != _ALONE[op.type]
+    ):
+        found = call.mixed("has an argument that depends on the rows")
+    elif any(placements[i] != Replicate() for i in sizes if i is not None and i < len(given)):
+        found = call.mixed("has a size that only data decide")
+    elif op.type not in _KNOW_FOLDS and any(getattr(p, "folded", ()) for p in placements):
+        found = call.mixed("works on rows that lie apart, in several views")
+    elif op.type not in _KNOW_LENGTHS and any(map(_has_longest, given)):
+        found = call.mixed("looks at rows that are padded to the longest of the piece")
+    elif op.type not in _KNOW_NUMBERS and any(map(are_numbers, placements)):
+        found = call.mixed("computes with the numbers of the rows")
+    elif all(p == Replicate() for p in placements) and not has_sizes:
+        found = Replicate()
+    elif any(isinstance(p, Entries) for p in placements):
+        found = of_entries(call)
+    elif not has_sizes and (row := _of_one_row(placements)) is not None:
+        found = row
+    elif op.type != "Identity" and any(isinstance(p, Row | Listed) for p in placements):
+        found = call.mixed("pairs one row with others")
+    elif rule is not None:
+        found = rule(call)
+    elif has_sizes:
+        found = call.mixed("has no rule, and a size that depends on the rows")
+    else:
+        found = trial_of_operation.tried(op, given)
+    found = found if isinstance(found, list) else [found] * number
+    pairs = [each if isinstance(each, tuple) else (each, _dims(call, each)) for each in found]
+    return [placement for placement, _ in pairs], [dims for _, dims in pairs]
+
+
+def _has_longest(judged) -> bool:
+    """Whether an axis that does not hold the rows is as long as rows decide."""
+    if judged.dims is None or not isinstance(judged.placement, Shard):
+        return False
+    axis = judged.placement.axis
+    return any(depends_on_rows(size) for a, size in enumerate(judged.dims) if a != axis)
+
+
+def _of_one_row(placements) -> Row | None:
+    """What is computed of one row, and of what is the same of all, is of that row."""
+    rows = {p for p in placements if isinstance(p, Row)}
+    others = [p for p in placements if not isinstance(p, Row)]
+    return rows.pop() if len(rows) == 1 and all(p == Replicate() for p in others) else None
+
+
+def _dims(call, placement) -> tuple | None:
+    """The sizes of an output of the inputs' shape, or of one that is broadcast."""
+    out = call.op.outputs[0] if call.op.outputs else None
+    if out is None or out.shape.rank is None:
+        return None
+    found: list = [None] * out.shape.rank
+    for each in call.given:
+        if each.dims is None or len(each.dims) > len(found) or not each.dims:
+            continue
+        if call.op.type == "Select" and len(each.dims) < len(found):
+            continue  # Its condition is one for each row.
+        shift = len(found) - len(each.dims)
+        is_by_element = call.op.type in BY_ELEMENT or call.op.type in _LIKE_INPUT
+        for axis, size in enumerate(each.dims, shift):
+            holds = isinstance(placement, Shard) and axis == placement.axis
+            if (is_by_element and size != 1) or (holds and power_of_rows(size) == 1):
+                if found[axis] is None or depends_on_rows(size):
+                    found[axis] = size
+    return tuple(found)
+
+
+_LIKE_INPUT = frozenset(
+    ("Softmax", "LogSoftmax", "Cumsum", "Cumprod", "BiasAdd", "LRN", "ReverseV2")
+)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(BY_ELEMENT, by_element),
+    **dict.fromkeys(REDUCTIONS, reduced),
+    **dict.fromkeys(IMAGES, images),
+    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), transposed_convolution),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "TopKV2", "NthElement"), along_last),
+    **dict.fromkeys(("FFT", "IFFT", "RFFT", "IRFFT"), batched(1)),
+    **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D"), batched(2)),
+    **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul"), matmul),
+    **dict.fromkeys(("GatherV2", "Gather", "ResourceGather"), gathered),
+    **dict.fromkeys(("Pad", "PadV2", "MirrorPad"), padded),
+    **dict.fromkeys(
+        ("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"), cross_entropy
+    ),
+    "UnsortedSegmentSum": segments,
+    "ScatterNd": scattered,
+    **dict.fromkeys(("Cumsum", "ReverseV2"), along(lambda call: call.axes(1), is_linear=True)),
+    **dict.fromkeys(("Cumprod", "CumulativeLogsumexp"), along(lambda call: call.axes(1))),
+    **dict.fromkeys(("ArgMax", "ArgMin"), along(lambda call: call.axes(1), removes=True)),
+    **dict.fromkeys(("Bincount", "DenseBincount"), bincount),
+    "InTopKV2": in_top_k,
+    "Roll": along(lambda call: call.axes(2), is_linear=True),
+    "BiasAdd": biased,
+    "FusedBatchNormV3": batch_norm,
+    **dict.fromkeys(("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"), recurrent),
+    "Einsum": einsum,
+    "Reshape": reshaped,
+    "Transpose": transposed,
+    "ExpandDims": expanded,
+    "Squeeze": squeezed,
+    "Pack": packed,
+    "Unpack": unpacked,
+    "ConcatV2": concatenated,
+    "Split": split_by(0, 1),
+    "SplitV": split_by(2, 0),
+    "StridedSlice": strided,
+    "Slice": sliced,
+    "Tile": tiled,
+    "Fill": filled,
+    "BroadcastTo": broadcast,
+    "GatherNd": gathered_nd,
+    "OneHot": one_hot,
+    "L2Loss": added_up,
+    **dict.fromkeys(("ZerosLike", "OnesLike"), like),
+    "SpaceToBatchND": space_to_batch,
+    "BatchToSpaceND": batch_to_space,
+    **dict.fromkeys(
+        ("StringSplitV2", "DenseCountSparseOutput", "StringNGrams", "UnicodeDecodeWithOffsets"),
+        lambda call: [Entries("computed")] * len(call.op.outputs),
+    ),
+}  # fmt: skip
+# What may have rows in one input alone, and in which.
+_ALONE = {
+    **dict.fromkeys(
+        (*REDUCTIONS, "Reshape", "Transpose", "ExpandDims", "Pad", "PadV2", "MirrorPad", "Tile",
+         "BroadcastTo", "StridedSlice", "Slice", "SplitV", "OneHot", "Cumsum", "Cumprod", "ArgMax",
+         "ArgMin", "ReverseV2", "Roll", "TopKV2", "SpaceToBatchND", "BatchToSpaceND",
+         "CumulativeLogsumexp", "NthElement"),
+        0,
+    ),
+    "Split": 1,
+}  # fmt: skip
+# What may be given the numbers of the rows.
+_KNOW_NUMBERS = frozenset(
+    ("Range", "Identity", "Cast", "Pack", "ExpandDims", "ConcatV2", "GatherV2", "GatherNd", "Shape")
+)
+# What is right of rows that lie apart, and works on each of them.
+_KNOW_FOLDS = frozenset(
+    (*BY_ELEMENT, *IMAGES, *REDUCTIONS, "ZerosLike", "OnesLike", "BatchToSpaceND", "SpaceToBatchND",
+     "Split", "ExpandDims", "Squeeze", "Reshape", "MatMul", "BiasAdd", "Pad", "PadV2", "MirrorPad",
+     "Shape", "Softmax", "FusedBatchNormV3")
+)  # fmt: skip
+# What is right of rows that are padded to the longest of a piece, and keeps track of that.
+_KNOW_LENGTHS = frozenset(
+    (*BY_ELEMENT, *REDUCTIONS, "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul", "Einsum",
+     "Transpose", "ExpandDims", "Shape", "Reshape", "StridedSlice", "BiasAdd", "GatherV2",
+     "ResourceGather", "ZerosLike", "OnesLike")
+)  # fmt: skip
+# What may be the same of all, and have a row for each of the piece's then.
+_SPREAD = frozenset(("Fill", "BroadcastTo", "Tile"))
+# Arguments that are sizes, by operation: what is asked of them is their value.
+_SIZES = {
+    "Reshape": (1,), "Fill": (0,), "BroadcastTo": (1,), "StridedSlice": (1, 2, 3), "Slice": (1, 2),
+    "Tile": (1,), "Pad": (1,), "PadV2": (1,), "MirrorPad": (1,), "Conv2DBackpropInput": (0,),
+    "Conv3DBackpropInputV2": (0,), "ScatterNd": (2,),
+}  # fmt: skip

@@ -1,0 +1,141 @@
+"""Which operations XLA may compile as part of a program."""
+
+import functools
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfparallel.devices import list_devices, resolve
+from tfparallel.seams.tensorflow import registered_kernels
+from tfparallel.tracing.graphs import called_by, calls_unknown, with_inner
+
+__all__ = [
+    "BRANCHES",
+    "CALLS",
+    "CHECKS",
+    "has_list_of_any_size",
+    "holds_loop",
+    "is_compilable",
+    "is_draw",
+    "name_of",
+    "refuse_draw",
+]
+
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+BRANCHES = ("If", "StatelessIf")
+
+# What XLA would leave out,
+CHECKS = {"Assert", "CheckNumerics", "CheckNumericsV2"}
+# cannot return, or gives a size that is known only when it runs.
+_NEVER = CHECKS | {
+    "NoOp",
+    "OptionalFromValue",
+    "Placeholder",
+    "Print",
+    "PrintV2",
+    "Timestamp",
+    "Unique",
+    "UniqueV2",
+    "Where",
+}
+_OF_GROUPS = ("Collective", "Nccl")
+
+
+def is_compilable(operation: tf.Operation) -> bool:
+    """Whether XLA can compile an operation, and all that it calls, on one device."""
+    if operation.type in _NEVER or operation.type.startswith(_OF_GROUPS):
+        return False
+    if operation.type not in CALLS and not _has_kernel(operation):
+        return False
+    if calls_unknown(operation):
+        return False
+    called = _operations(called_by(operation))
+    return all(_is_compilable_within(each, operation) for each in called)
+
+
+def holds_loop(operation: tf.Operation) -> bool:
+    """Whether it is a loop, or calls one."""
+    return any(each.type in ("While", "StatelessWhile") for each in with_inner([operation]))
+
+
+def has_list_of_any_size(operation: tf.Operation) -> bool:
+    """Whether it makes a list, or calls what makes one, of a size that is not known in a trace."""
+    if operation.type in ("EmptyTensorList", "TensorListReserve"):
+        return operation.inputs[1].op.type != "Const"
+    return operation.type in CALLS and any(
+        map(has_list_of_any_size, _operations(called_by(operation)))
+    )
+
+
+def _operations(graphs) -> Iterator[tf.Operation]:
+    for graph in graphs:
+        yield from graph.get_operations()
+
+
+def _is_compilable_within(inner, outer) -> bool:
+    if inner.type in ("Placeholder", "NoOp"):
+        return True
+    devices = {name_of(each.device) for each in (inner, outer) if each.device}
+    return len(devices) < 2 and is_compilable(inner)
+
+
+def name_of(device: str) -> str | None:
+    """The one spelling of a device's name; None of one that names any device of a type."""
+    try:
+        return resolve(device)
+    except ValueError:
+        return None
+
+
+def _has_kernel(operation) -> bool:
+    return any(
+        all(_allows(constraint, operation) for constraint in kernel.constraint)
+        for kernel in _kernels_of(operation.type)
+    )
+
+
+@functools.cache
+def _kernels_of(kind: str) -> list:
+    _have_kernels_registered()
+    device = "XLA_GPU_JIT" if list_devices("GPU") else "XLA_CPU_JIT"
+    return [each for each in registered_kernels(kind) if each.device_type == device]
+
+
+@functools.cache
+def _have_kernels_registered() -> None:
+    # TensorFlow registers those of XLA when it compiles for the first time.
+    with tf.init_scope():
+        tf.function(lambda x: x + 1, jit_compile=True, autograph=False)(tf.constant(1.0))
+
+
+def _allows(constraint, operation) -> bool:
+    allowed, value = constraint.allowed_values.list.type, operation.node_def.attr[constraint.name]
+    asked = value.list.type if value.HasField("list") else [value.type]
+    return not allowed or all(each in allowed for each in asked)
+
+
+def is_draw(operation: tf.Operation) -> bool:
+    """Whether it draws random numbers, and does not only make a key of a seed."""
+    return "Random" in operation.type and "KeyCounter" not in operation.type
+
+
+def refuse_draw(operation: tf.Operation, within) -> None:
+    """Refuses random numbers that XLA draws on one device, and would not here.
+
+    Args:
+        operation: What stays outside of all programs.
+        within: It, and what it calls.
+
+    Raises:
+        ValueError: If one of these draws.
+    """
+    for each in within:
+        if is_draw(each):
+            raise ValueError(
+                "A layer draws random numbers where XLA does not compile them on several devices; "
+                "on one it does, and draws others. A draw of which XLA can compile all that "
+                "belongs to it, on one device, or a model that XLA does not compile, is required. "
+                f"Received: '{each.name}' in '{operation.name}', and `jit_compile=True`. Draw in "
+                "the layer's `call`, by a `keras.random.SeedGenerator`, or compile with "
+                "`jit_compile=False`."
+            )

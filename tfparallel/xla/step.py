@@ -1,0 +1,217 @@
+"""A step whose parts XLA compiles, device by device.
+
+The step is traced into a graph of its own, which is divided (`plan.py`), and made again in the
+graph of the caller: each program as a function that XLA compiles as a whole, the rest as it was.
+
+A branch (`tf.cond`) of several devices is divided in the same way, and each unit of it runs under
+the branch's condition. What a unit of the other branch hands on is then empty: nobody reads it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfparallel.seams.tensorflow import copy_handle_data, share_functions, traced_graph
+from tfparallel.tracing.graphs import (
+    called_by,
+    calls_unknown,
+    is_of_programs,
+    of_programs,
+    with_inner,
+)
+from tfparallel.xla.compilable import BRANCHES, refuse_draw
+from tfparallel.xla.cut import plan_of
+from tfparallel.xla.units import Outside, Program
+
+__all__ = ["in_programs"]
+
+
+def in_programs(step: Callable[..., Any], devices: Sequence[str], *args: Any) -> Any:
+    """Calls a step while a function is traced, and has XLA compile what each device does in it.
+
+    Args:
+        step: Takes and returns nested tensors.
+        devices: Names of the devices.
+        *args: Its arguments.
+
+    Raises:
+        ValueError: If something draws random numbers that XLA cannot compile.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    if is_of_programs(graph):
+        return step(*args)
+    traced = traced_graph("step", of_programs(step), args)
+    found = iter(_Caller(traced, graph, devices).call(_tensors(args)))
+    return tf.nest.map_structure(
+        lambda each: next(found) if tf.is_tensor(each) else each,
+        traced.structured_outputs,
+        expand_composites=True,
+    )
+
+
+def _tensors(args) -> list[tf.Tensor]:
+    return [each for each in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(each)]
+
+
+class _Caller:
+    """Makes a divided graph again in another.
+
+    Args:
+        traced: The graph.
+        graph: The other.
+        devices: Names of the devices.
+        condition: Of a branch: whether it is taken.
+    """
+
+    def __init__(self, traced, graph, devices: Sequence[str], condition: tf.Tensor | None = None):
+        self._traced = traced
+        self._graph = graph
+        self._devices = devices
+        self._condition = condition
+        self._made: dict[tuple[str, int], tf.Tensor] = {}  # By operation and output in the trace.
+        self._done: dict[Any, tf.Operation] = {}  # By unit.
+
+    def call(self, args: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Makes all of a step."""
+        traced = self._traced
+        captured = {id(inner): outer for outer, inner in traced.captures}
+        of_caller = iter(args)
+        given = [
+            captured[id(inner)] if id(inner) in captured else next(of_caller)
+            for inner in traced.inputs
+        ]
+        return self.make(self.plan(given))
+
+    def plan(self, given: Sequence[tf.Tensor]) -> list[Outside | Program]:
+        """Plans the graph, whose arguments are these tensors of the other."""
+        homes = {}
+        for inner, outer in zip(self._traced.inputs, given, strict=True):
+            self._made[inner.op.name, 0] = outer
+            if inner.dtype == tf.resource:
+                homes[inner.op.name] = outer.device
+        is_branch = self._condition is not None
+        return plan_of(self._traced, self._devices, homes, is_branch)
+
+    def make(self, units: Sequence[Outside | Program]) -> list[tf.Tensor]:
+        """Makes the units of a plan, and returns what the graph returns."""
+        share_functions(self._traced, self._graph)
+        with tf.device(None):
+            for unit in units:
+                before = [self._done[each] for each in unit.after]
+                with self._graph.control_dependencies(before):
+                    make = self._outside if isinstance(unit, Outside) else self._program
+                    self._done[unit.unit] = make(unit)
+        return [self._tensor(each) for each in self._traced.outputs]
+
+    def _tensor(self, tensor) -> tf.Tensor:
+        return self._made[tensor.op.name, tensor.value_index]
+
+    def _outside(self, unit: Outside) -> tf.Operation:
+        op = unit.operation
+        attributes = {k: v for k, v in op.node_def.attr.items() if k != "_class"}
+        if unit.device is None:
+            if op.type in BRANCHES and (made := self._branches(op)) is not None:
+                return made
+            refuse_draw(op, with_inner([op]))
+            made = self._again(op, op.device or None, attributes)
+            for each in unit.same:
+                self._keep(each.outputs, made.outputs)
+            return made
+        attributes["_XlaMustCompile"] = tf.compat.v1.AttrValue(b=True)
+        return self._again(op, self._devices[unit.device], attributes)
+
+    def _again(self, op, device, attributes) -> tf.Operation:
+        with tf.device(device):
+            made = self._graph.create_op(
+                op.type,
+                [self._tensor(each) for each in op.inputs],
+                [each.dtype for each in op.outputs],
+                name=op.name.replace("/", "_"),
+                attrs=attributes,
+                op_def=op.op_def,
+            )
+        self._keep(op.outputs, made.outputs)
+        return made
+
+    def _branches(self, op) -> tf.Operation | None:
+        """Makes both branches unit by unit; None if XLA would compile nothing of them."""
+        is_first, *given = map(self._tensor, op.inputs)
+        if is_first.dtype != tf.bool or calls_unknown(op):
+            return None
+        conditions = is_first, tf.logical_not(is_first)
+        callers = [
+            _Caller(graph, self._graph, self._devices, condition)
+            for graph, condition in zip(called_by(op), conditions, strict=True)
+        ]
+        plans = [caller.plan(given) for caller in callers]
+        units = [unit for plan in plans for unit in plan]
+        leaving = [*op.outputs, *(each for unit in units for each in unit.outputs)]
+        if {each.dtype for each in leaving} & {tf.resource, tf.variant}:
+            return None  # Nothing of such a type is empty.
+        if not any(isinstance(unit, Program) and unit.device is not None for unit in units):
+            return None
+        found = [caller.make(plan) for caller, plan in zip(callers, plans, strict=True)]
+        made = [
+            ours if ours is other else tf.cond(is_first, lambda o=ours: o, lambda o=other: o)
+            for ours, other in zip(*found, strict=True)
+        ]
+        self._keep(op.outputs, made)
+        done = [each for caller in callers for each in caller._done.values()]
+        with self._graph.control_dependencies(done):
+            return tf.no_op()
+
+    def _program(self, unit: Program) -> tf.Operation:
+        names = {(t.op.name, t.value_index): f"given_{i}" for i, t in enumerate(unit.inputs)}
+        own = {op.name for op in unit.operations}
+        is_compiled = unit.device is not None
+        definition = tf.compat.v1.GraphDef()
+        definition.versions.CopyFrom(self._traced.graph_def_versions)
+        for op in unit.operations:
+            if not is_compiled:
+                refuse_draw(op, with_inner([op]))
+            node = definition.node.add()
+            node.CopyFrom(op.node_def)
+            if is_compiled:
+                node.ClearField("device")
+            node.attr.pop("_class", None)
+            del node.input[:]
+            for tensor in op.inputs:
+                name = tensor.op.name
+                inside = f"{name}:{tensor.value_index}" if tensor.value_index else name
+                node.input.append(inside if name in own else names[name, tensor.value_index])
+            node.input.extend(f"^{each.name}" for each in op.control_inputs if each.name in own)
+
+        def program():
+            graph = tf.compat.v1.get_default_graph()
+            share_functions(self._traced, graph, definition)
+            given = {name: graph.capture(self._made[key]) for key, name in names.items()}
+            returned = [each.name for each in unit.outputs]
+            return tf.graph_util.import_graph_def(definition, given, returned, name="")
+
+        function = tf.function(program, autograph=False, jit_compile=is_compiled or None)
+        with tf.device(self._devices[unit.device] if is_compiled else None):
+            found = self._if_taken(function, unit.outputs)
+        self._keep(unit.outputs, found)
+        return found[0].op if found else self._graph.get_operations()[-1]
+
+    def _if_taken(self, function, outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Calls a function; in a branch that is not taken, returns empty tensors instead."""
+        if self._condition is None:
+            return function() or []
+
+        def taken():
+            return [*(function() or []), True]
+
+        def not_taken():
+            return [*(tf.zeros([0] * (out.shape.rank or 0), out.dtype) for out in outputs), False]
+
+        return tf.cond(self._condition, taken, not_taken)[:-1]
+
+    def _keep(self, traced, made) -> None:
+        for inner, outer in zip(traced, made, strict=True):
+            if inner.dtype in (tf.resource, tf.variant):
+                copy_handle_data(inner, outer)
+            elif not outer.shape.is_fully_defined():
+                outer.set_shape(inner.shape)
+            self._made[inner.op.name, inner.value_index] = outer
