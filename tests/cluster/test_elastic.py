@@ -16,10 +16,10 @@ import pytest
 
 from tests.cluster.processes import wait_for
 from tests.commands.command_line import ROOT
-from tfparallel.cluster.handshake import Session
 from tfparallel.cluster.port_owner import is_free
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.secret import Secret
+from tfparallel.cluster.wire import Session
 
 DEADLINE_SECONDS = 60
 
@@ -273,7 +273,8 @@ def test_strangers_start_no_round(start, endpoint, tmp_path):
             elif number % 3 == 1:
                 stranger.sendall(b'{"job": "blobs", "nonce": "a"}\n')
                 nonces = ("a", json.loads(stranger.recv(1000))["nonce"])
-                stranger.sendall(Session(Secret(""), "blobs", nonces).sealed("caller", hello))
+                session = Session(Secret(""), "blobs", nonces, is_caller=True)
+                stranger.sendall(session.sealed(hello))
                 assert json.loads(stranger.recv(1000)) == {"refused": "blobs"}
         assert running.process.poll() is None and other.process.poll() is None
     (tmp_path / "end").touch()

@@ -11,15 +11,16 @@ import time
 
 import pytest
 
-from tfparallel.cluster import acceptor, control_channel, rendezvous
+from tfparallel.cluster import rendezvous
 from tfparallel.cluster.acceptor import Acceptor
 from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.channel import Call, Channel
 from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.elastic import ElasticMeetings
-from tfparallel.cluster.handshake import Call, Session
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import meet
 from tfparallel.cluster.secret import Secret
+from tfparallel.cluster.wire import Session, encoded, unproved
 
 
 def start(pool, endpoint, node, **changes):
@@ -256,8 +257,8 @@ def second_lines():
     yield b"\n"
     yield b"x" * (1 << 17)
     # What another one has said, to another nonce.
-    yield Session(Secret("right"), "blobs", ("a", "b")).sealed("caller", hello)
-    yield Session(Secret("wrong"), "blobs", ("a", "b")).sealed("caller", hello)
+    for token in ("right", "wrong"):
+        yield Session(Secret(token), "blobs", ("a", "b"), is_caller=True).sealed(hello)
 
 
 def test_a_thousand_wrong_hellos_have_no_effect(pool, endpoint):
@@ -317,8 +318,8 @@ def test_what_a_false_acceptor_says_is_not_believed(pool):
             greeting = json.loads(caller.makefile("rb").readline())
             caller.sendall(b'{"job": "blobs", "nonce": "b"}\n')
             nonces = (greeting["nonce"], "b")
-            message = json.dumps(answer).encode()
-            caller.sendall(Session(Secret("wrong"), "blobs", nonces).sealed("acceptor", message))
+            session = Session(Secret("wrong"), "blobs", nonces, is_caller=False)
+            caller.sendall(session.sealed(encoded(answer)))
             with pytest.raises(RuntimeError, match="what listens there is no launcher"):
                 call.result(30)
 
@@ -447,19 +448,34 @@ def connected():
         return server.accept()[0], caller
 
 
+NONCES = ("a", "b")
+
+
+def channel(connection, *, is_caller=False):
+    """One that has been let in."""
+    one = Channel(connection)
+    one.session = Session(Secret("right"), "blobs", NONCES, is_caller=is_caller)
+    return one
+
+
+def said(message):
+    """A message of node 0, which has let the others in."""
+    return Session(Secret("right"), "blobs", NONCES, is_caller=False).sealed(encoded(message))
+
+
 def lines(number):
     """Node 0's news, and the other end of each of its lines."""
     pairs = [connected() for _ in range(number)]
-    news = ControlChannel(0, number + 1, {index + 1: pair[0] for index, pair in enumerate(pairs)})
-    return news, [pair[1] for pair in pairs]
+    channels = {index + 1: channel(pair[0]) for index, pair in enumerate(pairs)}
+    return ControlChannel(0, number + 1, channels), [pair[1] for pair in pairs]
 
 
 def test_who_has_fallen_silent_is_told_to_the_others():
     news, (first, second) = lines(2)
     third, there = connected()
-    other = ControlChannel(2, 3, {0: third})
+    other = ControlChannel(2, 3, {0: channel(third, is_caller=True)})
     with first, second, there:
-        news.lines[0].is_silent = True  # As of a connection that has timed out.
+        news.lines[0]._channel.is_silent = True  # As of a connection that has timed out.
         news._lost(news.lines[0])
         there.sendall(second.recv(4096))
         while not other.gone:
@@ -473,11 +489,12 @@ def test_whom_a_worker_had_lost_is_told_to_the_others():
     """Story: behind a link cut one way, the other host blamed the worker that had lost its own."""
     news, (there,) = lines(1)
     connection, far = connected()
-    other = ControlChannel(1, 2, {0: connection})
+    other = ControlChannel(1, 2, {0: channel(connection, is_caller=True)})
     with there, far:
         news.tell_failure(0, 75, 2.0, lost=1)
         far.sendall(there.recv(4096))
-        far.sendall(b'{"failed":0,"worker":0,"returncode":1,"time_seconds":2.5,"lost":"me"}\n')
+        bad = {"failed": 0, "worker": 0, "returncode": 1, "time_seconds": 2.5, "lost": "me"}
+        far.sendall(said(bad))
         while len(other.failures) < 2:
             assert other.lines[0].listen()
         (told, _), (bad, _) = other.failures
@@ -488,18 +505,18 @@ def test_whom_a_worker_had_lost_is_told_to_the_others():
         other.close()
 
 
-def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all(monkeypatch):
+def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all():
     """Half an answer is no answer, and node 0 does not take it for one."""
-    monkeypatch.setattr(acceptor, "_SEND_SECONDS", 0.2)
     (slow, there), (second, second_there) = connected(), connected()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     there.settimeout(5)
-    session = Session(Secret("right"), "blobs", ("a", "b"))
     with there, second_there:
-        acceptor.Visitor(slow, HELLO, "127.0.0.1", session).send(b"1" * (1 << 24))
-        news = ControlChannel(0, 3, {1: slow, 2: second})
+        visitor = channel(slow)
+        assert not visitor.send(b"1" * (1 << 24), 0.2)
+        news = ControlChannel(0, 3, {1: visitor, 2: channel(second)})
         assert not news.lines[0].listen() and news.departure.node == 1
-        assert json.loads(second_there.recv(4096)) == {"stopped": 1, "signum": None}
+        told = unproved(second_there.recv(4096))
+        assert told == {"stopped": 1, "signum": None, "silent": True}
         news.tell_newcomer()  # Goes to the other one alone.
         end = b""
         while chunk := there.recv(1 << 20):
@@ -508,12 +525,12 @@ def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all(monkeypatch):
         news.close()
 
 
-def test_a_line_that_nobody_reads_ends_with_the_first_message_that_does_not_go_out(monkeypatch):
-    monkeypatch.setattr(control_channel, "_SEND_SECONDS", 0.2)
+def test_a_line_that_nobody_reads_ends_with_the_first_message_that_does_not_go_out():
     news, (there,) = lines(1)
-    news.lines[0]._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    near = news.lines[0]._channel
+    near._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with there:
-        news._tell({"text": "x" * (1 << 24)})
+        assert not near.send({"text": "x" * (1 << 24)}, 0.2)
         assert not news.lines[0].listen()
         assert news.departure.node == 1 and news.silent == {1}
         news.close()
@@ -531,9 +548,9 @@ def test_what_a_send_finds_out_is_kept():
         def sendall(self, data):
             raise TimeoutError(errno.ETIMEDOUT, "timed out")
 
-    line_socket = line._socket
+    line_socket = line._channel._socket
     with there:
-        line._socket = TimedOut()
+        line._channel._socket = TimedOut()
         news.tell_newcomer()
         assert line.is_silent
         news.close()
@@ -542,9 +559,9 @@ def test_what_a_send_finds_out_is_kept():
 def test_node_0_is_missed_though_its_own_workers_have_succeeded():
     """It would have handed on what the others say."""
     connection, there = connected()
-    news = ControlChannel(1, 3, {0: connection})
+    news = ControlChannel(1, 3, {0: channel(connection, is_caller=True)})
     with there:
-        there.sendall(b'{"succeeded": 0}\n')
+        there.sendall(said({"succeeded": 0}))
     while news.lines[0].listen():
         pass
     assert news.departure is not None and not news.all_succeeded

@@ -28,11 +28,11 @@ def test_without_servers_there_are_none(text):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (config({"type": "ps", "index": 1}), "index must be from 0 to 0 for 'ps'"),
-        (config({"type": "evaluator", "index": 0}), "a type of chief, worker, ps"),
+        (config({"type": "ps", "index": 1}), "index must be from 0 to 0 for a ps"),
+        (config({"type": "evaluator", "index": 0}), "type must be one of chief, worker, ps"),
         (config({"type": "ps", "index": 0}, evaluator=["e:1"]), "cluster has 'evaluator'"),
-        (config({"type": "ps", "index": 0}, chief=["c:1", "c:2"]), "there is one chief, not 2"),
-        (config({"type": "ps", "index": 0}, worker=[]), "cluster['worker'] must list"),
+        (config({"type": "ps", "index": 0}, chief=["c:1", "c:2"]), "cluster has 2 chiefs"),
+        (config({"type": "ps", "index": 0}, worker=[]), "cluster['worker'] is empty"),
         (config({"type": "ps", "index": 0}, ps=["w:1"]), "have the same address"),
     ],
 )

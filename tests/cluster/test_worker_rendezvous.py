@@ -16,12 +16,12 @@ import time
 
 import pytest
 
-from tfparallel.cluster import listener, messages, rendezvous_peer, worker_rendezvous
+from tfparallel.cluster import listener, rendezvous_peer, wire, worker_rendezvous
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.secret import Secret
 
-PROTOCOL = "tfparallel rendezvous 2"
-GREETING = json.dumps({"protocol": PROTOCOL, "nonce": "mine"}).encode() + b"\n"
+JOB = "tfparallel-workers-3"
+GREETING = json.dumps({"job": JOB, "nonce": "mine"}).encode() + b"\n"
 # Beyond the time limit: the verdict's way, and a busy machine.
 SLACK_SECONDS = 8.0
 
@@ -112,27 +112,32 @@ def wait_until_it_listens(address, timeout_seconds=20.0):
             time.sleep(0.02)
 
 
-def talk(address, message):
-    """Says one thing to a listener and returns the open connection and the answer."""
+def talk(address, message, *more):
+    """Says hello to the chief, is welcome, and says more; returns the open connection."""
     connection = wait_until_it_listens(address)
     connection.sendall(GREETING)
-    nonces = ("mine", read_line(connection)["nonce"])
-    content = {key: value for key, value in message.items() if key != "call"}
-    proof = Secret("").proof("call", *nonces, message["call"], content)
-    connection.sendall(json.dumps({**message, "proof": proof}).encode() + b"\n")
-    answer = read_line(connection)
-    assert answer == {"welcome": Secret("").proof("welcome", *nonces)}
+    nonce = read_line(connection)["nonce"]
+    connection.sendall(sealed(message, nonce))
+    assert read_line(connection) == {"welcome": message["index"]}
+    for message in more:
+        connection.sendall(sealed(message, nonce))
     return connection
 
 
+def sealed(message, nonce, token=""):
+    """What a caller says behind the listener's nonce."""
+    session = wire.Session(Secret(token), JOB, ("mine", nonce), is_caller=True)
+    return session.sealed(wire.encoded(message))
+
+
 def read_line(connection):
-    """The next message; byte by byte, so that the one after it is not taken along."""
+    """The next message without its proof; byte by byte: the one after it is not taken along."""
     line = b""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         assert byte, f"hung up after {line!r}"
         line += byte
-    return json.loads(line)
+    return json.loads(line) if line.startswith(b"{") else wire.unproved(line)
 
 
 def hello(workers, index, facts=None, **changes):
@@ -573,10 +578,9 @@ def test_a_worker_that_is_reached_by_nobody():
     workers = free_addresses(3)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         meetings = [threads.submit(outcome, **call) for call in calls_of(workers, skip=[2])]
-        lost = talk(workers[0], hello(workers, 2))
+        lost = talk(workers[0], hello(workers, 2), {"reached": ""})
         with lost:
             assert read_line(lost)["probe"] > 0
-            lost.sendall(b'{"reached": ""}\n')
             text = read_line(lost)["error"]
         assert [meeting.result(20) for meeting in meetings] == [text, text]
     # Both the chief and its neighbour in the ring have tried.
@@ -609,18 +613,19 @@ STRANGERS = {
     "bytes": bytes(range(256)) * 8,
     "no object": b"[1, 2]\n",
     "deep": b"[" * 60_000 + b"\n",
-    "endless": b"x" * (2 * messages.MAX_BYTES),
+    "endless": b"x" * (2 * wire.MAX_BYTES),
     "digits": b"1" * 60_000 + b"\n",
     "no protocol": b'{"call": "hello"}\n',
-    "no nonce": b'{"protocol": "%b"}\n' % PROTOCOL.encode(),
-    "half a hello": GREETING + b'{"call": "hello", "proof": "a"}\n',
-    "odd proof": GREETING + b'{"call": "probe", "proof": "\\ud800"}\n',
+    "no nonce": b'{"job": "%b"}\n' % JOB.encode(),
+    "another job": b'{"job": "blobs", "nonce": "mine"}\n',
+    "half a hello": GREETING + b"a" * 64 + b' {"call": "hello"}\n',
+    "odd proof": GREETING + b"\xff" * 64 + b' {"call": "probe"}\n',
     "no proof": GREETING + b'{"call": "probe"}\n',
-    "odd call": GREETING + b'{"call": "exec", "proof": 1}\n',
-    "deep call": GREETING + b'{"call": ' + b"[" * 900 + b"]" * 900 + b', "proof": "a"}\n',
+    "odd call": GREETING + b"0" * 64 + b' {"call": "exec"}\n',
+    "deep call": GREETING + b"0" * 65 + b'{"call": ' + b"[" * 900 + b"]" * 900 + b"}\n",
 }
 
-REFUSED = [["nonce"], ["refused"]]
+GREETED, REFUSED = [["job", "nonce"]], [["job", "nonce"], ["refused"]]
 
 
 @pytest.mark.parametrize("target", [0, 1])
@@ -637,7 +642,7 @@ def test_strangers_do_not_disturb(target):
                     stranger.sendall(said)
                     answer = stranger.makefile("rb").read()
                     lines = [json.loads(line) for line in answer.splitlines()]
-                    assert [*map(list, lines)] in ([], [["nonce"]], REFUSED), name
+                    assert [*map(list, lines)] in ([], GREETED, REFUSED), name
             drip.sendall(b"{")
         meetings.append(threads.submit(outcome, **calls_of(workers)[2]))
         assert [meeting.result(40) for meeting in meetings] == [({"seed": 7},) * 3] * 3
@@ -648,19 +653,15 @@ def test_strangers_do_not_disturb(target):
 def test_a_thousand_wrong_hellos_end_nothing():
     """Each says all that a worker says, and does not know the token."""
     workers = free_addresses(2)
-    wrong = Secret("theirs")
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         chief = threads.submit(outcome, **calls_of(workers, token="ours")[0])
         wait_until_it_listens(workers[0]).close()
-        content = {key: value for key, value in hello(workers, 1).items() if key != "call"}
         for _ in range(1000):
             with wait_until_it_listens(workers[0]) as stranger:
                 stranger.sendall(GREETING)
-                nonces = ("mine", read_line(stranger)["nonce"])
-                proof = wrong.proof("call", *nonces, "hello", content)
-                call = {"call": "hello", **content, "proof": proof}
-                stranger.sendall(json.dumps(call).encode() + b"\n")
-                assert read_line(stranger) == {"refused": "another job"}
+                nonce = read_line(stranger)["nonce"]
+                stranger.sendall(sealed(hello(workers, 1), nonce, "theirs"))
+                assert read_line(stranger) == {"refused": JOB}
         other = threads.submit(outcome, **calls_of(workers, token="ours")[1])
         assert [chief.result(40), other.result(40)] == [({"seed": 7},) * 2] * 2
 
@@ -675,7 +676,7 @@ def test_a_false_chief_hears_no_secret_and_is_not_believed():
             worker = threads.submit(outcome, **(call | {"timeout_seconds": 2}))
             with false.accept()[0] as caller:
                 heard += caller.recv(1 << 16)
-                caller.sendall(b'{"nonce": "theirs"}\n')
+                caller.sendall(GREETING)
                 heard += caller.recv(1 << 16)
                 caller.sendall(b'{"welcome": "0"}\n')
             assert "worker 0" in worker.result(20)

@@ -1,12 +1,11 @@
 """Where the launchers of other hosts come in: a listener, and those who have said who they are.
 
-Who comes in has proved that it belongs to the job (handshake.py). Whatever else connects is
+Who comes in has proved that it belongs to the job (wire.py). Whatever else connects is
 disconnected, and has no effect: a caller that says nothing holds nobody up, and makes room for
 others after half a minute.
 """
 
 import contextlib
-import dataclasses
 import errno
 import resource
 import selectors
@@ -14,22 +13,14 @@ import socket
 import time
 from typing import Any
 
+from tfparallel.cluster import wire
 from tfparallel.cluster.address import join_address
-from tfparallel.cluster.handshake import (
-    HELLO_BYTES,
-    Session,
-    encoded,
-    is_greeting,
-    parsed,
-    read_line,
-    who_listens,
-)
+from tfparallel.cluster.channel import Channel, who_listens
 from tfparallel.cluster.listener import everywhere
-from tfparallel.cluster.secret import Secret, new_nonce
+from tfparallel.cluster.secret import Secret
 
 __all__ = ["Acceptor", "Hello", "Visitor", "allow_connections", "open_acceptor"]
 
-_SEND_SECONDS = 2.0
 _PATIENCE_SECONDS = 30.0  # With one that has called and says nothing,
 _MAX_STRANGERS = 64  # and with so many.
 _MAX_TOLD = 3
@@ -41,63 +32,23 @@ _REQUIRED = {"node_rank", "nnodes", "attempt", "local_address", "ports", "master
 Hello = dict[str, Any]
 
 
-@dataclasses.dataclass(eq=False)
-class Visitor:
-    """A launcher of the job that has come in; a context manager, which hangs up.
+class Visitor(Channel):
+    """Who has called.
+
+    Args:
+        connected: The connection, which the visitor owns and closes.
+        address: Where it called from.
 
     Attributes:
-        socket: The connection.
-        hello: What it said.
-        address: Where it called from.
+        address: As given.
+        hello: What it said, once it has proved that it is a launcher of the job.
+        since: When it called.
     """
 
-    socket: socket.socket
-    hello: Hello
-    address: str
-    session: Session
-
-    def __enter__(self) -> "Visitor":
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    @property
-    def has_hung_up(self) -> bool:
-        """Whether the connection has ended."""
-        try:
-            self.socket.setblocking(False)
-            return not self.socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def send(self, message: dict[str, Any] | bytes) -> None:
-        """Sends a message, encoded or not.
-
-        If not all of it can be sent, the connection ends: half a line would spoil what follows.
-        Whoever reads from the connection finds that out.
-        """
-        message = message if isinstance(message, bytes) else encoded(message)
-        try:
-            self.socket.settimeout(_SEND_SECONDS)
-            self.socket.sendall(self.session.sealed("acceptor", message))
-        except OSError:
-            with contextlib.suppress(OSError):  # The other side has closed it.
-                self.socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Hangs up; a second time does nothing."""
-        self.socket.close()
-
-
-class _Stranger:
-    """What has come of a caller's line, since when it is here, and the nonces, once they are."""
-
-    def __init__(self):
-        self.received, self.since = bytearray(), time.monotonic()
-        self.nonces: tuple[str, str] | None = None
+    def __init__(self, connected: socket.socket, address: str):
+        super().__init__(connected)
+        self.address, self.since = address, time.monotonic()
+        self.hello: Hello | None = None
 
 
 class Acceptor:
@@ -152,15 +103,18 @@ class Acceptor:
         """
         come, has_caller = [], False
         for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
+            visitor = key.fileobj
+            if visitor is self._listener:
                 has_caller = True
                 continue
-            line = read_line(key.fileobj, key.data.received, HELLO_BYTES)
-            if line is None:
+            try:
+                while visitor.hello is None and (line := visitor.read()) is not None:
+                    self._hear(visitor, line)
+            except (OSError, ValueError):  # It has ended, is no message, or not of the job.
+                self._hang_up(visitor)
                 continue
-            if not key.data.nonces:
-                self._greet(key, line)
-            elif visitor := self._let_in(key, line):
+            if visitor.hello is not None:
+                self._selector.unregister(visitor)
                 come.append(visitor)
         if has_caller:  # Last, since it may hang up on others.
             self._accept()
@@ -172,57 +126,47 @@ class Acceptor:
         if told not in self.turned_away and len(self.turned_away) < _MAX_TOLD:
             self.turned_away.append(told)
 
-    def _greet(self, key, line):
-        """Answers the first line of a caller with a nonce, if it is one of the job."""
-        said = parsed(line)
-        if not is_greeting(said):
-            self._hang_up(key)
-        elif said["job"] != self._job:
-            self._refuse(key, f"of the job {said['job']!r}")
-        else:
-            key.data.nonces = (said["nonce"], new_nonce())
-            self._say(key, {"job": self._job, "nonce": key.data.nonces[1]})
+    def _hear(self, visitor, line):
+        """Takes in a line of one who has not come in yet; an error if it is not of the job."""
+        if visitor.session is not None:
+            hello = visitor.session.opened(line)
+            if hello is None:
+                self._refuse(visitor, "with another TFPARALLEL_JOB_TOKEN")
+            if not _is_hello(hello):
+                raise ValueError("It does not say what a launcher says.")
+            visitor.hello = hello
+            return
+        said = wire.parsed(line)
+        if not wire.is_greeting(said):
+            raise ValueError("It names no job.")
+        if said["job"] != self._job:
+            self._refuse(visitor, f"of the job {said['job']!r}")
+        own = wire.greeting(self._job)
+        visitor.send(own)
+        nonces = said["nonce"], own["nonce"]
+        visitor.session = wire.Session(self._secret, self._job, nonces, is_caller=False)
 
-    def _let_in(self, key, line):
-        """Returns the caller if its second line proves that it belongs to the job."""
-        session = Session(self._secret, self._job, key.data.nonces)
-        hello = session.opened("caller", line)
-        if hello is None:
-            self._refuse(key, "with another TFPARALLEL_JOB_TOKEN")
-            return None
-        address = _peer(key.fileobj)
-        if not _is_hello(hello) or address is None:
-            self._hang_up(key)
-            return None
-        self._selector.unregister(key.fileobj)
-        return Visitor(key.fileobj, hello, address, session)
+    def _refuse(self, visitor, reason):
+        self.turn_away(visitor.address, reason)
+        visitor.session = None
+        visitor.send({"refused": self._job})
+        raise wire.RefusedError(reason)
 
-    def _refuse(self, key, reason):
-        self.turn_away(_peer(key.fileobj) or "somebody", reason)
-        self._say(key, {"refused": self._job})
-        self._hang_up(key)
-
-    def _say(self, key, message):
-        with contextlib.suppress(OSError):  # It has gone; one line fits the socket's buffer.
-            key.fileobj.send(encoded(message) + b"\n")
-
-    def _hang_up(self, key):
-        self._selector.unregister(key.fileobj)
-        key.fileobj.close()
+    def _hang_up(self, visitor):
+        self._selector.unregister(visitor)
+        visitor.close()
 
     def _accept(self):
         with contextlib.suppress(OSError):
-            caller = self._listener.accept()[0]
-            caller.setblocking(False)
-            self._selector.register(caller, selectors.EVENT_READ, _Stranger())
-        strangers = [
-            key for key in self._selector.get_map().values() if key.fileobj is not self._listener
-        ]
-        strangers.sort(key=lambda key: key.data.since)
+            caller, address = self._listener.accept()
+            self._selector.register(Visitor(caller, address[0]), selectors.EVENT_READ)
+        callers = [key.fileobj for key in self._selector.get_map().values()]
+        callers.remove(self._listener)
+        callers.sort(key=lambda visitor: visitor.since)
         late = time.monotonic() - _PATIENCE_SECONDS
-        for index, key in enumerate(strangers):
-            if index < len(strangers) - _MAX_STRANGERS or key.data.since < late:
-                self._hang_up(key)
+        for index, visitor in enumerate(callers):
+            if index < len(callers) - _MAX_STRANGERS or visitor.since < late:
+                self._hang_up(visitor)
 
     def close(self) -> None:
         """Listens no more; a second time does nothing."""
@@ -260,13 +204,6 @@ def allow_connections(number: int) -> None:
     if limit != resource.RLIM_INFINITY and limit < wanted:
         wanted = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-def _peer(connected):
-    try:
-        return connected.getpeername()[0]
-    except OSError:  # It has hung up.
-        return None
 
 
 def _is_hello(message):

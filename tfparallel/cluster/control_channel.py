@@ -9,29 +9,20 @@ launcher that is stopped says so. One that is killed closes its connection; a
 host that vanishes is found out by TCP's keep-alive within half a minute. Where
 the number of hosts may change (elastic.py), node 0 also tells that one has come.
 
-Each message is one line of JSON of bounded size. Who speaks has proved that it
-belongs to the job when it came.
+Who speaks has proved that it belongs to the job when it came, and proves it with each message
+(wire.py).
 """
 
-import contextlib
-import errno
-import json
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from tfparallel.cluster.channel import Channel
 from tfparallel.cluster.worker_exit import Departure, WorkerExit
 
 __all__ = ["ControlChannel"]
 
 _MESSAGE_BYTES = 1 << 12
-# To hand a message to the kernel: a launcher that does not listen holds nobody up.
-_SEND_SECONDS = 2.0
-# A silent host is asked after 10 s, and given up after three answers that do not come.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_UNACKNOWLEDGED_MILLISECONDS = 25_000
-_NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
 class ControlChannel:
@@ -59,7 +50,7 @@ class ControlChannel:
         self,
         node: int = 0,
         num_nodes: int = 1,
-        connections: Mapping[int, socket.socket] | None = None,
+        connections: Mapping[int, Channel] | None = None,
         newcomers: "_Line | None" = None,
     ):
         self.node, self.num_nodes = node, num_nodes
@@ -193,59 +184,37 @@ class ControlChannel:
 class _Line:
     """The connection to one other launcher, which the line owns."""
 
-    def __init__(self, peer, connection, on_message, on_end):
+    def __init__(self, peer, channel, on_message, on_end):
         self.peer = peer
-        self._on_message = on_message
-        self._on_end = on_end
-        self._socket = connection
-        self._received = bytearray()
-        self.is_silent = False  # Whether it has ended without a sign of the other.
-        connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Without an option of this name the system's own patience holds, two hours by default.
-        for name, value in (
-            *_KEEP_ALIVE.items(),
-            ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MILLISECONDS),
-        ):
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._channel, self._on_message, self._on_end = channel, on_message, on_end
+        channel.keep_alive()
 
     def fileno(self):
-        return self._socket.fileno()
+        return self._channel.fileno()
+
+    @property
+    def is_silent(self):
+        return self._channel.is_silent
 
     def listen(self):
-        """Takes in what the other says; False once it has hung up."""
+        """Takes in what the other says; False once it has hung up, or is no launcher of the job."""
         try:
-            chunk = self._socket.recv(_MESSAGE_BYTES)
-        except BlockingIOError:
-            return True
-        except OSError as error:
-            chunk = b""
-            self.is_silent |= error.errno in _NO_ANSWER
-        *whole, self._received = (self._received + chunk).split(b"\n")
-        for text in whole:
-            with contextlib.suppress(ValueError, RecursionError):
-                self._on_message(json.loads(text), self)
-        if chunk and len(self._received) <= _MESSAGE_BYTES:
-            return True
-        self._on_end(self)
-        return False
+            while (text := self._channel.read(_MESSAGE_BYTES)) is not None:
+                message = self._channel.session.opened(text)
+                if message is None:
+                    raise ValueError("A message without its proof.")
+                self._on_message(message, self)
+        except (OSError, ValueError):
+            self._on_end(self)
+            return False
+        return True
 
     def send(self, message):
         """Sends a message, or ends the connection, which `listen` finds out."""
-        try:
-            self._socket.settimeout(_SEND_SECONDS)
-            try:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
-            finally:
-                self._socket.setblocking(False)
-        except OSError as error:  # The system tells it once: here, and not to `listen`.
-            self.is_silent |= error.errno in _NO_ANSWER or isinstance(error, TimeoutError)
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # Half a line would spoil what follows.
+        self._channel.send(message)
 
     def close(self):
-        self._socket.close()
+        self._channel.close()
 
 
 def _departure(node, signum):

@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from tfparallel.cluster.acceptor import Acceptor, allow_connections
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.back_off import BackOff
+from tfparallel.cluster.channel import Call
 from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.environment import too_many_workers
-from tfparallel.cluster.handshake import Call, RefusedError
 from tfparallel.cluster.membership import Present, are_all_back, has_quorum, may_run, num_needed
 from tfparallel.cluster.rendezvous import Rendezvous
 from tfparallel.cluster.secret import Secret, new_nonce
+from tfparallel.cluster.wire import RefusedError
 
 __all__ = ["ElasticMeetings", "JobEndedError"]
 
@@ -202,7 +203,7 @@ class ElasticMeetings:
                 if caller.getsockname() == caller.getpeername():
                     continue  # A port that nobody holds may be given to the caller itself.
                 until = deadline if patience is None else time.monotonic() + patience
-                call = Call(caller, self._secret, self._job)
+                call = stack.enter_context(Call(caller, self._secret, self._job))
                 try:
                     call.ask(hello, until)
                     answer = call.answer(until)
@@ -226,7 +227,7 @@ class ElasticMeetings:
                 if "nodes" in answer:
                     self._close_acceptor()
                     stack.pop_all()
-                    return self._meeting(answer, answer["rank"], {0: caller}, None)
+                    return self._meeting(answer, answer["rank"], {0: call}, None)
         return None
 
     def _gather(self, hello, deadline) -> Rendezvous | None:
@@ -281,7 +282,7 @@ class ElasticMeetings:
         connections = {}
         for rank, other in enumerate(taking_part[1:], 1):
             other.caller.send(answer | {"rank": rank})
-            connections[rank] = other.caller.socket
+            connections[rank] = other.caller
         return self._meeting(answer, 0, connections, _Newcomers(self))
 
     def _meeting(self, answer, rank, connections, newcomers):

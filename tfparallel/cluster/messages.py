@@ -1,27 +1,23 @@
-"""Bounded JSON messages over TCP: one object a line, and a limit on everything.
+"""A worker's end of a connection to another worker, in an event loop.
 
-What comes in may come from anybody: a line longer than the limit, or one that
-is no JSON object, is a `ValueError`, and nothing in it is ever executed. All
-waits belong to the caller, in an `asyncio.timeout`; leaving one closes nothing
-by itself, so a `Connection` is used in a `with` block.
+All waits belong to the caller, in an `asyncio.timeout`; leaving one closes nothing by itself, so a
+`Connection` is used in a `with` block.
 """
 
 import asyncio
 import contextlib
 import ipaddress
-import json
 import os
 import socket
 import threading
 from collections.abc import Collection
 from typing import Any
 
+from tfparallel.cluster import wire
 from tfparallel.cluster.address import split_address
 
-__all__ = ["MAX_BYTES", "Connection", "connect", "encode", "reason", "resolve"]
+__all__ = ["Connection", "connect", "reason", "resolve"]
 
-# Of one message; a worker's facts are well below 2 KiB.
-MAX_BYTES = 64 * 1024
 _CHUNK_BYTES = 16 * 1024
 
 
@@ -30,12 +26,16 @@ class Connection:
 
     Args:
         connected: The socket, which the connection owns and closes.
+
+    Attributes:
+        session: Who the two are to each other, once both have named a nonce.
     """
 
     def __init__(self, connected: socket.socket):
         connected.setblocking(False)
         self._socket = connected
-        self._received = bytearray()
+        self._lines = wire.Lines()
+        self.session: wire.Session | None = None
 
     def __enter__(self):
         return self
@@ -56,9 +56,11 @@ class Connection:
         Raises:
             OSError: If the connection is broken.
         """
-        await asyncio.get_running_loop().sock_sendall(self._socket, encode(message))
+        data = wire.encoded(message)
+        line = data + b"\n" if self.session is None else self.session.sealed(data)
+        await asyncio.get_running_loop().sock_sendall(self._socket, line)
 
-    async def receive(self, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    async def receive(self, max_bytes: int = wire.MAX_BYTES) -> dict[str, Any]:
         """Waits for the next message.
 
         Args:
@@ -68,41 +70,28 @@ class Connection:
             The message.
 
         Raises:
-            OSError: If the connection is broken, or the other side closed it.
+            OSError: If the connection is broken, or the other side closed it; a `RefusedError` if
+                it does not prove that it is of the job.
             ValueError: If the line is too long, or no JSON object.
         """
-        loop = asyncio.get_running_loop()
-        while b"\n" not in self._received:
-            if len(self._received) > max_bytes:
-                raise ValueError(f"A message of more than {max_bytes} bytes.")
-            chunk = await loop.sock_recv(self._socket, _CHUNK_BYTES)
-            if not chunk:
-                raise ConnectionResetError("The other side closed the connection.")
-            self._received += chunk
-        line, _, self._received = self._received.partition(b"\n")
-        try:
-            message = json.loads(line.decode())
-        except RecursionError:
-            raise ValueError("A message that is nested too deeply.") from None
-        if not isinstance(message, dict):
+        line = await self.receive_line(max_bytes)
+        if self.session is not None:
+            if (message := self.session.opened(line)) is None:
+                raise wire.refusal(wire.parsed(line), "")
+            return message
+        if (message := wire.parsed(line)) is None:
             raise ValueError("A message that is no JSON object.")
         return message
 
-
-def encode(message: dict[str, Any]) -> bytes:
-    """Writes a message as the line that is sent.
-
-    Args:
-        message: What `json.dumps` takes.
-
-    Returns:
-        The bytes, with the newline that ends them.
-
-    Raises:
-        TypeError: If a value has no JSON form.
-        ValueError: If the message refers to itself.
-    """
-    return json.dumps(message).encode() + b"\n"
+    async def receive_line(self, max_bytes: int = wire.MAX_BYTES) -> bytes:
+        """Waits for the next line, whatever it says. Arguments and errors as of `receive`."""
+        loop = asyncio.get_running_loop()
+        while (line := self._lines.next(max_bytes)) is None:
+            chunk = await loop.sock_recv(self._socket, _CHUNK_BYTES)
+            if not chunk:
+                raise ConnectionResetError("The other side closed the connection.")
+            self._lines.feed(chunk)
+        return line
 
 
 async def connect(address: str, avoid_ports: Collection[int] = ()) -> Connection:

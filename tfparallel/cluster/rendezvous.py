@@ -3,7 +3,7 @@
     node 1 ──{node_rank, ports, ...}──> node 0, which listens at the endpoint
     node 1 <──{nodes, nonce, ...}────── node 0, once all have come, or {error}
 
-Each has proved that it belongs to the job (handshake.py); of the secret by which it did, all make
+Each has proved that it belongs to the job (wire.py); of the secret by which it did, all make
 another one for the workers. The connections stay, for what the launchers have to tell each other
 while the job runs (control_channel.py). Node 0 listens (acceptor.py) on the address of the endpoint
 alone, and only until all are there or the time is up. A launcher that cannot take part is told so,
@@ -18,10 +18,11 @@ from collections.abc import Sequence
 
 from tfparallel.cluster.acceptor import Visitor, allow_connections, open_acceptor
 from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.channel import Call
 from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.environment import too_many_workers
-from tfparallel.cluster.handshake import Call, encoded
 from tfparallel.cluster.secret import Secret, new_nonce
+from tfparallel.cluster.wire import encoded
 
 __all__ = ["Rendezvous", "meet"]
 
@@ -158,7 +159,7 @@ def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
         message = encoded(answer)
         for caller in callers:
             caller.send(message)
-        connections = {node: visitor.socket for node, visitor in present.items()}
+        connections = dict(present)
         present.clear()  # They stay.
         return answer, connections
 
@@ -197,8 +198,7 @@ def _join(endpoint, hello, secret, job, deadline, timeout_seconds):
         with contextlib.ExitStack() as stack:
             try:
                 connected = socket.create_connection(address, timeout=remaining)
-                stack.callback(connected.close)
-                call = Call(connected, secret, job)
+                call = stack.enter_context(Call(connected, secret, job))
                 call.ask(hello, deadline)
                 answer = call.answer(deadline)
             except TimeoutError:
@@ -211,7 +211,7 @@ def _join(endpoint, hello, secret, job, deadline, timeout_seconds):
                 if "error" in answer:
                     return answer, {}
                 stack.pop_all()
-                return answer, {0: connected}
+                return answer, {0: call}
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
     raise RuntimeError(
         f"Node {hello['node_rank']} waited {timeout_seconds:g} s for node 0's launcher at "

@@ -2,12 +2,7 @@
 
 It listens at its own address, says who it is when one of the job asks, hangs
 up on everybody else, and looks for the other workers at theirs. What the chief
-and the others say to each other stands in `rendezvous`.
-
-    caller ──{protocol, nonce}──────> listener
-    caller <──{nonce}──────────────── listener
-    caller ──{call, …, proof}───────> listener     proofs of the job's token: secret.py
-    caller <──{…, proof}───────────── listener     or {refused}
+and the others say to each other stands in `worker_rendezvous`, and how, in `wire`.
 """
 
 import abc
@@ -18,22 +13,23 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tfparallel.cluster import differences, listener, messages
+from tfparallel.cluster import differences, listener, messages, wire
 from tfparallel.cluster.address import split_address
-from tfparallel.cluster.secret import Secret, new_nonce
+from tfparallel.cluster.secret import Secret
 
-__all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "Participant", "RendezvousPeer", "why"]
+__all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "STRANGER", "Participant", "RendezvousPeer", "why"]
 
 # A caller has this long to say who it is, and a listener to answer.
 GREETING_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 _SURVEY_SECONDS = 0.5
 # Callers that have not said who they are; beyond it the oldest is disconnected.
-_MAX_STRANGERS = 256
+_MAXSTRANGERS = 256
 _MAX_INTRUDERS = 3
-_PROTOCOL = "tfparallel rendezvous 2"
+# What all jobs' workers call themselves before the token tells whose they are; with the version.
+_JOB = "tfparallel-workers-3"
 _NOBODY = "nothing listens there"
-_STRANGER = "what listens there is no tfparallel worker"
+STRANGER = "what listens there is no tfparallel worker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,16 +146,15 @@ class RendezvousPeer(abc.ABC):
         """A worker with its address, for an error."""
         return differences.name_worker(self.workers, index)
 
-    async def introduce(self, connection: messages.Connection) -> tuple[str, str]:
-        """Exchanges nonces with one that listens, and returns both; `ValueError` for a stranger."""
-        own = new_nonce()
-        await connection.send({"protocol": _PROTOCOL, "nonce": own})
-        return own, _nonce_of(await connection.receive())
-
-    def call(self, nonces: tuple[str, str], kind: str, **content: Any) -> dict[str, Any]:
-        """What this worker says to one that listens, with its proof."""
-        proof = self.secret.proof("call", *nonces, kind, content)
-        return {"call": kind, **content, "proof": proof}
+    async def introduce(self, connection: messages.Connection) -> None:
+        """Exchanges nonces with one that listens; `ValueError` for a stranger."""
+        own = wire.greeting(_JOB)
+        await connection.send(own)
+        answer = await connection.receive()
+        if not wire.is_greeting(answer) or answer["job"] != _JOB:
+            raise ValueError("no tfparallel worker")
+        nonces = own["nonce"], answer["nonce"]
+        connection.session = wire.Session(self.secret, _JOB, nonces, is_caller=True)
 
     def _accept(self, own_port):
         """Takes a caller in; `loop.sock_accept` loses the one that comes as it is cancelled."""
@@ -171,7 +166,7 @@ class RendezvousPeer(abc.ABC):
             loop.remove_reader(own_port)
             self.spawn(self._listen_on(own_port))
             return
-        if len(self._strangers) >= _MAX_STRANGERS + len(self.workers):
+        if len(self._strangers) >= _MAXSTRANGERS + len(self.workers):
             next(iter(self._strangers)).cancel()
         connection = messages.Connection(caller)
         task = self.spawn(self._pick_up(connection))
@@ -189,27 +184,31 @@ class RendezvousPeer(abc.ABC):
         with contextlib.suppress(OSError, ValueError):
             async with asyncio.timeout(GREETING_SECONDS):
                 greeting = await connection.receive()
-                if greeting.get("protocol") != _PROTOCOL:
+                if not wire.is_greeting(greeting) or greeting["job"] != _JOB:
                     return
-                nonces = (_nonce_of(greeting), new_nonce())
-                await connection.send({"nonce": nonces[1]})
-                call = await connection.receive()
-            kind, proof = call.pop("call", None), call.pop("proof", None)
-            if not self.secret.is_proof(proof, "call", *nonces, kind, call):
-                if kind == "hello":
-                    self._note(Participant.from_hello(call, connection))
-                await connection.send({"refused": "another job"})
-            elif kind == "probe":
-                here = self.secret.proof("here", *nonces, self.index)
-                await connection.send({"index": self.index, "proof": here})
-            elif kind == "hello":
+                own = wire.greeting(_JOB)
+                await connection.send(own)
+                line = await connection.receive_line()
+            nonces = greeting["nonce"], own["nonce"]
+            session = wire.Session(self.secret, _JOB, nonces, is_caller=False)
+            call = session.opened(line)
+            if call is None:
+                said = wire.unproved(line)
+                if said.get("call") == "hello":
+                    self._note(Participant.from_hello(said, connection))
+                await connection.send({"refused": _JOB})
+                return
+            connection.session = session
+            if call.get("call") == "probe":
+                await connection.send({"index": self.index})
+            elif call.get("call") == "hello":
                 self._strangers.pop(asyncio.current_task(), None)
-                await self.greet(Participant.from_hello(call, connection), nonces)
+                await self.greet(Participant.from_hello(call, connection))
 
-    async def greet(self, participant: Participant, nonces: tuple[str, str]) -> None:
+    async def greet(self, participant: Participant) -> None:
         """Answers a hello; to any but the chief it comes from another list of workers."""
         self._note(participant)
-        await participant.connection.send({"refused": "not the chief", "workers": self.workers})
+        await participant.connection.send({"not_the_chief": self.workers})
 
     def _note(self, intruder):
         if len(self.intruders) < _MAX_INTRUDERS:
@@ -220,15 +219,14 @@ class RendezvousPeer(abc.ABC):
         try:
             async with asyncio.timeout(timeout_seconds):
                 with await messages.connect(self.workers[index], self._ports) as connection:
-                    nonces = await self.introduce(connection)
-                    await connection.send(self.call(nonces, "probe"))
+                    await self.introduce(connection)
+                    await connection.send({"call": "probe"})
                     answer = await connection.receive()
+        except wire.RefusedError as error:
+            is_worker = error.job == _JOB
+            return "its port is used by another tfparallel job" if is_worker else STRANGER
         except (OSError, ValueError) as error:
             return why(error)
-        if answer.get("refused") == "another job":
-            return "its port is used by another tfparallel job"
-        if not self.secret.is_proof(answer.get("proof"), "here", *nonces, answer.get("index")):
-            return _STRANGER
         if answer.get("index") != index:
             return f"the process there says that it is worker {answer.get('index')}"
         return ""
@@ -268,11 +266,4 @@ def why(error: Exception) -> str:
     """What a failed connection tells about the worker that should be at the other end."""
     if isinstance(error, ConnectionRefusedError):
         return _NOBODY
-    return _STRANGER if isinstance(error, ValueError) else messages.reason(error)
-
-
-def _nonce_of(message):
-    nonce = message.get("nonce")
-    if not isinstance(nonce, str):
-        raise ValueError("a message without a nonce")
-    return nonce
+    return STRANGER if isinstance(error, ValueError) else messages.reason(error)

@@ -11,21 +11,13 @@ gradient; the workers do, and the servers hold the weights. A `Cluster` is of a 
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from tfparallel.cluster.address import address_problems, local_place
-from tfparallel.cluster.config_error import refusal, shown
+from tfparallel.cluster import tf_config
+from tfparallel.cluster.address import local_place
 
 __all__ = ["Roles"]
-
-_JOBS = ("chief", "worker", "ps")
-_FORM = (
-    'It must be JSON such as {"cluster": {"chief": ["host0:port"], "worker": ["host1:port"], '
-    '"ps": ["host2:port"]}, "task": {"type": "chief", "index": 0}}.'
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +73,7 @@ class Roles:
 
     def to_tf_config(self) -> str:
         """Writes the text of the environment variable TF_CONFIG."""
-        task = {"type": self.task_type, "index": self.task_index}
-        return json.dumps({"cluster": self.jobs, "task": task})
+        return tf_config.write(self.jobs, self.task_type, self.task_index)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Roles | None":
@@ -92,57 +83,8 @@ class Roles:
             ValueError: If it names one, and cannot be used; all problems in one message.
         """
         text = (os.environ if environ is None else environ).get("TF_CONFIG", "")
-        config = _parsed(text)
-        cluster = config.get("cluster")
-        if not isinstance(cluster, dict) or "ps" not in cluster:
-            return None
-        problems = _problems(cluster, config.get("task"))
-        if problems:
-            received = f"TF_CONFIG={shown(text)}"
-            raise refusal("TF_CONFIG cannot be used with servers", problems, received, _FORM)
-        return cls(
-            cluster["chief"][0],
-            tuple(cluster["worker"]),
-            tuple(cluster["ps"]),
-            config["task"]["type"],
-            config["task"]["index"],
-        )
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}  # `Cluster.from_env` says what is wrong.
-    return found if isinstance(found, dict) else {}
-
-
-def _problems(cluster: Mapping[str, Any], task: Any) -> list[str]:
-    problems = [
-        f"cluster has {shown(job)}; a job with servers has {', '.join(_JOBS)}"
-        for job in cluster
-        if job not in _JOBS
-    ]
-    for job in _JOBS:
-        addresses = cluster.get(job)
-        if not isinstance(addresses, list) or not addresses:
-            problems.append(f"cluster[{job!r}] must list at least one address")
-    if problems:
-        return problems
-    if len(cluster["chief"]) > 1:
-        problems.append(f"there is one chief, not {len(cluster['chief'])}")
-    problems += address_problems(
-        (f"cluster[{job!r}][{index}]", address)
-        for job in _JOBS
-        for index, address in enumerate(cluster[job])
-    )
-    return problems + _task_problems(cluster, task)
-
-
-def _task_problems(cluster: Mapping[str, Sequence[str]], task: Any) -> list[str]:
-    if not isinstance(task, dict) or task.get("type") not in _JOBS:
-        return [f"task must have a type of {', '.join(_JOBS)}, and an index"]
-    index, number = task.get("index"), len(cluster[task["type"]])
-    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < number:
-        return [f"task's index must be from 0 to {number - 1} for {shown(task['type'])}"]
-    return []
+        if not tf_config.names_servers(text):
+            return None  # `Cluster.from_env` says what is wrong with it, if anything is.
+        jobs, task_type, task_index = tf_config.parse_with_servers(text)
+        chief, workers, servers = jobs["chief"][0], tuple(jobs["worker"]), tuple(jobs["ps"])
+        return cls(chief, workers, servers, task_type, task_index)

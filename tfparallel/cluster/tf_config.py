@@ -5,6 +5,8 @@
  "task": {"type": "worker", "index": 0}}
 ```
 
+A job that trains asynchronously has servers of weights, `"ps"`, and no evaluator.
+
 References:
     https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
     https://www.tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG
@@ -14,18 +16,24 @@ References:
 import collections
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfparallel.cluster.address import address_problems, local_place
 from tfparallel.cluster.config_error import refusal, shown
 
-__all__ = ["parse", "write"]
+__all__ = ["names_servers", "parse", "parse_with_servers", "write"]
 
+_TASK = '"task": {"type": "worker", "index": 0}}.'
 _FORM = (
-    'TF_CONFIG must be JSON such as {"cluster": {"worker": ["host1:port", "host2:port"]}, '
-    '"task": {"type": "worker", "index": 0}}'
+    'TF_CONFIG must be JSON such as {"cluster": {"worker": ["host1:port", "host2:port"]}, ' + _TASK
+)
+_FORM_WITH_SERVERS = (
+    'It must be JSON such as {"cluster": {"chief": ["host0:port"], "worker": ["host1:port"], '
+    '"ps": ["host2:port"]}, ' + _TASK
 )
 _JOBS = ("chief", "worker", "evaluator")
+_JOBS_WITH_SERVERS = ("chief", "worker", "ps")
+_SINGLE = ("chief", "evaluator")
 # What TensorFlow, Estimators and cloud services write beside the two that count.
 # None of it changes who takes part; rpc_layer is looked at.
 _EXTRA_KEYS = (
@@ -41,6 +49,19 @@ _UNSUPPORTED = {
 }
 
 
+class _Config(NamedTuple):
+    """What TF_CONFIG says, as far as it can be read.
+
+    Attributes:
+        jobs: The addresses of each job, of those that it does not name none.
+        task_type, task_index: This process; None where it need not be said, or is not right.
+    """
+
+    jobs: dict[str, list[str]]
+    task_type: str | None = None
+    task_index: int | None = None
+
+
 def parse(text: str) -> dict[str, Any]:
     """Reads TF_CONFIG.
 
@@ -54,11 +75,55 @@ def parse(text: str) -> dict[str, Any]:
         ValueError: If the text breaks the form; all problems in one message.
     """
     problems = []
-    arguments = _arguments(text, problems)
+    jobs, task_type, task_index = _read(text, _JOBS, problems)
+    if any(jobs.values()) and not (jobs["chief"] or jobs["worker"]):
+        problems.append("cluster names no worker; 'worker' must list at least one")
+    if problems:
+        raise refusal("TF_CONFIG cannot be used", problems, f"TF_CONFIG={shown(text)}", _FORM)
+    workers = (*jobs["chief"], *jobs["worker"])
+    arguments = {
+        "workers": workers,
+        "evaluators": tuple(jobs["evaluator"]),
+        "names_chief": bool(jobs["chief"]),
+    }
+    if task_type is None:
+        return arguments
+    if task_type == "evaluator":
+        return arguments | {"is_evaluator": True}
+    rank = task_index + (len(jobs["chief"]) if task_type == "worker" else 0)
+    local_rank, num_local_workers = local_place(workers, rank) if workers else (0, 1)
+    of_task = {"local_rank": local_rank, "num_local_workers": num_local_workers}
+    return arguments | {"worker_index": rank} | of_task
+
+
+def names_servers(text: str) -> bool:
+    """Whether TF_CONFIG is that of a job with servers, right or wrong."""
+    config = _json_object(text, [])
+    return isinstance(config.get("cluster"), dict) and "ps" in config["cluster"]
+
+
+def parse_with_servers(text: str) -> tuple[dict[str, list[str]], str, int]:
+    """Reads the TF_CONFIG of a job with servers.
+
+    Args:
+        text: JSON.
+
+    Returns:
+        The addresses of each job, this process's job, and its index there.
+
+    Raises:
+        ValueError: If the text breaks the form; all problems in one message.
+    """
+    problems = []
+    config = _read(text, _JOBS_WITH_SERVERS, problems)
+    missing = [job for job in _JOBS_WITH_SERVERS if not config.jobs[job]]
+    if missing:
+        problems.append(f"cluster must name at least one address of each of {', '.join(missing)}")
     if problems:
         received = f"TF_CONFIG={shown(text)}"
-        raise refusal("TF_CONFIG cannot be used", problems, received, f"{_FORM}.")
-    return arguments
+        what = "TF_CONFIG cannot be used with servers"
+        raise refusal(what, problems, received, _FORM_WITH_SERVERS)
+    return config
 
 
 def write(jobs: Mapping[str, Sequence[str]], task_type: str, task_index: int) -> str:
@@ -79,46 +144,37 @@ def write(jobs: Mapping[str, Sequence[str]], task_type: str, task_index: int) ->
     return json.dumps({**config, "task": {"type": task_type, "index": task_index}})
 
 
-def _arguments(text, problems):
+def _read(text, known: Sequence[str], problems: list[str]) -> _Config:
+    """Reads the text of a job that may have the known jobs."""
     if not isinstance(text, str):
         problems.append(f"it must be text, not {type(text).__name__}; json.dumps() makes it text")
-        return {}
+        return _Config({job: [] for job in known})
     config = _json_object(text, problems)
     _check_keys("the text", config, ("cluster", "task"), _EXTRA_KEYS, problems)
     if config.get("rpc_layer") not in (None, "", "grpc"):
         problems.append(f"rpc_layer must be 'grpc', not {shown(config['rpc_layer'])}")
     cluster = _object(config, "cluster", problems)
-    jobs = {job: _addresses(cluster, job, problems) for job in _JOBS}
+    jobs = {job: _addresses(cluster, job, problems) for job in known}
     for job in cluster:
-        if job not in _JOBS:
-            problems.append(
-                f"cluster has {shown(job)}: "
-                + _UNSUPPORTED.get(job, f"an unknown job; known ones are {', '.join(_JOBS)}")
-            )
-    for job in ("chief", "evaluator"):
-        if len(jobs[job]) > 1:
+        if job not in known:
+            why = _UNSUPPORTED.get(job, f"an unknown job; known ones are {', '.join(known)}")
+            problems.append(f"cluster has {shown(job)}: {why}")
+    for job in _SINGLE:
+        if len(jobs.get(job, ())) > 1:
             problems.append(f"cluster has {len(jobs[job])} {job}s; there can be only one")
-    if cluster and not set(cluster) & {"chief", "worker"}:
-        problems.append("cluster names no worker; 'worker' must list at least one")
     problems += address_problems(
         (f"cluster[{job!r}][{index}]", address)
-        for job in _JOBS
+        for job in known
         for index, address in enumerate(jobs[job])
     )
-    workers = (*jobs["chief"], *jobs["worker"])
     task = _object(config, "task", problems)
-    arguments = {
-        "workers": workers,
-        "evaluators": tuple(jobs["evaluator"]),
-        "names_chief": bool(jobs["chief"]),
-    }
-    if not task and len(workers) + len(jobs["evaluator"]) <= 1:
-        # Nobody else: who this process is need not be said.
-        return arguments
-    return {**arguments, **_task_arguments(task, cluster, jobs, problems)}
+    if not task and sum(map(len, jobs.values())) <= 1:
+        return _Config(jobs)  # Nobody else: who this process is need not be said.
+    return _Config(jobs, *_task(task, cluster, jobs, problems))
 
 
-def _task_arguments(task, cluster, jobs, problems):
+def _task(task, cluster, jobs, problems) -> tuple:
+    """The task's type and index; nothing if anything is wrong."""
     _check_keys("task", task, ("type", "index"), _EXTRA_TASK_KEYS, problems)
     for key in ("type", "index"):
         if key not in task:
@@ -128,34 +184,23 @@ def _task_arguments(task, cluster, jobs, problems):
         problems.append(f"task's index must be a whole number without quotes, not {shown(index)}")
         index = None
     if "type" not in task:
-        return {}
-    if not isinstance(kind, str) or kind not in _JOBS:
+        return ()
+    if not isinstance(kind, str) or kind not in jobs:
         reason = _UNSUPPORTED.get(kind) if isinstance(kind, str) else None
         problems.append(
-            f"task's type must be one of {', '.join(_JOBS)}, not {shown(kind)}"
+            f"task's type must be one of {', '.join(jobs)}, not {shown(kind)}"
             + (f": {reason}" if reason else "")
         )
-        return {}
+        return ()
     if kind != "evaluator" and cluster and kind not in cluster:
         problems.append(f"task is a {kind}, and cluster names none")
-        return {}
+        return ()
     # An evaluator may be left out of the cluster that it watches.
     size = max(1, len(jobs[kind]))
     if index is not None and not 0 <= index < size:
         problems.append(f"task's index must be from 0 to {size - 1} for a {kind}, not {index}")
         index = None
-    if index is None or problems:
-        return {}
-    if kind == "evaluator":
-        return {"is_evaluator": True}
-    rank = index + (len(jobs["chief"]) if kind == "worker" else 0)
-    workers = [*jobs["chief"], *jobs["worker"]]
-    local_rank, num_local_workers = local_place(workers, rank) if workers else (0, 1)
-    return {
-        "worker_index": rank,
-        "local_rank": local_rank,
-        "num_local_workers": num_local_workers,
-    }
+    return () if index is None or problems else (kind, index)
 
 
 def _json_object(text, problems):

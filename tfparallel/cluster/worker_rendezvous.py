@@ -19,8 +19,8 @@ worker k                                      worker 0, the chief
 ```
 
 Whoever does not speak this protocol, with a proof that it knows the job's token
-(secret.py), is disconnected. Messages are bounded JSON and not encrypted: who
-reads the network reads the facts, and not the token. All of it is gone when `meet` returns.
+(wire.py), is disconnected. Messages are not encrypted: who reads the network reads
+the facts, and not the token. All of it is gone when `meet` returns.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfparallel.cluster import differences, event_loop, messages, rendezvous_peer
+from tfparallel.cluster import differences, event_loop, messages, rendezvous_peer, wire
 from tfparallel.cluster.address import split_address
 
 __all__ = ["meet"]
@@ -117,11 +117,11 @@ def _checked_facts(workers, worker_index, facts, timeout_seconds):
     if not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
         problems.append("timeout_seconds is not above 0")
     try:
-        line = messages.encode({"workers": workers, "facts": dict(facts)})
+        line = wire.encoded({"workers": workers, "facts": dict(facts)})
         facts = json.loads(line)["facts"]
         # The hello has a few more words.
-        if len(line) > messages.MAX_BYTES - 1024:
-            problems.append(f"facts take {len(line)} bytes of a message's {messages.MAX_BYTES}")
+        if len(line) > wire.MAX_BYTES - 1024:
+            problems.append(f"facts take {len(line)} bytes of a message's {wire.MAX_BYTES}")
     except (TypeError, ValueError, RecursionError) as error:
         problems.append(f"facts are not what JSON holds ({error})")
     if problems:
@@ -148,15 +148,17 @@ class _Worker(rendezvous_peer.RendezvousPeer):
                 with connection:
                     # A chief that is slow is not asked twice: it would take the first for dead.
                     async with asyncio.timeout(self.remaining()):
-                        nonces = await self.introduce(connection)
-                        await connection.send(self._hello(nonces))
+                        await self.introduce(connection)
+                        await connection.send(self._hello())
                         answer = await connection.receive()
-                    if "refused" in answer:
-                        raise self._turned_away(answer)
-                    if not self.secret.is_proof(answer.get("welcome"), "welcome", *nonces):
-                        raise ValueError("no welcome")
+                    if "not_the_chief" in answer:
+                        raise self._another_list(answer["not_the_chief"])
                     survey.cancel()
                     return await self._follow(connection)
+            except wire.RefusedError as error:
+                if error.job is not None:
+                    raise self._another_job() from None
+                trouble = rendezvous_peer.STRANGER
             except (OSError, ValueError) as error:
                 # A call that the time limit cut short tells nothing.
                 trouble = rendezvous_peer.why(error) if self.remaining() > 0 else trouble
@@ -168,24 +170,23 @@ class _Worker(rendezvous_peer.RendezvousPeer):
         others = set(range(1, len(self.workers))) - {self.index}
         return [index for index in sorted(others) if self.found.get(index) != ""]
 
-    def _hello(self, nonces):
-        return self.call(
-            nonces,
-            "hello",
-            index=self.index,
-            workers=self.workers,
-            facts=self.facts,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            seconds=self.remaining(),
-        )
+    def _hello(self):
+        return {
+            "call": "hello",
+            "index": self.index,
+            "workers": self.workers,
+            "facts": self.facts,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "seconds": self.remaining(),
+        }
 
     async def _follow(self, connection):
         """Does what the chief asks, until it says how the meeting ended."""
         try:
             async with asyncio.timeout(self.remaining() + 2 * _VERDICT_SECONDS):
                 while True:
-                    order = await connection.receive(messages.MAX_BYTES * len(self.workers))
+                    order = await connection.receive(wire.MAX_BYTES * len(self.workers))
                     if "probe" in order:
                         await connection.send({"reached": await self._reach_next(order["probe"])})
                     elif "error" in order:
@@ -203,14 +204,14 @@ class _Worker(rendezvous_peer.RendezvousPeer):
         # Worker 0 has been reached: it is the one who asks.
         return await self.probe(following, min(float(seconds), _PROBE_SECONDS)) if following else ""
 
-    def _turned_away(self, answer):
-        if answer["refused"] == "another job":
-            return self.error(
-                f"the address of {self.name(0)} is used by another tfparallel job, with another "
-                "token",
-                "Give this job other ports, or all of its workers the same token.",
-            )
-        lists = {0: {"workers": answer.get("workers")}, self.index: {"workers": self.workers}}
+    def _another_job(self):
+        return self.error(
+            f"the address of {self.name(0)} is used by another tfparallel job, with another token",
+            "Give this job other ports, or all of its workers the same token.",
+        )
+
+    def _another_list(self, workers):
+        lists = {0: {"workers": workers}, self.index: {"workers": self.workers}}
         return self.error(
             f"the process at the address of {self.name(0)} has another list of workers, in which "
             f"it is not the first; {'; '.join(differences.differences(lists))}",
@@ -242,10 +243,9 @@ class _Chief(rendezvous_peer.RendezvousPeer):
         await self._tell_all({"facts": facts})
         return facts
 
-    async def greet(self, participant, nonces):
+    async def greet(self, participant):
         """Stays with a participant until it is gone."""
-        welcome = self.secret.proof("welcome", *nonces)
-        await participant.connection.send({"welcome": welcome})
+        await participant.connection.send({"welcome": participant.index})
         staying = asyncio.current_task()
         self._connected[staying] = participant
         staying.add_done_callback(self._connected.pop)

@@ -10,12 +10,12 @@ from absl import flags
 
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
-from tfparallel.cluster.handshake import is_job
 from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
 from tfparallel.cluster.node_range import NodeRange, node_rank_of
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.cluster.warm_spares import imports_tfparallel
+from tfparallel.cluster.wire import is_job
 from tfparallel.commands.launching import TOKEN, launched, say
 
 __all__ = ["problems", "run"]

@@ -1,0 +1,220 @@
+"""A launcher's end of a connection to another launcher."""
+
+import contextlib
+import errno
+import selectors
+import socket
+import time
+from typing import Any
+
+from tfparallel.cluster import wire
+from tfparallel.cluster.secret import Secret
+
+__all__ = ["Call", "Channel", "who_listens"]
+
+# To hand a message to the kernel: one that does not listen holds nobody up.
+_SEND_SECONDS = 2.0
+_CHUNK_BYTES = 1 << 16
+# The addresses of all workers fit into TF_CONFIG, of 128 KiB, and an answer, which names a host
+# once, takes less than twice as much.
+_ANSWER_BYTES = 1 << 20
+# A silent host is asked after 10 s, and given up after three answers that do not come.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_UNACKNOWLEDGED_MILLISECONDS = 25_000
+_NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
+
+
+class Channel:
+    """A connection that carries messages both ways; a context manager, which hangs up.
+
+    Args:
+        connected: The socket, which the channel owns and closes.
+
+    Attributes:
+        session: Who they are to each other, once both have named a nonce.
+        is_silent: Whether it has ended without a sign of the other.
+    """
+
+    def __init__(self, connected: socket.socket):
+        connected.setblocking(False)
+        self._socket = connected
+        self._lines = wire.Lines()
+        self.session: wire.Session | None = None
+        self.is_silent = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self) -> None:
+        """Hangs up; a second time does nothing."""
+        self._socket.close()
+
+    def fileno(self) -> int:
+        """For a selector, which says when `read` has something to read."""
+        return self._socket.fileno()
+
+    def keep_alive(self) -> None:
+        """Has the system find out, within half a minute, that the other host has vanished."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Without an option of this name the system's own patience holds, two hours by default.
+        options = _KEEP_ALIVE | {"TCP_USER_TIMEOUT": _UNACKNOWLEDGED_MILLISECONDS}
+        for name, value in options.items():
+            if hasattr(socket, name):
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the connection has ended."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def send(self, message: dict[str, Any] | bytes, seconds: float = _SEND_SECONDS) -> bool:
+        """Sends a message, encoded or not; whether it could.
+
+        If not all of it can be sent, the connection ends: half a line would spoil what follows.
+        Whoever reads from the connection finds that out.
+        """
+        data = message if isinstance(message, bytes) else wire.encoded(message)
+        line = data + b"\n" if self.session is None else self.session.sealed(data)
+        try:
+            self._socket.settimeout(seconds)
+            try:
+                self._socket.sendall(line)
+            finally:
+                self._socket.setblocking(False)
+        except OSError as error:  # The system tells it once: here, and not to who reads.
+            self.is_silent |= error.errno in _NO_ANSWER or isinstance(error, TimeoutError)
+            with contextlib.suppress(OSError):  # The other side has closed it.
+                self._socket.shutdown(socket.SHUT_RDWR)
+            return False
+        return True
+
+    def read(self, max_bytes: int = wire.MAX_BYTES) -> bytes | None:
+        """Returns the next line if it has come, and None if not, without waiting.
+
+        Raises:
+            OSError: If the connection has ended.
+            ValueError: If the line is too long.
+        """
+        while (line := self._lines.next(max_bytes)) is None:
+            try:
+                # What follows the line stays with the system, which tells the next selector of it.
+                seen = self._socket.recv(_CHUNK_BYTES, socket.MSG_PEEK)
+                chunk = self._socket.recv(seen.find(b"\n") + 1 or len(seen)) if seen else b""
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                self.is_silent |= error.errno in _NO_ANSWER
+                raise
+            if not chunk:
+                raise ConnectionResetError("The other side closed the connection.")
+            self._lines.feed(chunk)
+        return line
+
+    def read_until(self, until: float, max_bytes: int = wire.MAX_BYTES) -> bytes | None:
+        """Returns the next line; None if it has not come until then. Errors as of `read`.
+
+        Args:
+            until: The deadline, as `time.monotonic()` counts.
+            max_bytes: The longest line.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            while (line := self.read(max_bytes)) is None:
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    return None
+        return line
+
+
+class Call(Channel):
+    """A launcher's own side of a connection to an acceptor.
+
+    Args:
+        connected: The connection, which the call owns and closes.
+        secret: The job's.
+        job: Its name.
+    """
+
+    def __init__(self, connected: socket.socket, secret: Secret, job: str):
+        super().__init__(connected)
+        self._secret, self._job = secret, job
+
+    def ask(self, hello: dict[str, Any], until: float) -> None:
+        """Says who this launcher is.
+
+        Args:
+            hello: What JSON can hold.
+            until: The deadline, as `time.monotonic()` counts.
+
+        Raises:
+            OSError: If there is no answer, or a `RefusedError`.
+        """
+        nonces = self.greet(until)
+        self.session = wire.Session(self._secret, self._job, nonces, is_caller=True)
+        self._say(hello, until)
+
+    def greet(self, until: float) -> tuple[str, str]:
+        """Names the job; returns the nonces of both. Errors as of `ask`, which calls it."""
+        own = wire.greeting(self._job)
+        self._say(own, until)
+        line = self._heard(until, wire.MAX_BYTES)
+        if line is None:
+            raise TimeoutError("no answer")
+        answer = wire.parsed(line)
+        if not wire.is_greeting(answer):
+            raise wire.refusal(answer, self._job)
+        return own["nonce"], answer["nonce"]
+
+    def answer(self, until: float) -> dict[str, Any] | None:
+        """Returns the next message; None if none has come until then.
+
+        Raises:
+            OSError: If the connection ends, or a `RefusedError`.
+        """
+        line = self._heard(until, _ANSWER_BYTES)
+        if line is None:
+            return None
+        message = self.session.opened(line)
+        if message is None:
+            raise wire.refusal(wire.parsed(line), self._job)
+        return message
+
+    def _say(self, message, until):
+        if not self.send(message, max(until - time.monotonic(), 0.001)):
+            raise _hung_up()
+
+    def _heard(self, until, max_bytes):
+        try:
+            return self.read_until(until, max_bytes)
+        except (OSError, ValueError):
+            raise _hung_up() from None
+
+
+def who_listens(address: tuple[str, int], job: str, timeout_seconds: float) -> str | None:
+    """Returns the name of the job whose acceptor is at an address; None if there is none.
+
+    Args:
+        address: The host and the port.
+        job: The name of this launcher's job.
+        timeout_seconds: How long to wait.
+    """
+    with contextlib.suppress(OSError):
+        there = socket.create_connection(address, timeout_seconds)
+        with Call(there, Secret(""), job) as call:
+            try:
+                call.greet(time.monotonic() + timeout_seconds)
+            except wire.RefusedError as error:
+                return error.job
+            return job
+    return None
+
+
+def _hung_up():
+    return wire.RefusedError("it hung up (no launcher, or one of another version)")

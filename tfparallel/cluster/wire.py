@@ -1,0 +1,173 @@
+"""What the launchers and the workers of a job say to each other over TCP: lines, and proofs.
+
+    caller ──{"job": "train-17", "nonce": a}──> listener
+    caller <──{"job": "train-17", "nonce": b}── listener    or {"refused": its own job}
+    caller ──proof {…}────────────────────────> listener
+    caller <──proof {…}──────────────────────── listener    or {"refused": its own job}
+
+A message is a JSON object on a line of bounded size: what comes in may come from anybody, and
+nothing in it is ever executed. From the second line on each has its proof (secret.py), of both
+nonces, who speaks and what is said; the job's token, which makes it, never crosses the wire.
+Without a proof what is said is a reason for a person to read, and has no effect.
+
+Nothing here touches a socket. Launchers wait in a selector (channel.py), workers in an event loop
+(messages.py).
+"""
+
+import hashlib
+import json
+from typing import Any
+
+from tfparallel.cluster.secret import Secret, new_nonce
+
+__all__ = [
+    "MAX_BYTES",
+    "Lines",
+    "RefusedError",
+    "Session",
+    "encoded",
+    "greeting",
+    "is_greeting",
+    "is_job",
+    "parsed",
+    "refusal",
+    "unproved",
+]
+
+# Of one message; what a worker or a launcher says of itself is well below 2 KiB.
+MAX_BYTES = 1 << 16
+_MAX_WORD = 64
+_PROOF_BYTES = 64  # Of hexadecimal digits.
+
+
+class RefusedError(ConnectionError):
+    """What listens there does not belong to the job.
+
+    Attributes:
+        job: The job that it says it belongs to; None if it says nothing of the kind.
+    """
+
+    def __init__(self, text: str, job: str | None = None):
+        super().__init__(text)
+        self.job = job
+
+
+class Lines:
+    """The lines of what has come in, in pieces of any size."""
+
+    def __init__(self):
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Takes in what has come."""
+        self._received += data
+
+    def next(self, max_bytes: int = MAX_BYTES) -> bytes | None:
+        """Returns the next line without its end; None while it is not whole.
+
+        Raises:
+            ValueError: If it is longer than `max_bytes`.
+        """
+        end = self._received.find(b"\n")
+        if (len(self._received) if end < 0 else end) > max_bytes:
+            raise ValueError(f"A message of more than {max_bytes} bytes.")
+        if end < 0:
+            return None
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return line
+
+
+class Session:
+    """What two say to each other once each has named a nonce.
+
+    Args:
+        secret: The job's.
+        job: Its name.
+        nonces: The caller's, and the listener's.
+        is_caller: Which of them this process is.
+    """
+
+    def __init__(self, secret: Secret, job: str, nonces: tuple[str, str], *, is_caller: bool):
+        self._secret, self._said = secret, (job, *nonces)
+        speakers = ("caller", "listener")
+        self._own, self._other = speakers if is_caller else reversed(speakers)
+
+    def sealed(self, message: bytes) -> bytes:
+        """Returns the line to send, of what `encoded` returned."""
+        digest = hashlib.sha256(message).hexdigest()
+        proof = self._secret.proof(self._own, *self._said, digest)
+        return proof.encode() + b" " + message + b"\n"
+
+    def opened(self, line: bytes) -> dict[str, Any] | None:
+        """Returns the message of a line; None if the proof is wrong or it is no message."""
+        proof, message = line[:_PROOF_BYTES].decode("latin-1"), line[_PROOF_BYTES + 1 :]
+        digest = hashlib.sha256(message).hexdigest()
+        if not self._secret.is_proof(proof, self._other, *self._said, digest):
+            return None
+        return parsed(message)
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    """Returns a message as bytes, without the end of its line.
+
+    Raises:
+        TypeError: If a value has no JSON form.
+        ValueError: If the message refers to itself.
+    """
+    return json.dumps(message).encode()
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """Returns what a line says; None if it is no JSON object."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def unproved(line: bytes) -> dict[str, Any]:
+    """Returns what a line says whose proof is wrong, for a person to read; empty if nothing."""
+    return parsed(line[_PROOF_BYTES + 1 :]) or {}
+
+
+def greeting(job: str) -> dict[str, str]:
+    """Returns what each says first: its job, and a nonce."""
+    return {"job": job, "nonce": new_nonce()}
+
+
+def is_greeting(said: dict[str, Any] | None) -> bool:
+    """Whether somebody names a job and a nonce."""
+    return said is not None and is_job(said.get("job")) and _is_word(said.get("nonce"))
+
+
+def refusal(said: dict[str, Any] | None, job: str) -> RefusedError:
+    """Returns the error for what answers without being of the job.
+
+    Args:
+        said: What it says; None if that is no message.
+        job: The caller's.
+    """
+    other = said.get("refused") if said is not None else None
+    if not is_job(other):
+        return RefusedError("what listens there is no launcher")
+    if other == job:
+        return RefusedError("the launcher there has another TFPARALLEL_JOB_TOKEN", other)
+    text = f"the launcher there is of the job {other!r}, and this one of {job!r}"
+    return RefusedError(text, other)
+
+
+def is_job(name: Any) -> bool:
+    """Whether a job can have this name: up to 64 printable characters of ASCII, no space."""
+    return _is_word(name)
+
+
+def _is_word(text):
+    return (
+        isinstance(text, str)
+        and 0 < len(text) <= _MAX_WORD
+        and text.isascii()
+        and text.isprintable()
+        and " " not in text
+    )
