@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/model_parallel.py
 
 The stages work one after the other, so nothing can be gained; this is what the placement costs. In
-a process of its own `planning.plan` predicts the plain model's step from layers that it
+a process of its own `planning.planner` predicts the plain model's step from layers that it
 runs one by one. Two minutes of two idle cores.
 """
 

@@ -385,6 +385,7 @@ def test_a_thousand_hosts_meet(pool, endpoint, monkeypatch, num_workers):
 
 
 def read_to_the_end_of_a_line(connected):
+    connected.setblocking(True)
     with connected.makefile("rb") as file:
         return file.readline()
 

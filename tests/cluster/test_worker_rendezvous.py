@@ -112,16 +112,23 @@ def wait_until_it_listens(address, timeout_seconds=20.0):
             time.sleep(0.02)
 
 
-def talk(address, message, *more):
-    """Says hello to the chief, is welcome, and says more; returns the open connection."""
+def talk(address, message):
+    """Says hello to the chief, and is welcome; returns the open connection."""
+    return welcomed(address, message)[0]
+
+
+def welcomed(address, message):
+    """As `talk`; returns what says more, too."""
     connection = wait_until_it_listens(address)
     connection.sendall(GREETING)
     nonce = read_line(connection)["nonce"]
-    connection.sendall(sealed(message, nonce))
-    assert read_line(connection) == {"welcome": message["index"]}
-    for message in more:
+
+    def say(message):
         connection.sendall(sealed(message, nonce))
-    return connection
+
+    say(message)
+    assert read_line(connection) == {"welcome": message["index"]}
+    return connection, say
 
 
 def sealed(message, nonce, token=""):
@@ -578,9 +585,10 @@ def test_a_worker_that_is_reached_by_nobody():
     workers = free_addresses(3)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         meetings = [threads.submit(outcome, **call) for call in calls_of(workers, skip=[2])]
-        lost = talk(workers[0], hello(workers, 2), {"reached": ""})
+        lost, say = welcomed(workers[0], hello(workers, 2))
         with lost:
             assert read_line(lost)["probe"] > 0
+            say({"reached": ""})
             text = read_line(lost)["error"]
         assert [meeting.result(20) for meeting in meetings] == [text, text]
     # Both the chief and its neighbour in the ring have tried.

@@ -24,7 +24,7 @@ GREETING_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 _SURVEY_SECONDS = 0.5
 # Callers that have not said who they are; beyond it the oldest is disconnected.
-_MAXSTRANGERS = 256
+_MAX_STRANGERS = 256
 _MAX_INTRUDERS = 3
 # What all jobs' workers call themselves before the token tells whose they are; with the version.
 _JOB = "tfparallel-workers-3"
@@ -166,7 +166,7 @@ class RendezvousPeer(abc.ABC):
             loop.remove_reader(own_port)
             self.spawn(self._listen_on(own_port))
             return
-        if len(self._strangers) >= _MAXSTRANGERS + len(self.workers):
+        if len(self._strangers) >= _MAX_STRANGERS + len(self.workers):
             next(iter(self._strangers)).cancel()
         connection = messages.Connection(caller)
         task = self.spawn(self._pick_up(connection))

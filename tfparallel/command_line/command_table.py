@@ -59,7 +59,7 @@ COMMANDS = {
         "the weights do not depend on the number of devices.",
         "tfparallel train models/digits_cnn.py --parallel=data --num_devices=2 --epochs=3",
         "train",
-        rules="command_line.rules:train",
+        rules="command_line.contradictions:train",
         loads_tensorflow=True,
         workers="num_workers",
     ),
@@ -69,7 +69,7 @@ COMMANDS = {
         "code 1 if one differs.",
         "tfparallel check models/digits_cnn.py --parallel=data --num_devices=3 --steps=20",
         "check",
-        rules="command_line.rules:check",
+        rules="command_line.contradictions:check",
         loads_tensorflow=True,
         workers="num_workers",
     ),
@@ -79,7 +79,7 @@ COMMANDS = {
         "model is never held whole.",
         "tfparallel plan models/resnet.py --num_devices=4 --device_memory=16GiB",
         "plan",
-        rules="command_line.rules:plan",
+        rules="command_line.contradictions:plan",
         loads_tensorflow=True,
     ),
     "plan all_reduce": Command(
@@ -127,7 +127,7 @@ COMMANDS = {
         "--report=a.json --plot=a.png",
         "bench",
         f"{'|'.join(COLLECTIVES)} [TASK.py] [--flags]",
-        rules="command_line.rules:bench",
+        rules="command_line.contradictions:bench",
         loads_tensorflow=True,
         workers="nproc_per_node",
     ),
@@ -140,7 +140,7 @@ COMMANDS = {
         "--num_micro_batches=2,4,8 --schedule=gpipe,1f1b --report=pipeline.json "
         "--plot=pipeline.png",
         "bench_pipeline",
-        rules="command_line.rules:bench_pipeline",
+        rules="command_line.contradictions:bench_pipeline",
     ),
     "bench train": Command(
         "Trains a task for some steps on each number of workers, all with the same threads each: "
@@ -148,14 +148,14 @@ COMMANDS = {
         "where the time of a step goes, and what holds it up.",
         "tfparallel bench train models/digits_cnn.py --nproc_per_node=1,2 --plot=scaling.png",
         "bench_train",
-        rules="command_line.rules:bench_train",
+        rules="command_line.contradictions:bench_train",
     ),
     # What `bench pipeline` starts in processes of their own.
     "bench pipeline_job": Command(
         "Measures one pipeline, or plain Keras in one process.",
         "tfparallel bench pipeline models/transformer.py",
         "bench_pipeline_job",
-        rules="command_line.rules:in_parallel",
+        rules="command_line.contradictions:in_parallel",
         loads_tensorflow=True,
     ),
 }
