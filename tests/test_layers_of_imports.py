@@ -45,7 +45,8 @@ ROW_OF = {package: row for row, packages in enumerate(ROWS) for package in packa
 
 # What decides in plain Python, and can be imported in milliseconds.
 PLAIN = ["", "startup", "cluster", "device_names", "task", "data.order", "data.partition"]
-PLAIN += ["checkpoint.folder", "diagnostics.faults", "commands.main", "command_line.runner"]
+PLAIN += ["checkpoint.folder", "checkpoint.stored", "diagnostics.faults"]
+PLAIN += ["commands.main", "command_line.runner"]
 PLAIN += ["command_line.contradictions", "flight.culprit", "task_files.kinds"]
 PLAIN += ["commands.launch", "commands.init", "commands.bench_pipeline"]
 PLAIN += ["bench.contender", "bench.measure", "bench.table", "commands.plan_all_reduce"]

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfparallel.checkpoint.folder import CheckpointError, CheckpointFolder, ForeignCheckpointError
+from tfparallel.checkpoint.folder import CheckpointFolder
+from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError
 
 ARRAYS = [
     np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -148,7 +149,7 @@ def test_a_manifest_that_says_anything_is_damage(tmp_path, text):
 @pytest.fixture
 def unreadable(monkeypatch):
     """Makes a manifest one that cannot be read (EIO), until the function it returns is called."""
-    monkeypatch.setattr("tfparallel.checkpoint.folder._PAUSES_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr("tfparallel.checkpoint.stored._PAUSES_SECONDS", (0.01, 0.01))
 
     def make(directory):
         manifest, aside = directory / "manifest.json", directory / "aside"
@@ -189,7 +190,7 @@ def test_none_that_can_be_read_is_an_error_after_which_to_start_again(tmp_path, 
 def test_one_that_can_be_read_at_the_second_try_is_taken(tmp_path, unreadable, monkeypatch):
     folder = written(tmp_path, [1, 2])
     mend = unreadable(tmp_path / "step_00000002")
-    monkeypatch.setattr("tfparallel.checkpoint.folder._PAUSES_SECONDS", (1.0,))
+    monkeypatch.setattr("tfparallel.checkpoint.stored._PAUSES_SECONDS", (1.0,))
     threading.Timer(0.2, mend).start()
     assert folder.newest().content == {"step": 2}
 
@@ -260,7 +261,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 FULL_DISK = """
 import resource, sys
 import numpy as np
-from tfparallel.checkpoint.folder import CheckpointError, CheckpointFolder
+from tfparallel.checkpoint.folder import CheckpointFolder
+from tfparallel.checkpoint.stored import CheckpointError
 folder = CheckpointFolder(sys.argv[1], 2)
 folder.prepare()
 array = np.zeros(100_000, np.uint8)

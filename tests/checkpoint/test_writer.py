@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tfparallel.checkpoint import writer
-from tfparallel.checkpoint.folder import CheckpointError, CheckpointFolder, ForeignCheckpointError
+from tfparallel.checkpoint.folder import CheckpointFolder
+from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError
 
 HOLDER = """
 import sys, time

@@ -6,7 +6,8 @@ import tensorflow as tf
 
 from tfparallel.collectives import transport, transport_selection
 from tfparallel.collectives.errors import WorkerLostError
-from tfparallel.collectives.process_group import _size_step, naming_lost_worker
+from tfparallel.collectives.lost_worker import naming_lost_worker
+from tfparallel.collectives.process_group import _size_step
 from tfparallel.collectives.traffic import ROWS
 
 ABORTED = "Graph execution error:\n\nDetected at node {}\n\nCollective ops is aborted by: {}\n"

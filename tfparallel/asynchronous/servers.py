@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfparallel.cluster.gpu_binding import visible_gpus
 from tfparallel.cluster.liveness import hold_until_gone, is_there, wait_for_server
 from tfparallel.cluster.roles import Roles
-from tfparallel.collectives.process_group import WorkerLostError
+from tfparallel.collectives.errors import WorkerLostError
 from tfparallel.devices import reached_devices
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh

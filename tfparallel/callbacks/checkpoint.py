@@ -10,13 +10,9 @@ import keras
 import numpy as np
 
 from tfparallel.checkpoint import state
-from tfparallel.checkpoint.folder import (
-    CheckpointError,
-    CheckpointFolder,
-    ForeignCheckpointError,
-    StoredCheckpoint,
-)
+from tfparallel.checkpoint.folder import CheckpointFolder
 from tfparallel.checkpoint.passing import PassedSteps
+from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError, StoredCheckpoint
 from tfparallel.collectives.workers_of_model import workers_of
 from tfparallel.data.batches import EpochBatches
 from tfparallel.layout.layout import Layout

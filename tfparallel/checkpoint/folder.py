@@ -16,94 +16,43 @@ stay as they were. Disks and copies fail in other ways, too; what is read is ver
 
 import contextlib
 import ctypes
-import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 import secrets
 import shutil
 import tempfile
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from tfparallel.checkpoint import writer
+from tfparallel.checkpoint.stored import (
+    ARRAYS,
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    ForeignCheckpointError,
+    NewerCheckpointError,
+    StoredCheckpoint,
+    digest,
+    read,
+)
 
-__all__ = ["CheckpointError", "CheckpointFolder", "ForeignCheckpointError", "StoredCheckpoint"]
+__all__ = ["CheckpointFolder"]
 
-_FORMAT = 1
-_ARRAYS = "state.npy"
-_MANIFEST = "manifest.json"
 _UNFINISHED = "unfinished_"
 _UNREADABLE = "unreadable_"
 _NEW = ".new"
 _NAME = re.compile(r"step_(\d{8,})(\.new)?")
-# A network file system may fail for a moment (ESTALE, EIO).
-_PAUSES_SECONDS = (0.5, 2.0)
 # What this process writes beside its training, by folder: another reader of it waits. Python does,
 # too, before it ends.
 _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 _writes: dict[str, Future] = {}
-
-
-class ForeignCheckpointError(ValueError):
-    """The folder, or what is in it, does not fit this run; nothing was trained."""
-
-
-class NewerCheckpointError(ForeignCheckpointError):
-    """This version cannot read it, and an older one beside it is not what is meant."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; those that were whole stay."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredCheckpoint:
-    """A checkpoint that was verified.
-
-    Attributes:
-        path: Its folder.
-        content: What the run said of itself, as JSON holds it.
-        specs: `[name, shape, dtype]` of each array.
-    """
-
-    path: str
-    content: dict[str, Any]
-    specs: list[list[Any]]
-
-    def arrays(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-        """Reads arrays, each when it is asked for: all, or those from `start` up to `stop`.
-
-        Raises:
-            CheckpointError: If they cannot be read any more.
-        """
-        with contextlib.ExitStack() as stack:
-            try:
-                file = stack.enter_context(open(os.path.join(self.path, _ARRAYS), "rb"))
-                for _ in range(start):
-                    _skip_array(file)
-            except OSError as error:
-                raise self._failure(error) from error
-            for _, _, dtype in self.specs[start:stop]:
-                try:
-                    array = np.load(file, allow_pickle=False)
-                except OSError as error:
-                    raise self._failure(error) from error
-                # NumPy has no name for bfloat16 and its like, and keeps their bytes.
-                yield array.view(np.dtype(dtype)) if array.dtype.kind == "V" else array
-
-    def _failure(self, error):
-        return CheckpointError(
-            f"The checkpoint {self.path} could not be read; a working disk is required. Received: "
-            f"{error}. Nothing was trained, and it stays: start the run again."
-        )
 
 
 class CheckpointFolder:
@@ -173,7 +122,7 @@ class CheckpointFolder:
         for name in reversed(names):
             path = os.path.join(self.directory, name)
             try:
-                return _read(path)
+                return read(path)
             except NewerCheckpointError:
                 raise
             except OSError as error:
@@ -237,17 +186,17 @@ class CheckpointFolder:
             self._require_writer()
             self._sweep()
             os.mkdir(unfinished)
-            with _HashedFile(os.path.join(unfinished, _ARRAYS)) as file:
+            with _HashedFile(os.path.join(unfinished, ARRAYS)) as file:
                 for array in arrays:
                     np.save(file, array, allow_pickle=False)
             manifest = {
-                "format": _FORMAT,
-                "files": {_ARRAYS: {"sha256": file.sha256, "size_bytes": file.size_bytes}},
+                "format": FORMAT,
+                "files": {ARRAYS: {"sha256": file.sha256, "size_bytes": file.size_bytes}},
                 "arrays": [list(spec) for spec in specs],
                 "content": content,
             }
-            with _HashedFile(os.path.join(unfinished, _MANIFEST)) as file:
-                text = json.dumps({"manifest": manifest, "sha256": _digest(manifest)}, indent=1)
+            with _HashedFile(os.path.join(unfinished, MANIFEST)) as file:
+                text = json.dumps({"manifest": manifest, "sha256": digest(manifest)}, indent=1)
                 file.write(text.encode())
             _sync(unfinished)
             self._require_writer()
@@ -411,51 +360,8 @@ def _give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _skip_array(file) -> None:
-    np.lib.format.read_magic(file)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    file.seek(math.prod(shape) * dtype.itemsize, os.SEEK_CUR)
-
-
 def _step_of(name) -> int:
     return int(_NAME.fullmatch(name)[1])
-
-
-def _read(path) -> StoredCheckpoint:
-    for pause in _PAUSES_SECONDS:
-        try:
-            return _verified(path)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            time.sleep(pause)
-    return _verified(path)
-
-
-def _verified(path) -> StoredCheckpoint:
-    with open(os.path.join(path, _MANIFEST), "rb") as file:
-        read = json.load(file)
-    manifest = read["manifest"]
-    if _digest(manifest) != read["sha256"]:
-        raise ValueError(f"{_MANIFEST} does not have its checksum")
-    if manifest["format"] > _FORMAT:
-        raise NewerCheckpointError(
-            f"The checkpoint {path} was written by a later version of tfparallel. Format {_FORMAT} "
-            f"is required. Received: format {manifest['format']}. Upgrade tfparallel, or name "
-            "another folder."
-        )
-    for name, expected in manifest["files"].items():
-        with open(os.path.join(path, name), "rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            if size_bytes != expected["size_bytes"]:
-                raise ValueError(f"{name} has {size_bytes} of {expected['size_bytes']} bytes")
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                raise ValueError(f"{name} does not have its checksum")
-    return StoredCheckpoint(path, manifest["content"], manifest["arrays"])
-
-
-def _digest(manifest) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(folder):

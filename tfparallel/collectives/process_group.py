@@ -19,14 +19,13 @@ what workers agree on) travel between the hosts, over gRPC, and no GPU waits for
 Rests on collectives of TensorFlow's that have no public name outside a replica.
 """
 
-import contextlib
 import copy
 import functools
 import json
 import math
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -34,7 +33,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.buckets import buckets
 from tfparallel.collectives.compression import Compression
-from tfparallel.collectives.errors import WorkerLostError
+from tfparallel.collectives.dtypes import movable, restored, sendable
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
 from tfparallel.collectives.vectors import by_dtype, in_vectors
 from tfparallel.flight.marks import around
@@ -49,54 +48,7 @@ _PIECE_BYTES = 2**21
 _MAX_PIECES = 16
 _STOCK_PIECES = -1
 _WIDENED = (tf.bfloat16,)  # Types of which not every NCCL has sums.
-# What TensorFlow says of a worker that is lost, and of why it is.
-_LOST = (
-    re.compile(r"remote target /job:\w+/replica:\d+/task:(\d+)"),
-    re.compile(r"\(stopped sending heartbeats\):\s+/job:\S+/task:(\d+)"),
-)
-_REASON = (
-    re.compile(r'grpc_message:"([^"]*)"'),
-    re.compile(r"(stopped sending heartbeats)"),
-    re.compile(r"Collective ops is aborted by: ([^\n]*)"),
-)
-# A deadline has this line. Worker 0 takes the heartbeats of all.
-_NO_ANSWER = "\nRPC: /tensorflow.CoordinationService/Heartbeat"
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
-
-
-@contextlib.contextmanager
-def naming_lost_worker() -> Iterator[None]:
-    """Turns what TensorFlow says when a peer has ended, screens of it, into `WorkerLostError`."""
-    ProcessGroup.failure = None
-    try:
-        yield
-    except tf.errors.OpError as error:
-        if ProcessGroup.failure is not None:
-            raise ProcessGroup.failure from None
-        # Behind a link cut one way the heartbeat is sent, and its answer does not come.
-        is_deadline = isinstance(error, tf.errors.DeadlineExceededError)
-        if is_deadline and _NO_ANSWER in error.message:
-            worker, reason = 0, "no answer to a heartbeat"
-        elif isinstance(error, tf.errors.UnavailableError):
-            task = _first(_LOST, error.message)
-            worker = None if task is None else int(task)
-            reason = _first(_REASON, error.message) or error.message.splitlines()[0]
-        else:
-            raise
-        lost = "another worker" if worker is None else f"worker {worker}"
-        raise WorkerLostError(
-            f"The connection to {lost} was lost: it has ended, or the network between the two. "
-            f"Every worker is required, and this process cannot join it again. Received: {reason}. "
-            "The cause is in the output of the worker that was lost; `tfparallel launch "
-            "--max_restarts=3` starts all again, and they resume from their checkpoint if there is "
-            "one.",
-            worker,
-        ) from None
-
-
-def _first(patterns: Sequence[re.Pattern], text: str) -> str | None:
-    """What the first pattern that is in a text finds there."""
-    return next((found[1] for pattern in patterns if (found := pattern.search(text))), None)
 
 
 class ProcessGroup:
@@ -279,7 +231,7 @@ class ProcessGroup:
             ("all_to_all", flat.dtype, flat.shape[0]), len(self._signatures)
         )
         self.traffic.add_tensor(SUMS, flat, one_in=2)
-        terms = _restored(self._run("all_to_all", movable(flat), signature), flat.dtype)
+        terms = restored(self._run("all_to_all", movable(flat), signature), flat.dtype)
         return _added_up(tf.unstack(tf.reshape(terms, shape)))
 
     def all_gather(
@@ -299,15 +251,15 @@ class ProcessGroup:
             ValueError: For a type that cannot be sent, such as a string.
         """
         results: list = [None] * len(tensors)
-        sendable = [movable(tensor) for tensor in tensors]
-        for indices in by_dtype(sendable).values():
-            flats = [tf.reshape(sendable[i], [tf.shape(sendable[i])[0], -1]) for i in indices]
+        sent = [movable(tensor) for tensor in tensors]
+        for indices in by_dtype(sent).values():
+            flats = [tf.reshape(sent[i], [tf.shape(sent[i])[0], -1]) for i in indices]
             rows = self._gather_rows(tf.concat(flats, 1), counts, kind)
             widths = [tf.shape(flat)[1] for flat in flats]
             parts = tf.split(rows, widths, axis=1, num=len(widths))
             for i, part in zip(indices, parts, strict=True):
                 shape = tf.concat([[-1], tf.shape(tensors[i])[1:]], 0)
-                joined = _restored(tf.reshape(part, shape), tensors[i].dtype)
+                joined = restored(tf.reshape(part, shape), tensors[i].dtype)
                 total = sum(counts) if all(isinstance(n, int) for n in counts) else None
                 results[i] = tf.ensure_shape(joined, [total, *tensors[i].shape[1:]])
         return results
@@ -332,8 +284,7 @@ class ProcessGroup:
         """Returns worker 0's tensors on all workers, as sums of which all other terms are zero."""
         if self.worker_index:
             tensors = [tf.zeros_like(tensor) for tensor in tensors]
-        sendable = [_sendable(tensor) for tensor in tensors]
-        sent = self.all_reduce(sendable)
+        sent = self.all_reduce([sendable(tensor) for tensor in tensors])
         return [tf.cast(s, tensor.dtype) for s, tensor in zip(sent, tensors, strict=True)]
 
     def exchange(self, content: Any) -> list[Any]:
@@ -460,31 +411,3 @@ def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     unit = tf.bitwise.left_shift(tf.ones_like(size), octave)
     quarters = -(-size // unit)
     return (octave - 1) * _STEPS_PER_OCTAVE + quarters, quarters * unit
-
-
-def is_summable(tensor: tf.Tensor) -> bool:
-    """Whether every transport sums tensors of its type."""
-    return tensor.dtype.is_floating or tensor.dtype in (tf.int32, tf.int64)
-
-
-def _sendable(tensor: tf.Tensor) -> tf.Tensor:
-    if is_summable(tensor):
-        return tensor
-    if tensor.dtype.is_bool or tensor.dtype.is_integer:
-        return tf.cast(tensor, tf.int64 if tensor.dtype.size > 4 else tf.int32)
-    raise ValueError(
-        "Workers can exchange tensors of numbers and of truth values. Received: a tensor of type "
-        f"{tensor.dtype.name} and shape {tuple(tensor.shape)}. Let the model return numbers (an "
-        "index into a vocabulary, for strings)."
-    )
-
-
-def movable(tensor: tf.Tensor) -> tf.Tensor:
-    """What `all_gather` can send: TensorFlow's sums bfloat16, and does not join it."""
-    if tensor.dtype == tf.bfloat16:
-        return tf.bitcast(tensor, tf.float16)  # It is only moved.
-    return _sendable(tensor)
-
-
-def _restored(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return tf.bitcast(tensor, dtype) if dtype == tf.bfloat16 else tf.cast(tensor, dtype)

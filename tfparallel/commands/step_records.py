@@ -11,7 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.callbacks.flight import FlightRecorder
-from tfparallel.collectives.process_group import ProcessGroup, WorkerLostError
+from tfparallel.collectives.errors import WorkerLostError
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.flight.job import chrome_trace, splits
 from tfparallel.flight.marks import Marks
 from tfparallel.flight.record import FOLDER, Event, WorkerRecord, read_record

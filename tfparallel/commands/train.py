@@ -21,8 +21,8 @@ from tfparallel.callbacks.nan import NaNGuard, NaNLossError
 from tfparallel.callbacks.preemption import Preemption
 from tfparallel.callbacks.sent_bytes import SentBytes
 from tfparallel.callbacks.step_time import StepTime
-from tfparallel.checkpoint.folder import CheckpointError, ForeignCheckpointError
-from tfparallel.collectives.process_group import WorkerLostError
+from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError
+from tfparallel.collectives.errors import WorkerLostError
 from tfparallel.command_line.exits import LostError, UsageError
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands import step_records

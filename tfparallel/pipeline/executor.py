@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.collectives import traced_readings
-from tfparallel.collectives.process_group import is_summable
+from tfparallel.collectives.dtypes import is_summable
 from tfparallel.data.rows_of_replica import for_replicas
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.batch_norm import write_averages

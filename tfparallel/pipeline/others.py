@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfparallel.collectives.process_group import ProcessGroup, is_summable
+from tfparallel.collectives.dtypes import is_summable
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data.rows_of_replica import Shard
 

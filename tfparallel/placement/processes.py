@@ -31,7 +31,8 @@ import tensorflow as tf
 from tfparallel import devices as device_lib
 from tfparallel.cluster.liveness import hold_until_gone, wait_for_server
 from tfparallel.cluster.spec import Cluster
-from tfparallel.collectives.process_group import WorkerLostError, naming_lost_worker
+from tfparallel.collectives.errors import WorkerLostError
+from tfparallel.collectives.lost_worker import naming_lost_worker
 from tfparallel.peers import join_job, serving
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 

@@ -13,7 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.collectives.process_group import ProcessGroup, movable
+from tfparallel.collectives.dtypes import movable
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
 
 __all__ = ["PredictionsOfWorkers", "check_gather_to"]

@@ -35,7 +35,7 @@ from tfparallel.collectives.custom_gradient import (
     differentiable_once,
     is_differentiable,
 )
-from tfparallel.collectives.process_group import is_summable
+from tfparallel.collectives.dtypes import is_summable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import partition

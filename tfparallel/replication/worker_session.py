@@ -23,7 +23,8 @@ from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.stall import StallGuard
 from tfparallel.checkpoint.whole_file import moved_into_place
-from tfparallel.collectives.process_group import ProcessGroup, naming_lost_worker
+from tfparallel.collectives.lost_worker import naming_lost_worker
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.data import rows_of_worker
 from tfparallel.data.batch_size import full_batch_size
 from tfparallel.problems import PlacementError
