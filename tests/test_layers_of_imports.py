@@ -25,7 +25,7 @@ ROWS = [
     ["problems"],
     ["tracing"],
     ["judge", "variables", "xla"],
-    ["collectives", "step", "peers"],
+    ["collectives", "step", "join_job"],
     ["update"],
     ["cloning"],
     ["bench"],

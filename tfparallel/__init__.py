@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 # Public name -> (module, attribute); None stands for the module itself.
 _FACE = {
-    "Cluster": ("tfparallel.cluster.spec", "Cluster"),
+    "Cluster": ("tfparallel.cluster.cluster_spec", "Cluster"),
     "MirroredStrategy": ("tfparallel.replication.drop_in", "MirroredStrategy"),
     "MultiWorkerMirroredStrategy": (
         "tfparallel.replication.drop_in",

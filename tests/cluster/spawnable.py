@@ -4,7 +4,7 @@ import collections
 import os
 import time
 
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 
 Place = collections.namedtuple("Place", "worker num_workers pid")
 

@@ -59,7 +59,7 @@ esac
 """
 WORKER = """
 import os, sys
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 cluster = Cluster.from_env()
 print("worker", cluster.worker_index, "of", cluster.num_workers, sys.argv[1:], flush=True)
 sys.exit(int(os.environ.get("ENDS_WITH", 0)))

@@ -18,7 +18,7 @@ from tfparallel.cluster.loopback import (
     network_name,
 )
 from tfparallel.cluster.ports import free_ports
-from tfparallel.peers import serving
+from tfparallel.join_job import serving
 
 PORT = 29_557
 # As TensorFlow listens: on all addresses, and at a port that is shared if its variable says so.

@@ -15,8 +15,8 @@ import pytest
 
 from tests.cluster.processes import STUBBORN_FAMILY, family, left, wait_for
 from tests.cluster.spawnable import fail_in_worker_1, place
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.spawn import spawn
-from tfparallel.cluster.spec import Cluster
 
 TOP = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 60

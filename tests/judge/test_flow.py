@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.judge.judge import Judge, judged_graph
 from tfparallel.judge.placements import Mixed, Shard
+from tfparallel.judge.propagation import Judge, judged_graph
 
 X = np.random.default_rng(0).uniform(0.1, 2, (5, 4))
 CUT = 2

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tests.judge import operations_by_element, operations_of_rows
 from tests.judge.operations import CASES, MIXED, B, holds, whole_and_pieces
-from tfparallel.judge.judge import Judge, Judged, judged_graph
 from tfparallel.judge.placements import Mixed, Shard
+from tfparallel.judge.propagation import Judge, Judged, judged_graph
 from tfparallel.judge.rules import RULES
 from tfparallel.judge.size import ROWS, Size
 

@@ -28,9 +28,9 @@ from tfparallel.cluster.liveness import hold_until_gone, is_there, wait_for_serv
 from tfparallel.cluster.roles import Roles
 from tfparallel.collectives.errors import WorkerLostError
 from tfparallel.devices import reached_devices
+from tfparallel.join_job import join_job, serving
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
-from tfparallel.peers import join_job, serving
 from tfparallel.startup import quiet_stderr
 
 __all__ = ["Servers", "join"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from tfparallel.checkpoint import state
 from tfparallel.checkpoint.folder import CheckpointFolder
-from tfparallel.checkpoint.passing import PassedSteps
+from tfparallel.checkpoint.skip_steps import PassedSteps
 from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError, StoredCheckpoint
 from tfparallel.collectives.workers_of_model import workers_of
 from tfparallel.data.batches import EpochBatches

@@ -11,7 +11,7 @@ import zipfile
 
 import keras
 
-from tfparallel.checkpoint.whole_file import moved_into_place
+from tfparallel.checkpoint.atomic_write import moved_into_place
 
 __all__ = ["save_streamed"]
 

@@ -25,13 +25,13 @@ from typing import Any
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.back_off import RestartBackOff
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.config_error import refusal, shown
 from tfparallel.cluster.local_workers import host_programs, meet_alone
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.pickling import as_bytes
-from tfparallel.cluster.spec import Cluster
 from tfparallel.cluster.supervisor import Job
 from tfparallel.cluster.worker_exit import Outcome
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfparallel.collectives import nccl
 from tfparallel.collectives.algorithms.catalog import ALGORITHMS
 from tfparallel.collectives.scheduled import execute
-from tfparallel.collectives.vectors import in_vectors
+from tfparallel.collectives.tensor_fusion import in_vectors
 from tfparallel.seams.distribute import (
     CollectiveAllReduce,
     Mirrored,

@@ -5,7 +5,7 @@ import sys
 
 import tensorflow as tf
 
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives.barrier import names
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.process_group import ProcessGroup

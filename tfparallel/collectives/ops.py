@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives import barrier as barriers
 from tfparallel.collectives import differentiable, group
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.validate import agreed, restored, sendable
 from tfparallel.data import rows_of_replica as shards
-from tfparallel.judge.judge import exchanged, is_judging
+from tfparallel.judge.propagation import exchanged, is_judging
 
 # Anything made of tensors: `tf.nest` knows how.
 Value = Any

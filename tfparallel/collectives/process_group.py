@@ -34,8 +34,8 @@ import tensorflow as tf
 from tfparallel.collectives.buckets import buckets
 from tfparallel.collectives.compression import Compression
 from tfparallel.collectives.dtypes import movable, restored, sendable
+from tfparallel.collectives.tensor_fusion import by_dtype, in_vectors
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
-from tfparallel.collectives.vectors import by_dtype, in_vectors
 from tfparallel.flight.marks import around
 from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2, all_to_all_v2
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfparallel.activity import Activity
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.command_line.command_table import COMMANDS, Command
 from tfparallel.command_line.exits import UsageError, run_command
 from tfparallel.command_line.flags import defined, flag_problems, parsed

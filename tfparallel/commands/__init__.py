@@ -1,1 +1,1 @@
-"""The programs behind the `tfparallel` command; flags and printing only."""
+"""The programs behind the `tfparallel` command: a file for each, and what starts a parallelism."""

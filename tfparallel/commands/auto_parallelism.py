@@ -8,7 +8,7 @@ import keras
 
 from tfparallel import devices as device_lib
 from tfparallel.activity import Activity
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands.parallelism import Parallelism, hide_gpus_if_unused, start_parallelism

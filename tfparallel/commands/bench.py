@@ -21,7 +21,7 @@ from tfparallel.bench.limit import memory_bandwidth
 from tfparallel.bench.measure import measure
 from tfparallel.bench.row import Row
 from tfparallel.bench.sizes import ITEM_BYTES
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives import cross_device, profile
 from tfparallel.collectives.algorithm_selection import MIN_GAIN
 from tfparallel.collectives.process_group import ProcessGroup

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from absl import flags
 
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands.parallelism import start_parallelism
 from tfparallel.data.batches import first_batches

@@ -10,8 +10,8 @@ import keras
 from tfparallel import devices as device_lib
 from tfparallel.asynchronous.in_flight import steps_ahead
 from tfparallel.asynchronous.servers import join
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.roles import Roles
-from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.algorithm_selection import all_reduce_report
 from tfparallel.command_line.exits import StartError, UsageError

@@ -10,7 +10,7 @@ from typing import Any
 
 import cloudpickle
 
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.startup import has_nvidia_gpu, prepare
 
 __all__ = ["main"]

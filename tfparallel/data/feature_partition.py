@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfparallel.data.error_format import short
 from tfparallel.data.partition import row_ranges
-from tfparallel.data.received import short
 
 __all__ = ["by_feature"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.data.error_format import short
 from tfparallel.data.order import window_order
-from tfparallel.data.received import short
 from tfparallel.data.sources import Source, cast
 
 __all__ = ["NPZShards", "TFRecords"]

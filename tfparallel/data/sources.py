@@ -18,8 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfparallel.data.error_format import short
 from tfparallel.data.order import epoch_order
-from tfparallel.data.received import short
 
 __all__ = ["Arrays", "Batches", "Source", "as_source", "cast"]
 

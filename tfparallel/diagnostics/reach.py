@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from tfparallel.cluster import port_owner
 from tfparallel.cluster.address import split_address
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.diagnostics.finding import Finding
 
 __all__ = ["examine_cluster"]

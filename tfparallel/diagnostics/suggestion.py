@@ -4,8 +4,8 @@ import dataclasses
 import importlib.util
 
 from tfparallel import cuda_driver
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.environment import available_cores
-from tfparallel.cluster.spec import Cluster
 from tfparallel.diagnostics.host import free_memory_mib
 
 __all__ = ["Machine", "Suggestion", "suggested", "this_machine"]

@@ -8,8 +8,8 @@ from tfparallel.pipeline.pipelined_model import PipelinedModel
 from tfparallel.replication.checks import refuse_swaps
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in, seed_generators_of
+from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
-from tfparallel.update.prepare import prepare
 from tfparallel.variables.replica import replicas_of
 from tfparallel.variables.split import parts_of
 

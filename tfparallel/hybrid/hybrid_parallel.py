@@ -6,7 +6,7 @@ import keras
 
 from tfparallel import devices as device_lib
 from tfparallel.callbacks.chief_only import send_state
-from tfparallel.cluster.spec import Cluster
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.extend import attach
 from tfparallel.hybrid.hybrid_model import HybridModel

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.judge.judge import Judge, Judged
 from tfparallel.judge.placements import Entries, Replicate
+from tfparallel.judge.propagation import Judge, Judged
 from tfparallel.judge.size import ROWS
 from tfparallel.seams.tensorflow import composite_of
 

@@ -6,9 +6,9 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import attach, attached, extend, is_own, original_class
-from tfparallel.judge.judge import exchanged
-from tfparallel.judge.kept import refers_to
+from tfparallel.judge.kept_attributes import refers_to
 from tfparallel.judge.proof import Fault, Proof, prove
+from tfparallel.judge.propagation import exchanged
 from tfparallel.seams.compiled import compile_arguments
 from tfparallel.seams.keras import layers_in
 from tfparallel.user_log import notice

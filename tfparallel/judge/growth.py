@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from tfparallel.judge.judge import Judge
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Sum
+from tfparallel.judge.propagation import Judge
 
 __all__ = ["SUMS", "growth_of"]
 

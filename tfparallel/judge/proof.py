@@ -14,9 +14,16 @@ import tensorflow as tf
 
 from tfparallel.judge.arguments import placeholder_of, type_of_argument
 from tfparallel.judge.growth import SUMS, growth_of
-from tfparallel.judge.judge import Judge, Judged, exchanged, exchanges_of, judged_graph, notes_of
-from tfparallel.judge.kept import attributes_kept, kept_tensors, plain_attributes
+from tfparallel.judge.kept_attributes import attributes_kept, kept_tensors, plain_attributes
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
+from tfparallel.judge.propagation import (
+    Judge,
+    Judged,
+    exchanged,
+    exchanges_of,
+    judged_graph,
+    notes_of,
+)
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.where import line_of, place_in

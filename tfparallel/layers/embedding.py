@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.data.rows_of_replica import where_it_is
-from tfparallel.judge.judge import is_judged
+from tfparallel.judge.propagation import is_judged
 from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parallel_hints import ParallelHint
 

@@ -7,8 +7,8 @@ from tfparallel.layers.parts import between_layers, whole
 from tfparallel.layers.softmax_loss import in_parts
 from tfparallel.placement.placed_model import PlacedModel
 from tfparallel.problems import PlacementError
+from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
-from tfparallel.update.prepare import prepare
 from tfparallel.variables.split import parts_of
 
 __all__ = ["NestedLayer", "SplitModel"]

@@ -21,7 +21,7 @@ from tfparallel.data.partition import row_ranges
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.extend import extend, original_class
 from tfparallel.pipeline.micro_batch import current_pass
-from tfparallel.pipeline.others import Others
+from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.replication.batch_norm import SynchronizedBatchNormalization, in_rows
 from tfparallel.seams.keras import layers_in
 

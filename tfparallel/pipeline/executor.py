@@ -29,8 +29,8 @@ from tfparallel.pipeline.gradient_sums import GradientSums, totals
 from tfparallel.pipeline.loss import check_equal
 from tfparallel.pipeline.micro_batch import StepMemory
 from tfparallel.pipeline.order import Order
-from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.pass_scope import sums_in_layers
+from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.replica_step import How, Passed, ReplicaStep
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.seams.keras import clear_losses

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.reducer import Reducer
-from tfparallel.pipeline.others import Others
+from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.seams.keras import storage_of
 from tfparallel.strategies.variables import copies
 

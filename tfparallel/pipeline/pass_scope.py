@@ -15,7 +15,7 @@ from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import original_class
 from tfparallel.keras_compat import renormalizes
 from tfparallel.pipeline.batch_norm import batch_norms
-from tfparallel.pipeline.others import Others
+from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.replication.checks import check_activity, check_scales
 from tfparallel.seams.functional import Functional

@@ -14,8 +14,8 @@ from tfparallel.pipeline.accumulate import AccumulateBatches
 from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
-from tfparallel.pipeline.others import Others
 from tfparallel.pipeline.pass_scope import writable
+from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.replica_step import How
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.layer_devices import PlacementError

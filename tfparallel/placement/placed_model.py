@@ -25,8 +25,8 @@ from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.strategies.pending_writes import after_writes
 from tfparallel.update.built import check_known
+from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
-from tfparallel.update.prepare import prepare
 
 __all__ = ["PlacedModel"]
 

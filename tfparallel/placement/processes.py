@@ -29,11 +29,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.liveness import hold_until_gone, wait_for_server
-from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives.errors import WorkerLostError
 from tfparallel.collectives.lost_worker import naming_lost_worker
-from tfparallel.peers import join_job, serving
+from tfparallel.join_job import join_job, serving
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
 __all__ = ["connect_to_cluster", "has_others", "naming_lost_process", "peak_memory_bytes"]

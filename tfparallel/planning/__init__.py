@@ -2,5 +2,5 @@
 
 calibration, candidates, prediction   arithmetic on what was measured, in plain Python
 part_timing, step_timing, tiny_model  what is measured beside the layers
-plan                                  measures a model, and ranks the candidates
+planner                               measures a model, and ranks the candidates
 """

@@ -22,7 +22,7 @@ from tfparallel.extend import extend
 from tfparallel.replication.places import ReplicaPlaces
 from tfparallel.strategies import keras_trainer
 from tfparallel.strategies.program import ProgramStrategy
-from tfparallel.update.prepare import prepare
+from tfparallel.update.place_optimizer import prepare
 
 _SHARED_MOMENTS = (
     "BatchNormalization(synchronized=True) makes each replica's loss one of all replicas' rows, "

@@ -10,8 +10,8 @@ from tfparallel import devices as device_lib
 from tfparallel.asynchronous.asynchronous_model import extend_model as extend_asynchronous
 from tfparallel.asynchronous.in_flight import steps_ahead
 from tfparallel.asynchronous.servers import join
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.roles import Roles
-from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.data.partition import check_weights

@@ -37,7 +37,7 @@ from tfparallel.step.one_step import OneStep
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.update.built import check_known
-from tfparallel.update.prepare import prepare
+from tfparallel.update.place_optimizer import prepare
 
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 

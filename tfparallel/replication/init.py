@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from tfparallel import devices as device_lib
 from tfparallel.asynchronous.servers import join
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.roles import Roles
-from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import transport
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy

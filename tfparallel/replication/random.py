@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfparallel.data import provenance
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import extend
-from tfparallel.judge.judge import note
+from tfparallel.judge.propagation import note
 from tfparallel.seams.keras import noise_shape_of
 
 _PHILOX_WORDS = 4  # 32-bit numbers a step of the counter (Salmon et al., SC 2011) gives.

@@ -21,8 +21,8 @@ import tensorflow as tf
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import rows_of_worker
+from tfparallel.data.error_format import short
 from tfparallel.data.partition import rows_of_workers
-from tfparallel.data.received import short
 from tfparallel.seams.compiled import class_weighting
 
 _KEY = "__rows_of_this_worker__"

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from tfparallel.extend import is_own
 from tfparallel.judge.growth import SUMS, growth_of
-from tfparallel.judge.judge import Judge, Judged, exchanges_of, judged_graph
-from tfparallel.judge.kept import kept_as_they_were
+from tfparallel.judge.kept_attributes import kept_as_they_were
 from tfparallel.judge.placements import Mixed, Placement, Replicate, Shard, Sum
+from tfparallel.judge.propagation import Judge, Judged, exchanges_of, judged_graph
 from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS
 from tfparallel.judge.where import line_of

@@ -22,8 +22,8 @@ from absl import logging
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.address import split_address
+from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.environment import ALL_REDUCE
-from tfparallel.cluster.spec import Cluster
 from tfparallel.collectives import transport, transport_selection
 from tfparallel.collectives.algorithm_selection import Choice
 from tfparallel.collectives.compression import compression_of
@@ -32,7 +32,7 @@ from tfparallel.collectives.in_replica import join_rows
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.shutdown import leave_in_order
 from tfparallel.device_names import canonical
-from tfparallel.peers import join_job, serving
+from tfparallel.join_job import join_job, serving
 from tfparallel.seams.distribute import (
     CollectiveAllReduceExtended,
     Mirrored,

@@ -1,6 +1,6 @@
 """A step whose parts XLA compiles, device by device.
 
-The step is traced into a graph of its own, which is divided (`plan.py`), and made again in the
+The step is traced into a graph of its own, which is divided (`cut.py`), and made again in the
 graph of the caller: each program as a function that XLA compiles as a whole, the rest as it was.
 
 A branch (`tf.cond`) of several devices is divided in the same way, and each unit of it runs under

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.process_group import ProcessGroup
+from tfparallel.collectives.tensor_fusion import by_dtype
 from tfparallel.collectives.traffic import SUMS
-from tfparallel.collectives.vectors import by_dtype
 from tfparallel.flight.marks import around_python
 
 _HALVES = (tf.float16, tf.bfloat16)

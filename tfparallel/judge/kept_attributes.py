@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.judge.judge import is_judged
+from tfparallel.judge.propagation import is_judged
 from tfparallel.seams.keras import layers_in
 
 __all__ = [

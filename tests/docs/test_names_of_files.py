@@ -1,0 +1,39 @@
+"""Every file that the internals' pages and the docstrings of modules name is there."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+TOP = pathlib.Path(__file__).parents[2]
+LIBRARY = TOP / "tfparallel"
+PAGES = [*(TOP / "docs" / "internals").glob("*.md"), TOP / "docs" / "upstream.md"]
+NAMED = re.compile(r"[`(]((?:[a-z_*]+/)*[a-z_]+\.py)[`):,; ]")
+# What a page or a docstring tells of others, or of what a user writes.
+OF_OTHERS = {"train.py", "model.py", "script.py", "task.py", "setup.py", "conftest.py"}
+
+
+def is_there(name, beside):
+    if name.rpartition("/")[2] in OF_OTHERS or name.endswith("_test.py"):  # Keras's tests.
+        return True
+    places = (beside, LIBRARY, TOP / "tests", TOP)
+    return any(list(place.glob(name)) or list(place.glob(f"**/{name}")) for place in places)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_of_a_page(page):
+    names = sorted(set(NAMED.findall(page.read_text())))
+    assert [name for name in names if not is_there(name, LIBRARY)] == []
+
+
+def test_of_docstrings():
+    missing = []
+    for path in sorted(LIBRARY.rglob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        missing += [
+            f"{path.relative_to(LIBRARY)}: {name}"
+            for name in sorted(set(NAMED.findall(text)))
+            if not is_there(name, path.parent)
+        ]
+    assert missing == []
