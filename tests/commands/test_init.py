@@ -152,6 +152,11 @@ BROKEN = {
         b"a;b\n1,5;2\n",
         "Columns are separated by commas; this file uses ';'. Received: --data=a.csv, whose first",
     ),
+    "a missing number": (
+        "a.csv",
+        b"a,b\n1,2\n,3\n4,5\n",
+        "whose column 'a' is empty in 1 of 3 rows, first in row 2. Write a number there",
+    ),
     "tabs": ("a.csv", b"a\tb\n1\t2\n", "this file uses tabs"),
     "another encoding": ("a.csv", b"a,b\n\xff,1\n", "The data file cannot be read"),
     "an empty table": ("a.csv", b"", "with 0 rows, columns []"),
@@ -200,6 +205,17 @@ def test_excels_mark_is_no_part_of_the_first_name(data_files, capsys):
     assert 'NUMBERS = ["id", "first", "second"]' in path.read_text()
     (x, _), _ = load_task(str(path)).load_data()
     assert x.shape == (72, 3 + 2 + 1)
+
+
+def test_columns_may_have_any_name_and_hold_any_word(tmp_path):
+    """Story: Keras takes no slash in a name, and calls a word that it does not know [UNK]."""
+    lines = ["a/b,", "1,[UNK]", "2,x", *(f"{i},y" for i in range(8))]
+    (tmp_path / "a.csv").write_text("\n".join(f"{line},{len(line)}" for line in lines) + "\n")
+    path = tmp_path / "mine.py"
+    assert main(["init", str(path), "--kind=table", f"--data={tmp_path / 'a.csv'}"]) == 0
+    task = load_task(str(path))
+    (x, _), _ = task.load_data()
+    assert x.shape == (8, task.build_model().input_shape[1])
 
 
 @pytest.fixture

@@ -87,3 +87,10 @@ def test_what_has_no_numerators_is_refused():
     ):
         with pytest.raises(NotByPieces, match=said):
             values_of(loss, y, y, None)
+
+
+def test_of_no_rows_at_all_the_loss_is_0_as_in_keras():
+    """Story: where no worker had a row of a batch, 0/0 made every weight NaN."""
+    loss = losses.SparseCategoricalCrossentropy()
+    found = values_of(loss, IDS[:0], SCORES[:0], None).share(tf.constant(0))
+    assert float(found) == float(loss(IDS[:0], SCORES[:0])) == 0.0

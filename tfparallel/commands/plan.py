@@ -7,6 +7,7 @@ when. All are views of one plan (`planning/planner.py`).
 import contextlib
 import math
 import pathlib
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def _devices(options: TrainOptions) -> list[str]:
 def _command(path: str, options: TrainOptions, candidate: Candidate) -> str:
     """The command that trains a task as a candidate says."""
     mesh, parallelism = candidate.mesh, candidate.parallelism
-    parts = [f"tfparallel train {path} --parallel={parallelism}"]
+    parts = [f"tfparallel train {shlex.quote(path)} --parallel={parallelism}"]
     if parallelism == "hybrid":
         parts.append(f"--mesh={str(mesh).replace(', ', ',')}")
     elif mesh.size > 1:
@@ -194,13 +195,14 @@ def _what_fits(path, options, plan, first, limit) -> list[str]:
     number, line = first.mesh.size, _command(path, options, first)
     if number > 1:
         is_needed = options.device_memory is not None
+        memory = f" --device_memory={options.device_memory}" if is_needed else ""
         text = f"needs {number} devices{limit}" if is_needed else f"cut into {number} stages"
         return [
             f"{text}; take --parallel=model; the command:",
             f"  {line}",
             "or keep them all busy, with micro-batches; what that gains:",
-            f"  tfparallel plan {path} --parallel=pipeline --num_devices={number} "
-            f"--global_batch_size={options.global_batch_size}",
+            f"  tfparallel plan {shlex.quote(path)} --parallel=pipeline --num_devices={number} "
+            f"--global_batch_size={options.global_batch_size}{memory}",
         ]
     parallelism = "none"
     if plan.num_devices > 1:  # What fits one is faster on copies than on parts.

@@ -76,7 +76,8 @@ class ExampleLosses(NamedTuple):
         if not self.follows_from_sizes:
             return None
         values = self._weighted(self.weight)
-        return self.numerator() / tf.cast(num_rows * _size_of_a_row(values), values.dtype)
+        divisor = tf.cast(num_rows * _size_of_a_row(values), values.dtype)
+        return tf.math.divide_no_nan(self.numerator(), divisor)  # As Keras, of no rows at all.
 
     @property
     def follows_from_sizes(self) -> bool:

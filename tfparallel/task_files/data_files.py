@@ -25,16 +25,12 @@ _ENCODING = "utf-8-sig"  # UTF-8; the mark with which Excel begins a file is no 
 _OTHER_DELIMITERS = {";": "';'", "\t": "tabs", "|": "'|'"}
 
 
+# Features are numbered: a column may have a name that Keras does not take.
 _OF_COLUMNS = {
-    "columns": {
-        "NUMBERS": "[[float(row[name])] for row in rows]",
-        "WORDS": "[[row[name]] for row in rows]",
-    },
-    "features": {
-        "NUMBERS": "FeatureSpace.float_normalized()",
-        "WORDS": "FeatureSpace.string_categorical()",
-    },
+    "NUMBERS": ("number", "[[float(row[name])] for row in rows]", "float_normalized"),
+    "WORDS": ("word", "[[row[name]] for row in rows]", "string_categorical"),
 }
+_UNKNOWN = "[UNK]"  # What FeatureSpace calls a word that it has not seen.
 _SHUFFLE = "rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]\n"
 _FEATURES = """
 space = FeatureSpace(features, output_mode="concat")
@@ -244,7 +240,7 @@ def _check_delimiter(path, names) -> None:
 
 def _csv(kind, path, named, target) -> DataFile:
     names, rows = _rows(path)
-    of_numbers = [name for name in names if _are_numbers(rows, name)]
+    of_numbers = [name for name in names if _are_numbers(rows, name, path)]
     chosen = target
     if chosen is None and names:
         chosen = names[-1] if kind == "table" else next(iter(of_numbers), None)
@@ -298,7 +294,8 @@ def _table(rows, target, is_number, numbers, words) -> DataFile | None:
     # As the task file does it: what the rows for validation hold must not shape the features.
     order = np.random.default_rng(0).permutation(len(rows))
     for_training = [rows[i] for i in order[: len(rows) * 4 // 5]]
-    num_inputs = len(numbers) + sum(len({row[n] for row in for_training}) + 1 for n in words)
+    known = [{row[name] for row in for_training} - {_UNKNOWN} for name in words]
+    num_inputs = len(numbers) + sum(len(texts) + 1 for texts in known)
     constants = f"TARGET = {_quoted(target)}\n"
     if numbers:
         constants += f"NUMBERS = {_listed(numbers)}\n"
@@ -307,10 +304,13 @@ def _table(rows, target, is_number, numbers, words) -> DataFile | None:
     about = "  # One for each number and each word, and one for unknown words."
     constants += f"NUM_INPUTS = {num_inputs}{about if words else ''}\n"
     load, scale = _SHUFFLE, None
-    given = [listed for listed, names in (("NUMBERS", numbers), ("WORDS", words)) if names]
-    for made, values in _OF_COLUMNS.items():
-        for sign, listed in zip(("=", "|="), given, strict=False):
-            load += f"{made} {sign} {{name: {values[listed]} for name in {listed}}}\n"
+    load += "columns, features = {}, {}\n"
+    for listed, names in (("NUMBERS", numbers), ("WORDS", words)):
+        if names:
+            noun, values, feature = _OF_COLUMNS[listed]
+            load += f"for i, name in enumerate({listed}):\n"
+            load += f'    columns[f"{noun}_{{i}}"] = {values}\n'
+            load += f'    features[f"{noun}_{{i}}"] = FeatureSpace.{feature}()\n'
     if has_classes:
         constants += f"CLASSES = {_listed(classes)}\nNUM_CLASSES = len(CLASSES)\n"
         load += "y = np.array([CLASSES.index(row[TARGET]) for row in rows])\n"
@@ -337,11 +337,21 @@ def _looking_back(num_series: int, num_steps: int) -> str:
     return lines_of_series(length, num_series)
 
 
-def _are_numbers(rows, name: str) -> bool:
+def _are_numbers(rows, name: str, path: str) -> bool:
+    """Whether a column holds numbers; an error if it holds numbers, and nothing in some rows."""
+    empty = [index for index, row in enumerate(rows) if not (row[name] or "").strip()]
     try:
-        return all(np.isfinite(float(row[name])) for row in rows)
+        given = (row[name] for row in rows if (row[name] or "").strip())
+        are_numbers = all(np.isfinite(float(text)) for text in given)
     except (TypeError, ValueError):
         return False
+    if are_numbers and 0 < len(empty) < len(rows):
+        raise DataFileError(
+            f"A column of numbers must have one in each row. Received: --data={path}, whose column "
+            f"{name!r} is empty in {len(empty)} of {len(rows)} rows, first in row {empty[0] + 1}. "
+            "Write a number there, such as the column's mean, or leave out these rows or the column."
+        )
+    return are_numbers and not empty
 
 
 def _quoted(text: str) -> str:
