@@ -349,7 +349,7 @@ def _are_numbers(rows, name: str, path: str) -> bool:
         raise DataFileError(
             f"A column of numbers must have one in each row. Received: --data={path}, whose column "
             f"{name!r} is empty in {len(empty)} of {len(rows)} rows, first in row {empty[0] + 1}. "
-            "Write a number there, such as the column's mean, or leave out these rows or the column."
+            "Write a number there, such as the column's mean, or leave out the rows or the column."
         )
     return are_numbers and not empty
 
