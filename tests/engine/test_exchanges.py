@@ -131,6 +131,14 @@ def test_what_is_an_exchange(function, spec, number):
     assert len(exchange_inside(graph_of(function, spec), DEVICES)) == number
 
 
+def test_a_sum_of_sums_reads_no_other_device():
+    graph = graph_of(lambda x: added(sums_of_rows(x)), FLOATS)
+    all_reduces = exchange_inside(graph, DEVICES)
+    assert len(all_reduces) == 2
+    programs = plan_of(graph, DEVICES, {}, all_reduces=all_reduces)
+    assert {getattr(unit, "level", 0) for unit in programs} == {0}
+
+
 def test_all_parts_of_an_all_reduce_are_of_one_level():
     """Or each of two programs would wait for the other."""
 

@@ -20,7 +20,7 @@ it was, and cuts the programs.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -61,6 +61,10 @@ class _Exchange(NamedTuple):
         """Whether each device reads the result."""
         return all(self.members)
 
+    def with_terms(self, results: Mapping[str, tf.Tensor]) -> "_Exchange":
+        """The same of other terms, by the names of the operations that gave them."""
+        return self._replace(terms=tuple(results.get(t.op.name, t) for t in self.terms))
+
 
 def exchange_inside(graph, devices: Sequence[str]) -> list[list[str]]:
     """Makes all-reduces of a traced step's exchanges.
@@ -75,9 +79,11 @@ def exchange_inside(graph, devices: Sequence[str]) -> list[list[str]]:
     order = needed(graph)
     groups = _in_turn(order, _found(order, ranks_of(devices), len(devices)))
     names, before = [], [None] * len(devices)
+    results: dict[str, tf.Tensor] = {}  # By member; they may be terms of what is deeper.
     with graph.as_default():
         indices = _indices(len(devices))
-        for own in groups:
+        for group in groups:
+            own = [each.with_terms(results) for each in group]
             names_of_all: list[str] = []
             for rank, device in enumerate(devices):
                 with tf.device(device):
@@ -87,6 +93,7 @@ def exchange_inside(graph, devices: Sequence[str]) -> list[list[str]]:
                 for exchange, result in zip(own, sums, strict=True):
                     for member in exchange.members[rank]:
                         _replace(graph, member.outputs[0], result)
+                        results[member.name] = result
             names.append(names_of_all)
     return names
 
