@@ -24,6 +24,7 @@ TRIALS = (
     "sums",
     "parity",
     "compiled",
+    "summed_by_xla",
     "precision",
     "workers",
     "lost_workers",

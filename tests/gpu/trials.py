@@ -231,6 +231,25 @@ def compiled(device_type: str) -> Iterator[Row]:
             yield from tried(f"{what}, {parallelism}", compare)
 
 
+def summed_by_xla(device_type: str) -> Iterator[Row]:
+    """`all_reduce="xla"`: one program for each replica, which XLA runs on whole GPUs alone."""
+    names = _devices(device_type)
+    make_deterministic(operations=False)
+    for title in ("MLP with dropout", "CNN with batch normalization"):
+        network = networks.NETWORKS[title]
+
+        def compare(network=network):
+            expected = trained(network, lambda model: model, jit_compile=True)
+            found = trained(
+                network,
+                lambda model: data_parallel(model, devices=names, all_reduce="xla"),
+                jit_compile=True,
+            )
+            return compared(expected, found)
+
+        yield from tried(f"all_reduce='xla', {title}", compare, "xla cannot: nccl needs .*")
+
+
 def precision(device_type: str) -> Iterator[Row]:
     """mixed_float16 whose first steps overflow, and mixed_bfloat16; and several steps a call."""
     names = _devices(device_type)

@@ -49,8 +49,11 @@ _TENSORFLOW = {
     "nccl": (lambda devices: NcclAllReduce(), "tf.distribute.NcclAllReduce"),
 }
 NAMES = (*ALGORITHMS, *_TENSORFLOW)
-# TensorFlow feeds these a new key for each call, from Python: a `tf.while_loop` has none to give.
-NOT_IN_LOOPS = ("tf_ring",)
+# Not among them, since it cannot be measured alone: XLA sums within the program of each replica.
+IN_PROGRAMS = "xla"
+# TensorFlow feeds its ring a new key for each call, from Python: a `tf.while_loop` has none to
+# give. XLA has not been tried there.
+NOT_IN_LOOPS = ("tf_ring", IN_PROGRAMS)
 
 
 class NcclAllReduce(tf.distribute.NcclAllReduce):
@@ -176,7 +179,7 @@ def refusals(devices: Sequence[str]) -> dict[str, str]:
     """Returns the algorithms that cannot run on these devices, and why."""
     refused = {}
     if reason := nccl.refusal(devices):
-        refused["nccl"] = reason
+        refused["nccl"] = refused[IN_PROGRAMS] = reason
     if len(devices) % 2:
         refused["tf_hierarchical_copy"] = (
             f"TensorFlow's leaves out one device of an odd number ({len(devices)})"
@@ -190,14 +193,17 @@ def runnable(devices: Sequence[str]) -> list[str]:
     return [name for name in NAMES if name not in refused]
 
 
-def make(name: str, devices: Sequence[str]) -> tf.distribute.CrossDeviceOps:
-    """Makes an algorithm for these devices.
+def make(name: str, devices: Sequence[str]) -> tf.distribute.CrossDeviceOps | None:
+    """Makes an algorithm for these devices; None for `IN_PROGRAMS`.
 
     Raises:
         ValueError: If there is none of that name, or it cannot run on these devices.
     """
+    refused = refusals(devices)
+    if name == IN_PROGRAMS and name not in refused:
+        return None
     if name not in runnable(devices):
-        raise ValueError(unknown([name], runnable(devices), refusals(devices)))
+        raise ValueError(unknown([name], runnable(devices), refused))
     if name in ALGORITHMS:
         return ScheduledAllReduce(name)
     return _TENSORFLOW[name][0](list(devices))

@@ -68,15 +68,22 @@ def check_compile(model: keras.Model, strategy) -> None:
 
     Raises:
         ValueError: For `steps_per_execution` above 1 where the replicas are summed by an algorithm
-            that cannot run in a loop.
+            that cannot run in a loop; or if programs of XLA are to sum, and there are none.
     """
     name = getattr(strategy, "all_reduce_name", None)
     if model.compiled and model.steps_per_execution > 1 and name in cross_device.NOT_IN_LOOPS:
         raise ValueError(
-            "`steps_per_execution` above 1 runs the steps in a loop, in which TensorFlow's own "
+            "`steps_per_execution` above 1 runs the steps in a loop, in which TensorFlow's "
             "collectives cannot run (keras#19246). Another algorithm, or 1, is required. Received: "
             f"steps_per_execution={model.steps_per_execution}, all_reduce={name!r}. Take "
             "all_reduce='ring', or leave it out."
+        )
+    if model.compiled and strategy.sums_in_programs and not model.jit_compile:
+        raise ValueError(
+            "XLA sums gradients in the programs that it compiles, and compiles none of this model. "
+            "`jit_compile=True`, and layers that XLA supports, are required. Received: "
+            f"all_reduce={name!r}, jit_compile={model.jit_compile}. Call "
+            "`compile(..., jit_compile=True)`, or leave `all_reduce` out."
         )
 
 

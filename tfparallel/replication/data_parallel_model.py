@@ -75,6 +75,10 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         return self.strategy.devices
 
     @property
+    def _sums_in_programs(self) -> bool:
+        return self.strategy.sums_in_programs
+
+    @property
     def layout(self) -> Layout:
         """What is where; what sums the gradients may be chosen when training begins."""
         if self.strategy is not None:

@@ -62,7 +62,8 @@ class MirroredStrategy(_ExtendsModels, mirrored.MirroredStrategy):
         all_reduce: Instead, the name of the algorithm that sums the replicas' gradients, one of
             `tfparallel.collectives.cross_device.NAMES`, such as `"ring"`; or `"auto"` for the
             fastest on these devices, from a profile (`tfparallel bench all_reduce
-            --save_profile`) or, without one, measured at the first step, in less than 2 s.
+            --save_profile`) or, without one, measured at the first step, in less than 2 s. Or
+            `"xla"`, experimental: sums inside the programs of `jit_compile=True`, on whole GPUs.
             Default: `"nccl"` where each replica has a GPU, else each sum on the first device,
             from where the others read it.
         calibrate: Whether `"auto"` may measure. If not, and without a profile, it takes the

@@ -51,6 +51,7 @@ __all__ = [
     "runtime_has_started",
     "set_device",
     "set_identity",
+    "set_input",
     "share_functions",
     "traced_graph",
     "wait_for_other_processes",
@@ -65,6 +66,11 @@ def set_device(operation: tf.Operation, device: str) -> None:
 def add_control_inputs(operation: tf.Operation, sources: Sequence[tf.Operation]) -> None:
     """Has an operation of a graph run only behind others."""
     operation._add_control_inputs(list(sources))
+
+
+def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Has an operation of a graph take another tensor, of the same type and shape."""
+    operation._update_input(index, tensor)
 
 
 def extend_operation(

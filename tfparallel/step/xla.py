@@ -26,7 +26,12 @@ def compiled_by_device(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
     def called(self, data):
         if tf.executing_eagerly() or not self._compiles:
             return step(self, data)
-        return in_programs(functools.partial(step, self), self._devices_of_programs, data)
+        return in_programs(
+            functools.partial(step, self),
+            self._devices_of_programs,
+            data,
+            exchanges_inside=self._sums_in_programs,
+        )
 
     return called
 
@@ -47,6 +52,11 @@ class CompiledByDevice:
     def _devices_of_programs(self) -> Sequence[str]:
         """This process's devices."""
         return self.layout.devices
+
+    @property
+    def _sums_in_programs(self) -> bool:
+        """Whether these are summed over within a program, and do not cut the step."""
+        return False
 
     def _resolve_auto_jit_compile(self):
         if not self._has_several_devices:

@@ -66,6 +66,7 @@ class MirroredStrategy(ProgramStrategy, tf.distribute.MirroredStrategy):
             self.all_reduce_ops = ChosenAllReduce(names, calibrate=calibrate)
         elif all_reduce is not None:
             self.all_reduce_ops = cross_device.make(all_reduce, names)
+            self.sums_in_programs = all_reduce == cross_device.IN_PROGRAMS
         self.all_reduce_name = all_reduce
         cross_device_ops = cross_device_ops or self.all_reduce_ops
         extended = _MirroredExtended(

@@ -89,6 +89,7 @@ class ProgramStrategy:
 
     workers: ProcessGroup | None = None  # What joins the workers of the job; None for one.
     all_reduce_ops: tf.distribute.CrossDeviceOps | None = None  # None: on the first device.
+    sums_in_programs = False  # Whether the programs of XLA do so, on all devices.
     all_reduce_is_open = False  # Whether what sums over the workers is still to be chosen.
     compression: str | None = None  # How gradients travel between workers; None: as they are.
     check_rows = True  # Whether a call that mixes examples is refused; see `data_parallel`.
@@ -171,6 +172,8 @@ class ProgramStrategy:
     def _reduction(self) -> str | None:
         if self.num_replicas == 1:
             return None
+        if self.sums_in_programs:
+            return "all-reduce by XLA, in the program of each replica"
         if self.all_reduce_ops is None and self.workers is None:
             return f"added on {canonical(self.devices[0])}"
         choice = choice_of(self)

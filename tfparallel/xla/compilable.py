@@ -1,7 +1,7 @@
 """Which operations XLA may compile as part of a program."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -17,7 +17,7 @@ __all__ = [
     "holds_loop",
     "is_compilable",
     "is_draw",
-    "name_of",
+    "ranks_of",
     "refuse_draw",
 ]
 
@@ -75,11 +75,22 @@ def _operations(graphs) -> Iterator[tf.Operation]:
 def _is_compilable_within(inner, outer) -> bool:
     if inner.type in ("Placeholder", "NoOp"):
         return True
-    devices = {name_of(each.device) for each in (inner, outer) if each.device}
+    devices = {_name_of(each.device) for each in (inner, outer) if each.device}
     return len(devices) < 2 and is_compilable(inner)
 
 
-def name_of(device: str) -> str | None:
+def ranks_of(devices: Sequence[str]) -> Callable[[str], int | None]:
+    """What tells a device's place in a list, which may name those of this task in short."""
+    ranks = {resolve(device): rank for rank, device in enumerate(devices)}
+
+    def rank(device):
+        name = _name_of(device) or ""
+        return ranks.get(name, ranks.get(name.rpartition("device:")[2]))
+
+    return rank
+
+
+def _name_of(device: str) -> str | None:
     """The one spelling of a device's name; None of one that names any device of a type."""
     try:
         return resolve(device)

@@ -33,7 +33,6 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfparallel.devices import resolve
 from tfparallel.tracing.graphs import called_by
 from tfparallel.xla.compilable import (
     CALLS,
@@ -42,7 +41,7 @@ from tfparallel.xla.compilable import (
     holds_loop,
     is_compilable,
     is_draw,
-    name_of,
+    ranks_of,
 )
 from tfparallel.xla.trace import Trace, has_handle
 from tfparallel.xla.units import Outside, Program, Units
@@ -54,7 +53,11 @@ _MOVES = {"Cast", "Identity", "PlaceholderWithDefault", "Slice", "StridedSlice"}
 
 
 def plan_of(
-    graph, devices: Sequence[str], homes: Mapping[str, str], is_branch: bool = False
+    graph,
+    devices: Sequence[str],
+    homes: Mapping[str, str],
+    is_branch: bool = False,
+    all_reduces: Sequence[Sequence[str]] = (),
 ) -> list[Outside | Program]:
     """Divides a traced step into programs and what stays outside.
 
@@ -64,18 +67,22 @@ def plan_of(
         homes: By the name of an argument that is a variable's handle: the variable's device.
         is_branch: Whether all that stays outside at a level is to be one unit, on no device, since
             each unit asks whether the branch is taken.
+        all_reduces: What devices exchange inside of programs: of each, the names of its operations,
+            one for each device (`exchanges.py`).
 
     Returns:
         The units, in an order in which they can run.
     """
-    return _Planner(graph, devices, homes, is_branch).plan()
+    return _Planner(graph, devices, homes, is_branch, all_reduces).plan()
 
 
 class _Planner:
-    def __init__(self, graph, devices, homes, is_branch):
+    def __init__(self, graph, devices, homes, is_branch, all_reduces):
         self._trace = Trace(graph)
         self._operations = self._trace.operations
-        self._ranks = {resolve(device): rank for rank, device in enumerate(devices)}
+        self._rank = ranks_of(devices)
+        self._all_reduces = all_reduces
+        self._inside = {name for names in all_reduces for name in names}
         self._homes = {name: self._rank(home) for name, home in homes.items()}
         self._has_lists_of_any_size = any(map(has_list_of_any_size, self._operations))
         # By operation's name; what `Units` is told.
@@ -111,13 +118,10 @@ class _Planner:
 
     # Where an operation is.
 
-    def _rank(self, device: str) -> int | None:
-        """A device's place in the list of devices, which may name those of this task in short."""
-        name = name_of(device) or ""
-        return self._ranks.get(name, self._ranks.get(name.rpartition("device:")[2]))
-
     def _place_of(self, op) -> int | None:
         """The rank of its device, or None outside of all programs."""
+        if op.type == "PlaceholderWithDefault":
+            return None  # A number of one replica's own: the programs of all are the same.
         asked = set()
         for tensor in op.inputs:
             if tensor.dtype == tf.resource:
@@ -128,6 +132,8 @@ class _Planner:
             found = (self._place.get(each.op.name) for each in op.inputs)
             asked.add(next((rank for rank in found if rank is not None), 0))
         (rank,) = asked if len(asked) == 1 else (None,)
+        if op.name in self._inside:
+            return rank
         return rank if rank is not None and is_compilable(op) else None
 
     def _leave_functions_alone(self) -> None:
@@ -171,13 +177,30 @@ class _Planner:
     # When an operation can run.
 
     def _find_levels(self) -> None:
+        at_least: dict[str, int] = {}
+        while True:
+            self._find_levels_from(at_least)
+            late = self._late_parts()
+            if not late:
+                break
+            at_least |= late
+        self._sink()
+
+    def _late_parts(self) -> dict[str, int]:
+        """Parts of an all-reduce that are too early: all are in programs of one level."""
+        found = {}
+        for names in self._all_reduces:
+            level = max(self._level[name] for name in names)
+            found |= {name: level for name in names if self._level[name] < level}
+        return found
+
+    def _find_levels_from(self, at_least: Mapping[str, int]) -> None:
         for op in self._operations:
-            place, level = self._place[op.name], 0
+            place, level = self._place[op.name], at_least.get(op.name, 0)
             waits = [name for name in self._trace.controls(op) if self._must_wait(op, name)]
             for source in (*self._trace.sources(op), *waits):
                 level = max(level, self._level_after(source, place))
             self._level[op.name], self._waits_for[op.name] = level, waits
-        self._sink()
 
     def _sink(self) -> None:
         """What follows from variables alone is computed where it is read, not handed on."""
@@ -248,7 +271,7 @@ class _Planner:
 
     def _is_little(self, name: str) -> bool:
         op = self._trace.by_name[name]
-        if is_draw(op) or any(called_by(op)):
+        if name in self._inside or is_draw(op) or any(called_by(op)):
             return False
         return op.type == "Identity" or all(out.shape.num_elements() == 1 for out in op.outputs)
 

@@ -12,7 +12,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.seams.tensorflow import copy_handle_data, share_functions, traced_graph
+from tfparallel.seams.tensorflow import (
+    copy_handle_data,
+    run_independently,
+    share_functions,
+    traced_graph,
+)
 from tfparallel.tracing.graphs import (
     called_by,
     calls_unknown,
@@ -22,18 +27,23 @@ from tfparallel.tracing.graphs import (
 )
 from tfparallel.xla.compilable import BRANCHES, refuse_draw
 from tfparallel.xla.cut import plan_of
+from tfparallel.xla.exchanges import exchange_inside
 from tfparallel.xla.units import Outside, Program
 
 __all__ = ["in_programs"]
 
 
-def in_programs(step: Callable[..., Any], devices: Sequence[str], *args: Any) -> Any:
+def in_programs(
+    step: Callable[..., Any], devices: Sequence[str], *args: Any, exchanges_inside: bool = False
+) -> Any:
     """Calls a step while a function is traced, and has XLA compile what each device does in it.
 
     Args:
         step: Takes and returns nested tensors.
         devices: Names of the devices.
         *args: Its arguments.
+        exchanges_inside: Whether sums over the devices are parts of the programs, and do not cut
+            the step (`exchanges.py`). XLA runs that on several whole GPUs alone.
 
     Raises:
         ValueError: If something draws random numbers that XLA cannot compile.
@@ -42,7 +52,8 @@ def in_programs(step: Callable[..., Any], devices: Sequence[str], *args: Any) ->
     if is_of_programs(graph):
         return step(*args)
     traced = traced_graph("step", of_programs(step), args)
-    found = iter(_Caller(traced, graph, devices).call(_tensors(args)))
+    all_reduces = exchange_inside(traced, devices) if exchanges_inside else ()
+    found = iter(_Caller(traced, graph, devices, all_reduces=all_reduces).call(_tensors(args)))
     return tf.nest.map_structure(
         lambda each: next(found) if tf.is_tensor(each) else each,
         traced.structured_outputs,
@@ -62,13 +73,22 @@ class _Caller:
         graph: The other.
         devices: Names of the devices.
         condition: Of a branch: whether it is taken.
+        all_reduces: As `plan_of` takes them.
     """
 
-    def __init__(self, traced, graph, devices: Sequence[str], condition: tf.Tensor | None = None):
+    def __init__(
+        self,
+        traced,
+        graph,
+        devices: Sequence[str],
+        condition: tf.Tensor | None = None,
+        all_reduces: Sequence[Sequence[str]] = (),
+    ):
         self._traced = traced
         self._graph = graph
         self._devices = devices
         self._condition = condition
+        self._all_reduces = all_reduces
         self._made: dict[tuple[str, int], tf.Tensor] = {}  # By operation and output in the trace.
         self._done: dict[Any, tf.Operation] = {}  # By unit.
 
@@ -91,7 +111,7 @@ class _Caller:
             if inner.dtype == tf.resource:
                 homes[inner.op.name] = outer.device
         is_branch = self._condition is not None
-        return plan_of(self._traced, self._devices, homes, is_branch)
+        return plan_of(self._traced, self._devices, homes, is_branch, self._all_reduces)
 
     def make(self, units: Sequence[Outside | Program]) -> list[tf.Tensor]:
         """Makes the units of a plan, and returns what the graph returns."""
@@ -193,7 +213,15 @@ class _Caller:
         with tf.device(self._devices[unit.device] if is_compiled else None):
             found = self._if_taken(function, unit.outputs)
         self._keep(unit.outputs, found)
-        return found[0].op if found else self._graph.get_operations()[-1]
+        made = found[0].op if found else self._graph.get_operations()[-1]
+        if self._exchanges(unit) and not any(t.dtype == tf.resource for t in unit.inputs):
+            run_independently(made)  # TensorFlow would have it wait for another device's.
+        return made
+
+    def _exchanges(self, unit: Program) -> bool:
+        """Whether there is an all-reduce in a program."""
+        names = {op.name for op in unit.operations}
+        return any(not names.isdisjoint(each) for each in self._all_reduces)
 
     def _if_taken(self, function, outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Calls a function; in a branch that is not taken, returns empty tensors instead."""

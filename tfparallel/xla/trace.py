@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-__all__ = ["Trace", "has_handle"]
+__all__ = ["Trace", "has_handle", "needed"]
 
 _READ = "ReadVariableOp"
 
@@ -27,7 +27,7 @@ class Trace:
     def __init__(self, graph):
         self.given = {tensor.op.name for tensor in graph.inputs}
         self.outputs = graph.outputs
-        order = [op for op in _needed(graph) if op.name not in self.given]
+        order = [op for op in needed(graph) if op.name not in self.given]
         self.constants = {op.name for op in order if op.type == "Const"}
         self.reads: set[str] = set()
         self.writers = collections.defaultdict(list)
@@ -76,15 +76,15 @@ def _value_of(op) -> tuple:
     return op.inputs[0].op.name, op.outputs[0].dtype, op.device
 
 
-def _needed(graph) -> list[tf.Operation]:
+def needed(graph) -> list[tf.Operation]:
     """What a graph's outputs are made of, and what changes something; each after its sources."""
     ends = [tensor.op for tensor in graph.outputs]
     ends += [op for op in graph.control_outputs if op.type != _READ]
-    needed, stack = set(), list(ends)
+    wanted, stack = set(), list(ends)
     while stack:
         op = stack.pop()
-        if op.name not in needed:
-            needed.add(op.name)
+        if op.name not in wanted:
+            wanted.add(op.name)
             stack += [tensor.op for tensor in op.inputs]
             # What a variable holds is read after each `assign`, for nobody.
             stack += [source for source in op.control_inputs if source.type != _READ]
@@ -101,5 +101,5 @@ def _needed(graph) -> list[tf.Operation]:
                 continue
             stack.append((op, True))
             sources = [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
-            stack += [(each, False) for each in sources if each.name in needed]
+            stack += [(each, False) for each in sources if each.name in wanted]
     return found
