@@ -1,4 +1,4 @@
-"""What all devices add or stack is an all-reduce inside of their programs, and comes to the same."""
+"""What all devices add or stack is an all-reduce in their programs, and comes to the same."""
 
 import numpy as np
 import pytest
