@@ -160,6 +160,35 @@ def test_what_is_accumulated_is_in_a_checkpoint(in_float64, tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
+class Shrinks(keras.constraints.Constraint):
+    """A constraint of the user's own, with which the first replica alone updates."""
+
+    def __call__(self, weight):
+        return 0.9 * weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begins_with_it", [False, True])
+def test_what_is_accumulated_outlives_another_compile(in_float64, begins_with_it):
+    """Story: terms of all replicas but the first were lost, or counted once for each replica."""
+    x, y = np.random.default_rng(0).normal(size=(2, 3 * BATCH, 6)), np.ones((3 * BATCH, 3))
+
+    def trained(parallel):
+        keras.utils.set_random_seed(0)
+        model = parallel(build)
+        kernel = model.layers[0].kernel
+        kernel.constraint = Shrinks() if begins_with_it else None
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        for part in x:
+            model.compile(optimizer, "mse")
+            model.fit(part, y, batch_size=BATCH, shuffle=False, verbose=0)  # Three steps.
+            kernel.constraint = None if begins_with_it else Shrinks()
+        return model.get_weights()
+
+    for a, b in zip(trained(lambda build: build()), trained(FORMS["replicas"]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
 def test_values_of_another_number_are_refused():
     model = FORMS["replicas"](build)
     model.compile("adam", "mse")

@@ -24,6 +24,7 @@ from tfparallel.variables.split import split_variable, whole_of
 
 __all__ = [
     "assign",
+    "change_sum",
     "grouped",
     "holds_pieces",
     "is_in_pieces",
@@ -90,6 +91,16 @@ def mark_sum(variable: keras.Variable, places: Places | None) -> None:
     """Says of an accumulator that its value is the sum of its copies at places; None: it is not."""
     if places is not None or isinstance(variable, SumOfCopies):
         extend(variable, SumOfCopies, _summed_at=places)
+
+
+def change_sum(variable: keras.Variable, places: Places | None) -> None:
+    """As `mark_sum`, of an accumulator that may hold terms: they become those of the other kind."""
+    before = getattr(variable, "_summed_at", None)
+    if before is not None and places is None:
+        variable.assign(_summed([variable], before)[0])
+    mark_sum(variable, places)
+    if before is None and places is not None:
+        _hold_in_first_copy(variable, places)
 
 
 def is_in_pieces(variable: keras.Variable) -> bool:

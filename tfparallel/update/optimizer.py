@@ -64,7 +64,7 @@ class UnitOptimizer:
         self._leave_out_units()
         with places.make():
             super().build(units)
-        self._mark_sums()
+        self._mark_sums(files.mark_sum)
         places.copy([*units, *own_variables(self)])
         if self._in_shares and original_class(self) is ScheduleFreeAdamW:
             with tf.init_scope(), places.all():
@@ -202,11 +202,11 @@ class UnitOptimizer:
         units = weights_of(self)
         return updates_alike(self) and all(belongs_to_keras(unit.constraint) for unit in units)
 
-    def _mark_sums(self) -> None:
+    def _mark_sums(self, mark) -> None:
         if self.gradient_accumulation_steps and not wrapped_by(self):
             for accumulator in accumulators_of(self):
                 if accumulator is not None:
-                    files.mark_sum(accumulator, self._places if self._sums_late else None)
+                    mark(accumulator, self._places if self._sums_late else None)
 
     def _rate_of_all(self):
         """The learning rate, where each share would have one of its own; else None."""
@@ -394,7 +394,7 @@ def extend_for(optimizer: keras.Optimizer, places: Places, shares: bool) -> None
     object.__setattr__(optimizer, "_distribution_strategy", strategy)
     if optimizer.built:
         places.copy(own_variables(optimizer))
-        optimizer._mark_sums()
+        optimizer._mark_sums(files.change_sum)
     for each in inner:
         extend_for(each, places, shares)
 
