@@ -121,7 +121,8 @@ class RestoredByChief(keras.callbacks.Callback):
         """Sends the weights, the optimizer's state and where to go on."""
         optimizer = self.model.optimizer
         mine = [first_epoch(self.model), bool(optimizer is not None and optimizer.built)]
-        initial_epoch, has_slots = self._workers.exchange(mine, "restoring by `BackupAndRestore`")[0]
+        everyones = self._workers.exchange(mine, "what `BackupAndRestore` has read")
+        initial_epoch, has_slots = everyones[0]
         if has_slots and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         send_state(self.model, self._workers)

@@ -25,6 +25,7 @@ from tfparallel.collectives.process_group import ProcessGroup
 __all__ = ["TransportChoice", "by_default", "names_of"]
 
 # More need not be moved to tell which transport moves a byte faster.
+_WHAT = "the choice of what joins the workers"  # Names the exchanges.
 _MAX_BYTES = 2**26
 # Of MPI's algorithms its own choice; TensorFlow's ring without pieces never won.
 _LIKELY = ("nccl", "ring_tuned", "mpi")
