@@ -126,7 +126,79 @@ def a_stop_within_an_epoch():
     model.fit(X[:20], Y[:20], batch_size=4, verbose=0, shuffle=False, callbacks=[StopsInAnEpoch()])
 
 
+def loaded_by_the_chief():
+    model = parallel()
+    if is_chief():
+        model.set_weights([2 * values for values in model.get_weights()])
+    return model
+
+
+def a_row_of_the_chief_alone():
+    """Of 10,000 of them, near zero."""
+    embedding = keras.layers.Embedding(10_000, 2)
+    model = parallel(embedding, keras.layers.Flatten())
+    if is_chief():
+        (table,) = embedding.get_weights()
+        table[7] = 0
+        embedding.set_weights([table])
+    fit(model, x=np.ones_like(X))
+
+
+def class_weights_of_their_own():
+    rows = tf.data.Dataset.from_tensor_slices((own_rows(X), own_rows(Y) > 0)).batch(4)
+    weights = {0: 1.0, 1: 1.0 + tfparallel.worker_index()}
+    parallel().fit(tfparallel.data.by_sample(rows), class_weight=weights, verbose=0)
+
+
+def words_in_another_order():
+    words = ["a", "b"] if is_chief() else ["b", "a"]
+
+    def build_lookup():
+        lookup = keras.layers.StringLookup(vocabulary=words, output_mode="one_hot")
+        return keras.Sequential([keras.Input((1,), dtype="string"), lookup, keras.layers.Dense(1)])
+
+    keras.utils.set_random_seed(3)
+    model = tfparallel.data_parallel(build_lookup)
+    model.compile("sgd", "mse")
+    fit(model, x=tf.constant([["a"], ["b"], ["c"]] * 7))
+
+
+def another_loss():
+    model = parallel()
+    model.compile("sgd", "mse" if is_chief() else "mae")
+    fit(model)
+
+
+def an_error_that_one_worker_caught():
+    def fails(epoch, logs):
+        raise KeyError("mine")
+
+    model = parallel()
+    try:
+        fails_here = keras.callbacks.LambdaCallback(on_epoch_end=fails)
+        fit(model, callbacks=[fails_here] if is_chief() else [])
+    except KeyError:
+        fit(model)
+
+
+def a_prediction_of_the_chief_alone():
+    """Story: it made Keras's seed, for which the other worker, in `fit`, did not wait."""
+    model = parallel()
+    if is_chief():
+        model.predict_on_batch(X[:4])
+    fit(model)
+
+
 TOLD = {
+    "a prediction of the chief alone": a_prediction_of_the_chief_alone,
+    "evaluate": lambda: loaded_by_the_chief().evaluate(X, Y, verbose=0),
+    "predict": lambda: loaded_by_the_chief().predict(X, verbose=0),
+    "weights before train_on_batch": lambda: loaded_by_the_chief().train_on_batch(X, Y),
+    "a row of the chief alone": a_row_of_the_chief_alone,
+    "class weights of their own": class_weights_of_their_own,
+    "words in another order": words_in_another_order,
+    "another loss": another_loss,
+    "an error that one worker caught": an_error_that_one_worker_caught,
     "weights of the chief alone": weights_of_the_chief_alone,
     "weights drawn apart": weights_drawn_apart,
     "a learning rate of the chief alone": a_learning_rate_of_the_chief_alone,
@@ -177,8 +249,11 @@ def what_is_no_difference():
         build(keras.layers.Dropout(0.5))
     fit(parallel(keras.layers.Dropout(0.5)))
     model = parallel(keras.layers.Dropout(0.5), sync="local_sgd:2")
+    evaluates = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: model.evaluate(X, Y, verbose=0)
+    )
     for _ in range(2):
-        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[evaluates])
     return "nothing"
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from . import agreement
-from .jobs import run_workers
+from .jobs import JobFailed, run_workers
 
 PROGRAM = pathlib.Path(__file__).with_name("agreement.py")
 
@@ -34,6 +34,15 @@ def run_job(tmp_path_factory):
         ("other rows to validate on", "The workers read different data"),
         ("another order", "The workers were given different batches"),
         ("what is no difference", "nothing"),
+        ("a prediction of the chief alone", "The workers are at different points of the program"),
+        ("evaluate", "hold different weights at the start of `evaluate`"),
+        ("predict", "hold different weights at the start of `predict`"),
+        ("weights before train_on_batch", "different weights at the start of `train_on_batch`"),
+        ("a row of the chief alone", "hold different weights at the start of `fit`"),
+        ("class weights of their own", "class_weight"),
+        ("words in another order", "vocabulary"),
+        ("another loss", "loss"),
+        ("an error that one worker caught", "The workers are at different points of the program"),
         ("a stop within an epoch", "epochs of different lengths, by worker: 4, 5"),
     ],
 )
@@ -70,3 +79,29 @@ def test_a_worker_without_rows_computes_those_of_another_in_vain(job, how):
 
 def test_no_rows_are_no_nan_where_updates_are_of_several_steps(job):
     assert all(seen["finite"] for seen in job)
+
+
+SLEEPS = """
+import time
+
+import keras
+import numpy as np
+import tfparallel
+
+def main(method):
+    tfparallel.init(stall_timeout=3.0)
+    model = tfparallel.data_parallel(
+        lambda: keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    )
+    model.compile("sgd", "mse")
+    if tfparallel.worker_index() == 0:
+        getattr(model, method)(np.ones((4, 2)), np.ones((4, 1)))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_who_does_not_come_is_missed_before_the_first_step(method):
+    """Story: `stall_timeout` counted from the first step on, and `fit` waited for ever."""
+    with pytest.raises(JobFailed, match="Worker 0 makes no progress.*another worker, or the data"):
+        run_workers(SLEEPS, 2, arguments=[method], timeout_seconds=50)

@@ -330,7 +330,7 @@ class Checkpoint(keras.callbacks.Callback):
                 error = raised
         if self._workers is not None:
             told = [type(error).__name__, str(error)] if error is not None else None
-            returned, told = self._workers.exchange([returned, told])[0]
+            returned, told = self._workers.exchange([returned, told], "`Checkpoint`")[0]
             if told is not None and error is None:
                 error = _ERRORS[told[0]](told[1])
         if error is not None:

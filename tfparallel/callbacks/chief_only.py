@@ -91,7 +91,7 @@ def send_state(model: keras.Model, workers) -> None:
     if in_pieces:
         loaded, kept = model.optimizer.loaded_values(), model.optimizer.variables
         store: dict[str, Any] = {}
-        if not workers.exchange(loaded is not None)[0]:
+        if not workers.exchange(loaded is not None, "sending the optimizer's state")[0]:
             model.optimizer.save_own_variables(store)
         elif workers.worker_index == 0:  # Which alone has read a file, and has all of it.
             store = {str(i): value for i, value in enumerate(loaded)}
@@ -121,7 +121,8 @@ class RestoredByChief(keras.callbacks.Callback):
         """Sends the weights, the optimizer's state and where to go on."""
         optimizer = self.model.optimizer
         mine = [first_epoch(self.model), bool(optimizer is not None and optimizer.built)]
-        initial_epoch, has_slots = self._workers.exchange(mine)[0]
+        everyones = self._workers.exchange(mine, "what `BackupAndRestore` has read")
+        initial_epoch, has_slots = everyones[0]
         if has_slots and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         send_state(self.model, self._workers)

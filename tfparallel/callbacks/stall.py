@@ -8,11 +8,13 @@ allowed ends the process. The one that hangs ends first, and its stack says wher
 step waits for it, end a little later if that has not freed them.
 """
 
+import contextlib
 import faulthandler
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -53,6 +55,13 @@ class StallGuard(keras.callbacks.Callback):
 
     def __exit__(self, *_):
         self._ended.set()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts what all workers do together as a step: the one that hangs ends first."""
+        self._tick(True)
+        yield
+        self._tick(False)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step begins."""

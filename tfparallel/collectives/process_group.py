@@ -31,6 +31,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfparallel.cluster.differences import name_workers
 from tfparallel.collectives.buckets import buckets
 from tfparallel.collectives.compression import Compression
 from tfparallel.collectives.dtypes import movable, restored, sendable
@@ -287,17 +288,35 @@ class ProcessGroup:
         sent = self.all_reduce([sendable(tensor) for tensor in tensors])
         return [tf.cast(s, tensor.dtype) for s, tensor in zip(sent, tensors, strict=True)]
 
-    def exchange(self, content: Any) -> list[Any]:
+    def exchange(self, content: Any, what: str = "an exchange") -> list[Any]:
         """Sends what JSON can hold to all workers, outside a `tf.function`.
+
+        Args:
+            content: This worker's own.
+            what: Names the call, in words that an error may show; it travels with the content.
 
         Returns:
             Every worker's content, by worker.
+
+        Raises:
+            RuntimeError: On every worker, if they have reached calls of different names.
         """
-        text = json.dumps(content, sort_keys=True).encode()
+        text = json.dumps([what, content], sort_keys=True).encode()
         (codes,) = self.all_gather_uneven([tf.constant(list(text), tf.int32)])
         (lengths,) = self.all_gather([tf.constant([len(text)])], [1] * self.num_workers)
         parts = tf.split(codes, lengths)
-        return [json.loads(bytes(part.numpy().tolist())) for part in parts]
+        sent = [json.loads(bytes(part.numpy().tolist())) for part in parts]
+        callers: dict[str, list[int]] = {}
+        for worker, (name, _) in enumerate(sent):
+            callers.setdefault(name, []).append(worker)
+        if len(callers) > 1:
+            received = "; ".join(f"{name} on {name_workers(own)}" for name, own in callers.items())
+            raise RuntimeError(
+                "The workers are at different points of the program; the same calls are required "
+                f"on all of them. Received: {received}. Look for a call that not all workers make, "
+                "or an error that the program caught on one of them: let it end the program."
+            )
+        return [content for _, content in sent]
 
     def _gather_rows(self, rows, counts, kind):
         """Joins matrices of `counts[w]` rows, of one width."""

@@ -25,6 +25,7 @@ from tfparallel.collectives.process_group import ProcessGroup
 __all__ = ["TransportChoice", "by_default", "names_of"]
 
 # More need not be moved to tell which transport moves a byte faster.
+_WHAT = "the choice of what joins the workers"  # Names the exchanges.
 _MAX_BYTES = 2**26
 # Of MPI's algorithms its own choice; TensorFlow's ring without pieces never won.
 _LIKELY = ("nccl", "ring_tuned", "mpi")
@@ -130,7 +131,7 @@ class TransportChoice:
 
 def names_of(group: ProcessGroup) -> list[str]:
     """Returns a name for each worker, by which a profile knows them: those of their hosts."""
-    return [f"worker:{host}" for host in group.exchange(platform.node())]
+    return [f"worker:{host}" for host in group.exchange(platform.node(), _WHAT)]
 
 
 def _profile_of_first(group) -> profile.Times | None:
@@ -141,7 +142,7 @@ def _profile_of_first(group) -> profile.Times | None:
             found = profile.load(names)
         except ValueError as error:
             problem = str(error)
-    found, problem = group.exchange([found, problem])[0]
+    found, problem = group.exchange([found, problem], _WHAT)[0]
     if problem:
         raise ValueError(problem)
     return found
@@ -152,7 +153,7 @@ def _candidates(group) -> list[str]:
     found = ["ring", "ring_tuned"]
     if not transport.nccl_refusal(group):
         found.append("nccl")
-    if all(group.exchange(library.is_installed())):
+    if all(group.exchange(library.is_installed(), _WHAT)):
         found += [name for name in transport.NAMES if name.startswith("mpi")]
     return found
 
@@ -166,7 +167,7 @@ def _joined(group, names) -> dict[str, ProcessGroup]:
         except RuntimeError as error:
             logging.warning("%s does not start, and another transport is taken: %s", name, error)
             joined = None
-        if all(group.exchange(joined is not None)):
+        if all(group.exchange(joined is not None, _WHAT)):
             found[name] = joined
     return found
 
@@ -196,10 +197,10 @@ def _measured(groups, size_bytes) -> dict[str, float]:
     start = time.perf_counter()
     turn()
     wanted = int(algorithm_selection.BUDGET_SECONDS / (time.perf_counter() - start))
-    num_rounds = max(min(group.exchange(wanted)[0], _MAX_ROUNDS), _MIN_ROUNDS)
+    num_rounds = max(min(group.exchange(wanted, _WHAT)[0], _MAX_ROUNDS), _MIN_ROUNDS)
     for _ in range(num_rounds - 1):
         turn()
-    everyones = group.exchange(times)
+    everyones = group.exchange(times, _WHAT)
     return {
         name: statistics.quantiles(map(max, *[theirs[name] for theirs in everyones]), n=4)[0]
         for name in groups

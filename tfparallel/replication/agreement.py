@@ -15,18 +15,25 @@ import tensorflow as tf
 
 from tfparallel.cluster.differences import differences, name_workers
 from tfparallel.data import rows_of_worker
+from tfparallel.seams.compiled import compile_arguments
+from tfparallel.seams.keras import layers_in
 from tfparallel.seams.optimizers import rate_of
 
 # The first batches of a `fit`, `evaluate` or `predict` are compared; another order shows there.
 _NUM_STEPS = 2
+_PLAIN = (int, float, str, bool, type(None))
+_LOOKUPS = (
+    keras.layers.IntegerLookup, keras.layers.StringLookup, keras.layers.TextVectorization
+)  # fmt: skip
 _KINDS = ("fit", "evaluate", "predict")
 _OTHER_BATCH = "The workers were given different batches"
 
-# Relative to the sum of a weight's absolute values. Processors of two kinds may round an update
+# Relative to the sum of a block's absolute values. Processors of two kinds may round an update
 # differently; weights that were loaded on one worker alone are further apart.
 _MOST_APART = 1e-4
 _PATTERN = 1.0 + np.arange(101) / 101  # Factors that differ, so that the order of values counts.
-_ELEMENTS_AT_ONCE = 101 * 2**14
+_BLOCKS = 2**14  # Of all weights whose checksums differ, so that what is sent is bounded.
+_LEAST_BLOCK = 256  # Elements: values near zero, and rounded, are judged with others.
 
 
 def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
@@ -49,8 +56,15 @@ def check_fit(workers, model: keras.Model, asked: dict[str, Any]) -> None:
         "optimizer": _configuration(model.optimizer),
         "layout": model.layout.title,
         "sync": str(getattr(model, "_sync", "every_step")),
+        "class_weight": {
+            str(label): f"{float(weight):.6g}"
+            for label, weight in sorted((asked.get("class_weight") or {}).items())
+        },
+        "loss": _identities(model, "loss"),
+        "loss_weights": _identities(model, "loss_weights"),
+        "vocabulary": _vocabularies(model),
     }
-    found = differences(dict(enumerate(workers.exchange(facts))))
+    found = differences(dict(enumerate(workers.exchange(facts, "the start of `fit`"))))
     if found:
         raise RuntimeError(
             "The workers disagree on what to train; the same model, data and arguments of `fit` "
@@ -77,16 +91,26 @@ def check_values(workers, model: keras.Model, when: str, *, states: bool = True)
         variables.append(model.optimizer.iterations)
     if not states:
         variables = [v for v in variables if _is_floating(v)]
-    everyones = workers.exchange({"when": when, "values": list(map(_fingerprint, variables))})
-    if any(own.get("when") != when for own in everyones):
+    # A subclassed model may be built on some workers only.
+    shapes = [[list(v.shape), str(v.dtype)] for v in variables]
+    own = [shapes, list(map(_checksum, variables))]
+    everyones = workers.exchange(own, f"the comparison of weights {when}")
+    if any(theirs != everyones[0][0] for theirs, _ in everyones):
+        counts = ", ".join(str(len(theirs)) for theirs, _ in everyones)
         raise RuntimeError(
-            "The workers are at different points of the program; the same calls are required on "
-            f"all of them. Received: one that compares weights {when}, and one that does not, "
-            "perhaps after an error that the program caught. Let such an error end the program."
+            f"The workers hold different weights {when}. The same are required on all of them. "
+            f"Received: {counts} variables, by worker, not all of the same shapes. Build and load "
+            "the model on every worker."
         )
-    values = [own["values"] for own in everyones]
+    checksums = zip(*[sums for _, sums in everyones], strict=True)
+    unlike = [v for v, sums in zip(variables, checksums, strict=True) if len(set(sums)) > 1]
+    if not unlike:
+        return
+    most = max(1, _BLOCKS // len(unlike))
+    own = [_blocks(variable, most) for variable in unlike]
+    values = workers.exchange(own, f"the comparison of blocks of weights {when}")
     apart = {}
-    for place, variable in enumerate(variables):
+    for place, variable in enumerate(unlike):
         others = [i for i, own in enumerate(values) if _differ(values[0][place], own[place])]
         if others:
             apart[variable.path] = others
@@ -113,7 +137,7 @@ def check_readings(workers, facts: dict[str, str]) -> None:
     Raises:
         RuntimeError: On every worker, with what differs.
     """
-    if found := differences(dict(enumerate(workers.exchange(facts)))):
+    if found := differences(dict(enumerate(workers.exchange(facts, "the data of a call")))):
         raise RuntimeError(
             "The workers read different data; the same is required on all of them. Received: "
             + "; ".join(found)
@@ -125,21 +149,33 @@ def _is_floating(variable) -> bool:
     return tf.as_dtype(keras.backend.standardize_dtype(variable.dtype)).is_floating
 
 
-def _fingerprint(variable) -> list[float] | int:
-    """A checksum of the values; of floating-point ones a projection and their size."""
-    values = np.asarray(keras.ops.convert_to_numpy(variable)).reshape(-1)
+def _values(variable) -> np.ndarray:
+    return np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).reshape(-1)
+
+
+def _checksum(variable) -> int:
+    return zlib.crc32(_values(variable).view("uint8"))
+
+
+def _blocks(variable, most: int) -> list[Any]:
+    """Of each block of the values a projection and their size; exact where values are no floats."""
     if not _is_floating(variable):
-        return zlib.crc32(np.ascontiguousarray(values))
-    size = projection = 0.0
-    for start in range(0, len(values), _ELEMENTS_AT_ONCE):
-        some = values[start : start + _ELEMENTS_AT_ONCE].astype("float64")
-        rows = np.resize(_PATTERN, len(some))
-        size += float(np.abs(some).sum())
-        projection += float(some @ rows)
-    return [projection, size]
+        return [_checksum(variable)]
+    values = _values(variable)
+    size = max(_LEAST_BLOCK, -(-len(values) // most))
+    found = []
+    for start in range(0, len(values), size):
+        some = values[start : start + size].astype("float64")
+        projection = float(some @ np.resize(_PATTERN, len(some)))
+        found.append([float(f"{number:.9g}") for number in (projection, np.abs(some).sum())])
+    return found
 
 
-def _differ(one, other) -> bool:
+def _differ(blocks, others) -> bool:
+    return any(map(_block_differs, blocks, others))
+
+
+def _block_differs(one, other) -> bool:
     if isinstance(one, int):
         return one != other
     if not np.isfinite([*one, *other]).all():
@@ -218,3 +254,45 @@ def _configuration(optimizer):
         config |= {"optimizer": type(optimizer).__name__, "learning_rate": type(rate).__name__}
     config.pop("name")  # Keras counts its objects: one more on the chief, and "sgd" is "sgd_1".
     return {name: str(value) for name, value in sorted(config.items())}
+
+
+def _identities(model, name) -> list[Any]:
+    """What `compile` was given for an argument, one after the other, as workers can compare it."""
+    given = (compile_arguments(model) or {}).get(name)
+    # Keys may be names of layers, which Keras counts up: their order is the program's.
+    return [_identity(leaf) for leaf in _leaves(given)]
+
+
+def _leaves(given) -> Iterator[Any]:
+    if isinstance(given, dict):
+        given = list(given.values())
+    if not isinstance(given, list | tuple):
+        yield given
+        return
+    for inner in given:
+        yield from _leaves(inner)
+
+
+def _identity(leaf):
+    if isinstance(leaf, _PLAIN):
+        return leaf
+    if not isinstance(leaf, keras.losses.Loss):
+        return getattr(leaf, "__name__", type(leaf).__name__)
+    try:
+        config = leaf.get_config()
+    except Exception:  # noqa: BLE001 - A user's own may raise anything; its class is compared.
+        config = {}
+    # Not its name, which Keras may count up, and not what shows an address or a file.
+    plain = {k: v for k, v in config.items() if k != "name" and isinstance(v, _PLAIN)}
+    return {"class": type(leaf).__name__} | plain
+
+
+def _vocabularies(model) -> list[str]:
+    """A fingerprint for each lookup layer, by their order."""
+    found = []
+    for layer in layers_in(model):
+        if isinstance(layer, _LOOKUPS):
+            words = [str(word) for word in layer.get_vocabulary()]
+            checksum = zlib.crc32("\0".join(words).encode())
+            found.append(f"{len(words)} entries, checksum {checksum:08x}")
+    return found

@@ -75,7 +75,9 @@ class PredictionsOfWorkers(keras.callbacks.Callback):
             At the chief, the same structure of the rows of all workers, in the order of the
             examples; None elsewhere.
         """
-        everyones = np.array(self._workers.exchange(self._counts))  # (worker, batch, output)
+        everyones = np.array(  # (worker, batch, output)
+            self._workers.exchange(self._counts, "the end of `predict(gather_to=…)`")
+        )
         leaves = [
             self._joined(np.asarray(leaf), everyones[:, :, index])
             for index, leaf in enumerate(keras.tree.flatten(own))

@@ -66,7 +66,7 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     workers = ProcessGroup.of_process
     if workers is None:
         return dataset
-    cardinalities = workers.exchange(num_batches)
+    cardinalities = workers.exchange(num_batches, "`by_sample`")
     num_steps = max(cardinalities)
     dataset = dataset.map(lambda *batch: tf.nest.map_structure(_of_any_length, batch))
     if tf.data.INFINITE_CARDINALITY in cardinalities:

@@ -6,7 +6,7 @@ Of a process without other workers a session does nothing.
 | --- | --- |
 | before | the workers agree on what they train; of what can be indexed each reads its own rows |
 | in the first steps of an epoch, and in `train_on_batch` | they compare their batches |
-| at the start and the end of a `fit`, and after its first epoch | they compare their weights |
+| where a call begins; where `fit` ends, and after its first epoch | they compare their weights |
 | at the end of an epoch | all stop if one is to |
 | meanwhile | the chief alone speaks and writes; a worker that stalls, or is lost, is named |
 """
@@ -36,6 +36,8 @@ from tfparallel.strategies.distributed_data import whole_batches
 
 __all__ = ["WorkerSession"]
 
+_ON_BATCH = {"fit": "train_on_batch", "evaluate": "test_on_batch", "predict": "predict_on_batch"}
+
 
 class WorkerSession:
     """Who speaks, reads, compares and waits, among the workers that train a model.
@@ -49,6 +51,8 @@ class WorkerSession:
         self._model = model
         self._each_reads_all = each_reads_all
         self._fingerprints: agreement.BatchFingerprints | None = None
+        self._compared: set[str] = set()  # Methods of a batch that weights were compared for.
+        self._fits = False
 
     @property
     def workers(self) -> ProcessGroup | None:
@@ -83,15 +87,19 @@ class WorkerSession:
 
     def begin(self, call: Call) -> None:
         """Enters what is around a call, and reads this worker's own rows."""
-        if call.kind == "fit":
-            if self.workers is not None:
-                self._begin_fit(call)
+        if self.workers is None:
+            self._read_own_rows(call.asked, "x", call.kind)
             return
-        # `fit` validates within its own guard, whose callbacks Keras hands on.
-        if self.workers is not None and not call.has_callback_list:
-            self._compare_batches(call.kind)
-            self._guard(call)
-        self._read_own_rows(call.asked, "x", call.kind)
+        with self._together():
+            if call.kind == "fit":
+                self._begin_fit(call)
+                return
+            # `fit` validates within its own guard, whose callbacks Keras hands on.
+            if not call.has_callback_list:
+                self._compare_weights(call.kind)
+                self._compare_batches(call.kind)
+                self._guard(call)
+            self._read_own_rows(call.asked, "x", call.kind)
 
     @contextlib.contextmanager
     def around_a_batch(self, kind: str) -> Iterator[None]:
@@ -100,8 +108,24 @@ class WorkerSession:
             yield
             return
         self._compare_batches(kind)
-        with naming_lost_worker(), agreement.in_plain_words():
+        with self._together():
+            if kind not in self._compared:
+                self._compared.add(kind)
+                self._compare_weights(_ON_BATCH[kind])
             yield
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Where workers wait for each other: who does not come is missed in time, and named."""
+        guard = StallGuard(self._model.strategy.stall_timeout, self.workers.worker_index)
+        with guard, naming_lost_worker(), agreement.in_plain_words(), guard.waiting():
+            yield
+
+    def _compare_weights(self, kind: str) -> None:
+        """Stops a call, on all workers, if their weights differ, as after a load by the chief."""
+        if not (self._fits and self._is_local):  # Which step apart, until the epoch ends.
+            when = f"at the start of `{kind}`"
+            agreement.check_values(self.workers, self._model, when, states=False)
 
     def compare(self, data: Any, kind: str) -> None:
         """Stops a first step of a method, on all workers, if their batches differ."""
@@ -152,7 +176,11 @@ class WorkerSession:
     @contextlib.contextmanager
     def _ending_together(self) -> Iterator[None]:
         """After a `fit` without an error: what the chief wrote is there for all who go on."""
-        yield
+        self._fits = True
+        try:
+            yield
+        finally:
+            self._fits = False
         # Seeds and counts that differ are told at the start of the next `fit`: nothing is lost yet.
         agreement.check_values(self.workers, self._model, "at the end of `fit`", states=False)
 
@@ -183,7 +211,10 @@ class WorkerSession:
             RuntimeError: If one has stopped within the epoch, and others have not.
         """
         stops, batches = zip(
-            *self.workers.exchange([bool(self._model.stop_training), last_batch]), strict=True
+            *self.workers.exchange(
+                [bool(self._model.stop_training), last_batch], "the end of an epoch of `fit`"
+            ),
+            strict=True,
         )
         if len(set(batches)) > 1:
             counts = ", ".join(str(0 if batch is None else batch + 1) for batch in batches)
