@@ -1,6 +1,8 @@
 """What a layer holds beside its variables: what is the same, what is handed on."""
 
+import dataclasses
 import functools
+import types
 
 import keras
 import numpy as np
@@ -56,6 +58,43 @@ def test_values_are_carried():
     assert (target.number, target.words, target.none) == (2, ["a"], None)
     np.testing.assert_array_equal(target.table["b"], np.ones(2))
     assert target.act(1) == 3
+
+
+class Limits(keras.constraints.Constraint):
+    """Of which Keras's own `get_config` says nothing."""
+
+    def __init__(self, limit):
+        self.limit = limit
+
+
+@dataclasses.dataclass
+class Noise:
+    deviation: float
+
+
+class Scaler:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def apply(self, x):
+        return self.factor * x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Limits, Noise, lambda n: types.SimpleNamespace(beta=n), keras.losses.Huber,
+        lambda n: Scaler(n).apply,
+    ],
+    ids=["constraint", "dataclass", "namespace", "loss", "method of another"],
+)  # fmt: skip
+def test_objects_of_values_are_shared_where_they_differ(make):
+    """Story: where `get_config` left it out, the clone kept its constructor's default."""
+    value, other = make(2.0), make(1.0)
+    source, target = Holder(held=value), Holder(held=other)
+    assert not same(value, other)
+    carry_attributes(source, target)
+    assert target.held == value
 
 
 def test_tensors_are_shared_and_variables_assigned():

@@ -100,3 +100,84 @@ def test_an_optimizer_without_a_config():
     model.compile(Odd(0.1, 2), "mse")
     with pytest.raises(ValueError, match="optimizer '.*' of class Odd, which cannot be rebuilt"):
         BUILDERS["data"](model)
+
+
+class Boosts(keras.optimizers.SGD):
+    """Without a `get_config`."""
+
+    def __init__(self, learning_rate=0.01, boost=1.0, **options):
+        super().__init__(learning_rate, **options)
+        self.boost = boost
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(self.boost * gradient, variable, learning_rate)
+
+
+class Within(keras.metrics.MeanMetricWrapper):
+    """Without a `get_config` that says its tolerance."""
+
+    def __init__(self, tolerance=0.5, name="within", dtype=None):
+        self.tolerance = tolerance
+        super().__init__(self.is_within, name, dtype)
+
+    def is_within(self, y, outputs):
+        close = keras.ops.abs(y - outputs) < self.tolerance
+        return keras.ops.mean(keras.ops.cast(close, "float32"), -1)
+
+    def get_config(self):
+        return {"name": self.name, "dtype": self.dtype}
+
+
+class Limits(keras.constraints.Constraint):
+    """Keras's `get_config` of a constraint is empty."""
+
+    def __init__(self, limit=1.0):
+        self.limit = limit
+
+    def __call__(self, weight):
+        return keras.ops.clip(weight, -self.limit, self.limit)
+
+
+class Falls(keras.optimizers.schedules.LearningRateSchedule):
+    """With a `get_config` that says nothing."""
+
+    def __init__(self, first=0.5):
+        self.first = first
+
+    def __call__(self, step):
+        return self.first / (1.0 + keras.ops.cast(step, "float32"))
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.slow
+@every_builder
+def test_what_a_config_leaves_out(clone):
+    """Story: the clone had the defaults of the constructors, and trained to other weights."""
+    model = around()
+    model.layers[0].kernel_constraint = model.layers[0].kernel.constraint = Limits(0.3)
+    model.compile(keras.optimizers.SGD(Falls(0.1)), "mse", metrics=[Within(2.0)])
+    copy = clone(model)
+    assert_trains_alike(copy, model)
+    x, y = data()
+    found, expected = (m.evaluate(x, y, verbose=0, return_dict=True) for m in (copy, model))
+    assert found["within"] == pytest.approx(expected["within"])
+
+
+@pytest.mark.slow
+def test_an_optimizer_without_a_config():
+    model = around()
+    model.compile(Boosts(boost=3.0), "mse")
+    assert_trains_alike(tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"]), model)
+
+
+@pytest.mark.slow
+@every_builder
+def test_updates_that_are_counted_from_another_number(clone):
+    """Story: one that resumes a schedule sets it before the optimizer is built; it was lost."""
+    model = around()
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5))
+    optimizer.iterations.assign(3)
+    model.compile(optimizer, "mse")
+    assert_trains_alike(clone(model), model)

@@ -160,13 +160,6 @@ def test_what_is_accumulated_is_in_a_checkpoint(in_float64, tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
-class Shrinks(keras.constraints.Constraint):
-    """A constraint of the user's own, with which the first replica alone updates."""
-
-    def __call__(self, weight):
-        return 0.9 * weight
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("begins_with_it", [False, True])
 def test_what_is_accumulated_outlives_another_compile(in_float64, begins_with_it):

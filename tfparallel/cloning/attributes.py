@@ -5,6 +5,7 @@ mean of an adapted `Normalization`, and whatever a layer of the user's own keeps
 `get_config` leaves out.
 """
 
+import dataclasses
 import enum
 import functools
 import re
@@ -18,7 +19,7 @@ import tensorflow as tf
 from tfparallel.extend import extended_attributes, original_class
 from tfparallel.seams.keras import unlocked
 
-__all__ = ["CannotCarry", "carry_attributes", "same"]
+__all__ = ["CannotCarry", "carry_attributes", "carry_values", "has_variables", "same"]
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, re.Pattern,
@@ -28,6 +29,7 @@ _BY_CONFIG = (
     keras.initializers.Initializer,
     keras.regularizers.Regularizer,
     keras.constraints.Constraint,
+    keras.losses.Loss,
     keras.DTypePolicy,
 )
 # What any layer has and the user may set; the rest of a bare layer is Keras's own bookkeeping.
@@ -42,8 +44,9 @@ class CannotCarry(ValueError):
 def carry_attributes(source: Any, target: Any) -> None:
     """Gives a layer's copy what the layer holds, where the copy has something else.
 
-    Functions, regularizers, constraints and tensors are shared: they have no state. What belongs to
-    Keras's tracking (variables, layers, metrics) is not looked at.
+    Functions, regularizers, constraints, losses, tensors and what holds such values are shared:
+    they have no state. What belongs to Keras's tracking (variables, layers, metrics) is not looked
+    at.
 
     Raises:
         CannotCarry: If a value is tied to the source, as a bound method is.
@@ -80,9 +83,10 @@ def same(value: Any, other: Any) -> bool:
         return _same_arrays(value, other)
     if isinstance(value, list | tuple | set | frozenset | dict):
         return _same_containers(value, other)
-    if isinstance(value, _BY_CONFIG):
-        return type(value) is type(other) and _same_containers(
-            value.get_config(), other.get_config()
+    if isinstance(value, _BY_CONFIG) or _is_record(value):
+        # A config may leave out what the constructor was given: Keras's default is an empty one.
+        return type(value) is type(other) and all(
+            _same_containers(each(value), each(other)) for each in (_config_of, _values_in)
         )
     if isinstance(value, functools.partial):
         parts = ("func", "args", "keywords")
@@ -90,7 +94,11 @@ def same(value: Any, other: Any) -> bool:
             same(getattr(value, part), getattr(other, part)) for part in parts
         )
     if isinstance(value, types.MethodType):
-        return isinstance(other, types.MethodType) and value.__func__ is other.__func__
+        return (
+            isinstance(other, types.MethodType)
+            and value.__func__ is other.__func__
+            and (isinstance(value.__self__, keras.Layer) or same(value.__self__, other.__self__))
+        )
     if isinstance(value, types.FunctionType):
         return isinstance(other, types.FunctionType) and _same_functions(value, other)
     try:
@@ -104,10 +112,30 @@ def _is_method(cls, name) -> bool:
     return callable(getattr(cls, name, None)) and not name.endswith("_config")
 
 
+def _is_record(value) -> bool:
+    """Whether it is a bare collection of named values."""
+    is_one = isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
+    return is_one and not isinstance(value, type) and hasattr(value, "__dict__")
+
+
+def _config_of(value) -> dict:
+    try:
+        return value.get_config()
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        return {}
+
+
+def _values_in(value) -> dict:
+    """The attributes of an object that are values."""
+    return {name: held for name, held in vars(value).items() if _is_value(held)}
+
+
 def _is_value(value) -> bool:
     """Whether this module knows how to compare it, and so may hand it on."""
     if isinstance(value, keras.KerasTensor):
         return False
+    if _is_record(value):
+        return all(map(_is_value, vars(value).values()))
     if isinstance(value, dict):
         return all(map(_is_value, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
@@ -123,7 +151,7 @@ def _is_value(value) -> bool:
 def _holds_layer(value) -> bool:
     """Whether it is bound to a layer or a variable, and would compute with the source's."""
     if isinstance(value, types.MethodType):
-        return isinstance(value.__self__, keras.Layer) or _has_variables(value.__self__)
+        return isinstance(value.__self__, keras.Layer) or has_variables(value.__self__)
     if isinstance(value, functools.partial):
         return any(map(_is_layer_or_holds_one, (value.func, *value.args, *value.keywords.values())))
     if isinstance(value, types.FunctionType):
@@ -134,7 +162,9 @@ def _holds_layer(value) -> bool:
         return any(map(_holds_layer, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
         return any(map(_holds_layer, value))
-    return isinstance(value, _BY_CONFIG) and _has_variables(value)
+    if _is_record(value):
+        return _holds_layer(vars(value))
+    return isinstance(value, _BY_CONFIG) and has_variables(value)
 
 
 def _is_layer_or_holds_one(value) -> bool:
@@ -142,7 +172,8 @@ def _is_layer_or_holds_one(value) -> bool:
     return isinstance(value, keras.Layer | keras.Variable) or (is_bound and _holds_layer(value))
 
 
-def _has_variables(value) -> bool:
+def has_variables(value) -> bool:
+    """Whether an object keeps a state."""
     held = getattr(value, "__dict__", {}).values()
     return any(isinstance(each, keras.Variable | tf.Variable) for each in held)
 
@@ -198,6 +229,21 @@ def _closed_over(function) -> list:
         except ValueError:  # A name that has no value yet.
             found.append(None)
     return found
+
+
+def carry_values(source: Any, target: Any, of_keras: Any) -> None:
+    """Gives a new object of the user's own class the values that its config may leave out.
+
+    Args:
+        source: An optimizer, or a metric.
+        target: What was made of its config.
+        of_keras: An object of Keras's own, of which each has the attributes.
+    """
+    for name, value in vars(source).items():
+        is_own = name not in vars(of_keras) and name not in extended_attributes(source)
+        copy = vars(target).get(name, _ABSENT)
+        if is_own and _is_value(value) and not _holds_layer(value) and not same(value, copy):
+            setattr(target, name, value)
 
 
 def _assign(name, value, copy) -> None:

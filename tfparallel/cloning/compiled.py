@@ -4,12 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.optimizers.schedules import LearningRateSchedule
 
+from tfparallel.cloning.attributes import carry_values, has_variables
 from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import classes_of, original_class
 from tfparallel.seams.compiled import compile_arguments
 from tfparallel.seams.keras import layers_in
-from tfparallel.seams.optimizers import key_of, left_out_of_decay, left_out_pattern, weights_of
+from tfparallel.seams.optimizers import (
+    key_of,
+    left_out_of_decay,
+    left_out_pattern,
+    rate_of,
+    weights_of,
+)
 from tfparallel.update.files import holds_pieces
 
 __all__ = ["compile_alike", "metric_like"]
@@ -39,6 +47,8 @@ def compile_alike(
         # A class with a `compile` of its own says itself how it is compiled from a config.
         with keras.saving.custom_object_scope(classes_of(model)):
             original_class(copy).compile_from_config(copy, model.get_compile_config())
+        if copy.compiled and model.optimizer is not None:
+            _carry_beside_config(model, copy, copy.optimizer)
         _carry_state(model, copy)
         return
     # What `compile` was called with, which its config describes less well: a loss of the user's
@@ -103,9 +113,22 @@ def _optimizer_like(model, copy):
     if model.optimizer is None:
         return None
     optimizer = _from_config(model.optimizer, "optimizer")
+    _carry_beside_config(model, copy, optimizer)
+    return optimizer
+
+
+def _carry_beside_config(model, copy, optimizer) -> None:
+    """What no config of an optimizer says."""
     pairs = list(zip(model.variables, copy.variables, strict=True))
     _exclude_alike(model.optimizer, optimizer, pairs)
-    return optimizer
+    _count_on(model.optimizer, optimizer)
+
+
+def _count_on(source, target) -> None:
+    """The number of updates, which may be set before there is anything else."""
+    target.iterations.assign(source.iterations)
+    for inner, copied in _inner(source, target):
+        _count_on(inner, copied)
 
 
 def _exclude_alike(source, target, pairs) -> None:
@@ -137,7 +160,15 @@ def _from_config(held, kind: str):
     """A new object like one that has a state."""
     original = original_class(held)
     try:
-        return original.from_config(held.get_config())
+        config = held.get_config()
+        schedule = rate_of(held) if kind == "optimizer" else None
+        if isinstance(schedule, LearningRateSchedule) and not has_variables(schedule):
+            config["learning_rate"] = schedule  # Whose config may leave something out.
+        made = original.from_config(config)
+        if not original.__module__.startswith("keras."):
+            bare = keras.Metric if kind == "metric" else keras.optimizers.Optimizer
+            carry_values(held, made, bare(name="bare") if kind == "metric" else bare(0.0))
+        return made
     except (TypeError, ValueError, NotImplementedError) as error:
         raise NotAlike(
             f"The model is compiled with the {kind} '{held.name}' of class {original.__name__}, "

@@ -89,7 +89,7 @@ def _without_config(model, error) -> keras.Model:
         if not copy.built and (config := model.get_build_config()):
             copy.build_from_config(config)
         return copy
-    except (NotAlike, TypeError, ValueError, AttributeError) as another:
+    except (NotAlike, NotImplementedError, TypeError, ValueError, AttributeError) as another:
         if isinstance(another, NotKept) and not _has_own_config(model):
             raise another from None  # Without a config, what it lacks is the way out.
         received = _short(error)
