@@ -166,7 +166,7 @@ def test_what_a_config_leaves_out(clone):
 
 
 @pytest.mark.slow
-def test_an_optimizer_without_a_config():
+def test_an_optimizer_whose_config_says_too_little():
     model = around()
     model.compile(Boosts(boost=3.0), "mse")
     assert_trains_alike(tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"]), model)
