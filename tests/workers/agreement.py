@@ -331,6 +331,21 @@ def rows_that_one_worker_lacks(how, is_plain=False):
     return outcome(model, history)
 
 
+def a_step_without_rows(is_plain=False):
+    """Of any worker, between two others."""
+    steps = [np.arange(0, 8), np.arange(0), np.arange(8, 16)]
+    if not is_plain:
+        steps = [own_rows(rows) for rows in steps]
+    data = tf.data.Dataset.from_generator(
+        lambda: ((X[rows], Y[rows]) for rows in steps),
+        output_signature=(tf.TensorSpec([None, 4], X.dtype), tf.TensorSpec([None, 1], Y.dtype)),
+    ).apply(tf.data.experimental.assert_cardinality(len(steps)))
+    model = build() if is_plain else tfparallel.data_parallel(build)
+    model.compile("sgd", "mse")
+    model.fit(data if is_plain else tfparallel.data.by_sample(data), verbose=0)
+    return [weights.tolist() for weights in model.get_weights()]
+
+
 LACKING = ("arrays", "by_sample", "lookup", "lookup by_sample", "words by_sample")
 
 
@@ -351,4 +366,5 @@ def main(folder):
     finite = bool(all(np.isfinite(w).all() for w in model.get_weights()))
     return {
         "told": told, "stopped": stopped, "same": same, "lacking": lacking, "finite": finite,
+        "empty": a_step_without_rows(),
     }  # fmt: skip

@@ -77,6 +77,18 @@ def test_a_worker_without_rows_computes_those_of_another_in_vain(job, how):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
+def test_a_step_in_which_no_worker_has_rows(job):
+    """Story: every weight was NaN after it."""
+    keras.config.set_floatx("float64")
+    try:
+        expected = agreement.a_step_without_rows(is_plain=True)
+    finally:
+        keras.config.set_floatx("float32")
+    for seen in job:
+        for one, other in zip(seen["empty"], expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
 def test_no_rows_are_no_nan_where_updates_are_of_several_steps(job):
     assert all(seen["finite"] for seen in job)
 
