@@ -189,7 +189,14 @@ def a_prediction_of_the_chief_alone():
     fit(model)
 
 
+def ragged_rows_of_their_own():
+    ragged = tf.RaggedTensor.from_row_lengths([1.0, 2.0, 3.0], [1, 2])
+    data = tf.data.Dataset.from_tensor_slices((ragged, Y[:2])).batch(2)
+    tfparallel.data.by_sample(data)
+
+
 TOLD = {
+    "ragged rows of their own": ragged_rows_of_their_own,
     "a prediction of the chief alone": a_prediction_of_the_chief_alone,
     "evaluate": lambda: loaded_by_the_chief().evaluate(X, Y, verbose=0),
     "predict": lambda: loaded_by_the_chief().predict(X, verbose=0),
@@ -356,7 +363,7 @@ def main(folder):
         try:
             program()
             told[name] = "nothing"
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             told[name] = str(error)
     told["what is no difference"] = what_is_no_difference()
     stopped, same = a_stop_of_one_worker(), a_file_that_the_chief_writes(folder)

@@ -34,6 +34,7 @@ def run_job(tmp_path_factory):
         ("other rows to validate on", "The workers read different data"),
         ("another order", "The workers were given different batches"),
         ("what is no difference", "nothing"),
+        ("ragged rows of their own", "Dense tensors are required. Received: RaggedTensorSpec("),
         ("a prediction of the chief alone", "The workers are at different points of the program"),
         ("evaluate", "hold different weights at the start of `evaluate`"),
         ("predict", "hold different weights at the start of `predict`"),

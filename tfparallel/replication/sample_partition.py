@@ -43,7 +43,8 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
         A data set of as many batches on each worker as the longest share has.
 
     Raises:
-        ValueError: If the length of the data set is unknown, or it ends on some workers alone.
+        ValueError: If the length of the data set is unknown, it ends on some workers alone, or
+            its tensors are ragged or sparse.
 
     Example:
         >>> own = slice(tfparallel.worker_index(), None, tfparallel.num_workers())
@@ -66,6 +67,17 @@ def by_sample(dataset: tf.data.Dataset) -> tf.data.Dataset:
     workers = ProcessGroup.of_process
     if workers is None:
         return dataset
+    odd = [
+        spec
+        for spec in tf.nest.flatten(dataset.element_spec)
+        if not isinstance(spec, tf.TensorSpec)
+    ]
+    if odd:
+        raise ValueError(
+            "Workers can pad and join dense rows of their own alone. Dense tensors are required. "
+            f"Received: {odd[0]}. Pad them (`.map(lambda x, y: (x.to_tensor(), y))`), or give all "
+            "workers the whole batches, without `by_sample`."
+        )
     cardinalities = workers.exchange(num_batches, "`by_sample`")
     num_steps = max(cardinalities)
     dataset = dataset.map(lambda *batch: tf.nest.map_structure(_of_any_length, batch))
