@@ -97,6 +97,15 @@ def test_objects_of_values_are_shared_where_they_differ(make):
     assert target.held == value
 
 
+def test_a_record_that_refers_to_itself_stays_its_own():
+    source, target = Holder(held=Noise(1.0)), Holder(held=Noise(2.0))
+    for layer in (source, target):
+        layer.held.deviation = layer.held
+    own = target.held
+    carry_attributes(source, target)
+    assert target.held is own
+
+
 def test_tensors_are_shared_and_variables_assigned():
     source = Holder(mean=tf.constant([2.0]), count=tf.Variable([3.0]))
     target = Holder(mean=tf.constant([1.0]), count=tf.Variable([0.0]))

@@ -133,6 +133,16 @@ def loaded_by_the_chief():
     return model
 
 
+def loaded_by_the_chief_and_asked_twice():
+    model = loaded_by_the_chief()
+    for _ in range(2):
+        try:
+            model.test_on_batch(X, Y)
+        except RuntimeError:
+            pass
+    model.test_on_batch(X, Y)
+
+
 def a_row_of_the_chief_alone():
     """Of 10,000 of them, near zero."""
     embedding = keras.layers.Embedding(10_000, 2)
@@ -196,11 +206,11 @@ def ragged_rows_of_their_own():
 
 
 TOLD = {
-    "ragged rows of their own": ragged_rows_of_their_own,
     "a prediction of the chief alone": a_prediction_of_the_chief_alone,
     "evaluate": lambda: loaded_by_the_chief().evaluate(X, Y, verbose=0),
     "predict": lambda: loaded_by_the_chief().predict(X, verbose=0),
     "weights before train_on_batch": lambda: loaded_by_the_chief().train_on_batch(X, Y),
+    "test_on_batch, again": loaded_by_the_chief_and_asked_twice,
     "a row of the chief alone": a_row_of_the_chief_alone,
     "class weights of their own": class_weights_of_their_own,
     "words in another order": words_in_another_order,
@@ -217,6 +227,7 @@ TOLD = {
     "other rows to validate on": other_rows_to_validate_on,
     "another order": another_order_in_the_second_epoch,
     "a stop within an epoch": a_stop_within_an_epoch,
+    "ragged rows of their own": ragged_rows_of_their_own,
 }
 
 # --- What goes well ---------------------------------------------------------------------------
@@ -261,6 +272,9 @@ def what_is_no_difference():
     )
     for _ in range(2):
         model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[evaluates])
+    model.train_on_batch(X[:8], Y[:8])  # After which the workers' weights are apart.
+    model.test_on_batch(X[:8], Y[:8])
+    model.evaluate(X, Y, verbose=0)
     return "nothing"
 
 

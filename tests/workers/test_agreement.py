@@ -39,6 +39,7 @@ def run_job(tmp_path_factory):
         ("evaluate", "hold different weights at the start of `evaluate`"),
         ("predict", "hold different weights at the start of `predict`"),
         ("weights before train_on_batch", "different weights at the start of `train_on_batch`"),
+        ("test_on_batch, again", "different weights at the start of `test_on_batch`"),
         ("a row of the chief alone", "hold different weights at the start of `fit`"),
         ("class weights of their own", "class_weight"),
         ("words in another order", "vocabulary"),

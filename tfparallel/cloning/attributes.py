@@ -130,12 +130,15 @@ def _values_in(value) -> dict:
     return {name: held for name, held in vars(value).items() if _is_value(held)}
 
 
-def _is_value(value) -> bool:
-    """Whether this module knows how to compare it, and so may hand it on."""
-    if isinstance(value, keras.KerasTensor):
+def _is_value(value, around=()) -> bool:
+    """Whether this module knows how to compare it, and so may hand it on.
+
+    A record that refers to one of those `around` it is no value: to compare it would not end.
+    """
+    if isinstance(value, keras.KerasTensor) or any(value is each for each in around):
         return False
     if _is_record(value):
-        return all(map(_is_value, vars(value).values()))
+        return all(_is_value(each, (*around, value)) for each in vars(value).values())
     if isinstance(value, dict):
         return all(map(_is_value, value.values()))
     if isinstance(value, list | tuple | set | frozenset):

@@ -139,7 +139,10 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         call = Call(self, "predict", args, kwargs)
         call.received = predictions.PredictionsOfWorkers(self._workers)
         own = self._run(call, super(OneStep, self).predict)
-        return own if gather_to is None else call.received.at_chief(own)
+        if gather_to is None:
+            return own
+        with self._session.together():
+            return call.received.at_chief(own)
 
     def _around_a_batch(self, kind):
         return self._session.around_a_batch(kind)

@@ -90,7 +90,7 @@ class WorkerSession:
         if self.workers is None:
             self._read_own_rows(call.asked, "x", call.kind)
             return
-        with self._together():
+        with self.together():
             if call.kind == "fit":
                 self._begin_fit(call)
                 return
@@ -108,14 +108,14 @@ class WorkerSession:
             yield
             return
         self._compare_batches(kind)
-        with self._together():
+        with self.together():
             if kind not in self._compared:
-                self._compared.add(kind)
                 self._compare_weights(_ON_BATCH[kind])
+                self._compared.add(kind)
             yield
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """Where workers wait for each other: who does not come is missed in time, and named."""
         guard = StallGuard(self._model.strategy.stall_timeout, self.workers.worker_index)
         with guard, naming_lost_worker(), agreement.in_plain_words(), guard.waiting():
@@ -123,9 +123,11 @@ class WorkerSession:
 
     def _compare_weights(self, kind: str) -> None:
         """Stops a call, on all workers, if their weights differ, as after a load by the chief."""
-        if not (self._fits and self._is_local):  # Which step apart, until the epoch ends.
+        if not self._is_local:  # Which step apart; what is left is averaged before it is used.
             when = f"at the start of `{kind}`"
             agreement.check_values(self.workers, self._model, when, states=False)
+        elif not self._fits:
+            self.workers.exchange(None, f"the start of `{kind}`")
 
     def compare(self, data: Any, kind: str) -> None:
         """Stops a first step of a method, on all workers, if their batches differ."""
@@ -176,11 +178,11 @@ class WorkerSession:
     @contextlib.contextmanager
     def _ending_together(self) -> Iterator[None]:
         """After a `fit` without an error: what the chief wrote is there for all who go on."""
-        self._fits = True
+        outer, self._fits = self._fits, True
         try:
             yield
         finally:
-            self._fits = False
+            self._fits = outer
         # Seeds and counts that differ are told at the start of the next `fit`: nothing is lost yet.
         agreement.check_values(self.workers, self._model, "at the end of `fit`", states=False)
 
