@@ -81,8 +81,7 @@ class Channel:
         If not all of it can be sent, the connection ends: half a line would spoil what follows.
         Whoever reads from the connection finds that out.
         """
-        data = message if isinstance(message, bytes) else wire.encoded(message)
-        line = data + b"\n" if self.session is None else self.session.sealed(data)
+        line = wire.framed(message, self.session)
         try:
             self._socket.settimeout(seconds)
             try:

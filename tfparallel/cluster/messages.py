@@ -56,8 +56,7 @@ class Connection:
         Raises:
             OSError: If the connection is broken.
         """
-        data = wire.encoded(message)
-        line = data + b"\n" if self.session is None else self.session.sealed(data)
+        line = wire.framed(message, self.session)
         await asyncio.get_running_loop().sock_sendall(self._socket, line)
 
     async def receive(self, max_bytes: int = wire.MAX_BYTES) -> dict[str, Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "RefusedError",
     "Session",
     "encoded",
+    "framed",
     "greeting",
     "is_greeting",
     "is_job",
@@ -106,6 +107,12 @@ class Session:
         if not self._secret.is_proof(proof, self._other, *self._said, digest):
             return None
         return parsed(message)
+
+
+def framed(message: dict[str, Any] | bytes, session: Session | None) -> bytes:
+    """Returns the line to send of a message, encoded or not; without a session, without proof."""
+    data = message if isinstance(message, bytes) else encoded(message)
+    return data + b"\n" if session is None else session.sealed(data)
 
 
 def encoded(message: dict[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ import itertools
 
 import tensorflow as tf
 
+from tfparallel.cluster.differences import name_workers
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.seams.tensorflow import coordination_service
 
@@ -47,7 +48,7 @@ def _who_is_missing(service, name, workers, timeout_seconds):
         except tf.errors.OpError:
             missing.append(worker)
     if missing:
-        received = f"{names(present)} came, {names(missing)} did not"
+        received = f"{name_workers(present)} came, {name_workers(missing)} did not"
     else:
         received = "the last came too late"
     return (
@@ -55,11 +56,3 @@ def _who_is_missing(service, name, workers, timeout_seconds):
         f"{timeout_seconds:g} s of the first. All are required. Received: {received}. Look at what "
         "the others were doing, or give them more time with `timeout_seconds`."
     )
-
-
-def names(workers: list[int]) -> str:
-    """Returns "worker 1", or "workers 0 and 2"."""
-    *others, last = [str(worker) for worker in workers]
-    if not others:
-        return f"worker {last}"
-    return f"workers {', '.join(others)} and {last}"

@@ -2,7 +2,13 @@
 
 import tensorflow as tf
 
-__all__ = ["is_summable", "movable", "restored", "sendable"]
+__all__ = ["SENT_AS", "is_summable", "movable", "restored", "sendable"]
+
+# What is sent as another type, and comes back as its own.
+SENT_AS = {
+    **dict.fromkeys((tf.bool, tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32),
+    **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
+}
 
 
 def is_summable(tensor: tf.Tensor) -> bool:
@@ -18,8 +24,8 @@ def sendable(tensor: tf.Tensor) -> tf.Tensor:
     """
     if is_summable(tensor):
         return tensor
-    if tensor.dtype.is_bool or tensor.dtype.is_integer:
-        return tf.cast(tensor, tf.int64 if tensor.dtype.size > 4 else tf.int32)
+    if tensor.dtype in SENT_AS:
+        return tf.cast(tensor, SENT_AS[tensor.dtype])
     raise ValueError(
         "Workers can exchange tensors of numbers and of truth values. Received: a tensor of type "
         f"{tensor.dtype.name} and shape {tuple(tensor.shape)}. Let the model return numbers (an "

@@ -6,7 +6,7 @@ import sys
 import tensorflow as tf
 
 from tfparallel.cluster.cluster_spec import Cluster
-from tfparallel.collectives.barrier import names
+from tfparallel.cluster.differences import name_workers
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
@@ -57,7 +57,7 @@ class Workers:
         callers: dict[str, list[int]] = {}
         for worker, said in enumerate(self.group.exchange(note)):
             callers.setdefault(said, []).append(worker)
-        received = "; ".join(f"{names(who)}: {said}" for said, who in callers.items())
+        received = "; ".join(f"{name_workers(who)}: {said}" for said, who in callers.items())
         raise ValueError(
             "The workers did not make the same call, and each would wait for the others. The same "
             "collective of values of the same structure, shapes and dtypes is required on all of "

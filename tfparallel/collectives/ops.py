@@ -29,9 +29,10 @@ import tensorflow as tf
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives import barrier as barriers
 from tfparallel.collectives import differentiable, group
+from tfparallel.collectives.dtypes import sendable
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.process_group import ProcessGroup
-from tfparallel.collectives.validate import agreed, restored, sendable
+from tfparallel.collectives.validate import agreed
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.propagation import exchanged, is_judging
 
@@ -151,7 +152,7 @@ def broadcast(value: Value, root: int = 0) -> Value:
         is_root = tf.equal(ranks.rank, root)
         # A sum with zeros. Negative ones: 0.0 would turn a root's -0.0 into 0.0.
         terms = [tf.where(is_root, sent, -tf.zeros_like(sent)) for sent in map(sendable, tensors)]
-        tensors = restored(tensors, differentiable.all_reduce(ranks, terms))
+        tensors = _as_sent(tensors, differentiable.all_reduce(ranks, terms))
     return tf.nest.pack_sequence_as(value, tensors)
 
 
@@ -274,7 +275,7 @@ def _reduce(ranks, tensors, op):
         ties = None if op in ("sum", "mean") else list(map(differentiable.number_of_ties, tensors))
         results = differentiable.all_reduce(ranks, terms, "sum" if op == "mean" else op, ties)
     if op != "mean":
-        return restored(tensors, results)
+        return _as_sent(tensors, results)
     totals = map(_of_fractions, results)
     return [total / tf.cast(count, total.dtype) for total in totals]
 
@@ -302,4 +303,9 @@ def _join(ranks, tensors):
     if ranks.num_ranks == 1:
         return tensors
     own = [ranks.own_rows(sendable(tensor)) for tensor in tensors]
-    return restored(tensors, [differentiable.all_gather(ranks, rows) for rows in own])
+    return _as_sent(tensors, [differentiable.all_gather(ranks, rows) for rows in own])
+
+
+def _as_sent(tensors, results):
+    """The results in the types of the tensors that were sent."""
+    return [tf.cast(y, x.dtype) for x, y in zip(tensors, results, strict=True)]

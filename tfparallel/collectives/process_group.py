@@ -31,7 +31,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.cluster.differences import name_workers
+from tfparallel.cluster.differences import differences
 from tfparallel.collectives.buckets import buckets
 from tfparallel.collectives.compression import Compression
 from tfparallel.collectives.dtypes import movable, restored, sendable
@@ -306,14 +306,10 @@ class ProcessGroup:
         (lengths,) = self.all_gather([tf.constant([len(text)])], [1] * self.num_workers)
         parts = tf.split(codes, lengths)
         sent = [json.loads(bytes(part.numpy().tolist())) for part in parts]
-        callers: dict[str, list[int]] = {}
-        for worker, (name, _) in enumerate(sent):
-            callers.setdefault(name, []).append(worker)
-        if len(callers) > 1:
-            received = "; ".join(f"{name} on {name_workers(own)}" for name, own in callers.items())
+        if apart := differences({worker: {"call": name} for worker, (name, _) in enumerate(sent)}):
             raise RuntimeError(
                 "The workers are at different points of the program; the same calls are required "
-                f"on all of them. Received: {received}. Look for a call that not all workers make, "
+                f"on all of them. Received: {apart[0]}. Look for a call that not all workers make, "
                 "or an error that the program caught on one of them: let it end the program."
             )
         return [content for _, content in sent]

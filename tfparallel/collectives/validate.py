@@ -1,22 +1,17 @@
 """What collectives send: tensors out of a user's value, checked on all workers alike."""
 
 import numbers
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives import group
+from tfparallel.collectives.dtypes import SENT_AS
 from tfparallel.seams.tensorflow import leaves_with_paths
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-# What is sent as another type, and comes back as its own.
-_SENT_AS = {
-    **dict.fromkeys((tf.bool, tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32),
-    **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
-}
-_DTYPES = {*_FLOATS, tf.int32, tf.int64, *_SENT_AS}
+_DTYPES = {*_FLOATS, tf.int32, tf.int64, *SENT_AS}
 
 
 def agreed(name: str, value: Any, **options) -> tuple[Any, list[tf.Tensor]]:
@@ -105,13 +100,3 @@ def _shape(tensor, joins: bool) -> str:
     if joins:
         lengths[0] = "rows"
     return f"({', '.join(lengths)}{',' * (len(lengths) == 1)})"
-
-
-def sendable(tensor: tf.Tensor) -> tf.Tensor:
-    """Casts a tensor to a type that every collective knows."""
-    return tf.cast(tensor, _SENT_AS.get(tensor.dtype, tensor.dtype))
-
-
-def restored(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Casts the results to the types of the tensors that were sent."""
-    return [tf.cast(y, x.dtype) for x, y in zip(tensors, results, strict=True)]
