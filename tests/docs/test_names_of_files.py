@@ -17,7 +17,8 @@ OF_OTHERS = {"train.py", "model.py", "script.py", "task.py", "setup.py", "confte
 def is_there(name, beside):
     if name.rpartition("/")[2] in OF_OTHERS or name.endswith("_test.py"):  # Keras's tests.
         return True
-    places = [beside, LIBRARY, *((TOP / "tests", TOP) if "/" in name or name.startswith("test_") else ())]
+    is_elsewhere = "/" in name or name.startswith("test_")
+    places = [beside, LIBRARY, *((TOP / "tests", TOP) if is_elsewhere else ())]
     return any(next(place.glob(f"**/{name}"), None) is not None for place in places)
 
 

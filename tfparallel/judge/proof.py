@@ -1,8 +1,9 @@
 """The proof that a call treats each example by itself, on the graph of the call.
 
-The call is traced with rows of any number, outside of every step, and judged (`propagation.py`): outputs
-must hold a row for each example, losses that layers add must be means over the examples or the same
-of all, states must not depend on single examples, and a metric's must grow by a sum over them.
+The call is traced with rows of any number, outside of every step, and judged (`propagation.py`):
+outputs must hold a row for each example, losses that layers add must be means over the examples or
+the same of all, states must not depend on single examples, and a metric's must grow by a sum over
+them.
 """
 
 import contextlib
