@@ -179,7 +179,8 @@ def refusals(devices: Sequence[str]) -> dict[str, str]:
     """Returns the algorithms that cannot run on these devices, and why."""
     refused = {}
     if reason := nccl.refusal(devices):
-        refused["nccl"] = refused[IN_PROGRAMS] = reason
+        refused["nccl"] = reason
+        refused[IN_PROGRAMS] = reason.replace("nccl", IN_PROGRAMS)  # Which is NCCL, too.
     if len(devices) % 2:
         refused["tf_hierarchical_copy"] = (
             f"TensorFlow's leaves out one device of an odd number ({len(devices)})"
