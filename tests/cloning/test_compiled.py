@@ -165,6 +165,33 @@ def test_what_a_config_leaves_out(clone):
     assert found["within"] == pytest.approx(expected["within"])
 
 
+class Weighs(keras.Model):
+    """With a `compile` of its own that a config can call again."""
+
+    def compile(self, optimizer, factor):
+        super().compile(optimizer=optimizer, loss="mse", loss_weights=factor)
+        self.factor = factor
+
+    def get_compile_config(self):
+        optimizer = keras.saving.serialize_keras_object(self.optimizer)
+        return {"optimizer": optimizer, "factor": self.factor}
+
+    def compile_from_config(self, config):
+        optimizer = keras.saving.deserialize_keras_object(config["optimizer"])
+        self.compile(optimizer, config["factor"])
+
+
+@pytest.mark.slow
+@every_builder
+def test_a_compile_of_its_own_keeps_what_is_left_out_of_weight_decay(clone):
+    model = around()
+    model = Weighs(model.inputs, model.outputs)
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["kernel"])
+    model.compile(optimizer, 2.0)
+    assert_trains_alike(clone(model), model)
+
+
 @pytest.mark.slow
 def test_an_optimizer_whose_config_says_too_little():
     model = around()

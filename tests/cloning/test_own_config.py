@@ -279,3 +279,22 @@ def test_a_task_of_keras_hub(build):
         return model
 
     assert_same(trained_on_texts(build(task())), trained_on_texts(task()))
+
+
+class Unknown(layers.Layer):
+    """Of which Keras cannot make a config: an argument that is no value, and no `get_config`."""
+
+    def __init__(self, held, **kwargs):
+        super().__init__(**kwargs)
+        self.held = held
+
+    def call(self, x):
+        return x
+
+
+@pytest.mark.parametrize("builder", [tfparallel.data_parallel, tfparallel.model_parallel])
+def test_a_layer_without_a_config_is_refused_by_the_name_of_the_model(builder):
+    """Story: `data_parallel` ended in Keras's own `NotImplementedError`."""
+    model = keras.Sequential([keras.Input((3,)), Unknown(object()), layers.Dense(2)])
+    with pytest.raises(ValueError, match="cannot be rebuilt|Unknown"):
+        builder(model, devices=["CPU:0", "CPU:1"])

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import resource
+import selectors
 import socket
 import time
 
@@ -555,6 +556,32 @@ def test_what_a_send_finds_out_is_kept():
         news.tell_newcomer()
         assert line.is_silent
         news.close()
+
+
+@pytest.mark.parametrize("token", ["wrong", None])
+def test_a_message_without_its_proof_ends_the_connection(token):
+    """Whoever can write into it is not believed for what was proved before."""
+    connection, there = connected()
+    news = ControlChannel(1, 3, {0: channel(connection, is_caller=True)})
+    message = encoded({"failed": 2, "worker": 5, "returncode": 1, "time_seconds": 1.0})
+    session = Session(Secret(str(token)), "blobs", NONCES, is_caller=False)
+    with there:
+        there.sendall(message + b"\n" if token is None else session.sealed(message))
+        assert not news.lines[0].listen()
+    assert not news.failures
+    news.close()
+
+
+def test_what_follows_a_line_is_left_for_a_selector():
+    """Or the next message of node 0 would be heard with the one after it."""
+    connection, there = connected()
+    first = channel(connection, is_caller=True)
+    with there, first, selectors.DefaultSelector() as selector:
+        there.sendall(said({"nodes": []}) + said({"newcomer": True}))
+        assert first.session.opened(first.read_until(time.monotonic() + 5)) == {"nodes": []}
+        selector.register(first, selectors.EVENT_READ)
+        assert selector.select(5)
+        assert first.session.opened(first.read()) == {"newcomer": True}
 
 
 def test_node_0_is_missed_though_its_own_workers_have_succeeded():

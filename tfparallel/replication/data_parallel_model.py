@@ -374,8 +374,6 @@ def extend_model(
         checks.check_compile(model, strategy)
         check_known(model)
         extend_parts(model)
-        # With several workers all of them send or receive it: here, where all of them are.
-        model._make_ahead()
     return model
 
 
