@@ -97,6 +97,40 @@ def test_objects_of_values_are_shared_where_they_differ(make):
     assert target.held == value
 
 
+def test_a_record_is_copied_and_not_shared():
+    source, target = Holder(held=Noise([1.0])), Holder(held=Noise([2.0]))
+    carry_attributes(source, target)
+    assert target.held == source.held
+    assert target.held is not source.held and target.held.deviation is not source.held.deviation
+
+
+@dataclasses.dataclass
+class Node:
+    """Of a tree: what is in it refers to it."""
+
+    parent: "Node | None" = None
+    children: list = dataclasses.field(default_factory=list)
+
+
+def test_a_tree_stays_its_own():
+    source, target = Holder(tree=Node()), Holder(tree=Node())
+    for layer in (source, target):
+        layer.tree.children.append(Node(layer.tree))
+    own = target.tree
+    carry_attributes(source, target)
+    assert target.tree is own
+
+
+def test_a_method_of_what_holds_a_layer_stays_its_own():
+    """Story: the clone was given the source's, which computed with the source's weights."""
+    source, target = Holder(), Holder()
+    for layer in (source, target):
+        layer.act = Scaler(keras.layers.Dense(2)).apply
+    own = target.act
+    carry_attributes(source, target)
+    assert target.act is own
+
+
 def test_a_record_that_refers_to_itself_stays_its_own():
     source, target = Holder(held=Noise(1.0)), Holder(held=Noise(2.0))
     for layer in (source, target):

@@ -165,6 +165,33 @@ def test_what_a_config_leaves_out(clone):
     assert found["within"] == pytest.approx(expected["within"])
 
 
+class Warms(keras.optimizers.SGD):
+    """Makes its schedule itself."""
+
+    def __init__(self, warm_up=2, name="warms"):
+        super().__init__(Falls(1.0 / warm_up), name=name)
+        self.warm_up = warm_up
+
+    def get_config(self):
+        return {"name": self.name}
+
+
+class OwnF1(keras.metrics.F1Score):
+    """Makes its states in its first update."""
+
+
+@pytest.mark.slow
+def test_what_an_optimizer_and_a_metric_make_themselves_is_made_again():
+    """Story: flags that say what has been built went with the arguments of the constructor."""
+    model = around()
+    model.compile(Warms(4), "mse", metrics=[OwnF1()])
+    x, y = data()
+    model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+    copy = tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"])
+    assert copy.optimizer.warm_up == 4
+    assert_trains_alike(copy, model)
+
+
 class Weighs(keras.Model):
     """With a `compile` of its own that a config can call again."""
 

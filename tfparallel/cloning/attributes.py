@@ -5,9 +5,11 @@ mean of an adapted `Normalization`, and whatever a layer of the user's own keeps
 `get_config` leaves out.
 """
 
+import copy as copy_lib
 import dataclasses
 import enum
 import functools
+import inspect
 import re
 import types
 from typing import Any
@@ -19,7 +21,7 @@ import tensorflow as tf
 from tfparallel.extend import extended_attributes, original_class
 from tfparallel.seams.keras import unlocked
 
-__all__ = ["CannotCarry", "carry_attributes", "carry_values", "has_variables", "same"]
+__all__ = ["CannotCarry", "carry_arguments", "carry_attributes", "has_state", "same"]
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, re.Pattern,
@@ -35,6 +37,7 @@ _BY_CONFIG = (
 # What any layer has and the user may set; the rest of a bare layer is Keras's own bookkeeping.
 _SET_BY_USERS = {"_supports_masking", "activity_regularizer", "autocast", "_remat_mode"}
 _ABSENT = object()
+_MOST_OBJECTS = 10_000
 
 
 class CannotCarry(ValueError):
@@ -44,9 +47,8 @@ class CannotCarry(ValueError):
 def carry_attributes(source: Any, target: Any) -> None:
     """Gives a layer's copy what the layer holds, where the copy has something else.
 
-    Functions, regularizers, constraints, losses, tensors and what holds such values are shared:
-    they have no state. What belongs to Keras's tracking (variables, layers, metrics) is not looked
-    at.
+    Functions, regularizers, constraints, losses and tensors are shared: they have no state. Records
+    are copied. What belongs to Keras's tracking (variables, layers, metrics) is not looked at.
 
     Raises:
         CannotCarry: If a value is tied to the source, as a bound method is.
@@ -72,7 +74,7 @@ def carry_attributes(source: Any, target: Any) -> None:
                 )
             if _holds_layer(value):
                 raise CannotCarry(f"`{name}` is {value!r}, which belongs to the layer itself")
-            setattr(target, name, value)
+            setattr(target, name, copy_lib.deepcopy(value) if _is_record(value) else value)
 
 
 def same(value: Any, other: Any) -> bool:
@@ -97,7 +99,7 @@ def same(value: Any, other: Any) -> bool:
         return (
             isinstance(other, types.MethodType)
             and value.__func__ is other.__func__
-            and (isinstance(value.__self__, keras.Layer) or same(value.__self__, other.__self__))
+            and (isinstance(value.__self__, keras.Layer) or _same_holder(value, other))
         )
     if isinstance(value, types.FunctionType):
         return isinstance(other, types.FunctionType) and _same_functions(value, other)
@@ -105,6 +107,12 @@ def same(value: Any, other: Any) -> bool:
         return bool(value == other)
     except (TypeError, ValueError):
         return False
+
+
+def _same_holder(method, other) -> bool:
+    """Whether the objects to which two methods are bound have the same values."""
+    one, another = method.__self__, other.__self__
+    return type(one) is type(another) and _same_containers(_values_in(one), _values_in(another))
 
 
 def _is_method(cls, name) -> bool:
@@ -127,24 +135,23 @@ def _config_of(value) -> dict:
 
 def _values_in(value) -> dict:
     """The attributes of an object that are values."""
-    return {name: held for name, held in vars(value).items() if _is_value(held)}
+    held = getattr(value, "__dict__", {})
+    return {name: each for name, each in held.items() if _is_value(each, (value,))}
 
 
 def _is_value(value, around=()) -> bool:
     """Whether this module knows how to compare it, and so may hand it on.
 
-    A record that refers to one of those `around` it is no value: to compare it would not end.
+    What refers to one of those `around` it is no value: to compare it would not end.
     """
     if isinstance(value, keras.KerasTensor) or any(value is each for each in around):
         return False
-    if _is_record(value):
-        return all(_is_value(each, (*around, value)) for each in vars(value).values())
-    if isinstance(value, dict):
-        return all(map(_is_value, value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_value, value))
     if isinstance(value, tf.Tensor):
         return not tf.is_symbolic_tensor(value)
+    held = vars(value) if _is_record(value) else value
+    if isinstance(held, dict | list | tuple | set | frozenset):
+        inner = held.values() if isinstance(held, dict) else held
+        return all(_is_value(each, (*around, value)) for each in inner)
     return isinstance(
         value,
         (*_PLAIN, *_BY_CONFIG, types.FunctionType, types.MethodType, functools.partial),
@@ -154,7 +161,7 @@ def _is_value(value, around=()) -> bool:
 def _holds_layer(value) -> bool:
     """Whether it is bound to a layer or a variable, and would compute with the source's."""
     if isinstance(value, types.MethodType):
-        return isinstance(value.__self__, keras.Layer) or has_variables(value.__self__)
+        return has_state(value.__self__)
     if isinstance(value, functools.partial):
         return any(map(_is_layer_or_holds_one, (value.func, *value.args, *value.keywords.values())))
     if isinstance(value, types.FunctionType):
@@ -165,9 +172,7 @@ def _holds_layer(value) -> bool:
         return any(map(_holds_layer, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
         return any(map(_holds_layer, value))
-    if _is_record(value):
-        return _holds_layer(vars(value))
-    return isinstance(value, _BY_CONFIG) and has_variables(value)
+    return (isinstance(value, _BY_CONFIG) or _is_record(value)) and has_state(value)
 
 
 def _is_layer_or_holds_one(value) -> bool:
@@ -175,10 +180,23 @@ def _is_layer_or_holds_one(value) -> bool:
     return isinstance(value, keras.Layer | keras.Variable) or (is_bound and _holds_layer(value))
 
 
-def has_variables(value) -> bool:
-    """Whether an object keeps a state."""
-    held = getattr(value, "__dict__", {}).values()
-    return any(isinstance(each, keras.Variable | tf.Variable) for each in held)
+def has_state(value) -> bool:
+    """Whether a layer or a variable can be reached from an object's attributes."""
+    waiting, seen = [value], set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, keras.Layer | keras.Variable | tf.Variable):
+            return True
+        if id(each) in seen or isinstance(each, (*_PLAIN, type, types.ModuleType)):
+            continue
+        if len(seen) == _MOST_OBJECTS:  # It is too much to be a setting.
+            return True
+        seen.add(id(each))
+        if isinstance(each, dict | list | tuple | set | frozenset):
+            waiting += each.values() if isinstance(each, dict) else each
+        else:
+            waiting += getattr(each, "__dict__", {}).values()
+    return False
 
 
 def _same_arrays(value, other) -> bool:
@@ -234,19 +252,21 @@ def _closed_over(function) -> list:
     return found
 
 
-def carry_values(source: Any, target: Any, of_keras: Any) -> None:
-    """Gives a new object of the user's own class the values that its config may leave out.
+def carry_arguments(source: Any, target: Any) -> None:
+    """Gives a new object what the constructor of a class of the user's own was given.
 
     Args:
-        source: An optimizer, or a metric.
-        target: What was made of its config.
-        of_keras: An object of Keras's own, of which each has the attributes.
+        source: An optimizer, or a metric, which keeps the arguments under their names.
+        target: What was made of its config, which may leave some out.
     """
-    for name, value in vars(source).items():
-        is_own = name not in vars(of_keras) and name not in extended_attributes(source)
-        copy = vars(target).get(name, _ABSENT)
-        if is_own and _is_value(value) and not _holds_layer(value) and not same(value, copy):
-            setattr(target, name, value)
+    for cls in original_class(source).__mro__:
+        if cls.__module__.startswith("keras."):
+            return
+        for name in list(inspect.signature(cls.__init__).parameters)[1:]:
+            value, copy = (vars(each).get(name, _ABSENT) for each in (source, target))
+            if value is not _ABSENT and _is_value(value) and not same(value, copy):
+                if not _holds_layer(value):
+                    setattr(target, name, value)
 
 
 def _assign(name, value, copy) -> None:

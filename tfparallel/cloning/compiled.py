@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras.optimizers.schedules import LearningRateSchedule
 
-from tfparallel.cloning.attributes import carry_values, has_variables
+from tfparallel.cloning.attributes import carry_arguments, has_state
 from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import classes_of, original_class
 from tfparallel.seams.compiled import compile_arguments
@@ -47,7 +47,7 @@ def compile_alike(
         # A class with a `compile` of its own says itself how it is compiled from a config.
         with keras.saving.custom_object_scope(classes_of(model)):
             original_class(copy).compile_from_config(copy, model.get_compile_config())
-        if copy.compiled and model.optimizer is not None:
+        if model.optimizer is not None and copy.optimizer is not None:
             _carry_beside_config(model, copy, copy.optimizer)
         _carry_state(model, copy)
         return
@@ -156,18 +156,23 @@ def metric_like(metric):
     return _from_config(metric, "metric") if isinstance(metric, keras.Metric) else metric
 
 
+def _schedule_of(held) -> LearningRateSchedule | None:
+    """The schedule of an optimizer if it has no state; its config may leave something out."""
+    rate = rate_of(held) if isinstance(held, keras.Optimizer) else None
+    return rate if isinstance(rate, LearningRateSchedule) and not has_state(rate) else None
+
+
 def _from_config(held, kind: str):
     """A new object like one that has a state."""
     original = original_class(held)
     try:
-        config = held.get_config()
-        schedule = rate_of(held) if kind == "optimizer" else None
-        if isinstance(schedule, LearningRateSchedule) and not has_variables(schedule):
-            config["learning_rate"] = schedule  # Whose config may leave something out.
+        config, schedule = held.get_config(), _schedule_of(held)
+        if schedule is not None and "learning_rate" in config:
+            config["learning_rate"] = schedule
         made = original.from_config(config)
-        if not original.__module__.startswith("keras."):
-            bare = keras.Metric if kind == "metric" else keras.optimizers.Optimizer
-            carry_values(held, made, bare(name="bare") if kind == "metric" else bare(0.0))
+        carry_arguments(held, made)
+        if schedule is not None:  # It may have made one itself.
+            made.learning_rate = schedule
         return made
     except (TypeError, ValueError, NotImplementedError) as error:
         raise NotAlike(
