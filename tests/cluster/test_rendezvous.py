@@ -460,9 +460,10 @@ def channel(connection, *, is_caller=False):
     return one
 
 
-def said(message):
-    """A message of node 0, which has let the others in."""
-    return Session(Secret("right"), "blobs", NONCES, is_caller=False).sealed(encoded(message))
+def said(*messages):
+    """The lines of node 0, which has let the others in."""
+    session = Session(Secret("right"), "blobs", NONCES, is_caller=False)
+    return [session.sealed(encoded(each)) for each in messages]
 
 
 def lines(number):
@@ -496,7 +497,7 @@ def test_whom_a_worker_had_lost_is_told_to_the_others():
         news.tell_failure(0, 75, 2.0, lost=1)
         far.sendall(there.recv(4096))
         bad = {"failed": 0, "worker": 0, "returncode": 1, "time_seconds": 2.5, "lost": "me"}
-        far.sendall(said(bad))
+        far.sendall(said({}, bad)[1])
         while len(other.failures) < 2:
             assert other.lines[0].listen()
         (told, _), (bad, _) = other.failures
@@ -558,6 +559,21 @@ def test_what_a_send_finds_out_is_kept():
         news.close()
 
 
+def test_a_message_is_heard_once():
+    """Whoever reads the wire can say again what was proved, and is not believed."""
+    connection, there = connected()
+    news = ControlChannel(1, 3, {0: channel(connection, is_caller=True)})
+    (line,) = said({"failed": 0, "worker": 5, "returncode": 1, "time_seconds": 1.0})
+    with there:
+        there.sendall(line)
+        while not news.failures:
+            assert news.lines[0].listen()
+        there.sendall(line)
+        assert not news.lines[0].listen()
+    assert len(news.failures) == 1
+    news.close()
+
+
 @pytest.mark.parametrize("token", ["wrong", None])
 def test_a_message_without_its_proof_ends_the_connection(token):
     """Whoever can write into it is not believed for what was proved before."""
@@ -577,7 +593,7 @@ def test_what_follows_a_line_is_left_for_a_selector():
     connection, there = connected()
     first = channel(connection, is_caller=True)
     with there, first, selectors.DefaultSelector() as selector:
-        there.sendall(said({"nodes": []}) + said({"newcomer": True}))
+        there.sendall(b"".join(said({"nodes": []}, {"newcomer": True})))
         assert first.session.opened(first.read_until(time.monotonic() + 5)) == {"nodes": []}
         selector.register(first, selectors.EVENT_READ)
         assert selector.select(5)
@@ -589,7 +605,7 @@ def test_node_0_is_missed_though_its_own_workers_have_succeeded():
     connection, there = connected()
     news = ControlChannel(1, 3, {0: channel(connection, is_caller=True)})
     with there:
-        there.sendall(said({"succeeded": 0}))
+        there.sendall(said({"succeeded": 0})[0])
     while news.lines[0].listen():
         pass
     assert news.departure is not None and not news.all_succeeded

@@ -121,20 +121,19 @@ def welcomed(address, message):
     """As `talk`; returns what says more, too."""
     connection = wait_until_it_listens(address)
     connection.sendall(GREETING)
-    nonce = read_line(connection)["nonce"]
+    session = session_of(read_line(connection)["nonce"])
 
     def say(message):
-        connection.sendall(sealed(message, nonce))
+        connection.sendall(session.sealed(wire.encoded(message)))
 
     say(message)
     assert read_line(connection) == {"welcome": message["index"]}
     return connection, say
 
 
-def sealed(message, nonce, token=""):
-    """What a caller says behind the listener's nonce."""
-    session = wire.Session(Secret(token), JOB, ("mine", nonce), is_caller=True)
-    return session.sealed(wire.encoded(message))
+def session_of(nonce, token=""):
+    """A caller's, behind the listener's nonce."""
+    return wire.Session(Secret(token), JOB, ("mine", nonce), is_caller=True)
 
 
 def read_line(connection):
@@ -668,7 +667,8 @@ def test_a_thousand_wrong_hellos_end_nothing():
             with wait_until_it_listens(workers[0]) as stranger:
                 stranger.sendall(GREETING)
                 nonce = read_line(stranger)["nonce"]
-                stranger.sendall(sealed(hello(workers, 1), nonce, "theirs"))
+                theirs = session_of(nonce, "theirs")
+                stranger.sendall(theirs.sealed(wire.encoded(hello(workers, 1))))
                 assert read_line(stranger) == {"refused": JOB}
         other = threads.submit(outcome, **calls_of(workers, token="ours")[1])
         assert [chief.result(40), other.result(40)] == [({"seed": 7},) * 2] * 2

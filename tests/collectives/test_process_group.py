@@ -134,7 +134,7 @@ def test_bytes_are_counted_by_what_they_are(workers):
 
 def test_exchange(workers):
     contents = [{"name": "é", "shards": [1, 2]}, None]
-    assert workers(lambda group, own: group.exchange(own), contents) == [contents] * 2
+    assert workers(lambda group, own: group.exchange(own, "a test"), contents) == [contents] * 2
 
 
 def test_a_text_cannot_be_sent(workers):
@@ -152,7 +152,7 @@ def test_workers_agree_on_nccl_by_what_each_offers(workers, monkeypatch):
     def taken(group, _):
         by_name, by_tensorflow = (transport.joined(group, name) for name in ("nccl", "tensorflow"))
         outcome = transport_selection.by_default(group)
-        assert group.exchange(group.worker_index) == [0, 1]  # They are still in step.
+        assert group.exchange(group.worker_index, "a test") == [0, 1]  # They are still in step.
         return [by_name.transport, by_tensorflow.transport, outcome.choice.what_runs]
 
     assert workers(taken, [None, None]) == [

@@ -74,7 +74,7 @@ def main(folder: str, num_devices: int) -> None:
     for one_device in batch:
         outcome = judge(Workers(), one_device)
         # A worker that fails alone is a finding, wherever it fails.
-        outcomes = strategy.workers.exchange(dataclasses.astuple(outcome))
+        outcomes = strategy.workers.exchange(dataclasses.astuple(outcome), "an outcome")
         worst = max((Outcome(*each) for each in outcomes), key=lambda each: each.is_finding)
         if strategy.workers.worker_index == 0:
             with open(os.path.join(folder, "outcomes"), "ab") as file:

@@ -75,11 +75,11 @@ def main(num_devices: int, names: Sequence[str]) -> None:
         @contextlib.contextmanager
         def directory(self):
             with super().directory() as own:
-                yield strategy.workers.exchange(own)[0]
+                yield strategy.workers.exchange(own, "a case")[0]
                 self.wait_for_all()
 
         def wait_for_all(self):
-            strategy.workers.exchange(None)
+            strategy.workers.exchange(None, "a case")
 
     cases = {case.name: case for case in ALL}
     for name in names:
@@ -117,7 +117,7 @@ def _judge(case, form, workers, compare):
         verdict, detail = REFUSED, str(error)
     elif error is not None:
         failure = "".join(traceback.format_exception(error))
-    if workers.exchange(again)[0]:
+    if workers.exchange(again, "a case")[0]:
         second, _ = attempt()
         differences = compare(seen, second)
         if differences[0].relative <= case.limit:

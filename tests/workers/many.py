@@ -24,7 +24,7 @@ def collectives():
         "ranks": workers._worker_of_rank,
         "all_gather": tfparallel.all_gather(tf.constant([worker])).numpy().tolist(),
         "uneven": tfparallel.all_gather(tf.fill([worker % 3], worker)).numpy().tolist(),
-        "exchange": workers.exchange(worker),
+        "exchange": workers.exchange(worker, "a test"),
         "reduce_scatter": tfparallel.reduce_scatter(ascending).numpy().tolist(),
     }
 

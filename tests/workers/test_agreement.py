@@ -119,28 +119,3 @@ def test_who_does_not_come_is_missed_before_the_first_step(method):
     """Story: `stall_timeout` counted from the first step on, and `fit` waited for ever."""
     with pytest.raises(JobFailed, match="Worker 0 makes no progress.*another worker, or the data"):
         run_workers(SLEEPS, 2, arguments=[method], timeout_seconds=50)
-
-
-ENDS = """
-import os
-
-import keras
-import numpy as np
-import tfparallel
-
-class Ends(keras.callbacks.Callback):
-    def on_predict_end(self, logs=None):
-        if tfparallel.worker_index():
-            os._exit(3)
-
-def main():
-    model = tfparallel.data_parallel(
-        lambda: keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    )
-    model.predict(np.ones((4, 2)), gather_to="chief", callbacks=[Ends()], verbose=0)
-"""
-
-
-def test_a_worker_lost_before_its_predictions_are_gathered_is_named():
-    with pytest.raises(JobFailed, match="The connection to worker 1 was lost"):
-        run_workers(ENDS, 2, timeout_seconds=60)

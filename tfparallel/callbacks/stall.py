@@ -45,23 +45,34 @@ class StallGuard(keras.callbacks.Callback):
         self._timeout_seconds = timeout_seconds
         self._worker_index = worker_index
         self._in_step = False
-        self._since = time.monotonic()
+        self._since: float | None = None  # When that began; None while nothing is watched.
         self._ended = threading.Event()
 
     def __enter__(self):
         self._tick(False)
-        threading.Thread(target=self._watch, name="stall guard", daemon=True).start()
+        self.start()
         return self
 
     def __exit__(self, *_):
+        self.stop()
+
+    def start(self) -> None:
+        """Begins to watch, but for what is not between `__enter__` and `__exit__`, or `waiting`."""
+        threading.Thread(target=self._watch, name="stall guard", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watches no more."""
         self._ended.set()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Counts what all workers do together as a step: the one that hangs ends first."""
+        outer, is_watched = self._in_step, self._since is not None
         self._tick(True)
-        yield
-        self._tick(False)
+        try:
+            yield
+        finally:
+            self._in_step, self._since = outer, time.monotonic() if is_watched else None
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step begins."""
@@ -83,8 +94,8 @@ class StallGuard(keras.callbacks.Callback):
 
     def _watch(self):
         while not self._ended.wait(min(self._timeout_seconds / 20, 5.0)):
-            allowed = self._timeout_seconds * (1 + _HEAD_START * self._in_step)
-            if time.monotonic() - self._since > allowed:
+            allowed, since = self._timeout_seconds * (1 + _HEAD_START * self._in_step), self._since
+            if since is not None and time.monotonic() - since > allowed:
                 self._end(allowed)
 
     def _end(self, allowed):

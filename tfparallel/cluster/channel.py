@@ -31,7 +31,7 @@ class Channel:
         connected: The socket, which the channel owns and closes.
 
     Attributes:
-        session: Who they are to each other, once both have named a nonce.
+        session: What proves who speaks, once both have named a nonce.
         is_silent: Whether it has ended without a sign of the other.
     """
 
@@ -57,7 +57,7 @@ class Channel:
         return self._socket.fileno()
 
     def keep_alive(self) -> None:
-        """Has the system find out, within half a minute, that the other host has vanished."""
+        """Lets TCP notice within half a minute that the other host has vanished."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # Without an option of this name the system's own patience holds, two hours by default.
         options = _KEEP_ALIVE | {"TCP_USER_TIMEOUT": _UNACKNOWLEDGED_MILLISECONDS}
@@ -187,7 +187,7 @@ class Call(Channel):
 
     def _say(self, message, until):
         if not self.send(message, max(until - time.monotonic(), 0.001)):
-            raise _hung_up()
+            raise TimeoutError("no answer") if time.monotonic() >= until else _hung_up()
 
     def _heard(self, until, max_bytes):
         try:

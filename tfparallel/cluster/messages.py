@@ -28,7 +28,7 @@ class Connection:
         connected: The socket, which the connection owns and closes.
 
     Attributes:
-        session: Who the two are to each other, once both have named a nonce.
+        session: What proves who speaks, once both have named a nonce.
     """
 
     def __init__(self, connected: socket.socket):
@@ -76,7 +76,8 @@ class Connection:
         line = await self.receive_line(max_bytes)
         if self.session is not None:
             if (message := self.session.opened(line)) is None:
-                raise wire.refusal(wire.parsed(line), "")
+                other = (wire.parsed(line) or {}).get("refused")
+                raise wire.RefusedError("it is no worker of this job", other)
             return message
         if (message := wire.parsed(line)) is None:
             raise ValueError("A message that is no JSON object.")

@@ -6,9 +6,10 @@
     caller <──proof {…}──────────────────────── listener    or {"refused": its own job}
 
 A message is a JSON object on a line of bounded size: what comes in may come from anybody, and
-nothing in it is ever executed. From the second line on each has its proof (secret.py), of both
-nonces, who speaks and what is said; the job's token, which makes it, never crosses the wire.
-Without a proof what is said is a reason for a person to read, and has no effect.
+nothing in it is ever executed. From the second line on each has its proof (secret.py): of both
+nonces, who speaks, how many lines it has sent before, and what is said. The job's token, which
+makes the proof, never crosses the wire. Without a proof what is said is a reason for a person to
+read, and has no effect.
 
 Nothing here touches a socket. Launchers wait in a selector (channel.py), workers in an event loop
 (messages.py).
@@ -42,7 +43,7 @@ _PROOF_BYTES = 64  # Of hexadecimal digits.
 
 
 class RefusedError(ConnectionError):
-    """What listens there does not belong to the job.
+    """The other side does not belong to the job.
 
     Attributes:
         job: The job that it says it belongs to; None if it says nothing of the kind.
@@ -93,19 +94,22 @@ class Session:
         self._secret, self._said = secret, (job, *nonces)
         speakers = ("caller", "listener")
         self._own, self._other = speakers if is_caller else reversed(speakers)
+        self._num_sent = self._num_heard = 0  # So that no line is believed twice, or out of turn.
 
     def sealed(self, message: bytes) -> bytes:
         """Returns the line to send, of what `encoded` returned."""
         digest = hashlib.sha256(message).hexdigest()
-        proof = self._secret.proof(self._own, *self._said, digest)
+        proof = self._secret.proof(self._own, *self._said, self._num_sent, digest)
+        self._num_sent += 1
         return proof.encode() + b" " + message + b"\n"
 
     def opened(self, line: bytes) -> dict[str, Any] | None:
         """Returns the message of a line; None if the proof is wrong or it is no message."""
         proof, message = line[:_PROOF_BYTES].decode("latin-1"), line[_PROOF_BYTES + 1 :]
         digest = hashlib.sha256(message).hexdigest()
-        if not self._secret.is_proof(proof, self._other, *self._said, digest):
+        if not self._secret.is_proof(proof, self._other, *self._said, self._num_heard, digest):
             return None
+        self._num_heard += 1
         return parsed(message)
 
 

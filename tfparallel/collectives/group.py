@@ -55,7 +55,8 @@ class Workers:
         if largest == -minus_smallest:
             return
         callers: dict[str, list[int]] = {}
-        for worker, said in enumerate(self.group.exchange(note)):
+        everyones = self.group.exchange(note, "a collective of the program's own")
+        for worker, said in enumerate(everyones):
             callers.setdefault(said, []).append(worker)
         received = "; ".join(f"{name_workers(who)}: {said}" for said, who in callers.items())
         raise ValueError(

@@ -288,7 +288,7 @@ class ProcessGroup:
         sent = self.all_reduce([sendable(tensor) for tensor in tensors])
         return [tf.cast(s, tensor.dtype) for s, tensor in zip(sent, tensors, strict=True)]
 
-    def exchange(self, content: Any, what: str = "an exchange") -> list[Any]:
+    def exchange(self, content: Any, what: str) -> list[Any]:
         """Sends what JSON can hold to all workers, outside a `tf.function`.
 
         Args:

@@ -16,6 +16,7 @@ over its ring unless the user's `communication_options` name NCCL: NCCL asks for
 that runs on a GPU, and TensorFlow's calls and these have no order between them.
 """
 
+import functools
 import os
 
 import tensorflow as tf
@@ -112,11 +113,15 @@ def joined(group: ProcessGroup, name: str | None) -> ProcessGroup:
     if not name.startswith("mpi"):
         return group.with_transport(name)
     ranks = start.join(
-        group.exchange, group.worker_index, group.first_host, name, group.timeout_seconds
+        functools.partial(group.exchange, what="the start of MPI"),
+        group.worker_index,
+        group.first_host,
+        name,
+        group.timeout_seconds,
     )
     return MpiProcessGroup(group, ranks)
 
 
 def nccl_refusal(group: ProcessGroup) -> str:
     """Returns why NCCL cannot join the workers; nothing if it can. Called by all of them."""
-    return nccl.refusal_between(group.exchange(nccl.offer(group.device)))
+    return nccl.refusal_between(group.exchange(nccl.offer(group.device), "the offers of GPUs"))

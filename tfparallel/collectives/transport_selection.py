@@ -9,6 +9,7 @@ the algorithms of one process. Worker 0's profile decides for all (`tfparallel b
 transport that needs what a worker lacks is no candidate.
 """
 
+import functools
 import platform
 import statistics
 import time
@@ -59,7 +60,7 @@ def _default(group) -> tuple[str, str]:
     """The name of a transport, and why it is that one."""
     if not transport.nccl_refusal(group):
         return "nccl", "each worker has a GPU"
-    offers = start.offers(group.exchange)
+    offers = start.offers(functools.partial(group.exchange, what=_WHAT))
     if len({offer["memory"] for offer in offers}) > 1:
         return group.transport, "the workers are on several hosts"
     missing = {k: offer["missing"] for k, offer in enumerate(offers) if offer["missing"]}

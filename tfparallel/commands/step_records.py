@@ -50,7 +50,7 @@ def gathered(workers: ProcessGroup | None, is_wanted: bool) -> list[WorkerRecord
     try:
         if not is_wanted and workers is None:
             return []
-        if workers is not None and not any(workers.exchange(is_wanted)):
+        if workers is not None and not any(workers.exchange(is_wanted, "the records of steps")):
             return []
         return _gathered(workers)
     except (tf.errors.OpError, WorkerLostError):  # A worker has ended: what was trained is there.
@@ -66,7 +66,7 @@ def _gathered(workers):
             for event in record.events[-_NUM_EVENTS:]
         ]
         own = {"about": record.about, "now": dataclasses.astuple(record.now), "events": events}
-    found = [own] if workers is None else workers.exchange(own)
+    found = [own] if workers is None else workers.exchange(own, "the records of steps")
     if not all(found):
         return []
     return [

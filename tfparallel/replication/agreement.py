@@ -22,9 +22,7 @@ from tfparallel.seams.optimizers import rate_of
 # The first batches of a `fit`, `evaluate` or `predict` are compared; another order shows there.
 _NUM_STEPS = 2
 _PLAIN = (int, float, str, bool, type(None))
-_LOOKUPS = (
-    keras.layers.IntegerLookup, keras.layers.StringLookup, keras.layers.TextVectorization
-)  # fmt: skip
+_LOOKUPS = (keras.layers.IntegerLookup, keras.layers.StringLookup)
 _KINDS = ("fit", "evaluate", "predict")
 _OTHER_BATCH = "The workers were given different batches"
 
@@ -259,13 +257,13 @@ def _configuration(optimizer):
 def _identities(model, name) -> list[Any]:
     """What `compile` was given for an argument, one after the other, as workers can compare it."""
     given = (compile_arguments(model) or {}).get(name)
-    # Keys may be names of layers, which Keras counts up: their order is the program's.
     return [_identity(leaf) for leaf in _leaves(given)]
 
 
 def _leaves(given) -> Iterator[Any]:
     if isinstance(given, dict):
-        given = list(given.values())
+        # Names of layers Keras counts up; and a dictionary may have been made of a set.
+        given = sorted(given.values(), key=lambda leaf: str(_identity(leaf)))
     if not isinstance(given, list | tuple):
         yield given
         return
@@ -282,9 +280,13 @@ def _identity(leaf):
         config = leaf.get_config()
     except Exception:  # noqa: BLE001 - A user's own may raise anything; its class is compared.
         config = {}
-    # Not its name, which Keras may count up, and not what shows an address or a file.
-    plain = {k: v for k, v in config.items() if k != "name" and isinstance(v, _PLAIN)}
+    plain = {k: v for k, v in config.items() if k != "name" and _is_telling(v)}
     return {"class": type(leaf).__name__} | plain
+
+
+def _is_telling(value) -> bool:
+    """Whether a value of a config says what is computed: a word, and no file or address."""
+    return value.isidentifier() if isinstance(value, str) else isinstance(value, _PLAIN)
 
 
 def _vocabularies(model) -> list[str]:
@@ -292,7 +294,11 @@ def _vocabularies(model) -> list[str]:
     found = []
     for layer in layers_in(model):
         if isinstance(layer, _LOOKUPS):
-            words = [str(word) for word in layer.get_vocabulary()]
+            try:
+                words = [str(word) for word in layer.get_vocabulary()]
+            except UnicodeDecodeError:  # Which Keras cannot list; the layer can look them up.
+                found.append("words that are no UTF-8")
+                continue
             checksum = zlib.crc32("\0".join(words).encode())
             found.append(f"{len(words)} entries, checksum {checksum:08x}")
     return found

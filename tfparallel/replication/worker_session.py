@@ -13,6 +13,7 @@ Of a process without other workers a session does nothing.
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -53,6 +54,7 @@ class WorkerSession:
         self._fingerprints: agreement.BatchFingerprints | None = None
         self._compared: set[str] = set()  # Methods of a batch that weights were compared for.
         self._fits = False
+        self._between_calls: StallGuard | None = None  # Where no call of Keras's has a guard.
 
     @property
     def workers(self) -> ProcessGroup | None:
@@ -116,14 +118,18 @@ class WorkerSession:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Where workers wait for each other: who does not come is missed in time, and named."""
-        guard = StallGuard(self._model.strategy.stall_timeout, self.workers.worker_index)
-        with guard, naming_lost_worker(), agreement.in_plain_words(), guard.waiting():
+        """Where workers wait for each other: for no longer than `stall_timeout` allows."""
+        if self._between_calls is None:
+            guard = StallGuard(self._model.strategy.stall_timeout, self.workers.worker_index)
+            guard.start()
+            weakref.finalize(self, guard.stop)
+            self._between_calls = guard
+        with naming_lost_worker(), agreement.in_plain_words(), self._between_calls.waiting():
             yield
 
     def _compare_weights(self, kind: str) -> None:
         """Stops a call, on all workers, if their weights differ, as after a load by the chief."""
-        if not self._is_local:  # Which step apart; what is left is averaged before it is used.
+        if not self._is_local:  # Else they differ, and are averaged before they are used.
             when = f"at the start of `{kind}`"
             agreement.check_values(self.workers, self._model, when, states=False)
         elif not self._fits:

@@ -37,7 +37,7 @@ __all__ = ["UnitOptimizer", "extend_for"]
 
 
 class UnitOptimizer:
-    """Extends any optimizer; `prepare` (`prepare.py`) does it."""
+    """Extends any optimizer; `prepare` (`place_optimizer.py`) does it."""
 
     _places = Places()
     _in_shares = False  # Whether each place keeps and updates its share.
