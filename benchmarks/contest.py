@@ -13,8 +13,9 @@ from contender_process import ContenderProcess
 
 TOP = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(TOP))
-from tfparallel.cluster.environment import Place, worker_environment  # noqa: E402
+from tfparallel.cluster.local_workers import worker_environment  # noqa: E402
 from tfparallel.cluster.ports import free_ports  # noqa: E402
+from tfparallel.cluster.rendezvous import Rendezvous  # noqa: E402
 
 PAGE = pathlib.Path(__file__).with_name("RESULTS.md")
 
@@ -30,13 +31,16 @@ def job_environments(num_processes, hosts=None):
     names = hosts or ["127.0.0.1"] * num_processes
     addresses = [f"{name}:{port}" for name, port in zip(names, ports, strict=True)]
     master = f"{names[0]}:{first}"
-    places = [
-        Place(addresses, index, 0, 1, index, master, "bench", 0)
-        if hosts
-        else Place(addresses, index, index, num_processes, 0, master, "bench", 0)
-        for index in range(num_processes)
+    by_node = [[address] for address in addresses] if hosts else [addresses]
+    return [
+        worker_environment(
+            {"PATH": os.environ["PATH"]},
+            Rendezvous(by_node, master, "bench", node=node),
+            local_rank,
+        )
+        for node, own in enumerate(by_node)
+        for local_rank in range(len(own))
     ]
-    return [worker_environment({"PATH": os.environ["PATH"]}, place) for place in places]
 
 
 class Group:

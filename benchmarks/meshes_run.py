@@ -23,7 +23,7 @@ if os.environ.get("BUSY"):
     time.perf_counter = time.process_time
 
 import tfparallel
-from tfparallel.callbacks.step_time import StepTime
+from tfparallel.callbacks.step_measures import StepTime
 from tfparallel.command_line.runner import run
 from tfparallel.layout.mesh import Mesh
 

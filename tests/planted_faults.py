@@ -9,7 +9,7 @@ import functools
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.collectives import replica_sums
+from tfparallel.collectives import reducer
 from tfparallel.data.partition import row_ranges
 
 __all__ = ["FAULTS", "data_parallel_on"]
@@ -85,8 +85,8 @@ def _of_rows(compute_loss, y, y_pred, start, end):
 
 
 def _with_first_term_alone(fit, *args, **kwargs):
-    whole = replica_sums.added
-    replica_sums.added = lambda terms: whole(terms[:1])
+    whole = reducer.added
+    reducer.added = lambda terms: whole(terms[:1])
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, replica_sums, "added", whole)
+        stack.callback(setattr, reducer, "added", whole)
         return fit(*args, **kwargs)

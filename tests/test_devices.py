@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tfparallel import device_memory, devices
+from tfparallel import cuda_driver, device_memory, devices
 
 # Made by conftest.py.
 CPUS = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
@@ -251,8 +251,8 @@ class PretendGPUs:
 def two_gpus(monkeypatch):
     """Two GPUs of 10,000 MiB; the real ones have tests marked `gpu`."""
     config = PretendGPUs()
-    monkeypatch.setattr(devices, "tf", type("tf", (), {"config": config}))
-    monkeypatch.setattr(devices.cuda_driver, "memory_mib", lambda index: 10_000)
+    monkeypatch.setattr(devices.tf, "config", config)
+    monkeypatch.setattr(cuda_driver, "memory_mib", lambda index: 10_000)
     return config
 
 
@@ -328,7 +328,7 @@ def test_a_gpu_that_tensorflow_cannot_use_is_told(monkeypatch):
     monkeypatch.setattr(devices.startup, "has_nvidia_gpu", lambda: True)
     config = PretendGPUs()
     config.physical = []
-    monkeypatch.setattr(devices, "tf", type("tf", (), {"config": config}))
+    monkeypatch.setattr(devices.tf, "config", config)
     monkeypatch.setattr(devices, "list_devices", lambda kind=None: [] if kind == "GPU" else CPUS)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.warns(UserWarning, match=r"Training on the CPU.*tensorflow\[and-cuda\]"):

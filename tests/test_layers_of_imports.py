@@ -20,7 +20,8 @@ LIBRARY = TOP / "tfparallel"
 ROWS = [
     ["activity", "chatter", "compute_context", "installed", "texts"],
     ["startup", "cluster", "cuda_driver", "device_names", "layout", "keras_compat", "seams"],
-    ["device_memory", "task_files"],
+    ["device_listing", "device_memory", "task_files"],
+    ["device_setup"],
     ["devices", "data", "task", "extend", "logits", "user_log", "flight"],
     ["problems"],
     ["tracing"],
@@ -228,7 +229,13 @@ def test_tensorflow_config_has_one_caller_for_devices():
         and ast.unparse(node.value) in ("tf", "tensorflow")
     }
     # Determinism is a setting of the arithmetic, not of a device.
-    assert callers <= {"devices", "device_memory", "diagnostics.determinism"}
+    assert callers <= {
+        "device_listing",
+        "device_memory",
+        "device_setup",
+        "devices",
+        "diagnostics.check",
+    }
 
 
 def test_the_library_asserts_nothing():

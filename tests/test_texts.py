@@ -1,6 +1,6 @@
 import pytest
 
-from tfparallel.texts import number_of_bytes, parse_bytes, size_text
+from tfparallel.texts import counted, number_of_bytes, parse_bytes, size_text
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,8 @@ def test_an_argument_is_a_number_or_a_text():
 def test_an_argument_that_is_neither(value):
     with pytest.raises(ValueError, match=r"or a text such as '16GiB'. Received: device_memory="):
         number_of_bytes("device_memory", value)
+
+
+def test_one_thing_has_no_plural():
+    told = [counted(number, "worker") for number in (0, 1, 2)]
+    assert told == ["0 workers", "1 worker", "2 workers"]

@@ -1,14 +1,26 @@
-"""Bytes, seconds and tables as people write and read them."""
+"""Counts, bytes, seconds, lists, tables and values as people write and read them."""
 
 import numbers
 import re
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["aligned", "number_of_bytes", "parse_bytes", "seconds_text", "size_text"]
+__all__ = [
+    "aligned",
+    "counted",
+    "first_to_last",
+    "number_of_bytes",
+    "parse_bytes",
+    "seconds_text",
+    "short",
+    "size_text",
+]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # As in nccl-tests.
+_MOST_NAMES = 8  # More than these nobody reads in a line.
+_LONGEST = 60  # Characters of a value.
 
 
 def parse_bytes(text: str) -> int:
@@ -52,6 +64,11 @@ def number_of_bytes(name: str, value: int | str | None) -> int | None:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 worker", "3 workers"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def size_text(size_bytes: float) -> str:
     """A number of bytes for people: "3.2 MiB"."""
     for unit in ("B", "KiB", "MiB"):
@@ -81,3 +98,39 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     place = str.rjust if right else str.ljust
     return ["  ".join(map(place, row, widths)).rstrip() for row in rows]
+
+
+def first_to_last(names: Sequence[str], noun: str | None = None) -> str:
+    """Returns names in a line, of many the first and the last.
+
+    Args:
+        names: Any number of them.
+        noun: What they are, for their number where some are left out; None to leave it out.
+
+    Example:
+        >>> first_to_last(["a", "b"], "layers")
+        'a, b'
+        >>> first_to_last([f"conv_{n}" for n in range(1, 31)], "layers")
+        'conv_1 … conv_30 (30 layers)'
+    """
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    count = f" ({len(names)} {noun})" if noun is not None else ""
+    return f"{names[0]} … {names[-1]}{count}"
+
+
+def short(value: Any) -> str:
+    """Returns a value's type, and its shape or as much of its text as fits.
+
+    Example:
+        >>> short("file.npz"), short(None)
+        ("'file.npz' (of type str)", 'None')
+    """
+    if value is None:
+        return "None"
+    kind = type(value).__name__
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"{kind} of shape {tuple(shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= _LONGEST else text[:_LONGEST] + '…'} (of type {kind})"

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from tfparallel.bench import collectives, inputs, table
+from tfparallel.bench import collectives, table
 from tfparallel.bench.contender import OneProcess
 from tfparallel.bench.measure import measure
 from tfparallel.bench.model import fitted
-from tfparallel.bench.row import Row, bus_factor
 from tfparallel.bench.sizes import COLLECTIVES, ITEM_BYTES, sweep
+from tfparallel.bench.table import Row
 
 
 class Sum:
@@ -53,11 +53,13 @@ def test_sums_of_whole_numbers_are_exact_in_any_order():
 
 
 def check_whole_numbers(dtype, num_ranks):
-    terms = [inputs.whole_numbers(100, dtype, rank, num_ranks) for rank in range(num_ranks)]
+    whole = collectives.whole_numbers
+    terms = [whole(100, dtype, rank, num_ranks) for rank in range(num_ranks)]
     forwards, backwards = terms[0], terms[-1]
     for term, other in zip(terms[1:], terms[-2::-1], strict=True):
         forwards, backwards = forwards + term, backwards + other
-    assert inputs.num_wrong_whole([forwards, backwards], [0, 1], num_ranks, dtype) == 0
+    sums, ranks = [forwards, backwards], [0, 1]
+    assert collectives.num_wrong(sums, ranks, num_ranks, dtype, "all_reduce", whole) == 0
     assert len(np.unique(terms[0].astype(np.float64))) > 1
 
 
@@ -67,11 +69,16 @@ def test_rounding_is_within_the_tolerance_and_a_lost_term_is_not():
 
 
 def check_tolerance(dtype):
-    terms = [inputs.random_numbers(200, dtype, rank) for rank in range(8)]
+    random = collectives.random_numbers
+    terms = [random(200, dtype, rank, 8) for rank in range(8)]
     total = sum(terms[1:], terms[0])
-    assert inputs.num_wrong_random([total], [0], 8, dtype) == 0
-    assert inputs.num_wrong_random([total - terms[3]], [0], 8, dtype) > 100
-    assert inputs.num_wrong_random([total * np.nan], [0], 8, dtype) == 200
+
+    def num_wrong(result):
+        return collectives.num_wrong([result], [0], 8, dtype, "all_reduce", random)
+
+    assert num_wrong(total) == 0
+    assert num_wrong(total - terms[3]) > 100
+    assert num_wrong(total * np.nan) == 200
 
 
 def test_what_each_collective_makes():
@@ -119,7 +126,8 @@ def test_names_and_units_are_those_of_nccl_tests():
     assert record["time"] == pytest.approx(2.0) and record["type"] == "float"
     assert record["alg_bw"] == pytest.approx(0.512) and record["bus_bw"] == pytest.approx(0.768)
     assert (record["p10"], record["p90"]) == (pytest.approx(1.2), pytest.approx(2.8))
-    assert bus_factor("broadcast", 4) == 1 and bus_factor("all_gather", 4) == 0.75
+    factor = collectives.bus_factor
+    assert factor("broadcast", 4) == 1 and factor("all_gather", 4) == 0.75
 
 
 def test_sizes():

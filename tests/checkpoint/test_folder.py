@@ -327,7 +327,8 @@ def test_a_folder_that_cannot_be_listed_is_told_or_waited_for(
 
     monkeypatch.setattr("tfparallel.checkpoint.folder.os.listdir", listdir)
     if is_written:
-        assert os.path.isdir(folder.write(1, [], [], {}))
+        folder.write(1, [], [], {})
+        assert (tmp_path / "step_00000001").is_dir()
     else:
         with pytest.raises(CheckpointError, match="Stale file handle. The folder cannot be read"):
             folder.write(1, [], [], {})
@@ -341,6 +342,7 @@ def test_one_that_cannot_be_replaced_does_not_end_later_writes(tmp_path, monkeyp
     folder.write(1, [], [], {})
     (tmp_path / "step_00000001.new").mkdir()
     monkeypatch.setattr(folder, "_remove", lambda name: None)  # As where it cannot be renamed.
-    assert os.path.isdir(folder.write(2, [], [], {}))
+    folder.write(2, [], [], {})
+    assert (tmp_path / "step_00000002").is_dir()
     monkeypatch.undo()
     folder.release()

@@ -16,10 +16,8 @@ import pytest
 
 from tests.cluster.processes import wait_for
 from tests.commands.command_line import ROOT
-from tfparallel.cluster.port_owner import is_free
-from tfparallel.cluster.ports import free_ports
-from tfparallel.cluster.secret import Secret
-from tfparallel.cluster.wire import Session
+from tfparallel.cluster.ports import free_ports, is_free
+from tfparallel.cluster.wire import Secret, Session
 
 DEADLINE_SECONDS = 60
 

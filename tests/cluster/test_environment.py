@@ -5,27 +5,17 @@ import json
 
 import pytest
 
-from tfparallel.cluster.environment import (
-    Place,
-    available_cores,
-    core_shares,
-    worker_environment,
-)
+from tfparallel.cluster.environment import available_cores, core_shares
+from tfparallel.cluster.local_workers import worker_environment
+from tfparallel.cluster.rendezvous import Rendezvous
 
-PLACE = Place(
-    addresses=["a:1", "a:2", "[::1]:3"],
-    worker=2,
-    local_rank=0,
-    num_local_workers=1,
-    node_rank=1,
-    master="[::1]:4",
-    token="secret",
-    restart_count=1,
-)
+MEETING = Rendezvous([["a:1", "a:2"], ["[::1]:3"]], master="[::1]:4", token="secret", node=1)
 
 
 def test_a_worker_knows_its_place():
-    environment = worker_environment({"PATH": "/bin", "RANK": "7", "TF_CONFIG": "{}"}, PLACE)
+    environment = worker_environment(
+        {"PATH": "/bin", "RANK": "7", "TF_CONFIG": "{}"}, MEETING, local_rank=0, restart_count=1
+    )
     assert json.loads(environment["TF_CONFIG"]) == {
         "cluster": {"worker": ["a:1", "a:2", "[::1]:3"]},
         "task": {"type": "worker", "index": 2},
@@ -50,14 +40,15 @@ def test_a_worker_knows_its_place():
 
 def test_more_workers_than_a_variable_can_name_are_refused():
     """The system's own error was "Argument list too long: 'python'"."""
-    addresses = [f"10.0.{host}.1:{port}" for host in range(145) for port in range(20_000, 20_064)]
+    ports = range(20_000, 20_064)
+    addresses = [[f"10.0.{host}.1:{port}" for port in ports] for host in range(145)]
     with pytest.raises(RuntimeError, match="Received: 9280 workers, which need 1.* fewer workers"):
-        worker_environment({}, dataclasses.replace(PLACE, addresses=addresses))
+        worker_environment({}, dataclasses.replace(MEETING, addresses=addresses), 0)
 
 
 def test_the_users_own_values_are_kept():
     own = {"OMP_NUM_THREADS": "5", "MALLOC_MMAP_MAX_": "9", "PYTHONUNBUFFERED": ""}
-    assert own.items() <= worker_environment(own, PLACE).items()
+    assert own.items() <= worker_environment(own, MEETING, 0).items()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfparallel.cluster import event_loop, messages, wire
+from tfparallel.cluster import messages, wire
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -43,7 +43,7 @@ def receive(sent, count=1, **options):
             except OSError:
                 pass
 
-    return event_loop.run(all_of_them())
+    return messages.run(all_of_them())
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def connect(address, **options):
             with await messages.connect(address, **options) as connection:
                 return connection._socket.getsockname()[1]
 
-    return event_loop.run(near_port())
+    return messages.run(near_port())
 
 
 def test_a_connection_keeps_off_the_workers_ports():
@@ -116,7 +116,7 @@ def test_the_callers_event_loop_is_left_alone():
     own = asyncio.new_event_loop()
     asyncio.set_event_loop(own)
     try:
-        assert event_loop.run(asyncio.sleep(0, "done")) == "done"
+        assert messages.run(asyncio.sleep(0, "done")) == "done"
         assert asyncio.get_event_loop() is own and not own.is_closed()
     finally:
         asyncio.set_event_loop(None)
@@ -125,7 +125,7 @@ def test_the_callers_event_loop_is_left_alone():
 
 INTERRUPTED = """
 import asyncio, random, signal
-from tfparallel.cluster import event_loop
+from tfparallel.cluster import messages
 
 async def two_busy_tasks():
     # By the clock it comes between any two instructions, as from a keyboard.
@@ -144,7 +144,7 @@ async def busy():
 signal.signal(signal.SIGALRM, lambda *call: signal.getsignal(signal.SIGINT)(*call))
 for _ in range(1000):
     try:
-        event_loop.run(two_busy_tasks())
+        messages.run(two_busy_tasks())
     except KeyboardInterrupt:
         continue
     raise SystemExit("the interrupt is lost")
@@ -168,17 +168,17 @@ def test_an_interrupt_as_the_task_ends(error):
             raise error
 
     with pytest.raises(type(error) if error else KeyboardInterrupt):
-        event_loop.run(last_words())
+        messages.run(last_words())
 
 
 IN_A_NOTEBOOK = """
 import asyncio, signal
-from tfparallel.cluster import event_loop
+from tfparallel.cluster import messages
 
 async def cell():
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    event_loop.run(asyncio.sleep(600))
+    messages.run(asyncio.sleep(600))
 
 try:
     asyncio.new_event_loop().run_until_complete(cell())
@@ -206,7 +206,7 @@ def test_the_callers_own_handler_of_interrupts_is_left_alone():
     heard = []
     before = signal.signal(signal.SIGINT, own)
     try:
-        assert event_loop.run(interrupted()) == "goes on"
+        assert messages.run(interrupted()) == "goes on"
         assert signal.getsignal(signal.SIGINT) is own and heard == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)

@@ -20,8 +20,7 @@ from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.elastic import ElasticMeetings
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import meet
-from tfparallel.cluster.secret import Secret
-from tfparallel.cluster.wire import Session, encoded, unproved
+from tfparallel.cluster.wire import Secret, Session, encoded, unproved
 
 
 def start(pool, endpoint, node, **changes):
@@ -478,7 +477,7 @@ def test_who_has_fallen_silent_is_told_to_the_others():
     third, there = connected()
     other = ControlChannel(2, 3, {0: channel(third, is_caller=True)})
     with first, second, there:
-        news.lines[0]._channel.is_silent = True  # As of a connection that has timed out.
+        news.lines[0].channel.is_silent = True  # As of a connection that has timed out.
         news._lost(news.lines[0])
         there.sendall(second.recv(4096))
         while not other.gone:
@@ -515,7 +514,7 @@ def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all():
     there.settimeout(5)
     with there, second_there:
         visitor = channel(slow)
-        assert not visitor.send(b"1" * (1 << 24), 0.2)
+        assert not visitor.send({"text": "1" * (1 << 24)}, 0.2)
         news = ControlChannel(0, 3, {1: visitor, 2: channel(second)})
         assert not news.lines[0].listen() and news.departure.node == 1
         told = unproved(second_there.recv(4096))
@@ -530,7 +529,7 @@ def test_a_launcher_that_does_not_read_its_answer_is_missed_by_all():
 
 def test_a_line_that_nobody_reads_ends_with_the_first_message_that_does_not_go_out():
     news, (there,) = lines(1)
-    near = news.lines[0]._channel
+    near = news.lines[0].channel
     near._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     with there:
         assert not near.send({"text": "x" * (1 << 24)}, 0.2)
@@ -551,11 +550,11 @@ def test_what_a_send_finds_out_is_kept():
         def sendall(self, data):
             raise TimeoutError(errno.ETIMEDOUT, "timed out")
 
-    line_socket = line._channel._socket
+    line_socket = line.channel._socket
     with there:
-        line._channel._socket = TimedOut()
+        line.channel._socket = TimedOut()
         news.tell_newcomer()
-        assert line.is_silent
+        assert line.channel.is_silent
         news.close()
 
 

@@ -86,6 +86,16 @@ def test_one_that_loads_has_ended_or_runs_something_else_is_not_taken(standbys):
 
 
 @pytest.mark.slow
+def test_one_that_cannot_be_told_is_not_taken(standbys):
+    """Story: a full disk ended the launcher, where a process of its own would have started."""
+    standbys.prepare_now([program(1)])
+    waits = started(standbys)
+    (waiting,) = standbys._waiting.values()
+    os.mkdir(f"{waiting.path}.part")
+    assert ran(program(2), standbys)[2] is False and not psutil.pid_exists(waits.pid)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

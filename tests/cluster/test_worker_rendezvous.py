@@ -18,7 +18,7 @@ import pytest
 
 from tfparallel.cluster import listener, rendezvous_peer, wire, worker_rendezvous
 from tfparallel.cluster.ports import free_ports
-from tfparallel.cluster.secret import Secret
+from tfparallel.cluster.wire import Secret
 
 JOB = "tfparallel-workers-3"
 GREETING = json.dumps({"job": JOB, "nonce": "mine"}).encode() + b"\n"
@@ -383,18 +383,8 @@ def test_an_address_of_another_host(host):
 
 
 @pytest.mark.slow
-def test_listens_where_it_is_told_to():
-    """Behind a gateway: the address is not this host's, and others would be led here."""
-    text = outcome(
-        ["203.0.113.7:38125", "203.0.113.8:38125"], 0, {}, timeout_seconds=1,
-        listen_host="127.0.0.1",
-    )  # fmt: skip
-    assert "cannot listen" not in text and "worker 1 (203.0.113.8:38125) did not come" in text
-
-
-@pytest.mark.slow
 def test_the_environment_says_where_to_listen(monkeypatch):
-    """As `launch` sets it where the others reach a host by no address of its own."""
+    """As `launch` sets it behind a gateway, whose address is not this host's."""
     assert listener.everywhere("203.0.113.7") == "0.0.0.0"
     assert listener.everywhere("127.0.0.1") is None
     assert listener.everywhere("nobody.invalid") is None
@@ -732,10 +722,10 @@ def test_a_crowd_of_silent_strangers(monkeypatch):
     ("changes", "expected"),
     [
         ({"workers": []}, "the list of workers is empty"),
-        ({"workers": ["a:1", "a:1"]}, "'a:1' is named 2 times"),
-        ({"workers": ["a:1", "b"]}, "'b' is not 'host:port'"),
-        ({"workers": ["a:1", "::1:2"]}, "'::1:2' is not"),
-        ({"workers": ["a:1", "b:65536"]}, "'b:65536' is not"),
+        ({"workers": ["a:1", "a:1"]}, "workers[1] and workers[0] have the same address, 'a:1'"),
+        ({"workers": ["a:1", "b"]}, "workers[1], 'b', is no address: it has no port"),
+        ({"workers": ["a:1", "::1:2"]}, "workers[1], '::1:2', is no address"),
+        ({"workers": ["a:1", "b:65536"]}, "workers[1], 'b:65536', is no address"),
         ({"worker_index": 2}, "worker_index is not from 0 to 1"),
         ({"worker_index": "0"}, "worker_index is no integer"),
         ({"timeout_seconds": 0}, "timeout_seconds is not above 0"),
@@ -746,12 +736,12 @@ def test_a_crowd_of_silent_strangers(monkeypatch):
 )
 def test_bad_arguments(changes, expected):
     arguments = {"workers": ["a:1", "b:1"], "worker_index": 0, "facts": {}, **changes}
-    with pytest.raises(ValueError, match="Cannot hold a rendezvous: ") as caught:
+    with pytest.raises(ValueError, match="Cannot hold a rendezvous:") as caught:
         worker_rendezvous.meet(**arguments)
     assert expected in str(caught.value)
     assert f"Received: workers={arguments['workers']}" in str(caught.value)
 
 
 def test_bad_arguments_come_together():
-    with pytest.raises(ValueError, match="'b' is not .*; worker_index .*; timeout_seconds"):
+    with pytest.raises(ValueError, match="'b', is no address(.|\n)*worker_index(.|\n)*timeout"):
         worker_rendezvous.meet(["a:1", "b"], 7, {}, timeout_seconds=-1)

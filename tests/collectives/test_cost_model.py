@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfparallel.collectives.algorithms import double_binary_tree
-from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
-from tfparallel.collectives.cost_model import CostModel, Link, Measurement, fit
-from tfparallel.collectives.simulator import simulate
+from tfparallel.collectives.algorithms import ALGORITHMS, GROUPED, double_binary_tree
+from tfparallel.collectives.cost_model import CostModel, Link, Measurement, fit, simulate
 
 WIRE = CostModel(alpha=5e-6, beta=1e-9, gamma=2e-10)
 SIZES = [2**12, 2**20, 2**26]

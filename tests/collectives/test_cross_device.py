@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tfparallel.collectives import cross_device
-from tfparallel.collectives.algorithms.catalog import ALGORITHMS
+from tfparallel.collectives.algorithms import ALGORITHMS
 
 DEVICES = [f"CPU:{index}" for index in range(4)]
 

@@ -5,8 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tfparallel.collectives import transport, transport_selection
-from tfparallel.collectives.errors import WorkerLostError
-from tfparallel.collectives.lost_worker import naming_lost_worker
+from tfparallel.collectives.lost_worker import WorkerLostError, naming_lost_worker
 from tfparallel.collectives.process_group import _size_step
 from tfparallel.collectives.traffic import ROWS
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfparallel.collectives import cross_device, indexed_slices, replica_sums
+from tfparallel.collectives import cross_device, indexed_slices, reducer
 from tfparallel.collectives.reducer import Reducer
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
@@ -36,7 +36,7 @@ def test_dense_gradients_are_summed_and_none_stays_none(algorithm):
     for total, terms in zip(found[:1] + found[2:], given[:1] + given[2:], strict=True):
         assert total.dtype == terms[0].dtype and total.shape == terms[0].shape
         np.testing.assert_array_equal(total, sum(term.numpy() for term in terms))
-    copies = replica_sums.on_each_device(found[0])
+    copies = reducer.on_each_device(found[0])
     assert isinstance(copies, tf.Tensor) == (algorithm is None)
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from tfparallel.command_line.command_table import COMMANDS
-from tfparallel.command_line.flag_table import EXCLUDES, TABLE, flags_of
+from tfparallel.command_line.exclusions import EXCLUDES
+from tfparallel.command_line.flag_table import TABLE, flags_of
 from tfparallel.command_line.flags import defined, flag_problems
 
 ROWS = [row for rows in TABLE.values() for row in rows]

@@ -3,41 +3,42 @@
 import numpy as np
 import pytest
 
-from tfparallel.diagnostics.compare import difference, digits_that_agree, owner_of_slot
+from tfparallel.diagnostics.compare import digits_that_agree, distance_between, owner_of_slot
 
 
 def test_elements_are_held_against_the_largest_of_their_variable():
     expected = np.array([2.0, 1e-9])
-    found = difference(expected, expected + [0.0, 1e-5], tolerance=1e-5)
-    assert found.within and found.absolute == pytest.approx(1e-5)
+    found = distance_between(expected, expected + [0.0, 1e-5])
+    assert found.is_within(1e-5) and found.absolute == pytest.approx(1e-5)
     assert found.relative == pytest.approx(5e-6)
-    assert not difference(expected, expected + [0.0, 3e-5], tolerance=1e-5).within
+    assert not distance_between(expected, expected + [0.0, 3e-5]).is_within(1e-5)
 
 
-def test_a_scale_replaces_a_smaller_magnitude():
-    noise, other = np.array([1e-17]), np.array([-3e-17])
-    assert not difference(noise, other, 1e-9).within
-    assert difference(noise, other, 1e-9, scale=1.0).within
-    assert not difference(noise + 1e-3, other, 1e-9, scale=1.0).within
+def test_what_is_no_float_is_equal_or_not():
+    assert distance_between(np.array(20), np.array(21)).absolute == 1.0
+    assert distance_between(np.array(True), np.array(False)).absolute == 1.0
+    assert distance_between(np.array(["a"]), np.array(["a"])).absolute == 0.0
 
 
-def test_integers_must_be_equal():
-    assert difference(np.array(20), np.array(20), 0.5).within
-    assert not difference(np.array(20), np.array(21), 0.5, scale=1e3).within
+def test_a_weight_in_bfloat16_has_a_magnitude():
+    """NumPy calls it no number: each of its differences was infinite, relative to a size of 0."""
+    expected = np.array([2.0, 1.0], "bfloat16")
+    found = distance_between(expected, np.array([2.0, 1.125], "bfloat16"))
+    assert (found.absolute, found.magnitude, found.relative) == (0.125, 2.0, 0.0625)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_not_finite_is_never_within(bad):
     value = np.array([1.0, bad])
-    assert not difference(value, value, 1.0).within
-    assert not difference(np.ones(2), value, 1.0).within
+    assert not distance_between(value, value).is_within(1.0)
+    assert not distance_between(np.ones(2), value).is_within(1.0)
 
 
 def test_shapes_and_empty_and_zero():
-    assert not difference(np.ones(2), np.ones(3), 1.0).within
-    assert difference(np.ones((0, 2)), np.ones((0, 2)), 0.0).within
-    assert difference(np.zeros(2), np.zeros(2), 1e-4).relative == 0.0
-    assert not difference(np.zeros(2), np.full(2, 1e-12), 1e-4).within
+    assert not distance_between(np.ones(2), np.ones(3)).is_within(1.0)
+    assert distance_between(np.ones((0, 2)), np.ones((0, 2))).is_within(0.0)
+    assert distance_between(np.zeros(2), np.zeros(2)).relative == 0.0
+    assert not distance_between(np.zeros(2), np.full(2, 1e-12)).is_within(1e-4)
 
 
 @pytest.mark.parametrize(

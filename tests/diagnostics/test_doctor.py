@@ -10,9 +10,9 @@ import pytest
 
 from tfparallel.cluster.ports import free_ports
 from tfparallel.diagnostics import doctor, host
-from tfparallel.diagnostics.finding import Finding, worst
 from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_memory
 from tfparallel.diagnostics.reach import examine_cluster
+from tfparallel.diagnostics.report import Finding, worst
 
 PEER_SECONDS = 0.5
 
@@ -166,8 +166,9 @@ def test_versions_against_the_tested_ones(tmp_path, monkeypatch):
 
 
 def test_a_tensorflow_that_does_not_answer():
-    (finding,) = doctor._examine_installation(timeout_seconds=0.05)
-    assert finding.verdict == "broken" and "no answer in 0.05 s" in finding.meaning
+    *_, finding = doctor.examine(quick=True, probe_timeout_seconds=0.05)
+    assert (finding.check, finding.verdict) == ("TensorFlow", "broken")
+    assert "no answer in 0.05 s" in finding.meaning
     probes = [
         child for child in psutil.Process().children()
         if "tfparallel.diagnostics.probes" in child.cmdline()
@@ -187,7 +188,7 @@ def test_a_tensorflow_that_crashes(tmp_path, monkeypatch, code, reason):
     (tmp_path / "tensorflow.py").write_text(code)
     (tmp_path / "keras.py").write_text("import tensorflow")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (finding,) = doctor._examine_installation(timeout_seconds=60)
+    *_, finding = doctor.examine(quick=True, probe_timeout_seconds=60)
     assert finding.verdict == "broken" and reason in finding.meaning
 
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tfparallel.cluster.worker_exit import Outcome, WorkerExit
-from tfparallel.flight.culprit import lost_by, waited_for
+from tfparallel.flight.culprit import has_lost_another, lost_by, waited_for
 from tfparallel.flight.record import FlightRecord, path_of
 
 ALIVE = 1000.0
@@ -58,3 +58,10 @@ def test_whom_a_worker_had_lost(tmp_path):
     keep(tmp_path, 1, ended="KeyError: 'x'")
     assert [lost_by(worker, tmp_path, 0, 50.0) for worker in (0, 1, 2)] == [1, None, None]
     assert lost_by(0, tmp_path, 0, 200.0) is None  # An older job's record.
+
+
+@pytest.mark.parametrize("began, lost", [(50.0, True), (200.0, False)])
+def test_an_older_job_excuses_nobody(tmp_path, began, lost):
+    """Story: a job in the folder of an earlier one took that one's record for its own."""
+    keep(tmp_path, 0, ended="WorkerLostError: worker 1")
+    assert has_lost_another(WorkerExit(0, 1, 5.0, stopped=False), tmp_path, 0, began) is lost

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfparallel.diagnostics.doctor import run_probe
-from tfparallel.diagnostics.finding import Finding, worst
-from tfparallel.diagnostics.report import versions, write_report
+from tfparallel.diagnostics.report import Finding, versions, worst, write_report
 from tfparallel.startup import has_nvidia_gpu
 
 TRIALS = (

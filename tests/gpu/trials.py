@@ -32,7 +32,7 @@ from tfparallel import devices as device_lib
 from tfparallel.cluster.spawn import spawn
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.algorithm_selection import ChosenAllReduce
-from tfparallel.diagnostics.determinism import make_deterministic
+from tfparallel.diagnostics.check import make_deterministic
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 

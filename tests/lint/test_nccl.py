@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
-from tfparallel.collectives import algorithm_selection, cross_device, process_group, tensor_fusion
+from tfparallel.collectives import algorithm_selection, cross_device, process_group, wire_format
 from tfparallel.collectives.nccl import refusal, refusal_between
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.reducer import Reducer
@@ -110,13 +110,13 @@ def test_the_lint_sees_a_type_that_nccl_lacks(group, monkeypatch):
 
 
 def test_a_vector_has_no_more_elements_than_31_bits_count(monkeypatch, group):
-    monkeypatch.setattr(tensor_fusion, "_MAX_ELEMENTS", 10)
+    monkeypatch.setattr(wire_format, "_MAX_ELEMENTS", 10)
     found = collectives_of(lambda: group.all_reduce([tf.ones([n]) for n in (4, 5, 3, 20, 6)]))
     assert [op.inputs[0].shape[0] for op in found] == [9, 3, 20, 6]
 
 
 def test_nor_has_one_in_a_process(monkeypatch):
-    monkeypatch.setattr(tensor_fusion, "_MAX_ELEMENTS", 10)
+    monkeypatch.setattr(wire_format, "_MAX_ELEMENTS", 10)
     together = []
 
     class Noted(tf.distribute.ReductionToOneDevice):
@@ -216,7 +216,7 @@ def test_sums_of_several_types_in_a_custom_loop():
 def test_what_auto_measures_has_devices():
     """A term without one is what NCCL refuses: `read_value` outside a device's scope."""
     devices = ["CPU:0", "CPU:1"]
-    terms = algorithm_selection._inputs(devices, [(3, tf.float32)])
+    terms = algorithm_selection.variables_on_each(devices, [(3, tf.float32)])
     graph = (
         tf.function(
             lambda: cross_device.all_reduce(

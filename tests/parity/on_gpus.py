@@ -87,7 +87,7 @@ def main() -> None:
     begin = time.monotonic()
     names = four_gpus(arguments.memory_mib)
 
-    from tfparallel.diagnostics.determinism import make_deterministic
+    from tfparallel.diagnostics.check import make_deterministic
 
     make_deterministic()
     import keras

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tfparallel.pipeline.cut import Values, cut_stages, functional_of, with_mask_of
 from tfparallel.pipeline.masks import Masks
+from tfparallel.pipeline.stages import Values, cut_stages, functional_of, with_mask_of
 from tfparallel.seams.functional import LEAVES_TRAINING
 from tfparallel.seams.keras import mask_of
 

@@ -120,7 +120,7 @@ def test_a_streamed_file_holds_what_keras_writes(tmp_path):
 
 
 def test_keras_gathers_a_file_in_memory(tmp_path, monkeypatch):
-    """Fails on the day that Keras streams: then checkpoint/streamed.py can go."""
+    """Fails on the day that Keras streams: then checkpoint/model_files.py can go."""
     largest = []
     written = io.BytesIO.write
 

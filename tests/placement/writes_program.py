@@ -6,7 +6,7 @@ python writes_program.py
 import tensorflow as tf
 
 import tfparallel
-from tfparallel.strategies.pending_writes import after_writes
+from tfparallel.placement.processes import after_writes
 
 
 def main():

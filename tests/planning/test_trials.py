@@ -8,7 +8,7 @@ import pytest
 
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.command_line.runner import checked
-from tfparallel.commands.auto_parallelism import trial_builder
+from tfparallel.commands.task_setup import trial_builder
 from tfparallel.layout.mesh import Mesh
 from tfparallel.planning.candidates import Candidate, Choices
 from tfparallel.planning.planner import Plan

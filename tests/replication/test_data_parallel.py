@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfparallel
 from tests.forked import run_python
 from tests.own_steps import updated
-from tfparallel.replication import checks
+from tfparallel.replication import refusals
 from tfparallel.replication.data_parallel_model import DataParallelModel
 from tfparallel.strategies import variables
 
@@ -712,7 +712,7 @@ def test_lora_within_the_scope():
 def test_an_activity_that_keras_sums_over_the_batch_is_refused(monkeypatch):
     dense = keras.layers.Dense(2, activity_regularizer="l2", name="costly")
     model = keras.Sequential([keras.Input((3,)), dense])
-    monkeypatch.setattr(checks, "ACTIVITY_IS_SUMMED", True)  # As before Keras 3.14.
+    monkeypatch.setattr(refusals, "ACTIVITY_IS_SUMMED", True)  # As before Keras 3.14.
     model = tfparallel.data_parallel(model, devices=["CPU:0", "CPU:1"])
     with pytest.raises(ValueError, match=r"sums an activity regularizer .*\['costly'\]"):
         model.compile("sgd", "mse")

@@ -8,8 +8,7 @@ from keras import layers
 
 import tfparallel
 from tfparallel import user_log as notices
-from tfparallel.layout.in_words import replicas_in_words
-from tfparallel.layout.layout import Layout
+from tfparallel.layout.layout import Layout, replicas_in_words
 from tfparallel.layout.mesh import Mesh
 
 TWO, THREE = ["CPU:0", "CPU:1"], ["CPU:0", "CPU:1", "CPU:2"]

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tests.step.uncompiled import sums_run_on_cpus
 from tfparallel.seams.tensorflow import traced_graph
 from tfparallel.tracing.graphs import of_programs
-from tfparallel.xla.cut import plan_of
+from tfparallel.xla.clusters import plan_of
 from tfparallel.xla.exchanges import exchange_inside
 from tfparallel.xla.step import in_programs
 

@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tests.forked import Forked, wait_for_first
-from tfparallel.cluster.environment import Place, worker_environment
-from tfparallel.cluster.ports import free_ports
+from tfparallel.cluster.local_workers import meet_alone, worker_environment
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # TensorFlow's survivors of a lost peer notice it within seconds.
@@ -94,9 +93,10 @@ def run_job(
     """
     with contextlib.ExitStack() as stack:
         workers = []
-        for place in _places(num_workers):
+        meeting = meet_alone(num_workers)
+        for worker in range(num_workers):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            variables = worker_environment(os.environ, place) | (environment or {})
+            variables = worker_environment(os.environ, meeting, worker) | (environment or {})
             forked = Forked(function, arguments, folder, environment=variables, joined=True)
             workers.append(stack.enter_context(forked))
         failed = wait_for_first(workers, timeout_seconds)
@@ -111,16 +111,6 @@ def run_job(
             for line in forked.written()[0].splitlines()
         ]
         return "\n".join([f"Worker {workers.index(failed)} failed.", *written])
-
-
-def _places(num_workers):
-    *ports, master = free_ports(num_workers + 1)
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    master = f"127.0.0.1:{master}"
-    return [
-        Place(addresses, worker, worker, num_workers, 0, master, "secret", 0)
-        for worker in range(num_workers)
-    ]
 
 
 def _main_of_worker(path, folder, timeout_seconds, num_devices, *arguments):

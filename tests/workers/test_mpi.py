@@ -46,7 +46,7 @@ def test_workers_that_disagree_are_named_with_what_they_called(job):
         messages = seen["disagreement"]
         assert isinstance(messages, list), messages
         for message, (first, second) in zip(messages, calls * 2, strict=True):
-            assert "workers 0, 2: call" in message and f", {first}; worker 1:" in message
+            assert "workers 0 and 2: call" in message and f", {first}; worker 1:" in message
             assert f", {second}. Run the same program" in message
 
 

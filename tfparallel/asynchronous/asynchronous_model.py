@@ -26,8 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.asynchronous.in_flight import InFlight, default_staleness, steps_ahead
-from tfparallel.asynchronous.server_optimizer import move_to_servers
-from tfparallel.asynchronous.servers import Servers
+from tfparallel.asynchronous.servers import Servers, move_to_servers
 from tfparallel.asynchronous.worker_step import STALENESS, WorkerStep, loss_trackers
 from tfparallel.extend import attach, extend, original_class
 from tfparallel.layout.layout import Layout
@@ -53,7 +52,6 @@ class AsynchronousModel:
 
     @property
     def layout(self) -> Layout:
-        """What is where."""
         return self._servers.layout
 
     @property
@@ -72,7 +70,9 @@ class AsynchronousModel:
     @property
     def staleness(self) -> dict[str, Any]:
         """Of the updates of all `fit`s: how many, the mean and the largest staleness, the bound."""
-        seen = self._seen_staleness
+        return self._told(self._seen_staleness)
+
+    def _told(self, seen: collections.Counter) -> dict[str, Any]:
         number = sum(seen.values())
         return {
             "updates": number,
@@ -133,45 +133,37 @@ class AsynchronousModel:
                 self._servers.coordinator.join()
             self._in_flight.forget()
             attach(self, _is_in_epoch=False)
-        self._tell(collections.Counter(self._seen_staleness) - before)
+        told = self._told(collections.Counter(self._seen_staleness) - before)
+        if told["updates"]:
+            notice(
+                f"async: {told['updates']} updates, of a mean staleness of {told['mean']:.2f}, at "
+                f"most {told['largest']} (bound {told['bound']})."
+            )
         return history
 
-    def _tell(self, seen) -> None:
-        number = sum(seen.values())
-        if number:
-            mean = sum(s * count for s, count in seen.items()) / number
-            notice(
-                f"async: {number} updates, of a mean staleness of {mean:.2f}, at most {max(seen)} "
-                f"(bound {self._max_staleness})."
-            )
+    # What reads or writes weights waits until all steps that have begun are done.
 
     def save(self, *args, **kwargs):
-        """Saves the model, as `keras.Model.save`, once all steps that have begun are done."""
         self._in_flight.end_all()
         return super().save(*args, **kwargs)
 
     def save_weights(self, *args, **kwargs):
-        """Saves the weights, as `keras.Model.save_weights`, likewise."""
         self._in_flight.end_all()
         return super().save_weights(*args, **kwargs)
 
     def get_weights(self):
-        """Returns the weights, as `keras.Model.get_weights`, likewise."""
         self._in_flight.end_all()
         return super().get_weights()
 
     def set_weights(self, weights):
-        """Sets the weights, as `keras.Model.set_weights`, likewise."""
         self._in_flight.end_all()
         return super().set_weights(weights)
 
     def evaluate(self, *args, **kwargs):
-        """Evaluates, as `keras.Model.evaluate`, once all steps that have begun are done."""
         self._in_flight.end_all()
         return super().evaluate(*args, **kwargs)
 
     def predict(self, *args, **kwargs):
-        """Predicts, as `keras.Model.predict`, once all steps that have begun are done."""
         self._in_flight.end_all()
         return super().predict(*args, **kwargs)
 
@@ -198,10 +190,7 @@ class AsynchronousModel:
             if self._batch_spec is None:  # Of a `fit` that begins; what follows is of a validation.
                 attach(self, _batch_spec=batches.element_spec)
         if not all(layer.built for layer in layers_in(self)):
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
-            x = keras.tree.map_structure(lambda v: keras.KerasTensor(v.shape, v.dtype.name), x)
-            with self._servers.scope():
-                compute_output_spec(self, x, training=False)
+            self._outputs_of(keras.utils.unpack_x_y_sample_weight(data_batch)[0])
         if self.optimizer is not None and not self.optimizer.built:
             with self._servers.scope():
                 self.optimizer.build(self.trainable_variables)
@@ -211,10 +200,13 @@ class AsynchronousModel:
     def _metrics_of_rows_together(self) -> dict[int, str]:
         """The metrics that are no sums over the rows, by id, with the reason."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._batch_spec)
+        return metrics_of_rows_together(self, y, self._outputs_of(x), sample_weight)
+
+    def _outputs_of(self, x):
+        """The shapes and types of what the model, built in it, makes of such inputs."""
         x = keras.tree.map_structure(lambda v: keras.KerasTensor(v.shape, v.dtype.name), x)
         with self._servers.scope():
-            outputs = compute_output_spec(self, x, training=False)
-        return metrics_of_rows_together(self, y, outputs, sample_weight)
+            return compute_output_spec(self, x, training=False)
 
     def make_train_function(self, force=False):
         """Makes what deals out a step, and hands over the logs of those that have ended."""
@@ -267,11 +259,9 @@ class AsynchronousModel:
         attach(self, _latest_logs=self._added_up(tf.constant(numbers), are_alike))
 
     def _add_up(self, numbers: tf.Tensor, are_alike: bool) -> dict[str, tf.Tensor]:
-        """Adds a step's numbers to what metrics hold, and returns the logs; it is traced.
+        """Adds the numbers of a `WorkerStep` to what metrics hold, and returns the logs.
 
-        Args:
-            numbers: As `WorkerStep` has them.
-            are_alike: Whether all batches have as many rows.
+        It is traced; `are_alike` says whether all batches have as many rows.
         """
         loss, rows, _ = tf.unstack(numbers[: STALENESS + 1])
         loss_tracker(self).update_state(loss, sample_weight=rows)
@@ -300,10 +290,7 @@ class AsynchronousModel:
 def extend_model(model: keras.Model, servers: Servers, staleness: int | None) -> keras.Model:
     """Makes `model`, whose variables the servers hold, train asynchronously, in place.
 
-    Args:
-        model: A model built, or to be built, in the servers' scope.
-        servers: The processes of the job.
-        staleness: The bound; None for one that keeps the workers busy.
+    The bound on the staleness is one that keeps the workers busy if it is None.
 
     Raises:
         ValueError: If the bound cannot be kept.

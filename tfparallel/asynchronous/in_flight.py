@@ -32,14 +32,10 @@ def default_staleness(num_workers: int) -> int:
 
 
 def steps_ahead(staleness: int, num_workers: int) -> int:
-    """A, how many steps may begin while one is computed.
-
-    Args:
-        staleness: The bound, at least `least_staleness`.
-        num_workers: W.
+    """A, how many steps may begin while one is computed, with a bound on the staleness.
 
     Raises:
-        ValueError: If the bound is too small.
+        ValueError: If the bound is below `least_staleness`.
     """
     least = least_staleness(num_workers)
     if staleness < least:
@@ -74,9 +70,7 @@ class InFlight:
     def begin(self, deal: Callable[[Any], Any], batch: Any) -> None:
         """Deals out a step, and waits until as many have ended as must before the next.
 
-        Args:
-            deal: Takes the batch, returns TensorFlow's `RemoteValue`.
-            batch: What the step trains on.
+        `deal` takes the batch, and returns TensorFlow's `RemoteValue`.
         """
         self._steps.append((deal(batch), batch))
         while len(self._steps) > self._ahead:

@@ -1,4 +1,4 @@
-"""The processes of an asynchronous job: who meets, who serves, and who notices that one has ended.
+"""The processes of an asynchronous job: who meets, who serves what, and who notices an end.
 
 ```
  chief: the program              worker k: a server             ps: a server
@@ -18,22 +18,27 @@ import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfparallel.cluster.gpu_binding import visible_gpus
-from tfparallel.cluster.liveness import hold_until_gone, is_there, wait_for_server
+from tfparallel.cluster.ports import hold_until_gone, is_there, wait_for_server
 from tfparallel.cluster.roles import Roles
-from tfparallel.collectives.errors import WorkerLostError
-from tfparallel.devices import reached_devices
+from tfparallel.collectives.lost_worker import WorkerLostError
+from tfparallel.device_listing import reached_devices
 from tfparallel.join_job import join_job, serving
+from tfparallel.keras_compat import MultiOptimizer
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
+from tfparallel.seams.keras import set_storage
 from tfparallel.startup import quiet_stderr
+from tfparallel.update.built import own_variables
 
-__all__ = ["Servers", "join"]
+__all__ = ["Servers", "join", "move_to_servers"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOST_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: starting again may help.
@@ -83,7 +88,6 @@ class Servers:
 
     @property
     def layout(self) -> Layout:
-        """What is where."""
         number = len(self.roles.servers)
         return Layout(
             Mesh(data=self.num_workers),
@@ -202,3 +206,36 @@ def _serve(roles: Roles, start_timeout: float) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # TensorFlow's threads would wait for what the chief no longer sends.
+
+
+def _update(variable, function: Callable, args: tuple = (), kwargs=None, **_) -> Any:
+    """Calls a function that updates a variable, where the variable is."""
+    with tf.device(variable.device):
+        return function(variable, *args, **(kwargs or {}))
+
+
+def move_to_servers(optimizer: keras.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Gives an optimizer's variables storage on the servers, with the values that they have.
+
+    It stays the object that the program has, of its own class. Keras, which asks a strategy to
+    update a variable's copies, finds one with none but the variable itself.
+
+    Raises:
+        ValueError: If it wraps others.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer | MultiOptimizer):
+        raise ValueError(
+            "Under sync='async' an optimizer that wraps no others is required. Received: a "
+            f"{type(optimizer).__name__}. Compile with one that does not, or take "
+            "sync='every_step'."
+        )
+    for variable in own_variables(optimizer):
+        if "/job:ps" not in variable.value.device:
+            with tf.init_scope(), strategy.scope():
+                value = variable.value.numpy()
+                set_storage(variable, tf.Variable(value, dtype=variable.dtype, trainable=False))
+    # Stands for the strategy, in a step that is traced outside of any scope.
+    extended = types.SimpleNamespace(
+        colocate_vars_with=strategy.extended.colocate_vars_with, update=_update
+    )
+    optimizer._distribution_strategy = types.SimpleNamespace(extended=extended)

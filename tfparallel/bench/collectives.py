@@ -1,4 +1,4 @@
-"""What each collective makes of the ranks' inputs, x₀ … xₙ₋₁, and what counts as its size.
+"""What goes into each collective, x₀ … xₙ₋₁, what must come out, and what counts as its size.
 
 | collective | input of a rank | output of rank r |
 | --- | --- | --- |
@@ -10,24 +10,36 @@
 
 S is nccl-tests' size, the larger of input and output. Where it is divided by n, a count of elements
 is rounded down to a multiple of n.
+
+Sums of whole numbers are exact while they stay below 2ᵖ, where p is the precision of the type
+(8 bits for bfloat16, 11 for float16). Element i of rank r is (31·i + 7·r) mod (⌊2ᵖ/n⌋ + 1), so
+that n of them stay below, and a block that ends up in a wrong place shows.
+
+Sums of random numbers depend on their order. However n terms are added,
+
+    |y − Σ_r x_r| ≤ (n−1)·u/(1 − (n−1)·u) · Σ_r |x_r|,    u = 2⁻ᵖ
+
+(Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, 2002, §4.2). The tolerance
+is that of 2n terms: an all-reduce may scale, or round once more on the way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import ml_dtypes
 import numpy as np
-
-__all__ = [
-    "REDUCING",
-    "SAME_ON_ALL",
-    "expected",
-    "input_count",
-    "input_size",
-    "whole_count",
-]
 
 REDUCING = ("all_reduce", "reduce_scatter")
 SAME_ON_ALL = ("all_reduce", "all_gather", "broadcast")
 _DIVIDED = ("reduce_scatter", "all_gather", "all_to_all")
+_NUMPY = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+_PRECISION_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+# A modulus far below 2ᵖ serves as well, and keeps the sums readable.
+_LARGEST = 1000
 
 
 def whole_count(collective: str, count: int, num_ranks: int) -> int:
@@ -53,7 +65,7 @@ def expected(collective: str, terms: Sequence[np.ndarray], rank: int) -> np.ndar
     """Returns a rank's output in float64.
 
     Args:
-        collective: One of `choices.COLLECTIVES`.
+        collective: One of `sizes.COLLECTIVES`.
         terms: The inputs of all ranks.
         rank: Whose output.
     """
@@ -68,3 +80,71 @@ def expected(collective: str, terms: Sequence[np.ndarray], rank: int) -> np.ndar
     for term in terms:
         total += term
     return total if collective == "all_reduce" else np.split(total, len(terms))[rank]
+
+
+def bus_factor(collective: str, num_ranks: int) -> float:
+    """Returns f(n): what a rank must send, in sizes S."""
+    share = (num_ranks - 1) / num_ranks
+    return {
+        "all_reduce": 2 * share,
+        "reduce_scatter": share,
+        "all_gather": share,
+        "all_to_all": share,
+        "broadcast": 1.0,
+    }[collective]
+
+
+def whole_numbers(count: int, dtype: str, rank: int, num_ranks: int) -> np.ndarray:
+    """Returns a rank's exactly summable input, shape `(count,)`."""
+    modulus = min(2 ** _PRECISION_BITS[dtype] // num_ranks, _LARGEST) + 1
+    values = (31 * np.arange(count, dtype=np.int64) + 7 * rank) % modulus
+    return values.astype(_NUMPY[dtype])
+
+
+def random_numbers(count: int, dtype: str, rank: int, num_ranks: int) -> np.ndarray:
+    """Returns a rank's standard normal input, shape `(count,)`; the same at every call."""
+    del num_ranks  # Of which whole numbers must stay small, and these need not.
+    generator = np.random.default_rng([rank, count])
+    return generator.standard_normal(count, np.float32).astype(_NUMPY[dtype])
+
+
+def num_wrong(
+    results: Sequence[np.ndarray],
+    ranks: Sequence[int],
+    num_ranks: int,
+    dtype: str,
+    collective: str,
+    numbers: Callable[[int, str, int, int], np.ndarray],
+) -> int:
+    """Returns how many elements of a collective's results are further off than rounding goes.
+
+    Sums of whole numbers, and what is moved and not summed, may not differ at all.
+
+    Args:
+        results: The outputs of some ranks.
+        ranks: Which ranks.
+        num_ranks: n.
+        dtype: One of `sizes.ITEM_BYTES`.
+        collective: One of `sizes.COLLECTIVES`.
+        numbers: What was put in: `whole_numbers` or `random_numbers`.
+    """
+    count = input_size(collective, results[0].size, num_ranks)
+    terms = [numbers(count, dtype, rank, num_ranks) for rank in range(num_ranks)]
+    rounds = collective in REDUCING and numbers is random_numbers
+    factor = 2 * num_ranks * 2.0 ** -_PRECISION_BITS[dtype]
+    magnitudes = [np.abs(term.astype(np.float64)) for term in terms] if rounds else []
+    wrong = 0
+    for result, rank in zip(results, ranks, strict=True):
+        allowed = factor * expected(collective, magnitudes, rank) if rounds else 0.0
+        error = np.abs(result.astype(np.float64) - expected(collective, terms, rank))
+        wrong += int(np.sum(~(error <= allowed)))  # Written so that NaN is wrong.
+    return wrong
+
+
+def num_different(results: Sequence[np.ndarray]) -> int:
+    """Returns how many elements differ, in any bit, from those of the first rank."""
+    first = results[0].view(np.uint8).reshape(results[0].size, -1)
+    return sum(
+        int(np.sum(np.any(first != other.view(np.uint8).reshape(first.shape), axis=1)))
+        for other in results[1:]
+    )

@@ -60,7 +60,7 @@ class Contender(Protocol):
     Attributes:
         name: What `--algorithms` says.
         implementation: What truly runs, such as "tf.distribute.HierarchicalCopyAllReduce".
-        collectives: What it can do, of `choices.COLLECTIVES`.
+        collectives: What it can do, of `sizes.COLLECTIVES`.
     """
 
     name: str
@@ -68,22 +68,11 @@ class Contender(Protocol):
     collectives: tuple[str, ...]
 
     def prepare(self, collective: str, count: int, dtype: str) -> Prepared:
-        """Sets up a collective, not timed.
-
-        Args:
-            collective: One of `collectives`.
-            count: The elements of its size; see `tfparallel.bench.collectives`.
-            dtype: Such as "float32".
-        """
+        """Sets up one of `collectives`, not timed; `count` is its size in elements of `dtype`."""
 
 
 class OneProcess:
-    """The world of one process that holds all ranks, as devices.
-
-    Args:
-        num_ranks: How many devices.
-        devices: Their names.
-    """
+    """The world of one process that holds all ranks, as devices."""
 
     def __init__(self, num_ranks: int, devices: Sequence[str] = ()):
         self.num_ranks = num_ranks

@@ -8,12 +8,9 @@ from tfparallel.collectives.algorithms.schedule import MessageSchedule
 
 
 def draw_schedule(axes: Any, schedule: MessageSchedule, title: str) -> None:
-    """Draws a schedule: solid arrows add, dashed ones copy; ranks in columns, a row a step.
+    """Draws a schedule of few ranks: solid arrows add, dashed ones copy.
 
-    Args:
-        axes: Of Matplotlib.
-        schedule: Of few ranks, or nothing can be seen.
-        title: What stands above.
+    Ranks stand in columns, a row is a step. `axes` are Matplotlib's.
     """
     steps = list(schedule.steps())
     palette = colormaps["viridis"]

@@ -6,16 +6,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives import cross_device
+from tfparallel.collectives.algorithm_selection import variables_on_each
 
 
 class DeviceContender:
-    """An algorithm between the devices of this process.
-
-    Args:
-        name: One that `cross_device.make` knows.
-        devices: Names of the devices, a rank each.
-        inputs: Shared by the contenders of a measurement.
-    """
+    """An algorithm that `cross_device.make` knows, between the devices of this process."""
 
     collectives = ("all_reduce",)
 
@@ -57,13 +52,9 @@ class _Inputs:
     def variables(self, count, dtype):
         """For each tensor one variable on each device."""
         if self._key != (count, dtype):
-            self._key, self._held = (count, dtype), []
-            for part in self._parts or [count]:
-                self._held.append([])
-                for device in self._devices:
-                    with tf.device(device):
-                        variable = tf.Variable(tf.zeros([part], dtype), trainable=False)
-                        self._held[-1].append(variable)
+            self._key, self._held = (count, dtype), []  # The last size's go before these come.
+            specs = [(part, dtype) for part in self._parts or [count]]
+            self._held = variables_on_each(self._devices, specs)
         return self._held
 
 

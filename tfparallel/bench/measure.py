@@ -12,13 +12,21 @@ Contenders take turns within an iteration, so that what disturbs the machine dis
 
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from tfparallel.bench import inputs
-from tfparallel.bench.collectives import SAME_ON_ALL, input_count, whole_count
+from tfparallel.bench.collectives import (
+    SAME_ON_ALL,
+    input_count,
+    num_different,
+    num_wrong,
+    random_numbers,
+    whole_count,
+    whole_numbers,
+)
 from tfparallel.bench.contender import Contender, Prepared, World
-from tfparallel.bench.row import Row
 from tfparallel.bench.sizes import ITEM_BYTES, MIN_WARMUP
+from tfparallel.bench.table import Row
 
 _NUM_NULL = 5
 
@@ -40,8 +48,8 @@ def measure(
         world: Who takes part.
         contenders: What is measured, the same and in the same order on all processes.
         counts: Elements of each size; one that the ranks cannot divide is rounded down.
-        collective: One of `choices.COLLECTIVES`.
-        dtype: One of `choices.ITEM_BYTES`.
+        collective: One of `sizes.COLLECTIVES`.
+        dtype: One of `sizes.ITEM_BYTES`.
         iters: Timed calls of each contender.
         warmup_iters: Calls before, at least `MIN_WARMUP`.
         clock: Seconds that go by.
@@ -97,19 +105,16 @@ def _timed(world, call, clock) -> float:
 def _num_wrong(world: World, one: Prepared, collective: str, count: int, dtype: str) -> int:
     """Runs on whole and on random numbers; the sum over all processes of what is wrong."""
     num_ranks, ranks = world.num_ranks, world.ranks
-    own = input_count(collective, count, num_ranks)
-    one.load([inputs.whole_numbers(own, dtype, rank, num_ranks) for rank in ranks])
-    world.barrier()
-    whole = one.arrays(one.run())
-    wrong = inputs.num_wrong_whole(whole, ranks, num_ranks, dtype, collective)
-    one.load([inputs.random_numbers(own, dtype, rank) for rank in ranks])
-    world.barrier()
-    random = one.arrays(one.run())
-    wrong += inputs.num_wrong_random(random, ranks, num_ranks, dtype, collective)
+    own, wrong = input_count(collective, count, num_ranks), 0
+    for numbers in (whole_numbers, random_numbers):
+        one.load([numbers(own, dtype, rank, num_ranks) for rank in ranks])
+        world.barrier()
+        outputs = one.arrays(one.run())
+        wrong += num_wrong(outputs, ranks, num_ranks, dtype, collective, numbers)
     if collective not in SAME_ON_ALL:
         return int(sum(number for (number,) in world.gather([float(wrong)])))
     # Between ranks of one process element by element, between processes as a whole.
-    wrong += inputs.num_different(random)
-    found = world.gather([float(wrong), inputs.digest(random[0])])
-    differing = sum(count for _, digest in found if digest != found[0][1])
+    wrong += num_different(outputs)
+    found = world.gather([float(wrong), float(zlib.crc32(outputs[0].tobytes()))])
+    differing = sum(count for _, bits in found if bits != found[0][1])
     return int(sum(number for number, _ in found)) + differing

@@ -1,9 +1,24 @@
-"""A sweep, in the terms of the cost model."""
+"""What a sweep is held against: the cost model, fitted to it, and the limit of the memory.
 
+Bytes that must be read and written for an all-reduce of S bytes among n ranks of one host:
+
+    in one process, results may share memory      read n·S, write S                    (n+1)·S
+    in processes, each must hold its own           add: read n·S, write S (each rank its part)
+                                                   pass on: read and write (n−1)·S     (3n−1)·S
+
+over the bytes a second that all cores together read and write, adding float32 vectors larger than
+the caches. What stays in the caches can be faster.
+"""
+
+import concurrent.futures
+import os
+import time
 from collections.abc import Sequence
 
-from tfparallel.bench.row import Row
-from tfparallel.collectives.algorithms.catalog import ALGORITHMS
+import numpy as np
+
+from tfparallel.bench.table import Row
+from tfparallel.collectives.algorithms import ALGORITHMS
 from tfparallel.collectives.cost_model import CostModel, Measurement, fit
 
 _FEWEST = 4  # Numbers that are fitted.
@@ -15,11 +30,11 @@ _BETWEEN_WORKERS = {
     "mpi_recursive_doubling": ("MPI", "recursive_doubling"),
     "mpi_reduce_scatter_all_gather": ("MPI", "halving_doubling"),
 }
+_ELEMENTS = 2**23  # 32 MiB each, three of them a thread.
+_ROUNDS = 15  # The best counts: what else runs takes its share of the others.
 
 
-def fitted(
-    rows: Sequence[Row], shared: bool, num_cores: int | None = None
-) -> dict[str, CostModel]:
+def fitted(rows: Sequence[Row], shared: bool, num_cores: int | None = None) -> dict[str, CostModel]:
     """Returns a model for each transport of a sweep that has enough times to fit one.
 
     Args:
@@ -88,3 +103,26 @@ def fastest(rows: Sequence[Row]) -> list[tuple[int, str]]:
         if not found or found[-1][1] != row.algorithm:
             found.append((size, row.algorithm))
     return found
+
+
+def least_bytes(num_ranks: int, size_bytes: float, shared: bool) -> float:
+    """Returns how many bytes an all-reduce must read and write."""
+    return ((num_ranks + 1) if shared else (3 * num_ranks - 1)) * size_bytes
+
+
+def memory_bandwidth() -> float:
+    """Measures the bytes a second that all cores together read and write, in half a second."""
+    num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    count = _ELEMENTS // num_threads
+    arrays = [np.ones((3, count), np.float32) for _ in range(num_threads)]
+
+    def add(array):
+        np.add(array[0], array[1], out=array[2])  # Without Python's lock.
+
+    best = float("inf")
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
+            list(pool.map(add, arrays))
+            best = min(best, time.perf_counter() - start)
+    return sum(array.nbytes for array in arrays) / best

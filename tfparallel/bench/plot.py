@@ -1,20 +1,17 @@
-"""The plot of a sweep: time and bus bandwidth over size, a line an algorithm.
-
-Measured points are joined by solid lines, in bands from the 10th to the 90th percentile; the cost
-model is dashed; what does not fit into the caches cannot be below the memory's limit.
-"""
+"""The pictures of `tfparallel bench`: of a sweep over sizes, and of a training on more workers."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from tfparallel.bench.limit import least_bytes
-from tfparallel.bench.model import modelled_as
-from tfparallel.bench.row import Row, bus_factor
-from tfparallel.collectives.algorithms.catalog import ALGORITHMS
+from tfparallel.bench.collectives import bus_factor
+from tfparallel.bench.model import least_bytes, modelled_as
+from tfparallel.bench.table import Row
+from tfparallel.collectives.algorithms import ALGORITHMS
 from tfparallel.collectives.cost_model import CostModel
 from tfparallel.texts import size_text
 
@@ -22,9 +19,16 @@ from tfparallel.texts import size_text
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#882255", "#999933")
 _GREYS = ("#222222", "#777777", "#aaaaaa", "#cccccc")
 _MARKERS = "osD^vP*X"
+_PARTS = {
+    "compute": "#0072B2",
+    "input": "#E69F00",
+    "reduction": "#009E73",
+    "waiting": "#D55E00",
+    "between": "#999999",
+}
 
 
-def draw(
+def draw_sweep(
     path: str,
     rows: Sequence[Row],
     *,
@@ -33,7 +37,10 @@ def draw(
     bandwidth: float | None = None,
     shared: bool = True,
 ) -> None:
-    """Draws a sweep.
+    """Draws time and bus bandwidth over size, a line an algorithm.
+
+    Measured points are joined by solid lines, in bands from the 10th to the 90th percentile; the
+    cost model is dashed; what does not fit into the caches cannot be below the memory's limit.
 
     Args:
         path: Where the PNG goes.
@@ -78,16 +85,64 @@ def draw(
         axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(size)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.tick_params(axis="x", rotation=45)
-        axes.grid(True, which="major", color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        _tidy(axes, "both")
     for transport, model in (models or {}).items():
         label = f"cost model, {transport}\n(median error {model.median_error:.0%})"
         time_axes.plot([], [], color="#555555", linestyle=(0, (4, 2)), linewidth=1.0, label=label)
     figure.legend(*time_axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.suptitle(title, fontsize=13)
     figure.savefig(path)
+
+
+def draw_scaling(path: str, strong: Sequence[Any], weak: Sequence[Any], title: str) -> None:
+    """Draws where a step's time goes on several numbers of workers, and how it scales.
+
+    Args:
+        path: Where the PNG goes.
+        strong: Runs with the same batch, by the number of workers.
+        weak: Runs with the same rows a worker.
+        title: What was found.
+    """
+    figure = Figure(figsize=(12, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    bars, lines = figure.subplots(1, 2, width_ratios=(3, 2))
+    labels, place = [], 0.0
+    for name, runs in (("strong", strong), ("weak", weak[1:])):
+        for run in runs:
+            for split in run.splits:
+                bottom = 0.0
+                for part, colour in _PARTS.items():
+                    height = getattr(split, part) * 1e3
+                    bars.bar(place, height, 0.8, bottom, color=colour, linewidth=0)
+                    bottom += height
+                labels.append((place, f"{name} {run.num_workers}\nworker {split.worker}"))
+                place += 1
+            place += 0.6
+    bars.set_xticks([x for x, _ in labels], [text for _, text in labels], fontsize=8)
+    bars.set(ylabel="ms a step", title="Where a step's time goes")
+    for part, colour in _PARTS.items():
+        bars.bar(0, 0, color=colour, label=part)
+    bars.legend(frameon=False)
+    first = strong[0]
+    numbers = [run.num_workers for run in strong]
+    ideal = [first.examples_per_second * number / first.num_workers for number in numbers]
+    lines.plot(numbers, ideal, color="#bbbbbb", linestyle="--", label="ideal")
+    for name, runs, colour in (("strong", strong, "#0072B2"), ("weak", weak, "#D55E00")):
+        rates = [run.examples_per_second for run in runs]
+        lines.plot([run.num_workers for run in runs], rates, "o-", color=colour, label=name)
+    lines.set(xlabel="workers", ylabel="examples a second", title="Scaling", ylim=(0, None))
+    lines.set_xticks(numbers)
+    lines.legend(frameon=False)
+    for axes in (bars, lines):
+        _tidy(axes, "y")
+    figure.suptitle(title, fontsize=13)
+    figure.savefig(path)
+
+
+def _tidy(axes, lines_across):
+    axes.grid(True, axis=lines_across, color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _styles(names):

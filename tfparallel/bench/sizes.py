@@ -1,7 +1,5 @@
 """What a benchmark may be asked for: a collective, a type, sizes. Needs no NumPy."""
 
-__all__ = ["COLLECTIVES", "ITEM_BYTES", "MIN_WARMUP", "sweep"]
-
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MIN_WARMUP = 4  # TensorFlow traces, allocates and plans in the first calls.

@@ -1,22 +1,120 @@
-"""The table of a measurement, as nccl-tests writes it, with columns for what ran."""
+"""The rows of a measurement, and their table, with nccl-tests' names and units.
 
+    algbw = S / t,    busbw = algbw · f(n)
+
+f(n) is 2(n−1)/n for an all-reduce: what each rank must send and receive of S bytes, so that busbw
+can be held against the speed of a wire, whatever n is.
+"""
+
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tfparallel.bench.row import Row
+import numpy as np
 
+from tfparallel.bench.collectives import REDUCING, bus_factor
+
+_SHORT = {"float16": "half", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one algorithm did at one size.
+
+    Attributes:
+        algorithm: Its name.
+        implementation: What truly ran.
+        collective: Such as "all_reduce".
+        num_ranks: n.
+        count: Elements of each rank.
+        size_bytes: S.
+        dtype: Such as "float32".
+        times_seconds: One for each iteration, the slowest rank's.
+        null_seconds: Median of the same call without the exchange; times include it.
+        num_wrong: Wrong elements over all ranks and both kinds of input.
+    """
+
+    algorithm: str
+    implementation: str
+    collective: str
+    num_ranks: int
+    count: int
+    size_bytes: int
+    dtype: str
+    times_seconds: tuple[float, ...]
+    null_seconds: float
+    num_wrong: int
+
+    def quantile_seconds(self, fraction: float) -> float:
+        """Returns a quantile of the times, between two of them by a straight line."""
+        return float(np.quantile(self.times_seconds, fraction))
+
+    @property
+    def median_seconds(self) -> float:
+        """The median time."""
+        return self.quantile_seconds(0.5)
+
+    @property
+    def alg_bw(self) -> float:
+        """Bytes a second over 10⁹."""
+        return self.size_bytes / self.median_seconds / 1e9
+
+    @property
+    def bus_bw(self) -> float:
+        """`alg_bw` times f(n)."""
+        return self.alg_bw * bus_factor(self.collective, self.num_ranks)
+
+    @property
+    def type_name(self) -> str:
+        """The type as nccl-tests calls it."""
+        return _SHORT[self.dtype]
+
+    @property
+    def redop(self) -> str:
+        """What is done to the elements, as nccl-tests calls it."""
+        return "sum" if self.collective in REDUCING else "none"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns nccl-tests' keys, times in microseconds, and then our own."""
+        return {
+            "algorithm": self.algorithm,
+            "size": self.size_bytes,
+            "count": self.count,
+            "type": self.type_name,
+            "redop": self.redop,
+            "time": self.median_seconds * 1e6,
+            "alg_bw": self.alg_bw,
+            "bus_bw": self.bus_bw,
+            "nwrong": self.num_wrong,
+            "collective": self.collective,
+            "implementation": self.implementation,
+            "num_ranks": self.num_ranks,
+            "median": self.median_seconds * 1e6,
+            "p10": self.quantile_seconds(0.1) * 1e6,
+            "p90": self.quantile_seconds(0.9) * 1e6,
+            "null": self.null_seconds * 1e6,
+            "iters": len(self.times_seconds),
+        }
+
+
+def _micro(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+# Name, unit, width, and what stands in a cell.
 _COLUMNS = (
-    ("size", "(B)", 11),
-    ("count", "(elements)", 11),
-    ("type", "", 8),
-    ("redop", "", 5),
-    ("algorithm", "", 20),
-    ("time", "(us)", 10),
-    ("p10", "(us)", 10),
-    ("p90", "(us)", 10),
-    ("null", "(us)", 7),
-    ("algbw", "(GB/s)", 7),
-    ("busbw", "(GB/s)", 7),
-    ("#wrong", "", 6),
+    ("size", "(B)", 11, lambda row: row.size_bytes),
+    ("count", "(elements)", 11, lambda row: row.count),
+    ("type", "", 8, lambda row: row.type_name),
+    ("redop", "", 5, lambda row: row.redop),
+    ("algorithm", "", 20, lambda row: row.algorithm),
+    ("time", "(us)", 10, lambda row: _micro(row.median_seconds)),
+    ("p10", "(us)", 10, lambda row: _micro(row.quantile_seconds(0.1))),
+    ("p90", "(us)", 10, lambda row: _micro(row.quantile_seconds(0.9))),
+    ("null", "(us)", 7, lambda row: _micro(row.null_seconds)),
+    ("algbw", "(GB/s)", 7, lambda row: f"{row.alg_bw:.2f}"),
+    ("busbw", "(GB/s)", 7, lambda row: f"{row.bus_bw:.2f}"),
+    ("#wrong", "", 6, lambda row: row.num_wrong),
 )
 
 
@@ -24,28 +122,14 @@ def header(settings: Mapping[str, object]) -> list[str]:
     """Returns the settings, then the two lines of column names and units."""
     width = max(map(len, settings))
     lines = [f"# {name:<{width}} : {value}" for name, value in settings.items()]
-    names = " ".join(f"{name:>{size}}" for name, _, size in _COLUMNS)
-    units = " ".join(f"{unit:>{size}}" for _, unit, size in _COLUMNS)
+    names = " ".join(f"{name:>{size}}" for name, _, size, _ in _COLUMNS)
+    units = " ".join(f"{unit:>{size}}" for _, unit, size, _ in _COLUMNS)
     return [*lines, "#", f"#{names}  implementation", f"#{units}".rstrip()]
 
 
 def line(row: Row) -> str:
     """Returns one row."""
-    values = (
-        str(row.size_bytes),
-        str(row.count),
-        row.type_name,
-        row.redop,
-        row.algorithm,
-        _micro(row.median_seconds),
-        _micro(row.quantile_seconds(0.1)),
-        _micro(row.quantile_seconds(0.9)),
-        _micro(row.null_seconds),
-        f"{row.alg_bw:.2f}",
-        f"{row.bus_bw:.2f}",
-        str(row.num_wrong),
-    )
-    cells = [f"{value:>{size}}" for value, (_, _, size) in zip(values, _COLUMNS, strict=True)]
+    cells = [f"{cell(row):>{width}}" for _, _, width, cell in _COLUMNS]
     return f" {' '.join(cells)}  {row.implementation}"
 
 
@@ -57,7 +141,3 @@ def footer(rows: Sequence[Row]) -> list[str]:
         f"# Out of bounds values : {num_wrong} {'FAILED' if num_wrong else 'OK'}",
         f"# Avg bus bandwidth    : {average:.3f}",
     ]
-
-
-def _micro(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f}"

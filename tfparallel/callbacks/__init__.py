@@ -3,8 +3,7 @@
 from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.callbacks.nan import NaNGuard
 from tfparallel.callbacks.preemption import Preemption
-from tfparallel.callbacks.sent_bytes import SentBytes
-from tfparallel.callbacks.step_time import StepTime
+from tfparallel.callbacks.step_measures import SentBytes, StepTime
 from tfparallel.callbacks.warmup import LearningRateWarmup
 
 __all__ = ["Checkpoint", "LearningRateWarmup", "NaNGuard", "Preemption", "SentBytes", "StepTime"]

@@ -13,7 +13,7 @@ from tfparallel.checkpoint import state
 from tfparallel.checkpoint.folder import CheckpointFolder
 from tfparallel.checkpoint.skip_steps import PassedSteps
 from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError, StoredCheckpoint
-from tfparallel.collectives.workers_of_model import workers_of
+from tfparallel.collectives.group import workers_of
 from tfparallel.data.batches import EpochBatches
 from tfparallel.layout.layout import Layout
 from tfparallel.seams.keras import begin_at
@@ -62,6 +62,8 @@ class Checkpoint(keras.callbacks.Callback):
         resumed: What this `fit` resumed from: `epoch` and `step_in_epoch` to go on with, and
             `step`, the steps of all epochs that were done. None for a start.
         num_passed: How many calls of the train function passed without training.
+        is_passing: Whether the step at hand was done before the run was interrupted, and passes.
+        written_at: Of how many steps the newest checkpoint is.
 
     Raises:
         ValueError: If an argument is out of range. From `fit`, before any training: if the folder
@@ -109,22 +111,12 @@ class Checkpoint(keras.callbacks.Callback):
         self.resumed = None
         self._metrics: list[np.ndarray] = []
         self._passed: PassedSteps | None = None
-        self._is_passing = False
+        self.is_passing = False
         self._written_on: Layout | None = None
         self._epoch = 0
         self._epoch_start = 0  # Steps done when the epoch began.
         self._steps_in_epoch = 0
-        self._written_at = 0
-
-    @property
-    def is_passing(self) -> bool:
-        """Whether the step at hand was done before the run was interrupted, and passes."""
-        return self._is_passing
-
-    @property
-    def written_at(self) -> int:
-        """Of how many steps the newest checkpoint is."""
-        return self._written_at
+        self.written_at = 0
 
     @property
     def speaks(self) -> bool:
@@ -155,7 +147,7 @@ class Checkpoint(keras.callbacks.Callback):
             state.restore_unsent(self.model, names, *unsent)
         self._metrics = list(metrics)
         self.resumed = {name: content[name] for name in ("step", "epoch", "step_in_epoch")}
-        self._written_at = content["step"]
+        self.written_at = content["step"]
         self._epoch_start = content["step"] - content["step_in_epoch"]
         written_on = content.get("layout")
         self._written_on = written_on and Layout.from_json(written_on)
@@ -178,29 +170,24 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes, if it is time to, the state that the step about to begin starts from."""
-        self._is_passing = self._passed is not None and self._passed.before_step(batch)
-        if self._is_passing:
+        self.is_passing = self._passed is not None and self._passed.before_step(batch)
+        if self.is_passing:
             return
         step = self._epoch_start + batch
         every = self._every_steps
-        is_time = every is not None and step // every > self._written_at // every
+        is_time = every is not None and step // every > self.written_at // every
         # Gradients that wait for an update are in no file; one of the next steps has none.
         if is_time and getattr(self.model, "is_between_updates", True):
             self._write(step, self._epoch, batch, self._history().history)
 
     def save_before(self, batch: int) -> None:
-        """Writes the state that a step, which is about to begin, starts from, and waits for it.
-
-        Args:
-            batch: The step's number in the epoch.
-        """
+        """Writes the state that step number `batch` of the epoch begins from, and waits for it."""
         step = self._epoch_start + batch
-        if step != self._written_at:
+        if step != self.written_at:
             self._write(step, self._epoch, batch, self._history().history)
         self._by_chief(self._folder.settle)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps of the epoch."""
         self._steps_in_epoch = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -237,9 +224,11 @@ class Checkpoint(keras.callbacks.Callback):
             if self._workers is not None or beside:
                 arrays = list(arrays)  # To read a variable may take all workers.
         content["num_arrays"] = [len(specs[group]) for group in state.GROUPS]
-        write = self._folder.write_beside if beside else self._folder.write
-        self._by_chief(lambda: write(step, sum(specs.values(), []), arrays, content))
-        self._written_at = step
+        all_specs = sum(specs.values(), [])
+        self._by_chief(
+            lambda: self._folder.write(step, all_specs, arrays, content, beside=beside)
+        )
+        self.written_at = step
 
     def _find(self):
         """Returns what all workers must know of the newest checkpoint, as JSON holds it."""

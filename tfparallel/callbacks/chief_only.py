@@ -34,9 +34,7 @@ def writing_by_chief(
 ) -> Iterator[None]:
     """On every worker but the chief, turns what the callbacks write into a temporary folder.
 
-    Args:
-        callbacks: Those of `fit`; their paths are as before when the block ends.
-        is_chief: Whether this worker is the chief.
+    Their paths are as before when the block ends.
     """
     if is_chief:
         yield
@@ -107,18 +105,13 @@ def send_state(model: keras.Model, workers) -> None:
 
 
 class RestoredByChief(keras.callbacks.Callback):
-    """Gives all workers what the chief's `BackupAndRestore` found when training began.
-
-    Args:
-        workers: The strategy's `ProcessGroup`.
-    """
+    """Gives all workers what the chief's `BackupAndRestore` found when training began."""
 
     def __init__(self, workers):
         super().__init__()
         self._workers = workers
 
     def on_train_begin(self, logs=None):
-        """Sends the weights, the optimizer's state and where to go on."""
         optimizer = self.model.optimizer
         mine = [first_epoch(self.model), bool(optimizer is not None and optimizer.built)]
         everyones = self._workers.exchange(mine, "what `BackupAndRestore` has read")

@@ -51,18 +51,15 @@ class EpochLines(keras.callbacks.Callback):
         self._epoch_began = self._began = self._ended = self._drawn = 0.0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Says that a step is traced, which may take a while."""
         self._is_traced = False
         self._activity.__enter__()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts the clock."""
         self._epoch, self._num_seen = epoch, 0
         self._epoch_began = self._began = self._ended = time.perf_counter()
         self._first = 0 if self._is_traced and not self._num_passed(epoch) else None
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Draws the bar, now and then."""
         self._num_seen, self._ended = batch + 1, time.perf_counter()
         if self._num_seen <= self._num_passed(self._epoch):
             return
@@ -76,7 +73,6 @@ class EpochLines(keras.callbacks.Callback):
             self._draw(self._bar(logs or {}))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the line of the epoch."""
         seconds = time.perf_counter() - self._epoch_began
         steps = f"{self._num_seen} step{'s' * (self._num_seen != 1)}"
         parts = [self._head, f"{steps} in {_duration(seconds)}", *self._rates()]
@@ -86,7 +82,6 @@ class EpochLines(keras.callbacks.Callback):
         print(line, flush=True)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Takes away what is left of a training without a step."""
         self.close()
 
     def close(self) -> None:
@@ -127,15 +122,13 @@ def _columns() -> int:
 
 
 def _texts(logs: dict[str, Any]) -> list[str]:
-    values = {name: float(value) for name, value in logs.items() if _is_scalar(value)}
+    # Arrays have no place in a line.
+    scalars = {name: value for name, value in logs.items() if not getattr(value, "shape", ())}
+    values = {name: float(value) for name, value in scalars.items()}
     return [
         f"{name}: {value:.4f}" if abs(value) > 1e-3 or not value else f"{name}: {value:.4e}"
         for name, value in values.items()
     ]
-
-
-def _is_scalar(value: Any) -> bool:
-    return not getattr(value, "shape", ())
 
 
 def _duration(seconds: float) -> str:

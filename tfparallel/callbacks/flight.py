@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfparallel.collectives.errors import WorkerLostError
+from tfparallel.collectives.lost_worker import WorkerLostError
 from tfparallel.flight.marks import Marks
 from tfparallel.flight.record import FOLDER, FlightRecord, path_of
 from tfparallel.user_log import notice
@@ -22,20 +22,6 @@ __all__ = ["FlightRecorder"]
 _LOOK_SECONDS = 0.5
 _NUM_FRAMES = 8
 _STANDS_SECONDS = 2.0  # Who does nothing new for as long is asked where it stands.
-
-
-class _StepEnd(keras.callbacks.Callback):
-    """Tells a recorder that a step has ended, before other callbacks do their work."""
-
-    async_safe = takes_tensors = True  # It reads no logs.
-
-    def __init__(self, recorder):
-        super().__init__()
-        self._recorder = recorder
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tells it."""
-        self._recorder.step_has_ended()
 
 
 class FlightRecorder(keras.callbacks.Callback):
@@ -48,6 +34,9 @@ class FlightRecorder(keras.callbacks.Callback):
         folder: Where the record is; it is named for the worker.
         worker_index: Which worker this is.
         num_workers: Of how many.
+
+    Attributes:
+        step_end: Tells it that a step has ended, before other callbacks do their work.
     """
 
     async_safe = takes_tensors = True  # It reads no logs.
@@ -70,7 +59,11 @@ class FlightRecorder(keras.callbacks.Callback):
             path = path_of(folder, worker_index, attempt)
             Marks.current = Marks(FlightRecord(path, about))
         self._marks = Marks.current
-        self.step_end = _StepEnd(self)
+        self.step_end = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: self._end_step(),
+            async_safe=True,
+            takes_tensors=True,
+        )
         self._step, self._num_before = -1, self._marks.step + 1 if self._marks.names else 0
         self._begin = self._last = time.time()
         self._pause = "before the first step"
@@ -104,7 +97,6 @@ class FlightRecorder(keras.callbacks.Callback):
         self._marks.record.end("well" if error is None else f"{kind.__name__}: {error}", lost)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step begins."""
         self._step += 1
         self._begin = time.time()
         self._marks.step = step = self._num_before + self._step
@@ -112,24 +104,20 @@ class FlightRecorder(keras.callbacks.Callback):
         self._pause = "between steps"
         self._now("in a step", self._begin)
 
-    def step_has_ended(self) -> None:
-        """Notes that a step has ended, and what was in it."""
+    def _end_step(self):
         self._last = time.time()
         is_one = self.model.steps_per_execution == 1
         self._marks.end_step(self._begin, self._last, is_one=is_one)
         self._now("between steps", self._last)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that an epoch has ended."""
         self._pause = "between epochs"
         self._now(f"between epochs {epoch} and {epoch + 1}")
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step of a validation begins."""
         self._now(f"in step {batch} of a validation")
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that it has ended."""
         self._now("in a validation, between steps")
 
     def _now(self, what, when=None):

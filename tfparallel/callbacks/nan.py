@@ -17,19 +17,17 @@ class NaNLossError(RuntimeError):
 class NaNGuard(keras.callbacks.Callback):
     """Warns, or stops, at the first step whose loss is NaN or infinite.
 
-    The loss that Keras hands to callbacks is the mean over the epoch's steps
-    so far; it stops being finite exactly at the first step whose own loss is
-    not, and that is the step named here. With `steps_per_execution=N` Keras
-    calls callbacks every N steps, and the step named is the last of those N.
-    At the end of each epoch the weights are looked at as well.
+    The loss that Keras hands to callbacks is the mean over the epoch's steps so far; it stops being
+    finite exactly at the first step whose own loss is not, and that is the step named here. With
+    `steps_per_execution=N` Keras calls callbacks every N steps, and the step named is the last of
+    those N. At the end of each epoch the weights are looked at as well.
 
     Args:
         stop: Whether to stop training with an error. By default there is one
             warning, and training goes on.
 
     Attributes:
-        epoch: The epoch of the first such step, counted from 1 as on the
-            progress bar, or None.
+        epoch: The epoch of the first such step, counted from 1 as on the progress bar, or None.
         step: Its number within the epoch, counted from 1, or None.
 
     Raises:
@@ -56,20 +54,13 @@ class NaNGuard(keras.callbacks.Callback):
         self._weights_reported = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets what an earlier `fit` saw."""
         self.epoch = self.step = None
         self._weights_reported = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes the epoch."""
         self._epoch = epoch + 1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at the loss.
-
-        Raises:
-            NaNLossError: At the first loss that is not finite, with `stop=True`.
-        """
         loss = (logs or {}).get("loss")
         if self.step is not None or loss is None or math.isfinite(loss):
             return
@@ -83,11 +74,7 @@ class NaNGuard(keras.callbacks.Callback):
         self._report(message)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Looks at the weights: a ReLU turns NaN into 0, and the loss stays a number.
-
-        Raises:
-            NaNLossError: If a weight is not finite, with `stop=True`.
-        """
+        """Looks at the weights: a ReLU turns NaN into 0, and the loss stays a number."""
         if self.step is not None or self._weights_reported:
             return
         for weight in self.model.trainable_weights:

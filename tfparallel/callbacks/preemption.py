@@ -8,8 +8,8 @@ import keras
 
 from tfparallel.callbacks.checkpoint import Checkpoint
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN, SignalWatch
-from tfparallel.collectives.preemption_sync import PreemptionSync
-from tfparallel.collectives.workers_of_model import workers_of
+from tfparallel.collectives.coordination import PreemptionSync
+from tfparallel.collectives.group import workers_of
 
 __all__ = ["Preempted", "Preemption"]
 
@@ -76,7 +76,6 @@ class Preemption(keras.callbacks.Callback):
         self._end()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to listen to the other workers."""
         self._end()
         self._num_begun = 0
         workers = workers_of(self.model)
@@ -85,7 +84,6 @@ class Preemption(keras.callbacks.Callback):
             self._agreement.ask()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes and ends, if all workers do."""
         if self._checkpoint.is_passing:
             return
         is_time = self._agreement.stops_before(self._num_begun)
@@ -94,21 +92,21 @@ class Preemption(keras.callbacks.Callback):
         if is_time and getattr(self.model, "is_between_updates", True):
             self._checkpoint.save_before(batch)
             if self._checkpoint.speaks:
-                name = "another worker" if self._signal is None else _name_of(self._signal)
+                told = "another worker"
+                if self._signal is not None:
+                    told = signal.Signals(self._signal).name
                 print(
-                    f"stopped by {name}: {self._checkpoint.written_at} steps are in the "
+                    f"stopped by {told}: {self._checkpoint.written_at} steps are in the "
                     "checkpoint; the same command goes on from there",
                     flush=True,
                 )
             raise Preempted
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that the step has ended."""
         if not self._checkpoint.is_passing:
             self._agreement.ended()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Listens no more."""
         self._end()
 
     def _told(self, number):
@@ -120,7 +118,3 @@ class Preemption(keras.callbacks.Callback):
         if self._agreement is not None:
             self._agreement.__exit__()
             self._agreement = None
-
-
-def _name_of(number) -> str:
-    return signal.Signals(number).name

@@ -61,7 +61,6 @@ class StallGuard(keras.callbacks.Callback):
         threading.Thread(target=self._watch, name="stall guard", daemon=True).start()
 
     def stop(self) -> None:
-        """Watches no more."""
         self._ended.set()
 
     @contextlib.contextmanager
@@ -75,12 +74,12 @@ class StallGuard(keras.callbacks.Callback):
             self._in_step, self._since = outer, time.monotonic() if is_watched else None
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes that a step begins."""
         self._tick(True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step has ended; not if its logs are on a GPU, which may be at work."""
-        self._tick(any(map(_is_on_gpu, (logs or {}).values())))
+        logs = (logs or {}).values()
+        self._tick(any(tf.is_tensor(log) and "GPU" in log.device for log in logs))
 
     def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes that a step of `predict` has ended: Keras has waited for what it puts out."""
@@ -116,7 +115,3 @@ class StallGuard(keras.callbacks.Callback):
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
         os._exit(TRY_AGAIN)  # The main thread may be where no exception reaches it.
-
-
-def _is_on_gpu(log) -> bool:
-    return tf.is_tensor(log) and "GPU" in log.device

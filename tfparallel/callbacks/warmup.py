@@ -82,11 +82,6 @@ class LearningRateWarmup(keras.callbacks.Callback):
         return self.target * (self._initial + (1.0 - self._initial) * done)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Looks at the optimizer.
-
-        Raises:
-            ValueError: If something else decides its rate.
-        """
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if isinstance(optimizer, MultiOptimizer):
             raise ValueError(

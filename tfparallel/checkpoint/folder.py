@@ -159,7 +159,9 @@ class CheckpointFolder:
         specs: Sequence[Sequence[Any]],
         arrays: Iterable[np.ndarray],
         content: dict[str, Any],
-    ) -> str:
+        *,
+        beside: bool = False,
+    ) -> None:
         """Writes a checkpoint beside the others, renames it into place and removes the oldest.
 
         Args:
@@ -167,18 +169,22 @@ class CheckpointFolder:
             specs: `[name, shape, dtype]` of each array.
             arrays: The state; each is written before the next is asked for.
             content: What the run says of itself, as JSON holds it.
-
-        Returns:
-            Its path.
+            beside: Whether this process goes on meanwhile; nobody may change the arrays any more.
 
         Raises:
-            CheckpointError: If the disk is full, or will not take it for another reason.
+            CheckpointError: If the disk is full, or will not take it for another reason; or if the
+                write before, which is waited for, has failed.
         """
         self.settle()
-        return self._write(step, specs, arrays, content)
+        if not beside:
+            self._write(step, specs, arrays, content)
+            return
+        written = _WRITER.submit(self._write, step, specs, arrays, content)
+        _writes[os.path.realpath(self.directory)] = written
+        _WRITER.submit(_give_back_memory)
 
     def _write(self, step, specs, arrays, content):
-        path = self._path(step)
+        path = os.path.join(self.directory, f"step_{step:08d}")
         unfinished = os.path.join(
             self.directory, f"{_UNFINISHED}{os.path.basename(path)}_{secrets.token_hex(4)}"
         )
@@ -211,7 +217,6 @@ class CheckpointFolder:
             behind = [name for name in self._names() if _step_of(name) <= step]
         for name in behind[: -self._keep]:
             self._remove(name)
-        return path
 
     def _move_into_place(self, unfinished, path):
         """One of the same step, if there is one, goes when this one is whole beside it."""
@@ -232,29 +237,6 @@ class CheckpointFolder:
                 f"seen; a folder of checkpoints has one writer. Received: {self.directory}. Go on "
                 "with one of the two, or start this one again with another folder."
             )
-
-    def write_beside(
-        self,
-        step: int,
-        specs: Sequence[Sequence[Any]],
-        arrays: Sequence[np.ndarray],
-        content: dict[str, Any],
-    ) -> None:
-        """As `write`, while this process goes on; the one before is waited for.
-
-        Args:
-            step: As for `write`.
-            specs: Likewise.
-            arrays: The state, which nobody changes any more.
-            content: As for `write`.
-
-        Raises:
-            CheckpointError: If the write before failed.
-        """
-        self.settle()
-        written = _WRITER.submit(self._write, step, specs, arrays, content)
-        _writes[os.path.realpath(self.directory)] = written
-        _WRITER.submit(_give_back_memory)
 
     def settle(self) -> None:
         """Waits until what is written into this folder is there.
@@ -288,9 +270,6 @@ class CheckpointFolder:
             return []
         names = filter(_NAME.fullmatch, names)
         return sorted(names, key=lambda name: (_step_of(name), name))
-
-    def _path(self, step):
-        return os.path.join(self.directory, f"step_{step:08d}")
 
     def _remove(self, name):
         """Removes a checkpoint, if it is there and can be; sets one aside that was not read."""

@@ -14,7 +14,6 @@ would repeat its dropout masks.
 
 import contextlib
 import itertools
-import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +23,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.collectives.workers_of_model import workers_of
+from tfparallel.cloning.copy_state import without_draws
+from tfparallel.collectives.group import workers_of
 from tfparallel.seams.keras import (
     GLOBAL_SEED_GENERATOR,
     get_global,
@@ -80,8 +80,7 @@ def describe(model: keras.Model) -> dict[str, list[list[Any]]]:
         for group, variables in _variables(model).items()
     }
     workers, compression = _compression(model)
-    weights = model.trainable_variables
-    unsent = [] if compression is None else compression.describe(workers, weights)
+    unsent = compression.describe(workers, model.trainable_variables) if compression else []
     kept = [[name, [], variable.dtype.name] for name, variable in _kept(model).items()]
     return found | {"unsent": [*unsent, *kept]}
 
@@ -100,8 +99,7 @@ def capture(model: keras.Model) -> dict[str, Iterator[np.ndarray]]:
 
     found = {group: map(read, variables) for group, variables in _variables(model).items()}
     workers, compression = _compression(model)
-    weights = model.trainable_variables
-    unsent = [] if compression is None else compression.capture(workers, weights)
+    unsent = compression.capture(workers, model.trainable_variables) if compression else []
     kept = (variable.numpy() for variable in _kept(model).values())
     return found | {"unsent": itertools.chain(unsent, kept)}
 
@@ -144,16 +142,13 @@ def restore_training(
                 {str(index): by_id[id(v)] for index, v in enumerate(optimizer.variables)}
             )
         if seeds and not _seed_variables():
-            python_state = random.getstate()  # A new generator takes its seed from Python's.
-            make_global_seed_generator()
-            random.setstate(python_state)
+            with without_draws():  # A new generator takes its seed from Python's.
+                make_global_seed_generator()
     for value in seeds:  # Outside the scope: an earlier model's strategy may have made it.
         _seed_variables()[0].assign(value)
 
 
-def restore_unsent(
-    model: keras.Model, names: Sequence[str], arrays: Iterable[np.ndarray]
-) -> None:
+def restore_unsent(model: keras.Model, names: Sequence[str], arrays: Iterable[np.ndarray]) -> None:
     """Gives the workers what was left over; what a run has no use for is dropped."""
     workers, compression = _compression(model)
     kept, others = _kept(model), {}
@@ -179,16 +174,16 @@ def _compression(model):
 def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any) -> bool:
     """Gives the metrics the values of `capture`; False if they are others.
 
-    Args:
-        model: The model.
-        arrays: The values.
-        batch: `(x, y[, sample_weight])`, of which Keras builds metrics that are not built.
+    Keras builds metrics that are not built of the batch, `(x, y[, sample_weight])`.
     """
     if not _metrics_fit(model, arrays):
         # Keras calls it itself, under a strategy only; with the error it raises for a model that
         # is built in its own way, the metrics stay as they are.
         with contextlib.suppress(RuntimeError, ValueError), model.distribute_strategy.scope():
-            model._symbolic_build(data_batch=keras.tree.map_structure(_any_batch, batch))
+            shapes = keras.tree.map_structure(
+                lambda own: keras.KerasTensor((None, *own.shape[1:]), own.dtype.name), batch
+            )
+            model._symbolic_build(data_batch=shapes)
     if not _metrics_fit(model, arrays):
         return False
     # Outside a program, which the step is, a sum would be shared out to the replicas.
@@ -204,13 +199,7 @@ def _metrics_fit(model, arrays) -> bool:
     return shapes == [array.shape for array in arrays]
 
 
-def _any_batch(tensor) -> keras.KerasTensor:
-    return keras.KerasTensor((None, *tensor.shape[1:]), tensor.dtype.name)
-
-
-def differences(
-    expected: Sequence[Sequence[Any]], found: Sequence[Sequence[Any]]
-) -> list[str]:
+def differences(expected: Sequence[Sequence[Any]], found: Sequence[Sequence[Any]]) -> list[str]:
     """Says in what a checkpoint's variables and a model's differ.
 
     The numbers that Keras gives names (`dense_3`), which depend on how many layers the process
@@ -251,13 +240,11 @@ def _spec(variable) -> list[Any]:
 
 
 def _variables(model) -> dict[str, list[keras.Variable]]:
-    return dict(
-        zip(
-            GROUPS[:3],
-            (_training_variables(model), _metric_variables(model), _seed_variables()),
-            strict=True,
-        )
-    )
+    return {
+        "training": _training_variables(model),
+        "metrics": _metric_variables(model),
+        "seeds": _seed_variables(),
+    }
 
 
 def _training_variables(model):

@@ -70,9 +70,6 @@ def take(directory: str) -> str | None:
 
     A writer on another host is given half a minute to end: it may be a job's former chief.
 
-    Args:
-        directory: The folder, which is there.
-
     Returns:
         Who the writer is; None if it is this process now, or was before.
 
@@ -135,9 +132,6 @@ def take(directory: str) -> str | None:
 def is_lost(directory: str) -> bool:
     """Whether this process was the folder's writer, and another one has taken its place.
 
-    Args:
-        directory: The folder.
-
     Raises:
         OSError: If that cannot be seen.
     """
@@ -146,11 +140,7 @@ def is_lost(directory: str) -> bool:
 
 
 def release(directory: str) -> None:
-    """Lets others write into the folder.
-
-    Args:
-        directory: The folder, of which this process need not be the writer.
-    """
+    """Lets others write into the folder, of which this process need not be the writer."""
     hold = _holds.pop(os.path.realpath(directory), None)
     if hold is None:
         return

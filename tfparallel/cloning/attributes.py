@@ -255,9 +255,7 @@ def _closed_over(function) -> list:
 def carry_arguments(source: Any, target: Any) -> None:
     """Gives a new object what the constructor of a class of the user's own was given.
 
-    Args:
-        source: An optimizer, or a metric, which keeps the arguments under their names.
-        target: What was made of its config, which may leave some out.
+    An optimizer or a metric keeps the arguments under their names; a config may leave some out.
     """
     for cls in original_class(source).__mro__:
         if cls.__module__.startswith("keras."):

@@ -31,12 +31,7 @@ def compile_alike(
     """Compiles `copy` if `model` is compiled: optimizer, loss, metrics, how steps are run.
 
     The loss is shared, and so are functions; what has a state is made anew, and the optimizer is
-    given its own's.
-
-    Args:
-        model: A built model.
-        copy: Its copy, with the same variables.
-        prepare: Called with the copy's optimizer before it is built.
+    given its own's. `prepare` is called with the copy's optimizer before it is built.
 
     Raises:
         NotAlike: If the optimizer or a metric cannot be made from its config.
@@ -48,7 +43,7 @@ def compile_alike(
         with keras.saving.custom_object_scope(classes_of(model)):
             original_class(copy).compile_from_config(copy, model.get_compile_config())
         if model.optimizer is not None and copy.optimizer is not None:
-            _carry_beside_config(model, copy, copy.optimizer)
+            _carry_beside_config(model.optimizer, copy.optimizer, _pairs(model, copy))
         _carry_state(model, copy)
         return
     # What `compile` was called with, which its config describes less well: a loss of the user's
@@ -70,7 +65,7 @@ def compile_alike(
     try:
         for layer in frozen:
             layer._trainable = True
-        for source, target in zip(model.variables, copy.variables, strict=True):
+        for source, target in _pairs(model, copy):
             target.trainable = id(source) in trained
         copy.compile(**arguments, auto_scale_loss=False)
         if prepare is not None and copy.optimizer is not None:
@@ -113,26 +108,20 @@ def _optimizer_like(model, copy):
     if model.optimizer is None:
         return None
     optimizer = _from_config(model.optimizer, "optimizer")
-    _carry_beside_config(model, copy, optimizer)
+    _carry_beside_config(model.optimizer, optimizer, _pairs(model, copy))
     return optimizer
 
 
-def _carry_beside_config(model, copy, optimizer) -> None:
-    """What no config of an optimizer says."""
-    pairs = list(zip(model.variables, copy.variables, strict=True))
-    _exclude_alike(model.optimizer, optimizer, pairs)
-    _count_on(model.optimizer, optimizer)
+def _pairs(model, copy) -> list[tuple[keras.Variable, keras.Variable]]:
+    return list(zip(model.variables, copy.variables, strict=True))
 
 
-def _count_on(source, target) -> None:
-    """The number of updates, which may be set before there is anything else."""
+def _carry_beside_config(source, target, pairs) -> None:
+    """What no config of an optimizer says: what is left out of weight decay, and its updates.
+
+    Their number may be set before there is anything else.
+    """
     target.iterations.assign(source.iterations)
-    for inner, copied in _inner(source, target):
-        _count_on(inner, copied)
-
-
-def _exclude_alike(source, target, pairs) -> None:
-    """What is left out of weight decay stands in no config."""
     excluded = left_out_of_decay(source)
     pattern = left_out_pattern(source)
     if excluded or pattern:
@@ -140,15 +129,15 @@ def _exclude_alike(source, target, pairs) -> None:
             var_list=[copied for own, copied in pairs if key_of(source, own) in excluded],
             var_names=[pattern.pattern] if pattern else None,
         )
-    for inner, copied in _inner(source, target):
-        _exclude_alike(inner, copied, pairs)
+    for inner, copied in zip(_inner(source), _inner(target), strict=True):
+        _carry_beside_config(inner, copied, pairs)
 
 
-def _inner(source, target) -> list[tuple]:
-    if hasattr(source, "inner_optimizer"):
-        return [(source.inner_optimizer, target.inner_optimizer)]
-    several = (getattr(each, "optimizers", ()) for each in (source, target))
-    return list(zip(*several, strict=True))
+def _inner(optimizer) -> list[keras.Optimizer]:
+    """The optimizers that one wraps."""
+    if hasattr(optimizer, "inner_optimizer"):
+        return [optimizer.inner_optimizer]
+    return list(getattr(optimizer, "optimizers", ()))
 
 
 def metric_like(metric):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import keras
 
 from tfparallel.cloning.attributes import CannotCarry, carry_attributes, same
-from tfparallel.cloning.verify_clone import NotAlike, differences
+from tfparallel.cloning.verify_clone import OF_A_VARIABLE, NotAlike, differences
 from tfparallel.extend import original_class
 from tfparallel.seams.keras import (
     layers_held_by,
@@ -29,9 +29,6 @@ from tfparallel.seams.keras import (
 )
 
 __all__ = ["NotAlike", "copy_state", "without_draws"]
-
-# What the user can set on a variable by itself.
-_OF_A_VARIABLE = ("trainable", "constraint", "regularizer", "overwrite_with_gradient")
 
 
 @contextlib.contextmanager
@@ -49,11 +46,11 @@ def copy_state(
     copy: keras.Model,
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> list[tuple[keras.Layer, keras.Layer]]:
-    """Makes `copy` like `model`, in place.
+    """Makes `copy`, which Keras made of the config of `model`, like it; both are built.
 
     Args:
-        model: A built model.
-        copy: What Keras made of its config, built too.
+        model: The model.
+        copy: Its copy, changed in place.
         scope: Returns the scope in which the copy's variables are made.
 
     Returns:
@@ -80,7 +77,7 @@ def copy_state(
         for source, target in pairs:
             target.trainable = source.trainable
         for source, target in variables:
-            for name in _OF_A_VARIABLE:
+            for name in OF_A_VARIABLE:
                 if not same(getattr(source, name, None), getattr(target, name, None)):
                     setattr(target, name, getattr(source, name))
     _refuse(model, differences(model, copy, pairs, variables))

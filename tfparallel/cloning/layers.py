@@ -1,24 +1,45 @@
 """Builds a model again: layer by layer from each layer's config, or as its own class does.
 
 A functional model whose class has a constructor of its own, as KerasHub's have, is made by that: a
-config of its own says nothing of layers, and what `clone_model` returns is of another class.
+config of its own says nothing of layers, and what `clone_model` returns is of another class. Where
+a model has no config, its class is given copies of what it was given: Keras's examples hand built
+models to one of a class of their own, which keeps them under the names of its constructor's
+arguments.
+
+```
+   VAE(encoder, decoder)     self.encoder, self.decoder ──► VAE(copy of encoder, copy of decoder)
+```
 """
 
 import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 
-from tfparallel.cloning.arguments import NotKept, again
 from tfparallel.cloning.copy_state import without_draws
 from tfparallel.cloning.verify_clone import NotAlike
 from tfparallel.extend import classes_of, original_class
 from tfparallel.seams.functional import Functional
-from tfparallel.seams.keras import SafeModeScope, arguments_of
+from tfparallel.seams.keras import SafeModeScope, arguments_of, layers_in
 
-__all__ = ["copy_layers", "is_its_graph", "like", "rebuilt"]
+__all__ = [
+    "NotKept",
+    "again",
+    "copy_layers",
+    "is_its_graph",
+    "like",
+    "rebuilt",
+    "unbuilt_parts",
+]
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class NotKept(NotAlike):
+    """A class does not keep the arguments of its constructor where they can be found again."""
 
 
 def is_its_graph(model: keras.Model) -> bool:
@@ -31,14 +52,17 @@ def is_its_graph(model: keras.Model) -> bool:
     return (own.args == graphs.args or hands_on) and cls.get_config is Functional.get_config
 
 
-def copy_layers(
-    model: keras.Model, make: Callable[[keras.Layer], keras.Layer]
-) -> keras.Model:
-    """Builds a functional or Sequential model again, with new values and not compiled.
+def unbuilt_parts(model: keras.Model) -> list[str]:
+    """The names of a model's layers that have no variables yet, and will have some."""
+    return [
+        layer.name
+        for layer in layers_in(model, include_self=False)
+        if not layer.built and original_class(layer).build is not keras.Layer.build
+    ]
 
-    Args:
-        model: A built model that is its graph.
-        make: Returns the new layer for each layer.
+
+def copy_layers(model: keras.Model, make: Callable[[keras.Layer], keras.Layer]) -> keras.Model:
+    """Builds a model that is its graph again, each layer by `make`; it is not compiled.
 
     Raises:
         NotAlike: If a layer cannot be rebuilt from its config.
@@ -90,8 +114,9 @@ def _without_config(model, error) -> keras.Model:
             copy.build_from_config(config)
         return copy
     except (NotAlike, NotImplementedError, TypeError, ValueError, AttributeError) as another:
-        if isinstance(another, NotKept) and not _has_own_config(model):
-            raise another from None  # Without a config, what it lacks is the way out.
+        has_config = not original_class(model).get_config.__module__.startswith("keras.")
+        if isinstance(another, NotKept) and not has_config:
+            raise another from None  # What it lacks is the way out.
         received = _short(error)
         if another is not error and not isinstance(another, NotKept):
             received += f". {_short(another)}"
@@ -102,8 +127,49 @@ def _without_config(model, error) -> keras.Model:
         ) from error
 
 
-def _has_own_config(model) -> bool:
-    return not original_class(model).get_config.__module__.startswith("keras.")
+def again(model: keras.Model, copied: Callable[[keras.Layer], keras.Layer]) -> keras.Model:
+    """Calls the constructor of a model's class with copies of what it holds.
+
+    Args:
+        model: A model that keeps each argument of its constructor in an attribute of that name.
+        copied: Returns a copy of a layer or of a model.
+
+    Raises:
+        NotKept: If it does not keep one.
+        NotAlike: If an argument has no copy.
+    """
+    cls, arguments, missing, known = original_class(model), {}, [], {}
+
+    def copy_of(value: Any) -> Any:
+        if isinstance(value, keras.Layer):
+            if id(value) not in known:
+                known[id(value)] = copied(value)
+            return known[id(value)]
+        if isinstance(value, keras.Variable | keras.Optimizer | keras.Metric):
+            raise NotAlike(
+                f"A {type(value).__name__} that the constructor of {cls.__name__} is given belongs "
+                f"to one model, and has no copy. Received: {value}."
+            )
+        return value
+
+    for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
+        if parameter.kind in _VARIABLE:
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments["name"] = model.name
+        elif hasattr(model, name):
+            arguments[name] = keras.tree.map_structure(copy_of, getattr(model, name))
+        elif parameter.default is inspect.Parameter.empty:
+            missing.append(name)
+    if missing:
+        attributes = ", ".join(f"`{name}`" for name in missing)
+        raise NotKept(
+            f"A copy of model '{model.name}' needs the arguments that {cls.__name__} was created "
+            "with. An attribute with the name of each argument is required, or a `get_config` "
+            f"that returns them. Received: no attribute {attributes}. Pass the function that "
+            "builds it, or keep each argument under its own name (`self."
+            f"{missing[0]} = {missing[0]}`)."
+        )
+    return cls(**arguments)
 
 
 def _short(error: Exception) -> str:

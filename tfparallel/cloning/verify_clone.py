@@ -12,8 +12,10 @@ from tfparallel.cloning.attributes import same
 from tfparallel.seams.functional import calls_of, functional_of
 from tfparallel.seams.keras import shapes_of_build, takes_training
 
-__all__ = ["NotAlike", "differences"]
+__all__ = ["OF_A_VARIABLE", "NotAlike", "differences"]
 
+# What the user can set on a variable by itself.
+OF_A_VARIABLE = ("trainable", "constraint", "regularizer", "overwrite_with_gradient")
 _ROWS = 2
 # Of an axis of unknown length. A depthwise convolution of fewer points than its filter has puts out
 # memory that nobody has written (docs/upstream.md), and a sequence may be limited to few.
@@ -34,13 +36,9 @@ def differences(
     layers: Sequence[tuple[keras.Layer, keras.Layer]],
     variables: Sequence[tuple[keras.Variable, keras.Variable]],
 ) -> list[str]:
-    """Returns what differs, in words; nothing if the copy is like the model.
+    """Returns what differs between a model and its copy, in words; nothing if they are alike.
 
-    Args:
-        model: A built model.
-        copy: Its copy.
-        layers: The layers of both, in pairs.
-        variables: The variables of both, in pairs.
+    Layers and variables come in pairs, of the model and of its copy.
     """
     found = [
         f"`trainable` of layer '{source.path or source.name}' is {source.trainable}, of its clone "
@@ -52,7 +50,7 @@ def differences(
         f"`{name}` of variable '{source.path}' is {getattr(source, name)!r}, of its clone "
         f"{getattr(target, name)!r}"
         for source, target in variables
-        for name in ("trainable", "constraint", "regularizer", "overwrite_with_gradient")
+        for name in OF_A_VARIABLE
         if not same(getattr(source, name, None), getattr(target, name, None))
     ]
     copies = {id(source): id(target) for source, target in variables}

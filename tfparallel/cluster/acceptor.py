@@ -17,9 +17,9 @@ from tfparallel.cluster import wire
 from tfparallel.cluster.address import join_address
 from tfparallel.cluster.channel import Channel, who_listens
 from tfparallel.cluster.listener import everywhere
-from tfparallel.cluster.secret import Secret
+from tfparallel.cluster.wire import Secret
 
-__all__ = ["Acceptor", "Hello", "Visitor", "allow_connections", "open_acceptor"]
+__all__ = ["Acceptor", "Visitor", "allow_connections", "open_acceptor"]
 
 _PATIENCE_SECONDS = 30.0  # With one that has called and says nothing,
 _MAX_STRANGERS = 64  # and with so many.
@@ -29,26 +29,18 @@ _SPARE_DESCRIPTORS = 512  # For files and the pipes of workers, beside one for e
 _NUMBERS = ("node_rank", "attempt", "last_node", "may_run")  # Of nodes and rounds, or None.
 _REQUIRED = {"node_rank", "nnodes", "attempt", "local_address", "ports", "master_port"}
 
-Hello = dict[str, Any]
-
 
 class Visitor(Channel):
-    """Who has called.
-
-    Args:
-        connected: The connection, which the visitor owns and closes.
-        address: Where it called from.
+    """Who has called, from `address`, at the time `since`.
 
     Attributes:
-        address: As given.
         hello: What it said, once it has proved that it is a launcher of the job.
-        since: When it called.
     """
 
     def __init__(self, connected: socket.socket, address: str):
         super().__init__(connected)
         self.address, self.since = address, time.monotonic()
-        self.hello: Hello | None = None
+        self.hello: dict[str, Any] | None = None
 
 
 class Acceptor:
@@ -93,14 +85,7 @@ class Acceptor:
         return self._selector.fileno()
 
     def wait(self, seconds: float) -> list[Visitor]:
-        """Waits for launchers of the job.
-
-        Args:
-            seconds: For how long, at most.
-
-        Returns:
-            Those who have just come in, whom the caller hangs up on from now on.
-        """
+        """Waits for launchers of the job to come in; those are the caller's to hang up on."""
         come, has_caller = [], False
         for key, _ in self._selector.select(seconds):
             visitor = key.fileobj
@@ -125,6 +110,10 @@ class Acceptor:
         told = f"{address}, {reason}"
         if told not in self.turned_away and len(self.turned_away) < _MAX_TOLD:
             self.turned_away.append(told)
+
+    def who_was_turned_away(self) -> str:
+        """Returns what an error says of them."""
+        return "".join(f" Turned away: {told.rstrip('.')}." for told in self.turned_away)
 
     def _hear(self, visitor, line):
         """Takes in a line of one who has not come in yet; an error if it is not of the job."""
@@ -178,11 +167,7 @@ class Acceptor:
 def open_acceptor(
     host: str, port: int, secret: Secret, job: str, *, may_be_gateway: bool = False
 ) -> Acceptor:
-    """Returns an acceptor at an endpoint; arguments as for `Acceptor`.
-
-    Raises:
-        RuntimeError: If it cannot be, with what to do.
-    """
+    """Returns an `Acceptor`; a RuntimeError, if it cannot listen, says what to do."""
     try:
         return Acceptor(host, port, secret, job, may_be_gateway=may_be_gateway)
     except OSError as error:

@@ -18,13 +18,7 @@ _MAX_LABEL = 63
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Takes an address apart.
-
-    Args:
-        address: `"host:port"`; an IPv6 host stands in brackets, `"[::1]:2222"`.
-
-    Returns:
-        The host without brackets, and the port.
+    """Takes `"host:port"` apart; an IPv6 host stands in brackets, `"[::1]:2222"`.
 
     Raises:
         ValueError: If the address is malformed.
@@ -46,10 +40,6 @@ def join_address(host: str, port: int) -> str:
 def local_place(addresses: Sequence[str], index: int) -> tuple[int, int]:
     """Finds a worker among those on its host, as far as hosts have one name each.
 
-    Args:
-        addresses: Every worker's address.
-        index: The worker.
-
     Returns:
         Its local rank, and how many workers its host has.
     """
@@ -59,14 +49,7 @@ def local_place(addresses: Sequence[str], index: int) -> tuple[int, int]:
 
 
 def address_problems(named: Iterable[tuple[str, object]]) -> list[str]:
-    """Checks addresses one by one, and against each other.
-
-    Args:
-        named: Pairs of what to call an address in an error, and the address.
-
-    Returns:
-        What is wrong, a sentence each; empty if all is well.
-    """
+    """Says what is wrong with addresses, each given behind its name, and with two that are one."""
     problems, taken = [], {}
     for name, address in named:
         if not isinstance(address, str):
@@ -91,7 +74,11 @@ def _split(address):
     """As `split_address`, with an error that says only where the address is wrong."""
     if not isinstance(address, str):
         raise ValueError("it is no text")
-    host, port = _parts(address)
+    host, colon, port = address.rpartition(":")
+    if not colon or address.endswith("]"):
+        raise ValueError("it has no port; it must be host:port")
+    if not host:
+        raise ValueError("it has no host; it must be host:port")
     bracketed = host.startswith("[") and host.endswith("]")
     if "://" in address:
         raise ValueError("it must be host:port alone, without a protocol before it")
@@ -100,21 +87,12 @@ def _split(address):
             f"its host has colons; an IPv6 address stands in brackets, as in '[{host}]:{port}'"
         )
     host = host[1:-1] if bracketed else host
-    if not (_is_ipv6(host) if bracketed else _is_host(host)):
+    if not (_is_of(ipaddress.IPv6Address, host) if bracketed else _is_host(host)):
         kind = "IPv6 address" if bracketed else "host name or IPv4 address"
         raise ValueError(f"{shown(host)} is no {kind}")
     if not _PORT.fullmatch(port) or int(port) > _MAX_PORT:
         raise ValueError(f"its port must be a number from 1 to {_MAX_PORT}, not {shown(port)}")
     return host, int(port)
-
-
-def _parts(address):
-    host, colon, port = address.rpartition(":")
-    if not colon or address.endswith("]"):
-        raise ValueError("it has no port; it must be host:port")
-    if not host:
-        raise ValueError("it has no host; it must be host:port")
-    return host, port
 
 
 def _canonical(host):
@@ -125,23 +103,19 @@ def _canonical(host):
     return str(ipaddress.IPv6Address(host)) if ":" in host else host
 
 
-def _is_ipv6(host):
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_host(host):
     if _DOTTED_NUMBERS.fullmatch(host):
         # All digits and dots: what is no IPv4 address is a mistyped one, no name.
-        try:
-            ipaddress.IPv4Address(host)
-        except ValueError:
-            return False
-        return True
+        return _is_of(ipaddress.IPv4Address, host)
     if len(host) > _MAX_HOST:
         return False
     labels = host.removesuffix(".").split(".")
     return all(len(label) <= _MAX_LABEL and _LABEL.fullmatch(label) for label in labels)
+
+
+def _is_of(kind, host):
+    try:
+        kind(host)
+    except ValueError:
+        return False
+    return True

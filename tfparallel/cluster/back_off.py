@@ -13,40 +13,25 @@ system or a host that cannot be reached, a full disk. All restarts would be used
 
 __all__ = ["BackOff", "RestartBackOff"]
 
-_FIRST_SECONDS, _MOST_SECONDS = 10.0, 600.0
-_SOON_SECONDS = 300.0
-
 
 class BackOff:
-    """The wait of the hosts that would join.
+    """The wait of the hosts that would join: `first_seconds`, then twice as long each time.
 
-    Args:
-        first_seconds: How long it is after the first failure; each further one doubles it.
-        most_seconds: What it never exceeds.
-        soon_seconds: What fails later than this after its start has done some work: what was
-            before is forgotten.
+    What fails later than `soon_seconds` after its start has done some work: what was before is
+    forgotten.
     """
 
     def __init__(
         self,
-        first_seconds: float = _FIRST_SECONDS,
-        most_seconds: float = _MOST_SECONDS,
-        soon_seconds: float = _SOON_SECONDS,
+        first_seconds: float = 10.0,
+        most_seconds: float = 600.0,
+        soon_seconds: float = 300.0,
     ):
         self._first, self._most, self._soon = first_seconds, most_seconds, soon_seconds
-        self._seconds = 0.0
-        self._until = 0.0
+        self._seconds = self._until = 0.0
 
     def failed(self, lasted_seconds: float, now: float) -> float:
-        """Takes note that a host that joined has failed.
-
-        Args:
-            lasted_seconds: How long it took part.
-            now: The time, by the monotonic clock.
-
-        Returns:
-            How long the next one waits.
-        """
+        """Takes note that a host that joined has failed; returns how long the next one waits."""
         if lasted_seconds > self._soon:
             self._seconds = 0.0
         else:
@@ -60,25 +45,14 @@ class BackOff:
 
 
 class RestartBackOff:
-    """The wait before all workers start again. After the first failure there is none.
-
-    Args:
-        most_seconds: What it never exceeds.
-    """
+    """The wait before all workers start again. After the first failure there is none."""
 
     def __init__(self, most_seconds: float = 60.0):
         self._back_off = BackOff(1.0, most_seconds, soon_seconds=60.0)
         self._has_failed = False
 
     def failed(self, lasted_seconds: float) -> float:
-        """Takes note that the workers have failed.
-
-        Args:
-            lasted_seconds: How long they ran.
-
-        Returns:
-            How many seconds to wait.
-        """
+        """Takes note that the workers have failed; returns how many seconds to wait."""
         if not self._has_failed:
             self._has_failed = True
             return 0.0

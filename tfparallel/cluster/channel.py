@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from tfparallel.cluster import wire
-from tfparallel.cluster.secret import Secret
+from tfparallel.cluster.wire import Secret
 
-__all__ = ["Call", "Channel", "who_listens"]
+__all__ = ["Call", "Channel", "keep_alive", "who_listens"]
 
 # To hand a message to the kernel: one that does not listen holds nobody up.
 _SEND_SECONDS = 2.0
@@ -18,17 +18,13 @@ _CHUNK_BYTES = 1 << 16
 # The addresses of all workers fit into TF_CONFIG, of 128 KiB, and an answer, which names a host
 # once, takes less than twice as much.
 _ANSWER_BYTES = 1 << 20
-# A silent host is asked after 10 s, and given up after three answers that do not come.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_UNACKNOWLEDGED_MILLISECONDS = 25_000
+_IDLE_SECONDS = 10
+_ASK_SECONDS, _NUM_ASKED = 5, 3
 _NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
 class Channel:
     """A connection that carries messages both ways; a context manager, which hangs up.
-
-    Args:
-        connected: The socket, which the channel owns and closes.
 
     Attributes:
         session: What proves who speaks, once both have named a nonce.
@@ -58,12 +54,7 @@ class Channel:
 
     def keep_alive(self) -> None:
         """Lets TCP notice within half a minute that the other host has vanished."""
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Without an option of this name the system's own patience holds, two hours by default.
-        options = _KEEP_ALIVE | {"TCP_USER_TIMEOUT": _UNACKNOWLEDGED_MILLISECONDS}
-        for name, value in options.items():
-            if hasattr(socket, name):
-                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(self._socket, _IDLE_SECONDS)
 
     @property
     def has_hung_up(self) -> bool:
@@ -75,8 +66,8 @@ class Channel:
         except OSError:
             return True
 
-    def send(self, message: dict[str, Any] | bytes, seconds: float = _SEND_SECONDS) -> bool:
-        """Sends a message, encoded or not; whether it could.
+    def send(self, message: dict[str, Any], seconds: float = _SEND_SECONDS) -> bool:
+        """Sends a message; whether it could.
 
         If not all of it can be sent, the connection ends: half a line would spoil what follows.
         Whoever reads from the connection finds that out.
@@ -96,12 +87,7 @@ class Channel:
         return True
 
     def read(self, max_bytes: int = wire.MAX_BYTES) -> bytes | None:
-        """Returns the next line if it has come, and None if not, without waiting.
-
-        Raises:
-            OSError: If the connection has ended.
-            ValueError: If the line is too long.
-        """
+        """Returns the next line if it has come, without waiting; `ValueError` if it is too long."""
         while (line := self._lines.next(max_bytes)) is None:
             try:
                 # What follows the line stays with the system, which tells the next selector of it.
@@ -118,12 +104,7 @@ class Channel:
         return line
 
     def read_until(self, until: float, max_bytes: int = wire.MAX_BYTES) -> bytes | None:
-        """Returns the next line; None if it has not come until then. Errors as of `read`.
-
-        Args:
-            until: The deadline, as `time.monotonic()` counts.
-            max_bytes: The longest line.
-        """
+        """Returns the next line; None if it has not come until the monotonic time `until`."""
         with selectors.DefaultSelector() as selector:
             selector.register(self, selectors.EVENT_READ)
             while (line := self.read(max_bytes)) is None:
@@ -133,28 +114,14 @@ class Channel:
 
 
 class Call(Channel):
-    """A launcher's own side of a connection to an acceptor.
-
-    Args:
-        connected: The connection, which the call owns and closes.
-        secret: The job's.
-        job: Its name.
-    """
+    """A launcher's own side of a connection to an acceptor; deadlines are monotonic times."""
 
     def __init__(self, connected: socket.socket, secret: Secret, job: str):
         super().__init__(connected)
         self._secret, self._job = secret, job
 
     def ask(self, hello: dict[str, Any], until: float) -> None:
-        """Says who this launcher is.
-
-        Args:
-            hello: What JSON can hold.
-            until: The deadline, as `time.monotonic()` counts.
-
-        Raises:
-            OSError: If there is no answer, or a `RefusedError`.
-        """
+        """Says who this launcher is; `OSError` if there is no answer, or `RefusedError`."""
         nonces = self.greet(until)
         self.session = wire.Session(self._secret, self._job, nonces, is_caller=True)
         self._say(hello, until)
@@ -172,11 +139,7 @@ class Call(Channel):
         return own["nonce"], answer["nonce"]
 
     def answer(self, until: float) -> dict[str, Any] | None:
-        """Returns the next message; None if none has come until then.
-
-        Raises:
-            OSError: If the connection ends, or a `RefusedError`.
-        """
+        """Returns the next message; None if none has come until then. Errors as of `ask`."""
         line = self._heard(until, _ANSWER_BYTES)
         if line is None:
             return None
@@ -197,13 +160,7 @@ class Call(Channel):
 
 
 def who_listens(address: tuple[str, int], job: str, timeout_seconds: float) -> str | None:
-    """Returns the name of the job whose acceptor is at an address; None if there is none.
-
-    Args:
-        address: The host and the port.
-        job: The name of this launcher's job.
-        timeout_seconds: How long to wait.
-    """
+    """Returns the name of the job whose acceptor is at an address; None if there is none."""
     with contextlib.suppress(OSError):
         there = socket.create_connection(address, timeout_seconds)
         with Call(there, Secret(""), job) as call:
@@ -213,6 +170,22 @@ def who_listens(address: tuple[str, int], job: str, timeout_seconds: float) -> s
                 return error.job
             return job
     return None
+
+
+def keep_alive(connected: socket.socket, idle_seconds: int) -> None:
+    """Has the system ask a host that is silent for so long; three times, then it has vanished."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": idle_seconds,
+        "TCP_KEEPINTVL": _ASK_SECONDS,
+        "TCP_KEEPCNT": _NUM_ASKED,
+        # The same for what is sent: in milliseconds, until it must be acknowledged.
+        "TCP_USER_TIMEOUT": 1000 * (idle_seconds + _NUM_ASKED * _ASK_SECONDS),
+    }
+    for name, value in options.items():
+        # Without an option of this name the system's own patience holds, two hours by default.
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _hung_up():

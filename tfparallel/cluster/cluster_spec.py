@@ -70,7 +70,7 @@ class Cluster:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         problems = _field_problems(self)
         if problems:
-            raise refusal("These fields make no Cluster", problems, _shown_fields(self))
+            raise refusal("These fields make no Cluster", problems, shown(vars(self)))
 
     @property
     def num_workers(self) -> int:
@@ -103,12 +103,7 @@ class Cluster:
         return self.worker_index - 1 if has_chief_before else self.worker_index
 
     def to_tf_config(self) -> str:
-        """Writes the text of the environment variable TF_CONFIG.
-
-        Returns:
-            JSON, from which `from_tf_config` reads the same cluster; `"{}"` for a
-            single process.
-        """
+        """Writes TF_CONFIG, as `from_tf_config` reads it; `"{}"` for a single process."""
         num_chiefs = int(self.names_chief)
         jobs = {
             "chief": self.workers[:num_chiefs],
@@ -163,8 +158,7 @@ class Cluster:
             # It takes no part, so that nothing else counts it for sure.
             return configured
         if not configured.workers:
-            found = find(environ)
-            return cls(**vars(found)) if found else cls()
+            return cls(**find(environ))
         found = find(
             environ,
             LauncherEnv(
@@ -176,9 +170,8 @@ class Cluster:
                 num_evaluators=len(configured.evaluators),
             ),
         )
-        return dataclasses.replace(
-            configured, local_rank=found.local_rank, num_local_workers=found.num_local_workers
-        )
+        place = {name: found[name] for name in ("local_rank", "num_local_workers")}
+        return dataclasses.replace(configured, **place)
 
     def device_environment(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
         """Tells which GPUs this worker should see among the workers on its host.
@@ -226,8 +219,3 @@ def _field_problems(cluster):
     if cluster.names_chief and not cluster.workers:
         problems.append("a chief must be named in workers")
     return problems
-
-
-def _shown_fields(cluster):
-    names = [field.name for field in dataclasses.fields(cluster)]
-    return shown({name: getattr(cluster, name) for name in names})

@@ -75,7 +75,8 @@ class ControlChannel:
     def __exit__(self, kind, error, traceback) -> None:
         if error is not None:
             interrupted = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
-            self._tell(_departure(self.node, getattr(error, "signum", interrupted)))
+            signum = getattr(error, "signum", interrupted)
+            self._tell({"stopped": self.node, "signum": signum})
         self.close()
 
     @property
@@ -100,14 +101,7 @@ class ControlChannel:
     def tell_failure(
         self, worker: int, returncode: int, time_seconds: float, lost: int | None = None
     ) -> None:
-        """Says that a worker of this host has failed.
-
-        Args:
-            worker: As in `WorkerExit`, like the others.
-            returncode: How it ended.
-            time_seconds: When.
-            lost: Whom it had lost.
-        """
+        """Says that a worker of this host has failed. Arguments as in `WorkerExit`."""
         failed = {"worker": worker, "returncode": returncode, "time_seconds": time_seconds}
         failed |= {} if lost is None else {"lost": lost}
         self._tell({"failed": self.node, **failed, "leaves": self.leaves_on_failure})
@@ -129,12 +123,12 @@ class ControlChannel:
     def close(self) -> None:
         """Hangs up; a second time does nothing."""
         for line in self._lines:
-            line.close()
+            line.channel.close()
 
     def _tell(self, message, source=None):
         for line in self._lines:
-            if line is not source:
-                line.send(message)
+            if line is not source:  # One that cannot be sent ends the line; `listen` finds out.
+                line.channel.send(message)
 
     def _hear(self, message, source):
         """Takes a message in, and hands it on: only node 0 has somebody else to tell."""
@@ -144,14 +138,9 @@ class ControlChannel:
                 self._unfinished.discard(node)
             case {"failed": int(node), "worker": int(worker), "returncode": int(returncode),
                   "time_seconds": float(seconds)}:  # fmt: skip
-                lost = message.get("lost")
+                lost = message.get("lost") if isinstance(message.get("lost"), int) else None
                 failure = WorkerExit(
-                    worker,
-                    returncode,
-                    seconds,
-                    stopped=False,
-                    node=node,
-                    lost=lost if isinstance(lost, int) else None,
+                    worker, returncode, seconds, stopped=False, node=node, lost=lost
                 )
                 self.failures.append((failure, time.monotonic()))
                 if message.get("leaves") is True:
@@ -172,35 +161,31 @@ class ControlChannel:
         if line.peer in self._coming_again:
             return
         self.gone.add(line.peer)
-        if line.is_silent:
+        if line.channel.is_silent:
             self.silent.add(line.peer)
         # Who has succeeded may end; but node 0, which hands on what the others say, ends last.
         is_missed = line.peer in self._unfinished or (self.node != 0 and not self.all_succeeded)
         if is_missed and not self.is_bad:
-            silent = {"silent": True} if line.is_silent else {}
-            self._hear(_departure(line.peer, None) | silent, line)
+            silent = {"silent": True} if line.channel.is_silent else {}
+            self._hear({"stopped": line.peer, "signum": None} | silent, line)
 
 
 class _Line:
     """The connection to one other launcher, which the line owns."""
 
     def __init__(self, peer, channel, on_message, on_end):
-        self.peer = peer
-        self._channel, self._on_message, self._on_end = channel, on_message, on_end
+        self.peer, self.channel = peer, channel
+        self._on_message, self._on_end = on_message, on_end
         channel.keep_alive()
 
     def fileno(self):
-        return self._channel.fileno()
-
-    @property
-    def is_silent(self):
-        return self._channel.is_silent
+        return self.channel.fileno()
 
     def listen(self):
         """Takes in what the other says; False once it has hung up, or is no launcher of the job."""
         try:
-            while (text := self._channel.read(_MESSAGE_BYTES)) is not None:
-                message = self._channel.session.opened(text)
+            while (text := self.channel.read(_MESSAGE_BYTES)) is not None:
+                message = self.channel.session.opened(text)
                 if message is None:
                     raise ValueError("A message without its proof.")
                 self._on_message(message, self)
@@ -208,14 +193,3 @@ class _Line:
             self._on_end(self)
             return False
         return True
-
-    def send(self, message):
-        """Sends a message, or ends the connection, which `listen` finds out."""
-        self._channel.send(message)
-
-    def close(self):
-        self._channel.close()
-
-
-def _departure(node, signum):
-    return {"stopped": node, "signum": signum}

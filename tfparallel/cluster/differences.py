@@ -15,7 +15,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["differences", "name_worker", "name_workers"]
+__all__ = ["differences", "name_worker", "name_workers", "who_said"]
 
 _MAX_LENGTH = 60
 _MAX_VALUES = 4
@@ -25,15 +25,11 @@ _MAX_DIFFERENCES = 8
 def differences(
     facts: Mapping[int, Mapping[str, Any]], may_differ: Collection[str] = ()
 ) -> list[str]:
-    """Compares the facts of several workers.
-
-    Args:
-        facts: For each worker's index its facts, as JSON gives them back.
-        may_differ: Top-level keys that are not compared.
+    """Compares the facts of several workers, as JSON gives them back.
 
     Returns:
-        A line for each leaf that is not the same on all workers; none if all
-        agree. A long value is cut to the part that differs.
+        A line for each leaf that is not the same on all workers, but for those of the top-level
+        keys that may differ. A long value is cut to the part that differs.
     """
     leaves = {
         index: dict(_leaves({key: own[key] for key in own if key not in may_differ}))
@@ -59,14 +55,7 @@ def differences(
 
 
 def name_workers(indices: Iterable[int]) -> str:
-    """Writes worker indices as a reader says them.
-
-    Args:
-        indices: The workers' indices, in any order.
-
-    Returns:
-        `"worker 1"`, `"workers 0 and 2"`, or `"workers 0 to 5, 7 and 9"`.
-    """
+    """Writes worker indices as a reader says them: `"workers 0 to 5, 7 and 9"`."""
     indices = sorted(indices)
     if len(indices) == 1:
         return f"worker {indices[0]}"
@@ -82,16 +71,16 @@ def name_workers(indices: Iterable[int]) -> str:
     return f"workers {', '.join(most)} and {last}" if most else f"workers {last}"
 
 
+def who_said(texts: Sequence[str]) -> str:
+    """Writes what each worker said, by worker: `"workers 0 and 2: this; worker 1: that"`."""
+    workers_with: dict[str, list[int]] = {}
+    for index, text in enumerate(texts):
+        workers_with.setdefault(text, []).append(index)
+    return "; ".join(f"{name_workers(who)}: {text}" for text, who in workers_with.items())
+
+
 def name_worker(workers: Sequence[str], index: int) -> str:
-    """Writes a worker's index with its address.
-
-    Args:
-        workers: The workers' addresses.
-        index: One worker's index.
-
-    Returns:
-        `"worker 1 (10.0.0.2:2222)"`, or `"worker 7"` where the list is shorter.
-    """
+    """A worker with its address, if the list has it: `"worker 1 (10.0.0.2:2222)"`."""
     return f"worker {index} ({workers[index]})" if index < len(workers) else f"worker {index}"
 
 

@@ -9,8 +9,8 @@ order of their ranks, goes before every address that is worked out from the
 launchers' variables; `tfparallel.cluster.launcher_env` says what those are.
 """
 
-import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from tfparallel.cluster.address import address_problems, local_place
 from tfparallel.cluster.config_error import refusal, shown
@@ -22,33 +22,21 @@ from tfparallel.cluster.launcher_env import (
     of_torchrun,
 )
 
-__all__ = ["DiscoveredJob", "find"]
+__all__ = ["find"]
 
 _WORKERS = "TFPARALLEL_WORKERS"
 _NUM_WORKERS = "TFPARALLEL_NUM_WORKERS"
 
 
-@dataclasses.dataclass(frozen=True)
-class DiscoveredJob:
-    """What all sources together say: the arguments of a `Cluster`."""
-
-    source: str
-    workers: tuple[str, ...]
-    worker_index: int
-    local_rank: int
-    num_local_workers: int
-
-
-def find(environ: Mapping[str, str], configured: LauncherEnv | None = None) -> DiscoveredJob | None:
+def find(environ: Mapping[str, str], configured: LauncherEnv | None = None) -> dict[str, Any]:
     """Finds this process's job.
 
     Args:
         environ: Environment variables.
-        configured: What TF_CONFIG says, which goes before the others where
-            they agree.
+        configured: What TF_CONFIG says, which goes before the others where they agree.
 
     Returns:
-        The job, or None if this process is alone.
+        The arguments of a `Cluster`; none if this process is alone.
 
     Raises:
         ValueError: If a source is malformed or incomplete, or if two contradict
@@ -62,12 +50,17 @@ def find(environ: Mapping[str, str], configured: LauncherEnv | None = None) -> D
     claims += [pod] if pod else []
     if not claims:
         _check_alone(environ)
-        return None
+        return {}
     agreeing = _agreeing(claims)
     workers = _addresses(environ, agreeing)
-    first = agreeing[0]
     local_rank, num_local_workers = _place(agreeing, workers)
-    return DiscoveredJob(first.source, workers, first.worker_index, local_rank, num_local_workers)
+    return {
+        "source": agreeing[0].source,
+        "workers": workers,
+        "worker_index": agreeing[0].worker_index,
+        "local_rank": local_rank,
+        "num_local_workers": num_local_workers,
+    }
 
 
 def _agreeing(claims):
@@ -87,7 +80,7 @@ def _agreeing(claims):
     ]
     received = {}
     for claim in [inner, *against]:
-        received.update(claim.received)
+        received |= claim.received
     raise refusal(
         "The sources contradict each other about this process",
         [", ".join(said) + "; all must agree, or workers wait for others that never come"],
@@ -113,7 +106,7 @@ def _same(inner, outer):
 
 
 def _started(outer, inner):
-    """Tells whether `outer` counts the processes that started the workers of `inner`."""
+    """Whether `outer` counts the processes that started the workers of `inner`."""
     if outer.num_workers == inner.num_launchers:
         return True
     return inner.source == "MPI" and outer.one_a_host and outer.num_workers < inner.num_workers

@@ -27,8 +27,7 @@ from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.environment import too_many_workers
 from tfparallel.cluster.membership import Present, are_all_back, has_quorum, may_run, num_needed
 from tfparallel.cluster.rendezvous import Rendezvous
-from tfparallel.cluster.secret import Secret, new_nonce
-from tfparallel.cluster.wire import RefusedError
+from tfparallel.cluster.wire import RefusedError, Secret, new_nonce
 
 __all__ = ["ElasticMeetings", "JobEndedError"]
 
@@ -49,14 +48,11 @@ class ElasticMeetings:
 
     Args:
         endpoints: Where launchers meet, "host:port" each, the same on every host.
-        min_nodes: With how many hosts the job can run.
-        max_nodes: How many it can have.
+        min_nodes, max_nodes: How many hosts the job needs, and can have.
         node_rank: This host's index, by which those come first that are new; or None.
-        token: A secret that all nodes know beforehand.
-        job: The name of the job, the same on every node.
+        token, job: A secret that all nodes know beforehand, and the job's name.
         timeout_seconds: How long to wait for enough hosts, each time.
-        local_address: This host's name or address, as the others reach it; by default the one that
-            it calls from.
+        local_address: How the others reach this host; by default, where it calls from.
         back_off: How long hosts that would join wait, after others that joined have failed.
     """
 
@@ -77,11 +73,8 @@ class ElasticMeetings:
         self._min_nodes, self._max_nodes = min_nodes, max_nodes
         self._secret, self._job = Secret(token), job
         self._timeout_seconds = timeout_seconds
-        self._hello = {
-            "nnodes": [min_nodes, max_nodes],
-            "node_rank": node_rank,
-            "local_address": local_address,
-        }
+        nnodes = [min_nodes, max_nodes]
+        self._hello = {"nnodes": nnodes, "node_rank": node_rank, "local_address": local_address}
         self._acceptor: Acceptor | None = None
         self._why_closed = self._why_refused = ""
         self._place = 0  # Of the acceptor, among the endpoints.
@@ -99,14 +92,11 @@ class ElasticMeetings:
         self._close_acceptor()
 
     def meet(self, ports: Sequence[int], master_port: int) -> Rendezvous:
-        """Waits until a round begins.
+        """Waits until a round begins; whoever runs the job then closes its news.
 
         Args:
             ports: This host's free ports, one for each of its workers.
             master_port: One more.
-
-        Returns:
-            What all of its hosts know now. Whoever runs the job closes its news.
 
         Raises:
             RuntimeError: If there are too few hosts at the deadline, or this one contradicts them.
@@ -119,7 +109,7 @@ class ElasticMeetings:
             "master_port": master_port,
             "last_node": None if self._last is None else self._last.node,
             "attempt": self._round,
-            "may_run": None if self._last is None else self._last.num_nodes - self._num_ended(),
+            "may_run": self._may_run(),
         }
         while True:
             if self._acceptor is None:
@@ -137,11 +127,7 @@ class ElasticMeetings:
                 return met
 
     def note_failure(self, node: int) -> float:
-        """Takes note of the host at which a round has failed.
-
-        Returns:
-            How many seconds hosts that would join wait now: 0 if this one has not just joined.
-        """
+        """Takes note that a round failed at a node; returns how long those that would join wait."""
         if node not in self._joined:
             return 0.0
         now = time.monotonic()
@@ -167,14 +153,11 @@ class ElasticMeetings:
     def _open(self) -> bool:
         """Whether this launcher listens now, at the first endpoint that is of this host."""
         allow_connections(self._max_nodes + _MAX_WAITING)
+        rank, given = self._hello["node_rank"], self._hello["local_address"]
         for place, (host, port) in enumerate(self._endpoints):
-            names = [host]
             # Node 0 may be behind a gateway, whose address the endpoint is.
-            if self._hello["node_rank"] == 0 and self._hello["local_address"]:
-                names.append(self._hello["local_address"])
-            for name in names:
-                may_be_node_0 = self._hello["node_rank"] in (None, 0)
-                is_given = may_be_node_0 and name == self._hello["local_address"]
+            for name in [host, given] if rank == 0 and given else [host]:
+                is_given = rank in (None, 0) and name == given
                 try:
                     self._acceptor = Acceptor(
                         name, port, self._secret, self._job, may_be_gateway=is_given
@@ -216,9 +199,9 @@ class ElasticMeetings:
                     continue
                 except OSError:
                     continue
-                if answer is None and patience is not None:
-                    continue
                 if answer is None:
+                    if patience is not None:
+                        continue
                     raise RuntimeError(self._no_round(join_address(*address)))
                 if "error" in answer:
                     raise RuntimeError(answer["error"])
@@ -236,7 +219,7 @@ class ElasticMeetings:
         quiet_since = looked = time.monotonic()
         patience = _FIRST_CALL_SECONDS if self._last is None else _LAST_CALL_SECONDS
         while True:
-            self._waiting = [other for other in self._waiting if not other.has_hung_up]
+            self._drop_gone()
             now = time.monotonic()
             present = sorted([own, *self._waiting], key=lambda each: each.order)
             again = [each for each in present if each is own or each.was_there]
@@ -248,16 +231,13 @@ class ElasticMeetings:
             if is_enough and (has_all or now - quiet_since >= patience):
                 break
             if now > deadline:
-                problem = self._too_few(present)
-                for other in present[1:]:
-                    other.caller.send({"error": problem})
-                raise RuntimeError(problem)
+                raise _refused(present, self._too_few(present))
             if now - looked > _KNOCK_SECONDS:
                 looked = now
                 if self._place and self._somebody_is_earlier():
                     self._close_acceptor()  # Those who wait here call again, there.
                     return None
-                others = [*self._endpoints[: self._place], *self._endpoints[self._place + 1 :]]
+                others = [each for each in self._endpoints if each != self._endpoints[self._place]]
                 # A job may be running that could not be reached before.
                 if others and not any(each.was_there for each in present):
                     met = self._join(hello, deadline, others, patience=_RETRY_SECONDS)
@@ -268,16 +248,16 @@ class ElasticMeetings:
         taking_part = present[: self._max_nodes]
         workers = [join_address(e.address, port) for e in taking_part for port in e.hello["ports"]]
         if problem := too_many_workers(workers):
-            for other in present[1:]:
-                other.caller.send({"error": problem})
-            raise RuntimeError(problem)
+            raise _refused(present, problem)
         self._waiting = [other for other in self._waiting if other not in taking_part]
+        was_there = [each.was_there for each in taking_part]
         answer = {
             "nodes": [[each.address, each.hello["ports"]] for each in taking_part],
             "master": join_address(own.address, hello["master_port"]),
             "nonce": new_nonce(),
             "attempt": 1 + max(each.hello["attempt"] for each in taking_part),
-            "joined": _joined(taking_part),
+            # The nodes that join a job that others have been running.
+            "joined": [node for node, was in enumerate(was_there) if any(was_there) and not was],
         }
         connections = {}
         for rank, other in enumerate(taking_part[1:], 1):
@@ -286,43 +266,35 @@ class ElasticMeetings:
         return self._meeting(answer, 0, connections, _Newcomers(self))
 
     def _meeting(self, answer, rank, connections, newcomers):
-        nodes = answer["nodes"]
         self._joined = frozenset(answer.get("joined", ()))
-        news = ControlChannel(rank, len(nodes), connections, newcomers)
+        news = ControlChannel(rank, len(answer["nodes"]), connections, newcomers)
         if newcomers is not None:
             newcomers.news = news
-        return Rendezvous(
-            addresses=tuple(
-                tuple(join_address(host, port) for port in ports) for host, ports in nodes
-            ),
-            master=answer["master"],
-            token=self._secret.derived(answer["nonce"]),
-            news=news,
-            node=rank,
-            attempt=answer["attempt"],
-        )
+        return Rendezvous.agreed(answer, self._secret, news, answer["attempt"])
 
     def _let_in(self, seconds, is_running=False) -> bool:
         """Whether somebody has come who may take part."""
         has_come = False
-        for gone in [other for other in self._waiting if other.has_hung_up]:
-            gone.caller.close()
-            self._waiting.remove(gone)
+        self._drop_gone()
         for visitor in self._acceptor.wait(seconds):
             hello = visitor.hello
             if hello["nnodes"] != self._hello["nnodes"] or hello["attempt"] is None:
                 visitor.send({"error": self._disagreement(hello)})
                 visitor.close()
-                continue
-            if len(self._waiting) >= self._max_nodes + _MAX_WAITING:
+            elif len(self._waiting) >= self._max_nodes + _MAX_WAITING:
                 visitor.close()
-                continue
-            if is_running:
-                visitor.send({"running": True})
-            address = hello["local_address"] or visitor.address
-            self._waiting.append(Present(visitor, address, hello))
-            has_come = True
+            else:
+                if is_running:
+                    visitor.send({"running": True})
+                address = hello["local_address"] or visitor.address
+                self._waiting.append(Present(visitor, address, hello))
+                has_come = True
         return has_come
+
+    def _drop_gone(self):
+        for gone in [other for other in self._waiting if other.has_hung_up]:
+            gone.caller.close()
+            self._waiting.remove(gone)
 
     def _somebody_is_earlier(self):
         for address in self._endpoints[: self._place]:
@@ -331,9 +303,10 @@ class ElasticMeetings:
                 return True
         return False
 
-    def _num_ended(self) -> int:
-        """How many of the last round have ended for sure, and not only fallen silent."""
-        return len(self._last.gone - self._last.silent)
+    def _may_run(self) -> int | None:
+        """How many of the last round have not ended for sure: some have only fallen silent."""
+        last = self._last
+        return None if last is None else last.num_nodes - len(last.gone - last.silent)
 
     def _too_few(self, present):
         number = len(present)
@@ -345,8 +318,8 @@ class ElasticMeetings:
             )
         return (
             f"The job has {number} host{'s' * (number > 1)} after {self._timeout_seconds:g} s at "
-            f"{self._places()}; {least}.{self._turned_away()} Start `tfparallel launch` on more "
-            "hosts, or raise --start_timeout."
+            f"{self._places()}; {least}.{self._acceptor.who_was_turned_away()} Start "
+            "`tfparallel launch` on more hosts, or raise --start_timeout."
         )
 
     def _no_round(self, endpoint):
@@ -365,32 +338,27 @@ class ElasticMeetings:
             "host take over when the first is gone."
         )
 
-    def _turned_away(self):
-        return "".join(f" Turned away: {told}." for told in self._acceptor.turned_away)
-
     def _places(self):
         return ", ".join(join_address(*endpoint) for endpoint in self._endpoints)
 
     def _disagreement(self, hello):
-        def shown(nnodes):
-            return ":".join(map(str, nnodes)) if isinstance(nnodes, list) else str(nnodes)
-
+        there = hello["nnodes"]
+        there = ":".join(map(str, there)) if isinstance(there, list) else there
         return (
-            "All hosts must agree on --nnodes. Received: "
-            f"{shown(self._hello['nnodes'])} on the host that listens, {shown(hello['nnodes'])} "
-            "here."
+            f"All hosts must agree on --nnodes. Received: {self._min_nodes}:{self._max_nodes} on "
+            f"the host that listens, {there} here."
         )
 
 
-def _joined(present: Sequence[Present]) -> list[int]:
-    """Which nodes join a job that others have been running."""
-    if not any(each.was_there for each in present):
-        return []
-    return [node for node, each in enumerate(present) if not each.was_there]
+def _refused(present: Sequence[Present], problem: str) -> RuntimeError:
+    """Tells the others what is wrong, and returns the error for this launcher."""
+    for other in present[1:]:
+        other.caller.send({"error": problem})
+    return RuntimeError(problem)
 
 
 class _Newcomers:
-    """The acceptor, while the workers run: one of the lines of `ControlChannel`."""
+    """The acceptor, while the workers run: a line of `ControlChannel`, which does not close it."""
 
     def __init__(self, meetings: ElasticMeetings):
         self._meetings = meetings
@@ -416,6 +384,3 @@ class _Newcomers:
             return remaining
         self.news.tell_newcomer()
         return 0.0
-
-    def close(self):
-        """The acceptor stays open for the next round."""

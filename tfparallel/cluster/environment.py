@@ -5,19 +5,17 @@ TFPARALLEL_JOB_TOKEN, a secret that all workers of one job share, and
 TFPARALLEL_RESTART_COUNT, 0 in the first attempt.
 """
 
-import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 
+from tfparallel.cluster.tf_config import write
+
 __all__ = [
     "ALL_REDUCE",
-    "Place",
     "available_cores",
     "core_shares",
     "job_environment",
     "too_many_workers",
-    "worker_environment",
 ]
 
 # Says what carries tensors between workers where a program does not.
@@ -36,62 +34,10 @@ _MAX_VARIABLE_BYTES = 128 * 1024
 _THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a worker stands in its job.
-
-    Attributes:
-        addresses: Every worker's "host:port", in the order of their indices.
-        worker: This worker's index.
-        local_rank: Its index among the workers of its host.
-        num_local_workers: How many its host has.
-        node_rank: Its host's index.
-        master: "host:port" of worker 0's host, where programs of torchrun meet.
-        token: The job's secret.
-        restart_count: How often the job has been restarted.
-    """
-
-    addresses: Sequence[str]
-    worker: int
-    local_rank: int
-    num_local_workers: int
-    node_rank: int
-    master: str
-    token: str
-    restart_count: int
-
-
-def worker_environment(inherited: Mapping[str, str], place: Place) -> dict[str, str]:
-    """Returns a worker's whole environment.
-
-    Args:
-        inherited: The launcher's environment. Its values for threads, malloc and buffering are
-            the user's own and are kept.
-        place: The worker's place.
-
-    Raises:
-        RuntimeError: If there are more workers than a variable can name.
-    """
-    master_host, _, master_port = place.master.rpartition(":")
-    shared = job_environment(inherited, place.num_local_workers, place.token, place.restart_count)
-    if problem := too_many_workers(place.addresses):
-        raise RuntimeError(problem)
-    return shared | {
-        "TF_CONFIG": _config(place.addresses, place.worker),
-        "RANK": str(place.worker),
-        "WORLD_SIZE": str(len(place.addresses)),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.num_local_workers),
-        "GROUP_RANK": str(place.node_rank),
-        "MASTER_ADDR": master_host.strip("[]"),
-        "MASTER_PORT": master_port,
-        "TORCHELASTIC_RESTART_COUNT": str(place.restart_count),
-    }
-
-
 def too_many_workers(addresses: Sequence[str]) -> str | None:
     """Returns why TF_CONFIG cannot name these workers, "host:port" each; None if it can."""
-    size = len(f"TF_CONFIG={_config(addresses, len(addresses) - 1)}")
+    config = write({"worker": addresses}, "worker", len(addresses) - 1)
+    size = len(f"TF_CONFIG={config}")
     if size < _MAX_VARIABLE_BYTES:
         return None
     return (
@@ -101,21 +47,12 @@ def too_many_workers(addresses: Sequence[str]) -> str | None:
     )
 
 
-def _config(addresses, worker):
-    task = {"type": "worker", "index": worker}
-    return json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
-
-
 def job_environment(
     inherited: Mapping[str, str], num_local_workers: int, token: str, restart_count: int
 ) -> dict[str, str]:
     """Returns what is the same for all processes of a job on a host.
 
-    Args:
-        inherited: As for `worker_environment`.
-        num_local_workers: How many share the host's cores.
-        token: The job's secret.
-        restart_count: How often the job has been restarted.
+    Of the inherited environment, the user's own values for threads, malloc and buffering are kept.
     """
     num_threads = max(1, len(available_cores()) // num_local_workers)
     return {
@@ -137,18 +74,7 @@ def available_cores() -> list[int]:
 
 
 def core_shares(cores: Sequence[int], num_workers: int) -> list[Sequence[int]]:
-    """Deals out cores in equal runs of neighbours; what does not divide stays unused.
-
-    Args:
-        cores: The cores.
-        num_workers: How many shares.
-
-    Returns:
-        One share for each worker.
-
-    Raises:
-        ValueError: If there are more workers than cores.
-    """
+    """Deals out cores in equal runs of neighbours, at least one each; the rest stays unused."""
     size = len(cores) // num_workers
     if size == 0:
         raise ValueError(

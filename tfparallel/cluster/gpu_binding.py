@@ -1,6 +1,7 @@
 """Which GPUs each of several workers on a host should see."""
 
 import glob
+import itertools
 import re
 from collections.abc import Mapping
 
@@ -10,6 +11,7 @@ __all__ = ["visible_gpus"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ON_NODE = "SLURM_GPUS_ON_NODE"
+_NO_GPU = ("", "-1", "NoDevFiles")  # The last is what Slurm writes for a job without GPUs.
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 
@@ -18,17 +20,9 @@ def visible_gpus(
 ) -> dict[str, str]:
     """Deals a host's GPUs out to the workers on it, in equal shares by local rank.
 
-    A worker that has its host to itself keeps every GPU. With one worker a GPU,
-    each still sees all of them (Slurm, torchrun and MPI alike), and would take
-    their memory from its neighbours, unless `--gpus-per-task` or `--gpu-bind`
-    has made Slurm bind them.
-
-    Args:
-        environ: Environment variables: CUDA_VISIBLE_DEVICES, and from `srun`
-            SLURM_GPUS_ON_NODE, SLURM_GPU_BIND, SLURM_GPUS_PER_TASK and
-            SLURM_TRES_PER_TASK.
-        local_rank: This worker among those on its host.
-        num_local_workers: How many workers the host has.
+    A worker that has its host to itself keeps every GPU. With one worker a GPU, each still sees all
+    of them (Slurm, torchrun and MPI alike), and would take their memory from its neighbours, unless
+    `--gpus-per-task` or `--gpu-bind` has made Slurm bind them.
 
     Returns:
         CUDA_VISIBLE_DEVICES and its value. Where this worker sees one GPU, its own or one that it
@@ -48,14 +42,12 @@ def visible_gpus(
         return {} if _GROWTH in environ else {_GROWTH: "true"}
     share, left_over = divmod(len(gpus), num_local_workers)
     if left_over or not share:
-        received = {
-            name: environ[name] for name in (_VISIBLE, _ON_NODE) if name in environ
-        } or f"{_count(len(gpus), 'GPU')} in /dev"
+        named = {name: environ[name] for name in (_VISIBLE, _ON_NODE) if name in environ}
+        num_gpus = _count(len(gpus), "GPU")
         raise refusal(
-            f"{num_local_workers} workers on one host cannot share "
-            f"{_count(len(gpus), 'GPU')} equally",
+            f"{num_local_workers} workers on one host cannot share {num_gpus} equally",
             ["the number of GPUs must be a multiple of the number of workers"],
-            received if isinstance(received, str) else shown(received),
+            shown(named) if named else f"{num_gpus} in /dev",
             f"Start {_count(len(gpus), 'worker')} a host, or set {_VISIBLE}: {_VISIBLE}={gpus[0]} "
             f"has all workers share that GPU, {_VISIBLE}=-1 trains on the CPU.",
         )
@@ -78,19 +70,13 @@ def _bound_by_slurm(environ):
 
 
 def _listed(visible):
-    names = []
-    for name in visible.split(","):
-        name = name.strip()
-        # CUDA stops at the first name that it does not know; Slurm writes
-        # NoDevFiles for a job without GPUs.
-        if name in ("", "-1", "NoDevFiles"):
-            break
-        names.append(name)
-    return names
+    names = (name.strip() for name in visible.split(","))
+    # CUDA stops at the first name that it does not know.
+    return list(itertools.takewhile(lambda name: name not in _NO_GPU, names))
 
 
 def _counted(environ):
     on_node = environ.get(_ON_NODE, "")
-    if re.fullmatch("[0-9]{1,4}", on_node):
-        return [str(index) for index in range(int(on_node))]
-    return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+    is_told = re.fullmatch("[0-9]{1,4}", on_node)
+    number = int(on_node) if is_told else len(glob.glob("/dev/nvidia[0-9]*"))
+    return [str(index) for index in range(number)]

@@ -26,11 +26,45 @@ _FIRST_PORT, _NUM_PORTS = 13_000, 16_000  # Of a Slurm job, which may share its 
 # A Service's name begins with a letter.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")
 _VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^:]+)")
-_RANDOM_WORD = "od -An -N16 -tx1 /dev/urandom | tr -d ' \\n'"
 _ENDS_SECONDS = 15  # What a launcher takes to end, beside the workers' grace.
 _MOST_SECONDS = 65_535  # Between Slurm's signal and its time limit.
 # With MIN:MAX, the addresses of all pods are one argument, and Linux limits that to 128 KiB.
 _MOST_NODES = 1_000
+
+_SLURM_SCRIPT = """\
+#!/bin/bash
+{options}
+#
+# A launcher on each node starts the workers there. Before the time limit, and when the
+# job is to make room, the workers save their state and end with code {again}.
+set -u
+
+{setup}{srun} tfparallel launch{hosts} \\
+  {flags} \\
+  -- {command}
+code=$?
+
+if [ "$code" -eq {again} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+# Of each start anew, and in no file: the launchers find it in their environment.
+_SLURM_TOKEN = """\
+TFPARALLEL_JOB_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
+export TFPARALLEL_JOB_TOKEN
+
+"""
+_SLURM_PORT = f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))\n"
+_SLURM_NODES = """\
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+nodes=$(sed "s/$/:$port/" <<< "$names" | paste -sd,)
+
+"""
+_SLURM_NODE_0 = """\
+node_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,53 +168,29 @@ def slurm_script(job: JobFile) -> str:
         *([] if job.min_nnodes is None else ["--no-kill"]),
         *job.sbatch_args,
     ]
-    flags = [*job.launch_flags, f"--grace_seconds={job.grace_seconds:g}"]
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in options),
-        "#",
-        "# A launcher on each node starts the workers there. Before the time limit, and when the",
-        "# job is to make room, the workers save their state and end with code 75.",
-        "set -u",
-        "",
-    ]
-    if job.has_several_hosts:
-        # Of each start anew, and in no file: the launchers find it in their environment.
-        lines += [f"TFPARALLEL_JOB_TOKEN=$({_RANDOM_WORD})", "export TFPARALLEL_JOB_TOKEN", ""]
     # Since Slurm 22.05, srun does not take over what sbatch was told, and would give one core.
-    hosts, srun = "", 'srun ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}'
+    srun = 'srun ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}'
+    setup = hosts = ""
     if job.has_several_hosts:
         srun += " --export=ALL"  # The token, too, at sites that set SBATCH_EXPORT=NONE.
-    if job.min_nnodes is not None:
-        srun += " --no-kill --kill-on-bad-exit=0"
-        lines += [
-            f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))",
-            'names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-            'nodes=$(sed "s/$/:$port/" <<< "$names" | paste -sd,)',
-            "",
-        ]
-        hosts = f' --nnodes={_range(job)} --rdzv_endpoint="$nodes"'
-    elif job.nnodes > 1:
-        lines += [
-            'node_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))",
-            "",
-        ]
-        hosts = f' --nnodes={job.nnodes} --rdzv_endpoint="$node_0:$port"'
-    if job.has_several_hosts:
+        setup = _SLURM_TOKEN + _SLURM_PORT
+        if job.min_nnodes is None:
+            setup += _SLURM_NODE_0
+            hosts = f' --nnodes={job.nnodes} --rdzv_endpoint="$node_0:$port"'
+        else:
+            srun += " --no-kill --kill-on-bad-exit=0"
+            setup += _SLURM_NODES
+            hosts = f' --nnodes={job.min_nnodes}:{job.nnodes} --rdzv_endpoint="$nodes"'
         hosts += f' --job_name="{job.name}-$SLURM_JOB_ID"'
-    lines += [
-        f"{srun} tfparallel launch{hosts} \\",
-        f"  {shlex.join(flags)} \\",
-        f"  -- {shlex.join(job.command)}",
-        "code=$?",
-        "",
-        f'if [ "$code" -eq {TRY_AGAIN} ]; then',
-        '  scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        'exit "$code"',
-    ]
-    return "\n".join(lines) + "\n"
+    return _SLURM_SCRIPT.format(
+        options="\n".join(f"#SBATCH {option}" for option in options),
+        again=TRY_AGAIN,
+        setup=setup,
+        srun=srun,
+        hosts=hosts,
+        flags=shlex.join([*job.launch_flags, f"--grace_seconds={job.grace_seconds:g}"]),
+        command=shlex.join(job.command),
+    )
 
 
 def kubernetes_objects(job: JobFile) -> str:
@@ -195,18 +205,10 @@ def kubernetes_objects(job: JobFile) -> str:
             "tfparallel in it. Received: none."
         )
     labels = {"app": job.name}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": job.name, "labels": labels},
-        # Pods find each other before they are ready, by the names that it gives them.
-        "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True},
-    }
-    container: dict[str, Any] = {
-        "name": "launch",
-        "image": job.image,
-        "command": _launch_in_a_pod(job),
-    }
+    # Pods find each other before they are ready, by the names that it gives them.
+    service = {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True}
+    command = _launch_in_a_pod(job)
+    container: dict[str, Any] = {"name": "launch", "image": job.image, "command": command}
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "subdomain": job.name,
@@ -219,17 +221,10 @@ def kubernetes_objects(job: JobFile) -> str:
         claim, path = _VOLUME.fullmatch(job.volume).groups()
         container["volumeMounts"] = [{"name": "data", "mountPath": path}]
         pod["volumes"] = [{"name": "data", "persistentVolumeClaim": {"claimName": claim}}]
-    objects = [service]
+    objects = [_object("v1", "Service", job.name, labels, spec=service)]
     if job.has_several_hosts:
         name = f"{job.name}-token"
-        objects.append(
-            {
-                "apiVersion": "v1",
-                "kind": "Secret",
-                "metadata": {"name": name, "labels": labels},
-                "stringData": {"token": job.token},
-            }
-        )
+        objects.append(_object("v1", "Secret", name, labels, stringData={"token": job.token}))
         source = {"secretKeyRef": {"name": name, "key": "token"}}
         container["env"] = [{"name": "TFPARALLEL_JOB_TOKEN", "valueFrom": source}]
     rules = [
@@ -237,10 +232,7 @@ def kubernetes_objects(job: JobFile) -> str:
             "action": "Ignore",
             "onExitCodes": {"containerName": "launch", "operator": "In", "values": [TRY_AGAIN]},
         },
-        {
-            "action": "Ignore",
-            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-        },
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
     spec = {
         "completionMode": "Indexed",
@@ -251,22 +243,22 @@ def kubernetes_objects(job: JobFile) -> str:
         "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
-    indexed = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": job.name, "labels": labels},
-        "spec": spec,
-    }
+    objects.append(_object("batch/v1", "Job", job.name, labels, spec=spec))
     # JSON is YAML, and no reader takes one of its texts for a number.
-    found = {"apiVersion": "v1", "kind": "List", "items": [*objects, indexed]}
+    found = {"apiVersion": "v1", "kind": "List", "items": objects}
     return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+
+
+def _object(api, kind, name, labels, **content):
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
 
 
 def _launch_in_a_pod(job):
     hosts = []
     if job.min_nnodes is not None:
         pods = [f"{job.name}-{index}.{job.name}:{_PORT}" for index in range(job.nnodes)]
-        hosts = [f"--nnodes={_range(job)}", f"--rdzv_endpoint={','.join(pods)}"]
+        hosts = [f"--nnodes={job.min_nnodes}:{job.nnodes}", f"--rdzv_endpoint={','.join(pods)}"]
     elif job.nnodes > 1:
         hosts = [f"--nnodes={job.nnodes}", f"--rdzv_endpoint={job.name}-0.{job.name}:{_PORT}"]
     if job.has_several_hosts:
@@ -275,10 +267,6 @@ def _launch_in_a_pod(job):
     command = ["tfparallel", "launch", *hosts, *flags, "--", *job.command]
     # Kubernetes puts variables of its own in place of $(NAME), and makes $$ one.
     return [part.replace("$", "$$") for part in command]
-
-
-def _range(job):
-    return f"{job.min_nnodes}:{job.nnodes}"
 
 
 def _is_utf_8(text: str) -> bool:

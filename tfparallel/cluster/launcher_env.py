@@ -8,7 +8,7 @@
 | Kubernetes' indexed Job | index, host name | TFPARALLEL_NUM_WORKERS, TFPARALLEL_SERVICE |
 
 TFPARALLEL_PORT replaces the port that is worked out here; the workers of one
-host count up from it.
+host count up from it. Variables that are malformed or incomplete raise a ValueError.
 
 References:
     torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"
@@ -21,16 +21,25 @@ References:
 """
 
 import dataclasses
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
 
 from tfparallel.cluster import slurm
 from tfparallel.cluster.address import join_address
-from tfparallel.cluster.config_error import refusal, shown
-from tfparallel.cluster.env_reader import EnvReader
+from tfparallel.cluster.config_error import EnvReader, refusal, shown
 
-__all__ = ["LauncherEnv", "of_kubernetes", "of_mpi", "of_slurm", "of_torchrun", "without_counts"]
+__all__ = [
+    "LauncherEnv",
+    "NodeRange",
+    "node_rank_of",
+    "of_kubernetes",
+    "of_mpi",
+    "of_slurm",
+    "of_torchrun",
+    "without_counts",
+]
 
 _WORKERS = "TFPARALLEL_WORKERS"
 _PORT = "TFPARALLEL_PORT"
@@ -54,12 +63,14 @@ _MPI_VARIABLES = (
      "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+# A host's index: of Slurm, and of an indexed Job of Kubernetes.
+_NODE_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclasses.dataclass(frozen=True)
 class LauncherEnv:
-    """What one source says about the job and this process's part in it.
+    """What one source says about the job and this process's part in it; None is unknown.
 
     Attributes:
         source: The source, in words.
@@ -67,12 +78,11 @@ class LauncherEnv:
         worker_index: Which of them this process is.
         received: The variables that say so.
         addresses: Works out every worker's address, or raises ValueError.
-        local_rank: This process among those on its host; None if unknown.
-        num_local_workers: How many the host has; None if unknown.
-        num_launchers: How many processes started the workers; None if unknown.
+        local_rank: This process among those on its host.
+        num_local_workers: How many the host has.
+        num_launchers: How many processes started the workers.
         num_evaluators: How many processes TF_CONFIG names that are no workers.
-        one_a_host: Whether each host has one process, as when MPI starts its
-            daemons by Slurm.
+        one_a_host: Whether each host has one process, as when MPI starts its daemons by Slurm.
     """
 
     source: str
@@ -90,14 +100,8 @@ class LauncherEnv:
 def of_torchrun(environ: Mapping[str, str]) -> LauncherEnv | None:
     """Reads what torchrun, `tfparallel launch` and DDP's convention set.
 
-    Args:
-        environ: Environment variables.
-
     Returns:
         The claim, or None where WORLD_SIZE is not set.
-
-    Raises:
-        ValueError: If the variables are malformed or incomplete.
     """
     if "WORLD_SIZE" not in environ:
         return None
@@ -110,33 +114,25 @@ def of_torchrun(environ: Mapping[str, str]) -> LauncherEnv | None:
     if launchers is None and num_local and size % num_local == 0:
         launchers = size // num_local
 
-    def addresses():
-        if num_local != size:
-            raise _unknown_hosts("torchrun", size, num_local, variables.received)
-        base = variables.number(_PORT, least=1, below=65536)
-        if base is None and _PORT not in environ:
-            master = variables.number("MASTER_PORT", least=1, below=65536, required=True)
-            # The port after torchrun's own, which its store keeps.
-            base = None if master is None else master + 1
-        return _loopback(variables, base, size)
+    def first_port():
+        master = variables.number("MASTER_PORT", least=1, below=65536, required=True)
+        # The port after torchrun's own, which its store keeps.
+        return None if master is None else master + 1
 
     return LauncherEnv(
-        "torchrun", size, index, variables.received, addresses, local_rank, num_local, launchers
+        "torchrun",
+        size,
+        index,
+        variables.received,
+        lambda: _on_this_host(variables, size, num_local, first_port),
+        local_rank,
+        num_local,
+        launchers,
     )
 
 
 def of_mpi(environ: Mapping[str, str]) -> LauncherEnv | None:
-    """Reads what the `mpirun` of Open MPI, MPICH and Intel MPI sets.
-
-    Args:
-        environ: Environment variables.
-
-    Returns:
-        The claim, or None where none of them started this process.
-
-    Raises:
-        ValueError: If the variables are malformed or incomplete.
-    """
+    """Reads what the `mpirun` of Open MPI, MPICH and Intel MPI sets; None where there is none."""
     names = next((names for names in _MPI_VARIABLES if names[0] in environ), None)
     if names is None:
         return None
@@ -146,33 +142,27 @@ def of_mpi(environ: Mapping[str, str]) -> LauncherEnv | None:
     local_rank, num_local = variables.place(*names[2:], size)
     variables.check("Start the workers by mpirun.")
 
-    def addresses():
-        if num_local != size:
-            raise _unknown_hosts("MPI", size, num_local, variables.received)
-        base = variables.number(_PORT, least=1, below=65536)
-        if base is None and _PORT not in environ:
-            # MPICH gives its jobs no name: two of them on one host need TFPARALLEL_PORT.
-            job = variables.text(*_JOB_NAMES) or ""
-            base = slurm.base_port(zlib.crc32(job.encode(errors="replace")), 0, size)
-        return _loopback(variables, base, size)
+    def first_port():
+        # MPICH gives its jobs no name: two of them on one host need TFPARALLEL_PORT.
+        job = variables.text(*_JOB_NAMES) or ""
+        return slurm.base_port(zlib.crc32(job.encode(errors="replace")), 0, size)
 
-    return LauncherEnv("MPI", size, index, variables.received, addresses, local_rank, num_local)
+    return LauncherEnv(
+        "MPI",
+        size,
+        index,
+        variables.received,
+        lambda: _on_this_host(variables, size, num_local, first_port),
+        local_rank,
+        num_local,
+    )
 
 
 def of_slurm(environ: Mapping[str, str]) -> LauncherEnv | None:
-    """Reads what Slurm sets for a task of a step.
+    """Reads what Slurm sets for a task of a step; None where this is no such task, or the only one.
 
-    A batch script's own shell has SLURM_PROCID=0 and the SLURM_NTASKS of the whole
-    job, but is no task of it: only what `srun` starts belongs to a step.
-
-    Args:
-        environ: Environment variables.
-
-    Returns:
-        The claim, or None where this process is no such task, or the only one.
-
-    Raises:
-        ValueError: If the variables are malformed or incomplete.
+    A batch script's own shell has SLURM_PROCID=0 and the SLURM_NTASKS of the whole job, but is no
+    task of it: only what `srun` starts belongs to a step.
     """
     if not any(name in environ for name in _STEP_VARIABLES):
         return None
@@ -226,30 +216,17 @@ def without_counts(environ: Mapping[str, str]) -> dict[str, str]:
 
     For the workers of a job whose number of hosts changes: what started its launchers goes on
     counting those that are gone.
-
-    Args:
-        environ: Environment variables.
     """
     counts = {*_STEP_VARIABLES, *(names[0] for names in _MPI_VARIABLES), _NUM_WORKERS}
     return {name: value for name, value in environ.items() if name not in counts}
 
 
 def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> LauncherEnv | None:
-    """Reads what Kubernetes sets in a pod of an indexed Job.
+    """Reads what Kubernetes sets in a pod of an indexed Job; None elsewhere, or if it trains alone.
 
-    Kubernetes does not say how many pods there are. An index alone says nothing
-    of workers that another source has counted; otherwise it is an error, or
-    every pod would train a model of its own by accident.
-
-    Args:
-        environ: Environment variables.
-        counted: Whether another source says how many workers there are.
-
-    Returns:
-        The claim, or None where this process is in no such pod, or trains alone.
-
-    Raises:
-        ValueError: If the variables are malformed or incomplete.
+    Kubernetes does not say how many pods there are. An index alone says nothing of workers that
+    another source has counted; otherwise it is an error, or every pod would train a model of its
+    own by accident.
     """
     if "JOB_COMPLETION_INDEX" not in environ or environ.get(_NUM_WORKERS) == "1":
         return None
@@ -281,6 +258,52 @@ def of_kubernetes(environ: Mapping[str, str], counted: bool = False) -> Launcher
         return tuple(f"{job}-{other}.{service}:{port}" for other in range(size))
 
     return LauncherEnv("Kubernetes", size, index, variables.received, addresses, 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeRange:
+    """How many hosts a job has, and whether (`is_elastic`) that may change while it runs."""
+
+    minimum: int
+    maximum: int
+    is_elastic: bool
+
+    @property
+    def are_one(self) -> bool:
+        """Whether no other host has a part in it."""
+        return self.maximum == 1 and not self.is_elastic
+
+    @classmethod
+    def parse(cls, text: str) -> "NodeRange":
+        """Reads "2" or "1:4"; `ValueError` if it is neither."""
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+        if found is None:
+            raise ValueError(f"a number, or MIN:MAX, is required. Received: {text!r}.")
+        least, most = int(found[1]), int(found[2] or found[1])
+        if least < 1:
+            raise ValueError(f"at least 1 host is required. Received: {text!r}.")
+        if most < least:
+            raise ValueError(
+                f"the maximum of MIN:MAX must not be less than the minimum. Received: {text!r}."
+            )
+        return cls(least, most, found[2] is not None)
+
+
+def node_rank_of(given: int | None, nodes: NodeRange) -> int | None:
+    """Returns this host's index, from the flag or the scheduler; `ValueError` if they disagree."""
+    if nodes.are_one:
+        return given
+    told = {name: os.environ.get(name, "") for name in _NODE_RANKS}
+    name = next((name for name in _NODE_RANKS if told[name].isdecimal()), None)
+    if name is None:
+        return given
+    rank = int(told[name])
+    if given not in (None, rank):
+        raise ValueError(
+            f"--node_rank must be what the scheduler says, {name}={rank}. Received: "
+            f"--node_rank={given}. Leave the flag out."
+        )
+    return rank
 
 
 def _slurm_nodes(variables):
@@ -320,18 +343,20 @@ def _slurm_counts(variables, size, nodes):
     return counts
 
 
-def _unknown_hosts(source, size, num_local, received):
-    here = "an unknown number" if num_local is None else num_local
-    return refusal(
-        f"{source} starts {size} workers, {here} of them on this host, and does not say where "
-        "the others are",
-        ["the address of every worker is required"],
-        shown(received),
-        f"{_NAME_THEM}.",
-    )
-
-
-def _loopback(variables, base, size):
+def _on_this_host(variables, size, num_local, first_port):
+    """Addresses on the loopback, where all workers are here; else nobody says where they are."""
+    if num_local != size:
+        here = "an unknown number" if num_local is None else num_local
+        raise refusal(
+            f"{variables.source} starts {size} workers, {here} of them on this host, and does not "
+            "say where the others are",
+            ["the address of every worker is required"],
+            shown(variables.received),
+            f"{_NAME_THEM}.",
+        )
+    base = variables.number(_PORT, least=1, below=65536)
+    if base is None and _PORT not in variables.environ:
+        base = first_port()
     if base is not None and base + size - 1 > 65535:
         variables.problems.append(
             f"{size} ports from {base} up are needed, and the last port is 65535"

@@ -9,8 +9,9 @@ import socket
 import time
 from collections.abc import Sequence
 
-from tfparallel.cluster import differences, messages, port_owner
-from tfparallel.cluster.address import split_address
+from tfparallel.cluster import differences, messages
+from tfparallel.cluster.address import join_address, split_address
+from tfparallel.cluster.ports import is_free, owner
 
 __all__ = ["LISTEN_ADDR", "everywhere", "listen"]
 
@@ -23,41 +24,26 @@ _RETRY_SECONDS = 0.1
 
 
 async def listen(
-    workers: Sequence[str],
-    worker_index: int,
-    *,
-    timeout_seconds: float,
-    listen_host: str | None = None,
+    workers: Sequence[str], worker_index: int, *, timeout_seconds: float
 ) -> socket.socket:
-    """Listens at a worker's own address, and there alone.
+    """Listens at a worker's own address, or that of TFPARALLEL_LISTEN_ADDR, and there alone.
 
-    A loopback address is not reached from outside. One exception: a host that
-    knows its own name as a loopback (Debian writes `127.0.1.1 name` into
-    /etc/hosts) while its peers are on other hosts listens on every address, as
-    TensorFlow itself does.
-
-    Args:
-        workers: The workers' addresses.
-        worker_index: Which of them is to listen.
-        timeout_seconds: How long looking up the host name may take.
-        listen_host: The local address to listen on instead of the worker's; by default that of
-            the variable TFPARALLEL_LISTEN_ADDR, if it is set.
-
-    Returns:
-        The listening socket, which does not block.
+    A loopback address is not reached from outside. One exception: a host that knows its own name as
+    a loopback (Debian writes `127.0.1.1 name` into /etc/hosts) while its peers are on other hosts
+    listens on every address, as TensorFlow itself does. The time limit is for the look-up.
 
     Raises:
         RuntimeError: If the port is taken, or the address is not this host's.
     """
     address = workers[worker_index]
     host, port = split_address(address)
-    listen_host = listen_host or os.environ.get(LISTEN_ADDR) or None
+    listen_host = os.environ.get(LISTEN_ADDR)
+    if listen_host:
+        address = join_address(listen_host, port)
     try:
-        if listen_host is not None:
-            address = f"[{listen_host}]:{port}" if ":" in listen_host else f"{listen_host}:{port}"
         async with asyncio.timeout(timeout_seconds):
             places = await messages.resolve(address)
-        if listen_host is None and _is_loopback_to_itself_only(host, places, workers):
+        if not listen_host and _is_loopback_to_itself_only(host, places, workers):
             places = [(socket.AF_INET, ("0.0.0.0", port))]
         return await _bind(places, port)
     except OSError as error:
@@ -65,7 +51,7 @@ async def listen(
         if error.errno == errno.EADDRINUSE:
             raise RuntimeError(
                 f"{worker} finds its port {port} taken: it is held by "
-                f"{port_owner.owner(port) or 'another process'}. TensorFlow needs the port for "
+                f"{owner(port) or 'another process'}. TensorFlow needs the port for "
                 f"itself, on all addresses of host {socket.gethostname()}. Received: "
                 f"workers={list(workers)}. Stop that process, or give the job another port."
             ) from None
@@ -80,9 +66,6 @@ async def listen(
 
 def everywhere(address: str) -> str | None:
     """Returns what to listen on where others reach this host by an address that it does not have.
-
-    Args:
-        address: A name or an address, perhaps that of a gateway in front of this host.
 
     Returns:
         `"0.0.0.0"` or `"::"`, which stand for all addresses; None if it is one of this host's.
@@ -119,9 +102,13 @@ async def _bind(places, port):
         for family, location in places:
             try:
                 # TensorFlow will listen on every address, not on this one alone.
-                if not port_owner.is_free(port):
+                if not is_free(port):
                     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-                return _open(family, location)
+                both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+                # On "::" it hears IPv4, too; and it listens over connections that are closing.
+                listening = socket.create_server(location, family=family, dualstack_ipv6=both)
+                listening.setblocking(False)
+                return listening
             except OSError as error:
                 trouble = error
                 if error.errno == errno.EADDRINUSE:
@@ -129,17 +116,3 @@ async def _bind(places, port):
         if trouble.errno != errno.EADDRINUSE or time.monotonic() > give_up:
             raise trouble
         await asyncio.sleep(_RETRY_SECONDS)
-
-
-def _open(family, location):
-    """A listening socket; the caller closes it."""
-    with contextlib.ExitStack() as unless_open:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        unless_open.callback(listener.close)
-        # Over connections of an earlier job that are still closing.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setblocking(False)
-        listener.bind(location)
-        listener.listen()
-        unless_open.pop_all()
-        return listener

@@ -5,31 +5,25 @@ from collections.abc import Mapping, Sequence
 
 from tfparallel.cluster.address import split_address
 from tfparallel.cluster.environment import (
-    Place,
     available_cores,
     core_shares,
     job_environment,
-    worker_environment,
+    too_many_workers,
 )
 from tfparallel.cluster.listener import LISTEN_ADDR, everywhere
 from tfparallel.cluster.ports import free_ports
 from tfparallel.cluster.rendezvous import Rendezvous
 from tfparallel.cluster.roles import Roles
 from tfparallel.cluster.supervisor import Program
+from tfparallel.cluster.tf_config import write
 
-__all__ = ["host_programs", "meet_alone", "programs_with_servers"]
+__all__ = ["host_programs", "meet_alone", "programs_with_servers", "worker_environment"]
 
 
 def meet_alone(num_workers: int) -> Rendezvous:
     """Returns the meeting of a job that this host runs alone, on free ports of its loopback.
 
     Call it anew for each attempt: what is dying may still hold the old ports.
-
-    Args:
-        num_workers: How many workers the job has.
-
-    Raises:
-        RuntimeError: If the host has too few free ports.
     """
     *ports, master_port = free_ports(num_workers + 1)
     return Rendezvous(
@@ -47,23 +41,9 @@ def host_programs(
     restart_count: int = 0,
     bind_cores: bool = False,
 ) -> list[Program]:
-    """Makes the programs of one host's workers.
-
-    Args:
-        meeting: All workers of the job.
-        command: What each worker runs.
-        inherited: The environment to start from; see `worker_environment`.
-        restart_count: How often the job has been restarted.
-        bind_cores: Whether each worker has its share of the cores to itself.
-
-    Returns:
-        One program for each worker, in the order of their indices.
-
-    Raises:
-        ValueError: If there are fewer cores than workers to bind to them.
-    """
+    """Makes the programs of one host's workers, in the order of their indices."""
     num_local_workers = len(meeting.addresses[meeting.node])
-    first = sum(len(node) for node in meeting.addresses[: meeting.node])
+    first = sum(map(len, meeting.addresses[: meeting.node]))
     cores = [()] * num_local_workers
     if bind_cores:
         cores = core_shares(available_cores(), num_local_workers)
@@ -71,21 +51,39 @@ def host_programs(
     listens_on = everywhere(split_address(meeting.addresses[meeting.node][0])[0])
     if listens_on is not None:
         inherited = {LISTEN_ADDR: listens_on, **inherited}
-    programs = []
-    for local_rank in range(num_local_workers):
-        place = Place(
-            addresses=[address for node in meeting.addresses for address in node],
-            worker=first + local_rank,
-            local_rank=local_rank,
-            num_local_workers=num_local_workers,
-            node_rank=meeting.node,
-            master=meeting.master,
-            token=meeting.token,
-            restart_count=restart_count,
+    return [
+        Program(
+            first + local_rank,
+            command,
+            worker_environment(inherited, meeting, local_rank, restart_count),
+            cores[local_rank],
         )
-        environment = worker_environment(inherited, place)
-        programs.append(Program(place.worker, command, environment, cores[local_rank]))
-    return programs
+        for local_rank in range(num_local_workers)
+    ]
+
+
+def worker_environment(
+    inherited: Mapping[str, str], meeting: Rendezvous, local_rank: int, restart_count: int = 0
+) -> dict[str, str]:
+    """Returns a worker's whole environment; `RuntimeError` if TF_CONFIG cannot name all workers."""
+    addresses = [address for node in meeting.addresses for address in node]
+    if problem := too_many_workers(addresses):
+        raise RuntimeError(problem)
+    num_local_workers = len(meeting.addresses[meeting.node])
+    worker = sum(map(len, meeting.addresses[: meeting.node])) + local_rank
+    master_host, _, master_port = meeting.master.rpartition(":")
+    shared = job_environment(inherited, num_local_workers, meeting.token, restart_count)
+    return shared | {
+        "TF_CONFIG": write({"worker": addresses}, "worker", worker),
+        "RANK": str(worker),
+        "WORLD_SIZE": str(len(addresses)),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(num_local_workers),
+        "GROUP_RANK": str(meeting.node),
+        "MASTER_ADDR": master_host.strip("[]"),
+        "MASTER_PORT": master_port,
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+    }
 
 
 def programs_with_servers(
@@ -96,20 +94,9 @@ def programs_with_servers(
     num_servers: int,
     restart_count: int = 0,
 ) -> list[Program]:
-    """Makes the programs of a job with servers of weights, all on this host.
+    """Makes the programs of a job with servers of weights, all on this host: with the chief last.
 
-    Args:
-        command: What each process runs.
-        inherited: The environment to start from; see `worker_environment`.
-        num_workers: How many processes compute gradients; the job goes on without all but one.
-        num_servers: How many hold the weights.
-        restart_count: How often the job has been restarted.
-
-    Returns:
-        Those of the workers, of the servers, and of the chief, with whose end the job ends.
-
-    Raises:
-        RuntimeError: If the host has too few free ports.
+    The job ends with the chief, and goes on without workers, but for one.
     """
     chief, *ports = (f"127.0.0.1:{port}" for port in free_ports(1 + num_workers + num_servers))
     workers, servers = tuple(ports[:num_workers]), tuple(ports[num_workers:])

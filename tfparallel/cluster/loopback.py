@@ -46,14 +46,10 @@ def moved_to_loopback(addresses: Sequence[str]) -> list[str]:
 
 
 def network_name(addresses: Sequence[str]) -> str | None:
-    """Names the network that this process sees: a host's, or a container's of its own.
+    """Names the network that this process sees, of a host or a container, if that can be told.
 
-    Args:
-        addresses: "host:port" of each process of a job.
-
-    Returns:
-        The name, which the other processes of this network have, too; None if it cannot be told, or
-        unless they all have one host's address, and it is this one's.
+    The other processes of this network have the same name. It is None unless the addresses all have
+    one host, and it is this one.
     """
     try:
         host, *others = {split_address(address)[0] for address in addresses}
@@ -71,9 +67,6 @@ def network_name(addresses: Sequence[str]) -> str | None:
 @contextlib.contextmanager
 def loopback_only(port: int) -> Iterator[list[str]]:
     """Binds the sockets that begin to listen at a port inside to the loopback.
-
-    Args:
-        port: The port.
 
     Yields:
         A list, empty until the end; then it says how other hosts can or could reach the port, if

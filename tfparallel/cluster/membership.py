@@ -8,8 +8,9 @@ with node 0 of the last round.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from tfparallel.cluster.acceptor import Hello, Visitor
+from tfparallel.cluster.acceptor import Visitor
 
 __all__ = ["Present", "are_all_back", "has_quorum", "may_run", "num_needed"]
 
@@ -26,7 +27,7 @@ class Present:
 
     caller: Visitor | None
     address: str
-    hello: Hello
+    hello: dict[str, Any]
 
     @property
     def order(self) -> tuple:

@@ -1,35 +1,29 @@
-"""A worker's end of a connection to another worker, in an event loop.
+"""A worker's end of a connection to another worker, in an event loop, and that loop.
 
 All waits belong to the caller, in an `asyncio.timeout`; leaving one closes nothing by itself, so a
 `Connection` is used in a `with` block.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from typing import Any
 
 from tfparallel.cluster import wire
 from tfparallel.cluster.address import split_address
 
-__all__ = ["Connection", "connect", "reason", "resolve"]
+__all__ = ["Connection", "connect", "reason", "resolve", "run"]
 
 _CHUNK_BYTES = 16 * 1024
 
 
 class Connection:
-    """A TCP connection that carries messages both ways.
-
-    Args:
-        connected: The socket, which the connection owns and closes.
-
-    Attributes:
-        session: What proves who speaks, once both have named a nonce.
-    """
+    """A TCP connection that carries messages, with proofs once it has a session."""
 
     def __init__(self, connected: socket.socket):
         connected.setblocking(False)
@@ -48,25 +42,12 @@ class Connection:
         self._socket.close()
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Sends one message.
-
-        Args:
-            message: What `json.dumps` takes.
-
-        Raises:
-            OSError: If the connection is broken.
-        """
+        """Sends what `json.dumps` takes; `OSError` if the connection is broken."""
         line = wire.framed(message, self.session)
         await asyncio.get_running_loop().sock_sendall(self._socket, line)
 
     async def receive(self, max_bytes: int = wire.MAX_BYTES) -> dict[str, Any]:
-        """Waits for the next message.
-
-        Args:
-            max_bytes: The longest line that is read.
-
-        Returns:
-            The message.
+        """Waits for the next message, on a line of at most `max_bytes`.
 
         Raises:
             OSError: If the connection is broken, or the other side closed it; a `RefusedError` if
@@ -84,7 +65,7 @@ class Connection:
         return message
 
     async def receive_line(self, max_bytes: int = wire.MAX_BYTES) -> bytes:
-        """Waits for the next line, whatever it says. Arguments and errors as of `receive`."""
+        """Waits for the next line, whatever it says. Errors as of `receive`."""
         loop = asyncio.get_running_loop()
         while (line := self._lines.next(max_bytes)) is None:
             chunk = await loop.sock_recv(self._socket, _CHUNK_BYTES)
@@ -95,14 +76,7 @@ class Connection:
 
 
 async def connect(address: str, avoid_ports: Collection[int] = ()) -> Connection:
-    """Connects to the first of the host's addresses that answers.
-
-    Args:
-        address: `"host:port"` or `"[::1]:port"`.
-        avoid_ports: Ports that the near end of the connection must not take.
-
-    Returns:
-        The connection.
+    """Connects to the first of the host's addresses that answers, from none of `avoid_ports`.
 
     Raises:
         OSError: If the host name is unknown, or none of its addresses answers.
@@ -124,60 +98,33 @@ async def connect(address: str, avoid_ports: Collection[int] = ()) -> Connection
 
 
 async def resolve(address: str) -> list[tuple[socket.AddressFamily, tuple]]:
-    """Looks the host of an address up, without blocking the event loop.
+    """Returns address families and socket addresses of a host, best first; `OSError` if unknown.
 
-    A look-up cannot be broken off. It runs in a thread that nobody waits for,
-    so that a name server which does not answer cannot hold up a deadline.
-
-    Args:
-        address: `"host:port"` or `"[::1]:port"`.
-
-    Returns:
-        The address family and socket address of each result, best first.
-
-    Raises:
-        OSError: If the host name is unknown.
+    A look-up cannot be broken off. It runs in a thread that nobody waits for, so that a name server
+    which does not answer cannot hold up a deadline, nor the event loop.
     """
     host, port = split_address(address)
     with contextlib.suppress(ValueError):
         literal = ipaddress.ip_address(host)
         if "%" not in host:
             return [(socket.AF_INET if literal.version == 4 else socket.AF_INET6, (host, port))]
-    loop = asyncio.get_running_loop()
-    found = loop.create_future()
-
-    def settle(result, error):
-        if not found.done():
-            found.set_exception(error) if error else found.set_result(result)
+    found = concurrent.futures.Future()
+    found.set_running_or_notify_cancel()  # From now on nobody cancels it.
 
     def look_up():
-        result, error = [], None
         try:
-            for family, _, _, _, location in socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
-            ):
-                result.append((family, location))
-        except OSError as problem:
-            error = problem
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            found.set_exception(error)
         except UnicodeError:
-            error = OSError(f"{host!r} is no host name")
-        # The loop is closed if the caller has given up.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, result, error)
+            found.set_exception(OSError(f"{host!r} is no host name"))
 
     threading.Thread(target=look_up, name=f"look up {host}", daemon=True).start()
-    return await found
+    return [(family, location) for family, _, _, _, location in await asyncio.wrap_future(found)]
 
 
 def reason(error: BaseException) -> str:
-    """Says in a few words why a connection failed.
-
-    Args:
-        error: What `connect`, `send` or `receive` raised, or a `TimeoutError`.
-
-    Returns:
-        Such as `"connection refused"`.
-    """
+    """Says in a few words why a connection failed: "connection refused"."""
     if isinstance(error, TimeoutError):
         return "no answer"
     if isinstance(error, socket.gaierror):
@@ -190,10 +137,8 @@ def reason(error: BaseException) -> str:
 def _socket_apart_from(avoid_ports, family):
     """A socket whose near end is no port that a worker is to listen on.
 
-    Left to itself the system may take a worker's port for the near end, since
-    such ports often lie in the range it hands out: that worker then finds its
-    port taken; and a connection to a port where nobody listens yet may even
-    reach itself.
+    Left to itself the system may take one: that worker then finds its port taken; and a connection
+    to a port where nobody listens yet may even reach itself.
     """
     anywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
     while True:
@@ -207,3 +152,40 @@ def _socket_apart_from(avoid_ports, family):
             candidate.close()
             raise
         candidate.close()
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine, with whose end its tasks end, in an event loop of its own.
+
+    `asyncio.run` refuses to work in a notebook, whose thread has a running loop,
+    and elsewhere leaves the main thread without the loop it had.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run_here(coroutine)
+    return _run_in_another_thread(coroutine)  # A thread has one running loop at most.
+
+
+def _run_in_another_thread(coroutine):
+    begun = concurrent.futures.Future()
+
+    async def announced():
+        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await coroutine
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as other_thread:
+        result = other_thread.submit(_run_here, announced())
+        try:
+            return result.result()
+        except KeyboardInterrupt:  # It comes to the main thread; the other one must be told.
+            loop, task = begun.result()
+            with contextlib.suppress(RuntimeError):  # The loop has been closed meanwhile.
+                loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+def _run_here(coroutine):
+    # A loop of its own leaves the caller's as it is. The first Ctrl-C cancels the coroutine.
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(coroutine)

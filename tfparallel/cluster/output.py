@@ -1,4 +1,4 @@
-"""The workers' output: read without loss, shown line by line with the worker's name.
+"""The workers' output: read without loss, shown line by line with the worker's name, and kept.
 
 A reader hands on what a worker wrote in pieces that end with a line, where a
 carriage return ends a line too, as progress bars have it. What has no end yet
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
-__all__ = ["Prefixer", "Reader", "last_lines"]
+__all__ = ["Prefixer", "Reader", "WorkerLog", "last_lines"]
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _CHUNK_BYTES = 1 << 16
@@ -121,13 +121,7 @@ class Prefixer:
     def __init__(
         self, stdout: BinaryIO, stderr: BinaryIO, names: Mapping[int, str] | None = None
     ):
-        """Takes the two binary streams to write to, which may be the same file.
-
-        Args:
-            stdout: Where standard output goes.
-            stderr: Where standard error goes.
-            names: What to call workers, by index; by their indices if absent.
-        """
+        """Takes two binary streams, perhaps of the same file, and names of workers with one."""
         self._names = names or {}
         self._streams = {"stdout": stdout, "stderr": stderr}
         # What stands in the last line: one state for a terminal that both streams lead to.
@@ -139,16 +133,7 @@ class Prefixer:
         }
 
     def write(self, worker: int, stream: str, text: bytes) -> None:
-        """Writes what a `Reader` hands on.
-
-        Args:
-            worker: Who wrote it.
-            stream: "stdout" or "stderr".
-            text: Any bytes.
-
-        Raises:
-            OSError: If the stream cannot be written to, as when its reader has gone.
-        """
+        """Writes what a `Reader` hands on; `OSError` if the reader of the stream has gone."""
         author, last = self._states.get(self._keys[stream], (None, b"\n"))
         if last == b"\n" == text[-1:] and b"\r" not in text:
             self._states[self._keys[stream]] = ((worker, stream), last)
@@ -208,3 +193,59 @@ def _file_of(stream):
         return id(stream)
     return status.st_dev, status.st_ino
 
+
+class WorkerLog:
+    """The file that keeps what a worker writes. A context manager, which closes it.
+
+    It is written behind what is in it already: a job that is started again, by a scheduler or by
+    hand, goes on in the files of `launch --log_dir`. A disk that is full costs what has no room
+    there, and not the job.
+
+    Args:
+        path: The file.
+        tell: Called with the error by which something could not be kept, the first time.
+    """
+
+    def __init__(self, path: str | os.PathLike, tell: Callable[[OSError], None]):
+        self._tell = tell
+        self._has_told, self._num_lost = False, 0
+        self._file = None
+        try:
+            self._file = open(path, "ab", buffering=0)
+            if self._file.tell():
+                self._put(b"\n--- started again, %s ---\n" % time.strftime("%F %T").encode())
+        except OSError as error:
+            self._lose(0, error)
+
+    def __enter__(self) -> "WorkerLog":
+        return self
+
+    def __exit__(self, *_):
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, text: bytes) -> None:
+        """Keeps what the worker has written, if there is room."""
+        if self._file is None:
+            return
+        if self._num_lost:  # There may be room again.
+            lost, self._num_lost = self._num_lost, 0
+            if not self._put(b"\n--- %d bytes had no room here ---\n" % lost):
+                self._num_lost = lost + len(text)
+                return
+        self._put(text)
+
+    def _put(self, text):
+        """Whether all of it was written."""
+        try:
+            while text:  # What has room for a part takes the part.
+                text = text[self._file.write(text) :]
+        except OSError as error:
+            self._lose(len(text), error)
+        return not text
+
+    def _lose(self, num_bytes, error):
+        self._num_lost += num_bytes
+        if not self._has_told:
+            self._has_told = True
+            self._tell(error)

@@ -22,14 +22,14 @@ _MOST_WARNINGS, _WARNING_BYTES = 1000, 2000
 class OutputFilter:
     """Stands between a `Reader` and what it writes to.
 
-    Attributes:
-        errors: The error that ended each worker that told it, by worker.
-
     Args:
         show: Writes to the screen: the worker, "stdout" or "stderr", and bytes.
         keep: Writes to the log: the worker and bytes.
         has_gpu: Whether the host has an NVIDIA GPU.
         is_quiet: Whether anything is held back.
+
+    Attributes:
+        errors: The error that ended each worker that told it, by worker.
     """
 
     def __init__(

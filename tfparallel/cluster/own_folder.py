@@ -31,14 +31,7 @@ _END_SECONDS = 5.0
 
 
 class OwnFolder:
-    """The folder. A context manager, which removes it.
-
-    Args:
-        prefix: What its name begins with.
-
-    Attributes:
-        path: Where it is.
-    """
+    """A folder, at `path`. A context manager, which removes it."""
 
     def __init__(self, prefix: str):
         self.path = tempfile.mkdtemp(prefix=prefix)

@@ -7,7 +7,7 @@ is all of a manager that is left: key-value pairs and a barrier, in the text pro
     worker 1: MPI_Init ──"cmd=put key=… value=…", "cmd=barrier_in"──> server, a thread of worker 0
     worker 1: Watch    ──a connection that says nothing──────────────>
 
-Who connects is given a nonce, and answers with a proof (secret.py) that it knows the job's secret.
+Who connects is given a nonce, and answers with a proof (wire.py) that it knows the job's secret.
 The server keeps few callers that have not proved it yet, and none of them for long.
 
 A connection that ends tells the server that its worker has ended, and the server tells the others,
@@ -20,6 +20,7 @@ References:
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import secrets
 import selectors
@@ -28,11 +29,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tfparallel.cluster.secret import Secret, new_nonce
+from tfparallel.cluster.channel import keep_alive
+from tfparallel.cluster.wire import MAX_BYTES, Lines, Secret, new_nonce
 
 __all__ = ["Server", "Watch", "connect"]
 
-_MAX_BYTES = 64 * 1024  # Of a line, and of all that a worker has said but not ended.
 _MAX_KEYS = 1024  # Of one worker; MPICH puts fewer than ten.
 _MAX_STRANGERS = 64  # Who have not proved that they belong to the job;
 _STRANGER_SECONDS = 5.0  # and for how long each may stay.
@@ -40,8 +41,7 @@ _RETRY_SECONDS = 0.1
 _WELCOME = "welcome"
 _NO_WORKER = "what listens there is no worker 0 of this job"
 _HOSTS_KEY = "PMI_process_mapping"
-# A host that vanishes sends no end of its connections.
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+_IDLE_SECONDS = 5  # After 20 s a host that sends no end of its connections has vanished.
 
 
 @dataclasses.dataclass
@@ -49,7 +49,7 @@ class _Peer:
     """One connection."""
 
     socket: socket.socket
-    heard: bytearray = dataclasses.field(default_factory=bytearray)
+    lines: Lines = dataclasses.field(default_factory=Lines)
     worker: int | None = None  # Known once it has proved that it belongs to the job.
     role: str = ""
     num_keys: int = 0
@@ -108,7 +108,7 @@ class Server(threading.Thread):
     def _welcome(self):
         with contextlib.suppress(OSError):
             connected, _ = self._listener.accept()
-            keep_alive(connected)
+            keep_alive(connected, _IDLE_SECONDS)
             peer = self._peers[connected] = _Peer(connected)
             self._selector.register(connected, selectors.EVENT_READ)
             _say(peer, json.dumps({"nonce": peer.nonce}))
@@ -126,12 +126,11 @@ class Server(threading.Thread):
 
     def _listen_to(self, peer):
         try:
-            heard = peer.socket.recv(_MAX_BYTES)
-            peer.heard += heard
-            if not heard or len(peer.heard) > _MAX_BYTES:
+            heard = peer.socket.recv(MAX_BYTES)
+            if not heard:
                 raise ConnectionResetError
-            while b"\n" in peer.heard:
-                line, _, peer.heard = peer.heard.partition(b"\n")
+            peer.lines.feed(heard)
+            while (line := peer.lines.next()) is not None:
                 if peer.worker is None:
                     self._admit(peer, line)
                 elif peer.role == "pmi":
@@ -194,11 +193,7 @@ class Server(threading.Thread):
 
 
 class Watch(threading.Thread):
-    """A worker's connection that tells which worker of the job has ended.
-
-    Args:
-        connected: The connection, of role "watch".
-    """
+    """Tells which worker of the job has ended first: `lost`, from a connection of role "watch"."""
 
     def __init__(self, connected: socket.socket):
         super().__init__(name="tfparallel-watch", daemon=True)
@@ -221,21 +216,7 @@ class Watch(threading.Thread):
 def connect(
     address: tuple[str, int], token: str, worker: int, role: str, timeout_seconds: float
 ) -> socket.socket:
-    """Connects a worker to the server.
-
-    Args:
-        address: The server's host and port.
-        token: The job's secret.
-        worker: The worker's index.
-        role: "pmi", for MPI's library; or "watch".
-        timeout_seconds: How long connecting may take.
-
-    Returns:
-        The connection, which blocks.
-
-    Raises:
-        OSError: If the server is not reached.
-    """
+    """Connects a worker to the server, as "pmi", for MPI's library, or as "watch"; or `OSError`."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -259,7 +240,7 @@ def _connected(address, secret, worker, role, deadline):
         if _line(connected, deadline) != _WELCOME:
             raise OSError(_NO_WORKER)
         connected.settimeout(None)
-        keep_alive(connected)
+        keep_alive(connected, _IDLE_SECONDS)
         unless_admitted.pop_all()
         return connected
 
@@ -273,7 +254,7 @@ def _line(connected, deadline):
         if not byte:
             raise ConnectionResetError("the other side closed the connection")
         line += byte
-        if len(line) > _MAX_BYTES:
+        if len(line) > MAX_BYTES:
             raise OSError(_NO_WORKER)
     return line.decode(errors="replace").rstrip("\n")
 
@@ -284,22 +265,9 @@ def process_mapping(hosts: Sequence[str]) -> str:
     `(vector,(0,1,2),(1,1,1))`: from host 0 on, 1 host with 2 workers; from host 1 on, 1 with 1.
     """
     numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
-    runs: list[list[int]] = []
-    for name in hosts:
-        if runs and runs[-1][0] == numbers[name]:
-            runs[-1][1] += 1
-        else:
-            runs.append([numbers[name], 1])
-    blocks = ",".join(f"({number},1,{count})" for number, count in runs)
+    runs = itertools.groupby(numbers[name] for name in hosts)
+    blocks = ",".join(f"({number},1,{len(list(workers))})" for number, workers in runs)
     return f"(vector,{blocks})"
-
-
-def keep_alive(connected: socket.socket) -> None:
-    """Has the system notice within 20 s that a connection's other end has vanished."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
-        if hasattr(socket, name):
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _say(peer, line):

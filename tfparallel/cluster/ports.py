@@ -1,25 +1,47 @@
-"""Free TCP ports of this host."""
+"""TCP ports: which are free on this host, who holds one, and whether somebody listens at another.
+
+TensorFlow's server listens on every address of the host (`[::]:port`), whatever the address in
+TF_CONFIG says, and reports a port that is taken only as "Could not start gRPC server". The owner is
+read from Linux's /proc: the port's line in /proc/net/tcp bears the inode of a socket, which
+/proc/*/fd links to a process. Elsewhere, and for processes of other users, it stays unnamed.
+
+```python
+from tfparallel.cluster import ports
+
+ports.is_free(38123)  # False
+ports.owner(38123)    # 'process 4711 (python -m http.server 38123)'
+```
+"""
 
 import contextlib
+import errno
+import os
+import pathlib
 import random
+import shlex
 import socket
+import time
 
-__all__ = ["free_ports"]
+from tfparallel.cluster.address import split_address
+
+__all__ = ["free_ports", "hold_until_gone", "is_free", "is_there", "owner", "wait_for_server"]
 
 # Below the range from which systems take the ports of outgoing connections, so
 # that none takes a port in the seconds until the worker binds it.
 _RANGE = range(20000, 32768)
 _NUM_TRIES = 200
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_LISTENING = "0A"
+_MAX_COMMAND = 100
+_CONNECT_SECONDS = 3.0
+# So often in a row is a connection refused by a process that has ended.
+_REFUSALS, _REFUSED_SECONDS = 3, 0.2
+# A host that does not answer at all is gone after this long.
+_SILENCE_SECONDS = 15.0
 
 
 def free_ports(num_ports: int) -> list[int]:
-    """Finds ports on which nobody listens, on any address of this host.
-
-    Args:
-        num_ports: How many; all differ.
-
-    Returns:
-        The ports. They are free, not reserved: another program may still take one.
+    """Finds ports on which nobody listens, on any address of this host. They are not reserved.
 
     Raises:
         RuntimeError: If there are not as many.
@@ -45,3 +67,117 @@ def free_ports(num_ports: int) -> list[int]:
             "Stop other programs that listen, or start fewer workers."
         )
     return ports
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on this port, on every IPv4 address of this host.
+
+    A connection that is closing (TIME_WAIT) does not count: TensorFlow's server binds over it.
+
+    Raises:
+        PermissionError: If this user may not listen on the port at all.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            # Nobody can connect: the socket is bound, but does not listen.
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
+
+
+def owner(port: int) -> str | None:
+    """Names the process that holds a port of this host, if the system shows it; None if free."""
+    inodes = _inodes(port)
+    for inode in inodes:
+        pid = _process_with(inode)
+        if pid is not None:
+            return f"process {pid} ({_command(pid)})"
+    return None if not inodes and is_free(port) else "another process"
+
+
+def is_there(address: str) -> bool:
+    """Whether somebody listens at an address, "host:port", just now."""
+    with contextlib.suppress(OSError):
+        socket.create_connection(split_address(address), _CONNECT_SECONDS).close()
+        return True
+    return False
+
+
+def wait_for_server(address: str, deadline: float) -> bool:
+    """Waits for somebody to listen at an address, until a monotonic time; whether somebody does."""
+    while time.monotonic() < deadline:
+        if is_there(address):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def hold_until_gone(address: str) -> None:
+    """Holds connections to a process until nobody listens there any more.
+
+    TensorFlow closes one that says nothing, so that the next must be tried; and on a busy host an
+    answer may be slow, where a process that has ended refuses at once.
+    """
+    misses, seen = 0, time.monotonic()
+    while misses < _REFUSALS and time.monotonic() - seen < _SILENCE_SECONDS:
+        try:
+            with socket.create_connection(split_address(address), _CONNECT_SECONDS) as connection:
+                _listen(connection)
+            misses, seen = 0, time.monotonic()
+        except ConnectionRefusedError:
+            misses += 1
+            time.sleep(_REFUSED_SECONDS)
+        except OSError:
+            time.sleep(_REFUSED_SECONDS)
+
+
+def _listen(connection):
+    """Reads until the other side ends the connection, or has been silent: then ask anew."""
+    connection.settimeout(_SILENCE_SECONDS)
+    with contextlib.suppress(TimeoutError):
+        while connection.recv(4096):
+            pass
+
+
+def _inodes(port):
+    """The inodes of the sockets bound to the port, those that listen first."""
+    found = []
+    for table in _TABLES:
+        try:
+            lines = pathlib.Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            local_port, state, inode = fields[1].rpartition(":")[2], fields[3], fields[9]
+            # Inode 0: a connection that is closing, and belongs to nobody.
+            if int(local_port, 16) == port and inode != "0":
+                found.append((state != _LISTENING, inode))
+    return [inode for _, inode in sorted(found)]
+
+
+def _process_with(inode):
+    """The first process that has the socket open, as far as this user may look."""
+    name = f"socket:[{inode}]"
+    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        # A process may end meanwhile, close a descriptor, or be another user's.
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{descriptor}") == name:
+                        return pid
+    return None
+
+
+def _command(pid):
+    """A process's command line, on one line and cut to a readable length."""
+    try:
+        words = pathlib.Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return "which has ended"
+    line = " ".join(shlex.join(word for word in words if word).split())
+    return f"{line[:_MAX_COMMAND]}..." if len(line) > _MAX_COMMAND else line

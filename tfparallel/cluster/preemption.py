@@ -25,9 +25,6 @@ def held_back(signals: Sequence[int]) -> Iterator[None]:
 
     One that it leaves to the system ends it at once, as before. In other threads than the main one
     nothing is held back.
-
-    Args:
-        signals: Their numbers.
     """
     came: list[int] = []
     handlers = {}
@@ -46,14 +43,10 @@ def held_back(signals: Sequence[int]) -> Iterator[None]:
 
 
 class SignalWatch:
-    """Calls a function, on a thread of its own, when a signal comes; a context manager.
+    """Calls a function with each of these signals that comes, on a thread; a context manager.
 
-    In it the signals do nothing else. It must be entered in the main thread; elsewhere Python
-    takes no handlers, and nothing is watched.
-
-    Args:
-        signals: Their numbers.
-        told: Called with the number of each that comes.
+    In it the signals do nothing else. It must be entered in the main thread; elsewhere Python takes
+    no handlers, and nothing is watched.
     """
 
     def __init__(self, signals: Sequence[int], told: Callable[[int], None]):

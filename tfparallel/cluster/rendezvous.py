@@ -15,14 +15,14 @@ import dataclasses
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from tfparallel.cluster.acceptor import Visitor, allow_connections, open_acceptor
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.channel import Call
 from tfparallel.cluster.control_channel import ControlChannel
 from tfparallel.cluster.environment import too_many_workers
-from tfparallel.cluster.secret import Secret, new_nonce
-from tfparallel.cluster.wire import encoded
+from tfparallel.cluster.wire import Secret, new_nonce
 
 __all__ = ["Rendezvous", "meet"]
 
@@ -48,6 +48,22 @@ class Rendezvous:
     news: ControlChannel = dataclasses.field(default_factory=ControlChannel, compare=False)
     node: int = dataclasses.field(default=0, compare=False)
     attempt: int = 0
+
+    @classmethod
+    def agreed(
+        cls, answer: dict[str, Any], secret: Secret, news: ControlChannel, attempt: int
+    ) -> "Rendezvous":
+        """Makes it of what node 0 has answered all launchers."""
+        return cls(
+            addresses=tuple(
+                tuple(join_address(host, port) for port in ports) for host, ports in answer["nodes"]
+            ),
+            master=answer["master"],
+            token=secret.derived(answer["nonce"]),
+            news=news,
+            node=news.node,
+            attempt=attempt,
+        )
 
 
 def meet(
@@ -79,9 +95,6 @@ def meet(
             that it calls from. Node 0 listens on it, and not on the endpoint's; or, if it is a
             gateway's, on all that this node has.
 
-    Returns:
-        What all nodes know now.
-
     Raises:
         RuntimeError: If nodes are missing at the deadline, contradict each other, or node 0
             cannot listen.
@@ -100,16 +113,8 @@ def meet(
     answer, connections = take_part(endpoint, hello, secret, job, deadline, timeout_seconds)
     if "error" in answer:
         raise RuntimeError(answer["error"])
-    return Rendezvous(
-        addresses=tuple(
-            tuple(join_address(host, port) for port in ports) for host, ports in answer["nodes"]
-        ),
-        master=answer["master"],
-        token=secret.derived(answer["nonce"]),
-        news=ControlChannel(node_rank, nnodes, connections),
-        node=node_rank,
-        attempt=attempt,
-    )
+    news = ControlChannel(node_rank, nnodes, connections)
+    return Rendezvous.agreed(answer, secret, news, attempt)
 
 
 def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
@@ -120,8 +125,9 @@ def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
     nnodes = hello["nnodes"]
     allow_connections(nnodes)
     with contextlib.ExitStack() as stack:
-        acceptor = open_acceptor(host, port, secret, job, may_be_gateway=is_given)
-        stack.callback(acceptor.close)
+        acceptor = stack.enter_context(
+            open_acceptor(host, port, secret, job, may_be_gateway=is_given)
+        )
         present: dict[int, Visitor] = {}
         stack.callback(lambda: [visitor.close() for visitor in present.values()])
         while True:
@@ -140,25 +146,21 @@ def _host(endpoint, hello, secret, job, deadline, timeout_seconds):
             for visitor in acceptor.wait(remaining):
                 _take_in(visitor, hello, present, acceptor)
         callers = [present[node] for node in range(1, nnodes)]
-        addresses = [host, *(each.hello["local_address"] or each.address for each in callers)]
-        ports = [hello["ports"], *(each.hello["ports"] for each in callers)]
-        workers = [
-            join_address(host_name, each)
-            for host_name, own in zip(addresses, ports, strict=True)
-            for each in own
-        ]
+        nodes = [(host, hello["ports"])]
+        for each in callers:
+            nodes.append((each.hello["local_address"] or each.address, each.hello["ports"]))
+        workers = [join_address(name, each) for name, ports in nodes for each in ports]
         if problem := too_many_workers(workers):
             for caller in callers:
                 caller.send({"error": problem})
             return {"error": problem}, {}
         answer = {
-            "nodes": list(zip(addresses, ports, strict=True)),
+            "nodes": nodes,
             "master": join_address(host, hello["master_port"]),
             "nonce": new_nonce(),
         }
-        message = encoded(answer)
         for caller in callers:
-            caller.send(message)
+            caller.send(answer)
         connections = dict(present)
         present.clear()  # They stay.
         return answer, connections
@@ -181,11 +183,10 @@ def _missing(endpoint, hello, present, acceptor, timeout_seconds):
     """The error of node 0 if the time is up."""
     came = {0, *present}
     missing = sorted(set(range(hello["nnodes"])) - came)
-    turned_away = "".join(f" Turned away: {told}." for told in acceptor.turned_away)
     return (
         f"{_nodes(missing)} did not come to {endpoint} within {timeout_seconds:g} s; "
         f"all {hello['nnodes']} nodes are required. Received: {_nodes(sorted(came))}."
-        f"{turned_away.replace('..', '.')} Start `tfparallel launch` there with the same --nnodes, "
+        f"{acceptor.who_was_turned_away()} Start `tfparallel launch` there with the same --nnodes, "
         "--rdzv_endpoint, --job_name and TFPARALLEL_JOB_TOKEN."
     )
 

@@ -5,7 +5,6 @@ up on everybody else, and looks for the other workers at theirs. What the chief
 and the others say to each other stands in `worker_rendezvous`, and how, in `wire`.
 """
 
-import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -15,7 +14,7 @@ from typing import Any
 
 from tfparallel.cluster import differences, listener, messages, wire
 from tfparallel.cluster.address import split_address
-from tfparallel.cluster.secret import Secret
+from tfparallel.cluster.wire import Secret
 
 __all__ = ["GREETING_SECONDS", "RETRY_SECONDS", "STRANGER", "Participant", "RendezvousPeer", "why"]
 
@@ -34,16 +33,9 @@ STRANGER = "what listens there is no tfparallel worker"
 
 @dataclasses.dataclass(frozen=True)
 class Participant:
-    """A worker as it describes itself.
+    """A worker as it describes itself, and how to reach it: None for the chief itself.
 
-    Attributes:
-        index: Its worker index.
-        workers: Its list of workers' addresses.
-        facts: What it goes by.
-        host: The name of its host.
-        pid: Its process.
-        seconds: How long it is ready to wait.
-        connection: How to reach it; None for the chief itself.
+    Its facts are what it goes by; `seconds` is how long it is ready to wait.
     """
 
     index: int
@@ -73,17 +65,8 @@ class Participant:
         return f"process {self.pid} on host {self.host[:64]}"
 
 
-class RendezvousPeer(abc.ABC):
-    """One worker's side of a rendezvous; its part in it is the subclass's.
-
-    Args:
-        workers: The workers' addresses.
-        index: This worker's index.
-        facts: What this worker goes by.
-        timeout_seconds: How long the meeting may last, from now.
-        token: The job's secret, or "".
-        may_differ: Keys of the facts that are not compared.
-    """
+class RendezvousPeer:
+    """One worker's side of a rendezvous; its subclass does its part in `take_part`."""
 
     def __init__(
         self,
@@ -110,10 +93,10 @@ class RendezvousPeer(abc.ABC):
         # In the order in which they came.
         self._strangers: dict[asyncio.Task, None] = {}
 
-    async def hold(self, listen_host: str | None) -> tuple[dict[str, Any], ...]:
+    async def hold(self) -> tuple[dict[str, Any], ...]:
         """Listens, takes part, and leaves nothing behind; returns the facts of all workers."""
         own_port = await listener.listen(
-            self.workers, self.index, timeout_seconds=self.remaining(), listen_host=listen_host
+            self.workers, self.index, timeout_seconds=self.remaining()
         )
         loop = asyncio.get_running_loop()
         with own_port:
@@ -126,10 +109,6 @@ class RendezvousPeer(abc.ABC):
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-
-    @abc.abstractmethod
-    async def take_part(self) -> list[dict[str, Any]]:
-        """Does this worker's part; returns the facts of all workers."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         """Starts a task that ends with the meeting at the latest."""

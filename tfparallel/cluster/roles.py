@@ -77,14 +77,11 @@ class Roles:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "Roles | None":
-        """Reads TF_CONFIG; None where it names no server.
-
-        Raises:
-            ValueError: If it names one, and cannot be used; all problems in one message.
-        """
+        """Reads TF_CONFIG; None where it names no server. `ValueError` if it cannot be used."""
         text = (os.environ if environ is None else environ).get("TF_CONFIG", "")
-        if not tf_config.names_servers(text):
+        config = tf_config.parse_with_servers(text)
+        if config is None:
             return None  # `Cluster.from_env` says what is wrong with it, if anything is.
-        jobs, task_type, task_index = tf_config.parse_with_servers(text)
+        jobs, task_type, task_index = config
         chief, workers, servers = jobs["chief"][0], tuple(jobs["worker"]), tuple(jobs["ps"])
         return cls(chief, workers, servers, task_type, task_index)

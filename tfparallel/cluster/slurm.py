@@ -27,17 +27,10 @@ _COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 
 
 def expand_node_list(text: str) -> list[str]:
-    """Writes out a list of nodes.
+    """Writes out a list of nodes, in the order given; `ValueError` if it is none, or too long.
 
-    Args:
-        text: Names, separated by commas; each may have several ranges in
-            brackets, whose zeros are kept: `"rack[0-1]n[08-10],login"`.
-
-    Returns:
-        The names in the order given.
-
-    Raises:
-        ValueError: If the text is no such list, or names too many nodes.
+    Names are separated by commas; each may have several ranges in brackets, whose zeros are kept:
+    `"rack[0-1]n[08-10],login"`.
     """
     nodes = []
     for name in _split_names(text):
@@ -55,17 +48,7 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Writes out the number of tasks on each node.
-
-    Args:
-        text: Such as `"2(x3),1"`: two tasks on each of three nodes, one on a fourth.
-
-    Returns:
-        The numbers, a node each.
-
-    Raises:
-        ValueError: If the text is no such list.
-    """
+    """Writes out the tasks on each node, `"2(x3),1"` as 2, 2, 2, 1; `ValueError` for others."""
     counts = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
@@ -90,8 +73,7 @@ def place_tasks(counts: list[int], distribution: str) -> list[tuple[int, int]]:
 
     Args:
         counts: The number of tasks on each node.
-        distribution: SLURM_DISTRIBUTION, `"block"` if empty. What follows a
-            colon or comma deals out cores, not nodes.
+        distribution: SLURM_DISTRIBUTION. What follows a colon or comma deals out cores, not nodes.
 
     Returns:
         For each task its node's index and its own index on that node.
@@ -113,18 +95,10 @@ def place_tasks(counts: list[int], distribution: str) -> list[tuple[int, int]]:
 
 
 def base_port(job_id: int, step_id: int, num_local_tasks: int) -> int:
-    """Chooses the port of the first task on each node.
+    """Chooses the port of the first task on each node, the same in every task.
 
-    Jobs that share a node have job ids close to each other, so that each is
-    given a block of its own; a step is moved far away from the next one.
-
-    Args:
-        job_id: The job's number.
-        step_id: The step's number in its job.
-        num_local_tasks: The size of the block, the most tasks on one node.
-
-    Returns:
-        The port; the same in every task.
+    Jobs that share a node have job ids close to each other, so that each is given a block of its
+    own, with room for the most tasks on one node; a step is moved far away from the next one.
     """
     num_blocks = max(1, _NUM_PORTS // num_local_tasks)
     return _FIRST_PORT + (job_id + 251 * step_id) % num_blocks * num_local_tasks

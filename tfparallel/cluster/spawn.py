@@ -17,11 +17,15 @@ import json
 import linecache
 import numbers
 import os
+import pathlib
 import pickle
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import cloudpickle
 
 from tfparallel.chatter import has_nvidia_gpu, wants_quiet
 from tfparallel.cluster.back_off import RestartBackOff
@@ -31,7 +35,6 @@ from tfparallel.cluster.local_workers import host_programs, meet_alone
 from tfparallel.cluster.output import Prefixer
 from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.own_folder import OwnFolder
-from tfparallel.cluster.pickling import as_bytes
 from tfparallel.cluster.supervisor import Job
 from tfparallel.cluster.worker_exit import Outcome
 
@@ -115,7 +118,7 @@ def spawn(
             settings = {"num_devices": num_devices, "device_type": device_type}
             _write_call(folder, function_or_task_file, args, flags, settings)
             command = _python_module("tfparallel.commands.spawned", folder)
-            result_path, read = os.path.join(folder, "result.pickle"), _read_pickle
+            result_path, loads = os.path.join(folder, "result.pickle"), pickle.loads
         else:
             path = os.fspath(function_or_task_file)
             result_path = flags.setdefault("report", os.path.join(folder, "report.json"))
@@ -123,7 +126,7 @@ def spawn(
                 flags["num_devices"] = num_devices
             flags["device_type"] = device_type
             command = _python_module("tfparallel", "train", path, *_flag_arguments(flags))
-            result_path, read = os.fspath(result_path), _read_json
+            result_path, loads = os.fspath(result_path), json.loads
         outcome = _run(command, num_workers, device_type, max_restarts, timeout_seconds)
         if outcome.timed_out:
             raise RuntimeError(_too_slow(outcome, timeout_seconds))
@@ -136,7 +139,7 @@ def spawn(
                 "Worker 0 ended without a result, as by sys.exit() or os._exit() in the function; "
                 "it must return. Received: exit code 0."
             )
-        result = read(result_path)
+        result = loads(pathlib.Path(result_path).read_bytes())
         if os.path.dirname(result_path) == folder and not is_function:
             del result["configuration"]["report"]
         return result
@@ -187,7 +190,7 @@ def _refuse_inside_a_worker():
 
 def _write_call(folder, function, args, kwargs, settings):
     try:
-        call = as_bytes((function, tuple(args), kwargs))
+        call = _pickled((function, tuple(args), kwargs))
     # What a class's own code raises when it is pickled can be anything.
     except Exception as error:
         raise ValueError(
@@ -210,20 +213,36 @@ def _write_call(folder, function, args, kwargs, settings):
         file.write(call)
 
 
+def _pickled(thing):
+    """What `pickle.loads` makes `thing` of again, in another process."""
+    file = io.BytesIO()
+    _Pickler(file).dump(thing)
+    return file.getvalue()
+
+
+def _reduced(code):
+    make, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return _named, (make, arguments, code.co_filename)
+
+
+def _named(make, arguments, filename):
+    return make(*arguments).replace(co_filename=filename)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Keeps the names of the files that functions come from.
+
+    Since 3.1.3 cloudpickle calls each file "<dynamic-code>". Then nobody finds the text of a
+    notebook's cell, nor a line in a traceback.
+    """
+
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({types.CodeType: _reduced})
+
+
 def _sources_of_cells():
     """The text of a notebook's cells, which tf.function reads to convert `if` and `for`."""
     whole = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4}
     return {name: entry for name, entry in whole.items() if not os.path.exists(name)}
-
-
-def _read_pickle(path):
-    with open(path, "rb") as file:
-        return pickle.load(file)
-
-
-def _read_json(path):
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
 
 
 def _python_module(module, *arguments):

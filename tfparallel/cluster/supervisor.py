@@ -72,13 +72,12 @@ class Job:
         lost_by: Callable[[int], int | None] | None = None,
         standbys: WarmSpares | None = None,
     ):
-        """Starts all programs.
+        """Starts all programs, one for each worker.
 
         Args:
-            programs: One for each worker.
+            programs: What the workers run.
             on_output: Called from another thread with the worker, "stdout" or "stderr", and
-                what it wrote; see `tfparallel.cluster.output.Reader`. What it raises ends
-                the job.
+                what it wrote; see `tfparallel.cluster.output.Reader`. What it raises ends the job.
             grace_seconds: How long a worker that is to stop has until it is killed.
             news: How the job's other hosts fare, if it has any. The caller closes it.
             on_lost: Called with how a spare program has ended without which the job goes on.
@@ -133,14 +132,10 @@ class Job:
     def wait(self, timeout_seconds: float | None = None) -> Outcome:
         """Waits until all workers succeeded or one failed, on any host; then stops the others.
 
-        Args:
-            timeout_seconds: How long to wait; for ever if None. Then all are stopped.
+        When the time is over, all are stopped. What `on_output` raised is raised here.
 
         Returns:
             The outcome, with no process left on this host.
-
-        Raises:
-            Exception: What `on_output` raised.
         """
         with self:
             self._wait_until(self._is_decided, timeout_seconds)
@@ -202,9 +197,6 @@ class Job:
 
         A second Ctrl-C cuts the grace short, as any exception that arrives meanwhile. Signals of a
         scheduler do not: the workers may be saving their state.
-
-        Args:
-            signum: The signal that workers may react to.
         """
         if self._stopping_at is None:
             self._stopping_at = time.monotonic()

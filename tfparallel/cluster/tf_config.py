@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from tfparallel.cluster.address import address_problems, local_place
 from tfparallel.cluster.config_error import refusal, shown
 
-__all__ = ["names_servers", "parse", "parse_with_servers", "write"]
+__all__ = ["parse", "parse_with_servers", "write"]
 
 _TASK = '"task": {"type": "worker", "index": 0}}.'
 _FORM = (
@@ -50,12 +50,7 @@ _UNSUPPORTED = {
 
 
 class _Config(NamedTuple):
-    """What TF_CONFIG says, as far as it can be read.
-
-    Attributes:
-        jobs: The addresses of each job, of those that it does not name none.
-        task_type, task_index: This process; None where it need not be said, or is not right.
-    """
+    """What TF_CONFIG says; no task where it need not be said, or is not right."""
 
     jobs: dict[str, list[str]]
     task_type: str | None = None
@@ -63,13 +58,7 @@ class _Config(NamedTuple):
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Reads TF_CONFIG.
-
-    Args:
-        text: JSON; without a cluster, or empty, it means a single process.
-
-    Returns:
-        The arguments of a `Cluster`, all but its source.
+    """Reads the arguments of a `Cluster` from TF_CONFIG; without a cluster, it is a single process.
 
     Raises:
         ValueError: If the text breaks the form; all problems in one message.
@@ -96,47 +85,28 @@ def parse(text: str) -> dict[str, Any]:
     return arguments | {"worker_index": rank} | of_task
 
 
-def names_servers(text: str) -> bool:
-    """Whether TF_CONFIG is that of a job with servers, right or wrong."""
-    config = _json_object(text, [])
-    return isinstance(config.get("cluster"), dict) and "ps" in config["cluster"]
-
-
-def parse_with_servers(text: str) -> tuple[dict[str, list[str]], str, int]:
-    """Reads the TF_CONFIG of a job with servers.
-
-    Args:
-        text: JSON.
-
-    Returns:
-        The addresses of each job, this process's job, and its index there.
+def parse_with_servers(text: str) -> tuple[dict[str, list[str]], str, int] | None:
+    """Reads each job's addresses, and this process's job and index; None where no server is named.
 
     Raises:
         ValueError: If the text breaks the form; all problems in one message.
     """
+    cluster = _json_object(text, []).get("cluster")
+    if not isinstance(cluster, dict) or "ps" not in cluster:
+        return None
     problems = []
     config = _read(text, _JOBS_WITH_SERVERS, problems)
     missing = [job for job in _JOBS_WITH_SERVERS if not config.jobs[job]]
     if missing:
         problems.append(f"cluster must name at least one address of each of {', '.join(missing)}")
     if problems:
-        received = f"TF_CONFIG={shown(text)}"
-        what = "TF_CONFIG cannot be used with servers"
-        raise refusal(what, problems, received, _FORM_WITH_SERVERS)
+        head = "TF_CONFIG cannot be used with servers"
+        raise refusal(head, problems, f"TF_CONFIG={shown(text)}", _FORM_WITH_SERVERS)
     return config
 
 
 def write(jobs: Mapping[str, Sequence[str]], task_type: str, task_index: int) -> str:
-    """Writes TF_CONFIG.
-
-    Args:
-        jobs: The addresses of each job; a job without any is left out.
-        task_type: This process's job.
-        task_index: This process among those of its job.
-
-    Returns:
-        JSON; `"{}"` for a worker that is alone.
-    """
+    """Writes TF_CONFIG, without jobs that have no addresses; `"{}"` for a worker that is alone."""
     cluster = {job: list(addresses) for job, addresses in jobs.items() if addresses}
     if not cluster and task_type != "evaluator":
         return "{}"

@@ -15,6 +15,7 @@ worker. One that is not ready in time runs something else, and is ended.
 import ast
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import threading
@@ -36,11 +37,7 @@ _END_SECONDS = 10.0
 
 
 def imports_tfparallel(command: Sequence[str]) -> bool:
-    """Whether a command imports tfparallel itself: `tfparallel …`, or Python with such a script.
-
-    Args:
-        command: The program and its arguments.
-    """
+    """Whether a command imports tfparallel itself: `tfparallel …`, or Python with such a script."""
     name, *arguments = command
     if os.path.basename(name) == "tfparallel":
         return True
@@ -86,69 +83,12 @@ class WarmSpares:
         self._prepares = True
         self._num_taken = 0
         self._own = OwnFolder("tfparallel_standby_")
-        self._folder = self._own.path
-        self._count = 0
+        self._numbers = itertools.count()
 
     def __enter__(self) -> "WarmSpares":
         return self
 
     def __exit__(self, *_) -> None:
-        self.close()
-
-    def prepare(self, programs: Sequence[Program]) -> None:
-        """Starts, after `delay_seconds`, a process for each program that has none.
-
-        Args:
-            programs: What the workers of this host run now.
-        """
-        with self._lock:
-            taken, self._num_taken = self._num_taken, 0
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._prepares:
-                self._timer = threading.Timer(self._delay_seconds, self._start, [list(programs)])
-                self._timer.daemon = True
-                self._timer.start()
-        if taken:
-            self._tell(f"{taken} of {len(programs)} workers here had a process ready")
-
-    def prepare_now(self, programs: Sequence[Program]) -> None:
-        """Starts such processes at once, and waits until they are ready, or not in time.
-
-        So a host that joins a running job loads before it stops the others for it.
-
-        Args:
-            programs: What the workers of this host will run, in any environment.
-        """
-        self._start(list(programs))
-
-    def stop_preparing(self) -> None:
-        """Starts no others: the job does not start again."""
-        with self._lock:
-            self._prepares = False
-
-    def take(self, position: int, program: Program) -> WorkerProcess | None:
-        """Returns the process that is ready for this place, told to go on as the program.
-
-        Args:
-            position: The worker's place on this host.
-            program: What it is to run.
-
-        Returns:
-            It; None if there is none, or if it has ended, runs something else, or is not ready.
-        """
-        with self._lock:
-            waiting = self._waiting.pop(position, None)
-        if waiting is None:
-            return None
-        if not waiting.is_ready() or not waiting.runs(program):
-            _end([waiting])
-            return None
-        self._num_taken += 1
-        return waiting.become(program)
-
-    def close(self) -> None:
-        """Ends all that still wait."""
         with self._lock:
             self._prepares = False
             if self._timer is not None:
@@ -158,7 +98,25 @@ class WarmSpares:
         _end(waiting)
         self._own.__exit__()
 
-    def _start(self, programs):
+    def prepare(self, programs: Sequence[Program]) -> None:
+        """Starts, after `delay_seconds`, a process for each program that has none."""
+        with self._lock:
+            taken, self._num_taken = self._num_taken, 0
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._prepares:
+                self._timer = threading.Timer(self._delay_seconds, self.prepare_now, [programs])
+                self._timer.daemon = True
+                self._timer.start()
+        if taken:
+            self._tell(f"{taken} of {len(programs)} workers here had a process ready")
+
+    def prepare_now(self, programs: Sequence[Program]) -> None:
+        """Starts such processes at once, and waits until they are ready, or not in time.
+
+        So a host that joins a running job loads before it stops the others for it. The programs may
+        have any environment.
+        """
         started = {}
         for position, program in enumerate(programs):
             with self._lock:
@@ -167,8 +125,7 @@ class WarmSpares:
                     continue
                 if not self._prepares:
                     break
-                self._count += 1
-                path = os.path.join(self._folder, str(self._count))
+                path = os.path.join(self._own.path, str(next(self._numbers)))
                 environment = {**program.environment, STANDBY: path}
                 waits = dataclasses.replace(program, environment=environment)
                 with contextlib.suppress(OSError):  # Then the next attempt starts afresh.
@@ -185,6 +142,29 @@ class WarmSpares:
             ]
         _end(late)
 
+    def stop_preparing(self) -> None:
+        """Starts no others: the job does not start again."""
+        with self._lock:
+            self._prepares = False
+
+    def take(self, position: int, program: Program) -> WorkerProcess | None:
+        """Has the process that is ready for this place on the host go on as the program.
+
+        Returns:
+            It; None if there is none, or if it has ended, runs something else, or is not ready.
+        """
+        with self._lock:
+            waiting = self._waiting.pop(position, None)
+        if waiting is None:
+            return None
+        if waiting.is_ready() and waiting.runs(program):
+            with contextlib.suppress(OSError):  # On a full disk another process is started.
+                worker = waiting.become(program)
+                self._num_taken += 1
+                return worker
+        _end([waiting])
+        return None
+
     def _loading(self, started):
         """Those that wait for a place still, and are not ready."""
         with self._lock:
@@ -197,12 +177,7 @@ class WarmSpares:
 
 @dataclasses.dataclass
 class _Waiting:
-    """A process that loads, or waits.
-
-    Attributes:
-        path: The file that it waits for.
-        worker: It.
-    """
+    """A process that loads, or waits for the file at `path`."""
 
     path: str
     worker: WorkerProcess
@@ -230,10 +205,10 @@ class _Waiting:
         before.pop(STANDBY)
         changed = {name: value for name, value in after.items() if before.get(name) != value}
         changed |= dict.fromkeys(before.keys() - after.keys())
-        self.worker.program = program
         with open(f"{self.path}.part", "w") as file:
             json.dump(changed, file)
         os.rename(f"{self.path}.part", self.path)
+        self.worker.program = program
         return self.worker
 
 

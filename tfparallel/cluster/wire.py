@@ -6,31 +6,37 @@
     caller <──proof {…}──────────────────────── listener    or {"refused": its own job}
 
 A message is a JSON object on a line of bounded size: what comes in may come from anybody, and
-nothing in it is ever executed. From the second line on each has its proof (secret.py): of both
-nonces, who speaks, how many lines it has sent before, and what is said. The job's token, which
-makes the proof, never crosses the wire. Without a proof what is said is a reason for a person to
-read, and has no effect.
+nothing in it is ever executed. From the second line on each has its proof, an HMAC of
+both nonces (random words that are used once), who speaks, how many lines it has sent before, and
+what is said; so none can be used again, or for anything else. The job's token, which makes the
+proof, never crosses the wire. Without a proof what is said is a reason for a person to read, and
+has no effect.
 
 Nothing here touches a socket. Launchers wait in a selector (channel.py), workers in an event loop
 (messages.py).
+
+References:
+    Hugo Krawczyk et al., "HMAC: Keyed-Hashing for Message Authentication", RFC 2104, 1997.
 """
 
 import hashlib
+import hmac
 import json
+import secrets
 from typing import Any
-
-from tfparallel.cluster.secret import Secret, new_nonce
 
 __all__ = [
     "MAX_BYTES",
     "Lines",
     "RefusedError",
+    "Secret",
     "Session",
     "encoded",
     "framed",
     "greeting",
     "is_greeting",
-    "is_job",
+    "is_word",
+    "new_nonce",
     "parsed",
     "refusal",
     "unproved",
@@ -40,14 +46,11 @@ __all__ = [
 MAX_BYTES = 1 << 16
 _MAX_WORD = 64
 _PROOF_BYTES = 64  # Of hexadecimal digits.
+_NONCE_BYTES = 16
 
 
 class RefusedError(ConnectionError):
-    """The other side does not belong to the job.
-
-    Attributes:
-        job: The job that it says it belongs to; None if it says nothing of the kind.
-    """
+    """The other side does not belong to the job, but to `job`, if it says so."""
 
     def __init__(self, text: str, job: str | None = None):
         super().__init__(text)
@@ -65,11 +68,7 @@ class Lines:
         self._received += data
 
     def next(self, max_bytes: int = MAX_BYTES) -> bytes | None:
-        """Returns the next line without its end; None while it is not whole.
-
-        Raises:
-            ValueError: If it is longer than `max_bytes`.
-        """
+        """Returns the next line, None while it is not whole; `ValueError` if it is too long."""
         end = self._received.find(b"\n")
         if (len(self._received) if end < 0 else end) > max_bytes:
             raise ValueError(f"A message of more than {max_bytes} bytes.")
@@ -80,15 +79,44 @@ class Lines:
         return line
 
 
-class Session:
-    """What two say to each other once each has named a nonce.
+class Secret:
+    """What the members of a job know, and strangers do not.
 
     Args:
-        secret: The job's.
-        job: Its name.
-        nonces: The caller's, and the listener's.
-        is_caller: Which of them this process is.
+        token: The text that all members have; "" where there is none, and a proof proves nothing.
     """
+
+    def __init__(self, token: str):
+        self._key = token.encode(errors="surrogatepass")
+
+    def proof(self, *said: Any) -> str:
+        """Returns the proof of what is said: of nonces, and of what JSON can hold."""
+        text = json.dumps(said, sort_keys=True).encode()
+        return hmac.digest(self._key, text, hashlib.sha256).hex()
+
+    def is_proof(self, candidate: Any, *said: Any) -> bool:
+        """Whether something that has come is that proof."""
+        if not isinstance(candidate, str):
+            return False
+        try:
+            expected = self.proof(*said).encode()
+        except RecursionError:  # What has come is nested too deeply to be written again.
+            return False
+        # Bytes: `compare_digest` refuses text beyond ASCII.
+        return hmac.compare_digest(candidate.encode(errors="surrogatepass"), expected)
+
+    def derived(self, *said: Any) -> str:
+        """Returns another secret, which all members can make, and which does not show this one."""
+        return self.proof("derived", *said)[: 2 * _NONCE_BYTES]
+
+
+def new_nonce() -> str:
+    """Returns a random word."""
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+class Session:
+    """What two say to each other once each has named a nonce: first the caller's, in `nonces`."""
 
     def __init__(self, secret: Secret, job: str, nonces: tuple[str, str], *, is_caller: bool):
         self._secret, self._said = secret, (job, *nonces)
@@ -113,19 +141,14 @@ class Session:
         return parsed(message)
 
 
-def framed(message: dict[str, Any] | bytes, session: Session | None) -> bytes:
-    """Returns the line to send of a message, encoded or not; without a session, without proof."""
-    data = message if isinstance(message, bytes) else encoded(message)
+def framed(message: dict[str, Any], session: Session | None) -> bytes:
+    """Returns the line to send of a message; without a session, without proof."""
+    data = encoded(message)
     return data + b"\n" if session is None else session.sealed(data)
 
 
 def encoded(message: dict[str, Any]) -> bytes:
-    """Returns a message as bytes, without the end of its line.
-
-    Raises:
-        TypeError: If a value has no JSON form.
-        ValueError: If the message refers to itself.
-    """
+    """Returns a message as bytes, without the end of its line; errors as of `json.dumps`."""
     return json.dumps(message).encode()
 
 
@@ -150,18 +173,13 @@ def greeting(job: str) -> dict[str, str]:
 
 def is_greeting(said: dict[str, Any] | None) -> bool:
     """Whether somebody names a job and a nonce."""
-    return said is not None and is_job(said.get("job")) and _is_word(said.get("nonce"))
+    return said is not None and is_word(said.get("job")) and is_word(said.get("nonce"))
 
 
 def refusal(said: dict[str, Any] | None, job: str) -> RefusedError:
-    """Returns the error for what answers without being of the job.
-
-    Args:
-        said: What it says; None if that is no message.
-        job: The caller's.
-    """
+    """Returns the error for what answers a caller of a job without being of it."""
     other = said.get("refused") if said is not None else None
-    if not is_job(other):
+    if not is_word(other):
         return RefusedError("what listens there is no launcher")
     if other == job:
         return RefusedError("the launcher there has another TFPARALLEL_JOB_TOKEN", other)
@@ -169,12 +187,8 @@ def refusal(said: dict[str, Any] | None, job: str) -> RefusedError:
     return RefusedError(text, other)
 
 
-def is_job(name: Any) -> bool:
+def is_word(text: Any) -> bool:
     """Whether a job can have this name: up to 64 printable characters of ASCII, no space."""
-    return _is_word(name)
-
-
-def _is_word(text):
     return (
         isinstance(text, str)
         and 0 < len(text) <= _MAX_WORD

@@ -137,8 +137,7 @@ def begin_of_line(text: bytes) -> int:
 def say_why(text: str) -> None:
     """Writes to stderr why this process ends, where no exception says so.
 
-    Args:
-        text: The reason. A launcher shows it once for all of its workers that give the same.
+    A launcher shows it once for all of its workers that give the same reason.
     """
     if _has_launcher:
         _tell(WorkerError(text.splitlines(), text, f"{text}\n"))
@@ -159,11 +158,7 @@ def _sendable(text: str) -> str:
 
 
 def without_frames(text: str) -> list[str]:
-    """The lines of an error of a graph, but for the frames through which its operation was made.
-
-    Args:
-        text: What the error says.
-    """
+    """The lines of an error of a graph, but for the frames through which its operation was made."""
     frames = ('  File "', "    ", "Detected at node")
     return [line for line in text.splitlines() if line.strip() and not line.startswith(frames)]
 

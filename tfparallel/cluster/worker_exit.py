@@ -12,9 +12,7 @@ __all__ = ["Departure", "Outcome", "WorkerExit", "root_cause_first"]
 class Departure:
     """The launcher of another host has left a job that had not ended.
 
-    Attributes:
-        node: The index of its host.
-        signum: The signal that stopped it; None if it left without a word.
+    A signal (`signum`) stopped it, or it left without a word.
     """
 
     node: int
@@ -116,12 +114,8 @@ class Outcome:
 def root_cause_first(returncode: int, seen_at: float) -> tuple[bool, float]:
     """Returns the key by which the failure that caused the others sorts first.
 
-    TensorFlow ends a process that has lost its peers by SIGABRT: that is no better a sign than
-    an exit code. Any other signal comes from outside, or from the worker's own fault.
-
-    Args:
-        returncode: As in `WorkerExit`.
-        seen_at: When this host learned of it, in seconds.
+    TensorFlow ends a process that has lost its peers by SIGABRT: that is no better a sign than an
+    exit code. Any other signal comes from outside, or from the worker's own fault.
     """
     return not (returncode < 0 and returncode != -signal.SIGABRT), seen_at
 

@@ -51,9 +51,6 @@ class WorkerProcess:
         gone: Whether the reaper has ended, too.
         control: The socket to the reaper; `listen` reads what it says.
         reaper: The process that has started as the reaper, now its second.
-
-    Args:
-        program: As above.
     """
 
     def __init__(self, program: Program):

@@ -33,8 +33,9 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfparallel.cluster import differences, event_loop, messages, rendezvous_peer, wire
-from tfparallel.cluster.address import split_address
+from tfparallel.cluster import differences, messages, rendezvous_peer, wire
+from tfparallel.cluster.address import address_problems
+from tfparallel.cluster.config_error import refusal, shown
 
 __all__ = ["meet"]
 
@@ -55,61 +56,42 @@ def meet(
     timeout_seconds: float = 120.0,
     token: str = "",
     may_differ: Collection[str] = (),
-    listen_host: str | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """Waits until all workers are there, reach each other, and agree.
 
-    Every worker calls it, in any order, with the same `workers` and its own
-    index. Afterwards its port is free at once. All workers raise the same
-    error, except one that never reaches the chief.
+    Every worker calls it, in any order, with the same `workers` and its own index. Afterwards its
+    port is free at once. All workers raise the same error, except one that never reaches the chief.
 
     Args:
-        workers: The workers' addresses by index, `"host:port"` or
-            `"[::1]:port"`, with the ports that TensorFlow will use.
+        workers: The workers' addresses by index, `"host:port"` or `"[::1]:port"`, with the ports
+            that TensorFlow will use.
         worker_index: Which of them this process is.
-        facts: What all must agree on, as JSON holds it: versions, seed, task
-            file, batch size. `workers` itself is always compared.
-        timeout_seconds: How long to wait. The workers' earliest time limit
-            holds for all.
-        token: The job's secret, which keeps strangers and other jobs out. Without
-            one, a job is known by its list of workers alone.
+        facts: What all must agree on, as JSON holds it: versions, seed, task file, batch size.
+            `workers` itself is always compared.
+        timeout_seconds: How long to wait. The workers' earliest time limit holds for all.
+        token: The job's secret, which keeps strangers and other jobs out. Without one, a job is
+            known by its list of workers alone.
         may_differ: Keys of `facts` that are handed on but not compared.
-        listen_host: The local address to listen on, where the worker's own
-            address is that of a gateway; `"0.0.0.0"` for all. By default that of the
-            variable TFPARALLEL_LISTEN_ADDR.
 
     Returns:
         The facts of every worker, by index.
 
     Raises:
         ValueError: If an argument cannot be right; all problems in one message.
-        RuntimeError: If the port is taken, a worker is missing, ends, or cannot
-            be reached, two say that they are the same one, or they disagree.
-
-    Example:
-    ```python
-    workers = ["127.0.0.1:38123", "127.0.0.1:38124"]
-    everyone = meet(workers, 0, {"seed": 7, "pid": os.getpid()}, may_differ=["pid"])
-    everyone[1]["pid"]
-    ```
+        RuntimeError: If the port is taken, a worker is missing, ends, or cannot be reached, two
+            say that they are the same one, or they disagree.
     """
     workers = list(workers)
     facts = _checked_facts(workers, worker_index, facts, timeout_seconds)
     role = _Chief if worker_index == 0 else _Worker
     part = role(workers, worker_index, facts, timeout_seconds, token, frozenset(may_differ))
-    return event_loop.run(part.hold(listen_host))
+    return messages.run(part.hold())
 
 
 def _checked_facts(workers, worker_index, facts, timeout_seconds):
     """Returns the facts as JSON gives them back; raises one error for all that is wrong."""
     problems = [] if workers else ["the list of workers is empty"]
-    for address in dict.fromkeys(workers):
-        try:
-            split_address(address)
-        except ValueError:
-            problems.append(f"{address!r} is not 'host:port' or '[host]:port'")
-        if workers.count(address) > 1:
-            problems.append(f"{address!r} is named {workers.count(address)} times")
+    problems += address_problems((f"workers[{i}]", address) for i, address in enumerate(workers))
     if isinstance(worker_index, bool) or not isinstance(worker_index, int):
         problems.append("worker_index is no integer")
     elif not 0 <= worker_index < len(workers):
@@ -125,12 +107,9 @@ def _checked_facts(workers, worker_index, facts, timeout_seconds):
     except (TypeError, ValueError, RecursionError) as error:
         problems.append(f"facts are not what JSON holds ({error})")
     if problems:
-        raise ValueError(
-            f"Cannot hold a rendezvous: {'; '.join(problems)}. Each worker needs an address of "
-            f"its own, and facts in plain values. Received: workers={workers}, "
-            f"worker_index={worker_index!r}, timeout_seconds={timeout_seconds!r}. Correct the "
-            "cluster and the task index in TF_CONFIG."
-        )
+        received = dict(workers=workers, worker_index=worker_index, timeout_seconds=timeout_seconds)
+        fix = "Correct the cluster and the task index in TF_CONFIG."
+        raise refusal("Cannot hold a rendezvous", problems, shown(received), fix)
     return facts
 
 

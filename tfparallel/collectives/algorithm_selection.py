@@ -49,10 +49,6 @@ class Choice:
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     implementation: str = ""
 
-    def of(self, implementation: str) -> "Choice":
-        """Returns the choice, with what truly runs."""
-        return dataclasses.replace(self, implementation=implementation)
-
     @property
     def what_runs(self) -> str:
         """The implementation, also where only the algorithm was named."""
@@ -75,12 +71,8 @@ class Choice:
 class ChosenAllReduce(tf.distribute.CrossDeviceOps):
     """The fastest algorithm for the first values that it is given; it stays with it.
 
-    Args:
-        devices: Names of the devices.
-        calibrate: Whether to measure where there is no profile.
-
-    Raises:
-        ValueError: If the profile is another machine's.
+    Without a profile it is measured if `calibrate` says so. A profile of another machine is a
+    `ValueError`.
     """
 
     def __init__(self, devices: Sequence[str], calibrate: bool = True):
@@ -139,16 +131,13 @@ def choose(
     measured: profile.Times | None,
     calibrate: bool = True,
 ) -> Choice:
-    """Chooses an algorithm.
+    """Returns the fastest algorithm, or the default if none is faster by `MIN_GAIN`.
 
     Args:
         devices: Names of the devices.
         specs: Elements and type of each tensor that a step reduces.
         measured: A profile, or None.
         calibrate: Whether to measure if there is none.
-
-    Returns:
-        The fastest, or the default if none is faster by `MIN_GAIN`.
     """
     size_bytes = sum(count * dtype.size for count, dtype in specs)
     size = f"{size_bytes / 2**20:.3g} MiB in {len(specs)} tensors on {len(devices)} devices"
@@ -204,7 +193,7 @@ def _calibrated(devices, specs) -> dict[str, float]:
     steps, times = {}, {}
     # A step is being traced; what is measured runs now.
     with tf.init_scope():
-        inputs = _inputs(devices, _coarse(specs))
+        inputs = variables_on_each(devices, _coarse(specs))
         for name in _CANDIDATES:
             if name not in runnable or (steps and time.perf_counter() > deadline - 0.7):
                 continue
@@ -230,7 +219,8 @@ def _coarse(specs):
     return kept + [(count, dtype) for dtype, count in rest.items()]
 
 
-def _inputs(devices, specs):
+def variables_on_each(devices: Sequence[str], specs: Sequence[tuple]) -> list[list[tf.Variable]]:
+    """Returns variables to sum in a measurement: for each count and type, one on each device."""
     inputs = []
     for count, dtype in specs:
         inputs.append([])

@@ -34,9 +34,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives.compression_name import CompressionName
+from tfparallel.collectives.wire_format import by_dtype
 from tfparallel.seams.tensorflow import ResourceVariable
-
-__all__ = ["Compression", "compression_of"]
 
 _COMPRESSED = (tf.float32, tf.float64)
 # Of fewer elements no fraction is taken: biases, scales.
@@ -68,11 +67,7 @@ class _State:
 
 
 class Compression(abc.ABC):
-    """What stands between a worker's gradients and the collective that sums them.
-
-    Args:
-        spec: What the user wrote.
-    """
+    """What stands between a worker's gradients and the collective that sums them."""
 
     def __init__(self, spec: str):
         self.spec = spec
@@ -142,16 +137,13 @@ class Compression(abc.ABC):
         gradients: Sequence[tf.Tensor],
         weights: Sequence[keras.Variable | None],
     ) -> list[tf.Tensor]:
-        """Sums gradients over the workers.
+        """Sums gradients over the workers, to the same bits on all of them.
 
         Args:
             workers: The `ProcessGroup`.
             gradients: Of the same shapes on all workers.
             weights: What each is the gradient of; None for what is no gradient, and is summed as
                 it is.
-
-        Returns:
-            The sums, equal to the last bit on all workers.
         """
         results: list = [None] * len(gradients)
         places = [
@@ -184,11 +176,7 @@ class Compression(abc.ABC):
 
     @abc.abstractmethod
     def _sums(self, workers, gradients, weights, rest):
-        """Sums over the workers what each sends of its gradients.
-
-        Returns:
-            The sums, what this worker sent as part of each, and the sums of `rest`.
-        """
+        """Returns the sums, what this worker sent as part of each, and the sums of `rest`."""
 
 
 class Halved(Compression):
@@ -238,11 +226,8 @@ class TopK(Compression):
             _put([value], [place], gradient)
             for (value, place), gradient in zip(found, gradients, strict=True)
         ]
-        by_dtype: dict[tf.DType, list[int]] = {}
-        for i, gradient in enumerate(gradients):
-            by_dtype.setdefault(gradient.dtype, []).append(i)
         totals: list = [None] * len(gradients)
-        for indices in by_dtype.values():
+        for indices in by_dtype(gradients).values():
             both = [tf.concat([found[i][n] for i in indices], 0)[None] for n in (0, 1)]
             joined = workers.all_gather(both, [1] * workers.num_workers)
             widths = [counts[i] for i in indices]
@@ -297,8 +282,8 @@ class PowerSgd(Compression):
         left = [
             matrix @ factor.read_value() for matrix, factor in zip(matrices, factors, strict=True)
         ]
-        left, others = _split(workers.all_reduce([*left, *rest]), len(left))
-        left = [tf.linalg.qr(each).q for each in left]
+        sums = workers.all_reduce([*left, *rest])
+        left = [tf.linalg.qr(each).q for each in sums[: len(left)]]
         own = [
             tf.linalg.matmul(matrix, each, transpose_a=True)
             for matrix, each in zip(matrices, left, strict=True)
@@ -310,7 +295,7 @@ class PowerSgd(Compression):
             for results, factor in ((totals, right[i]), (sent, own[i])):
                 product = tf.linalg.matmul(left[i], factor, transpose_b=True)
                 results.append(tf.reshape(product, gradient.shape))
-        return totals, sent, others
+        return totals, sent, sums[len(left) :]
 
     def _first_factor(self, matrix, place):
         # Equal on all workers, whatever was drawn before, and whichever models there were.
@@ -326,10 +311,6 @@ def _on_the_first(array, num_workers):
 def _sides(gradient) -> list[int]:
     width = gradient.shape[-1]
     return [gradient.shape.num_elements() // max(width, 1), width]
-
-
-def _split(tensors, count):
-    return tensors[:count], tensors[count:]
 
 
 def _is_finite(tensor):

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["FORMS", "CompressionName"]
-
 FORMS = "bf16, fp16, topk:FRACTION such as topk:0.01, or powersgd:RANK such as powersgd:2"
 
 

@@ -30,9 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfparallel.collectives.algorithms import double_binary_tree
-from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
-from tfparallel.collectives.algorithms.schedule import Terms
+from tfparallel.collectives.algorithms import ALGORITHMS, GROUPED, double_binary_tree
+from tfparallel.collectives.algorithms.schedule import MessageSchedule, Terms
 
 TRANSPORTS = ("wire", "shared")
 _PARAMETERS = ("fixed", "alpha", "beta", "gamma")
@@ -90,18 +89,20 @@ class CostModel:
         """Predicts the time of an algorithm.
 
         Args:
-            algorithm: One of `catalog.ALGORITHMS`.
+            algorithm: One of `algorithms.ALGORITHMS`.
             num_ranks: n.
             size_bytes: S.
             local_ranks: Ranks of a group, for `GROUPED` algorithms; and for the others, whose
                 every step waits for the slowest wire, whether there is more than one group.
         """
         if self.transport == "shared":
-            row = _shared_row(algorithm, num_ranks)
-            return self.fixed + row[0] * self.alpha + (
-                row[1] * self.beta + row[2] * self.gamma
-            ) * size_bytes
-        inside, across = self._links(algorithm, num_ranks, local_ranks)
+            messages, copied, added = _shared_row(algorithm, num_ranks)
+            per_byte = copied * self.beta + added * self.gamma
+            return self.fixed + messages * self.alpha + per_byte * size_bytes
+        inside = Link(self.alpha, self.beta)
+        across = self.across or inside
+        if algorithm not in GROUPED and local_ranks is not None and local_ranks < num_ranks:
+            inside = across  # Every step waits for the slowest wire.
         terms = self._terms(algorithm, num_ranks, size_bytes, local_ranks, inside)
         return _turns(local_ranks or num_ranks, self.num_cores) * (
             self.fixed
@@ -110,19 +111,6 @@ class CostModel:
             + terms.latencies_across * across.alpha
             + terms.sent_across * size_bytes * across.beta
             + terms.added * size_bytes * self.gamma
-        )
-
-    def fastest(
-        self,
-        num_ranks: int,
-        size_bytes: float,
-        local_ranks: int | None = None,
-        algorithms: Sequence[str] = tuple(ALGORITHMS),
-    ) -> str:
-        """Returns the algorithm with the shortest time."""
-        return min(
-            algorithms,
-            key=lambda name: self.seconds(name, num_ranks, size_bytes, local_ranks),
         )
 
     def crossovers(
@@ -140,7 +128,9 @@ class CostModel:
         """
 
         def best(size):
-            return self.fastest(num_ranks, size, local_ranks, algorithms)
+            return min(
+                algorithms, key=lambda name: self.seconds(name, num_ranks, size, local_ranks)
+            )
 
         found = [(min_bytes, best(min_bytes))]
         # An eighth of an octave at a time; then halving, to a thousandth.
@@ -158,14 +148,6 @@ class CostModel:
                 low = above
         return found
 
-    def _links(self, algorithm, num_ranks, local_ranks):
-        inside = Link(self.alpha, self.beta)
-        across = self.across or inside
-        one_group = local_ranks is None or local_ranks >= num_ranks
-        if algorithm not in GROUPED and not one_group:
-            return across, across
-        return inside, across
-
     def _terms(self, algorithm, num_ranks, size_bytes, local_ranks, link) -> Terms:
         module = ALGORITHMS[algorithm]
         if algorithm in GROUPED:
@@ -178,13 +160,58 @@ class CostModel:
         return module.terms(num_ranks)
 
 
+def simulate(
+    schedule: MessageSchedule,
+    sizes_bytes: Sequence[float],
+    model: CostModel,
+    local_ranks: int | None = None,
+) -> list[float]:
+    """Returns the seconds that an all-reduce takes on a cluster on paper, for each size.
+
+    Every rank has a clock, every message moves two of them:
+
+        a message starts when both ends are free        max(clock of source, clock of target)
+        takes                                           α + bytes·β of the wire between the two
+        and is added in                                 bytes·γ
+
+    A rank's wire carries one message each way at a time. Ranks of a group share fast wires; between
+    groups each rank has a slow one of its own. Where all ranks march in step this gives the closed
+    formulas; where they do not (a flat ring over two kinds of wire, packets in a tree), more.
+
+    Args:
+        schedule: Who sends what to whom.
+        sizes_bytes: S, several at once: one pass over the schedule serves all.
+        model: The wires; its `across` is the one between groups.
+        local_ranks: Ranks of a group; by default all.
+    """
+    num_ranks = schedule.num_ranks
+    inside = Link(model.alpha, model.beta)
+    across = model.across or inside
+    group = np.arange(num_ranks) // (local_ranks or num_ranks)
+    block_bytes = np.asarray(sizes_bytes, float)[:, None] / schedule.num_blocks
+    clock = np.zeros((len(sizes_bytes), num_ranks))
+    for step in schedule.steps():
+        crosses = group[step.sources] != group[step.targets]
+        alpha = np.where(crosses, across.alpha, inside.alpha)
+        beta = np.where(crosses, across.beta, inside.beta)
+        sent_bytes = block_bytes * (step.stops - step.starts)
+        start = np.maximum(clock[:, step.sources], clock[:, step.targets])
+        end = start + alpha + sent_bytes * beta
+        moved = clock.copy()
+        moved[:, step.sources] = np.maximum(moved[:, step.sources], end)
+        received = end + sent_bytes * model.gamma if step.adds else end
+        moved[:, step.targets] = np.maximum(moved[:, step.targets], received)
+        clock = moved
+    return (model.fixed + clock.max(1)).tolist()
+
+
 def fit(
     measurements: Sequence[Measurement], transport: str = "wire", num_cores: int | None = None
 ) -> CostModel:
     """Fits t₀, α, β and γ.
 
     Args:
-        measurements: Times, of algorithms of `catalog.ALGORITHMS`.
+        measurements: Times, of algorithms of `algorithms.ALGORITHMS`.
         transport: One of `TRANSPORTS`.
         num_cores: Of the host, where ranks on wires share them.
 
@@ -196,9 +223,7 @@ def fit(
             unknown.
     """
     if transport not in TRANSPORTS:
-        raise ValueError(
-            f"A transport is one of {', '.join(TRANSPORTS)}. Received: {transport!r}."
-        )
+        raise ValueError(f"A transport is one of {', '.join(TRANSPORTS)}. Received: {transport!r}.")
     if len(measurements) < len(_PARAMETERS):
         raise ValueError(
             f"At least {len(_PARAMETERS)} measurements are required to fit "

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfparallel.collectives import nccl
-from tfparallel.collectives.algorithms.catalog import ALGORITHMS
+from tfparallel.collectives.algorithms import ALGORITHMS
 from tfparallel.collectives.scheduled import execute
-from tfparallel.collectives.tensor_fusion import in_vectors
+from tfparallel.collectives.wire_format import by_dtype, in_vectors
 from tfparallel.seams.distribute import (
     CollectiveAllReduce,
     Mirrored,
@@ -66,10 +66,8 @@ class NcclAllReduce(tf.distribute.NcclAllReduce):
 
     def _batch_all_reduce(self, reduce_op, per_replica_values):
         results = [None] * len(per_replica_values)
-        by_dtype: dict = {}
-        for index, value in enumerate(per_replica_values):
-            by_dtype.setdefault(value.values[0].dtype, []).append(index)
-        for dtype, indices in by_dtype.items():
+        firsts = [value.values[0] for value in per_replica_values]
+        for dtype, indices in by_dtype(firsts).items():
             terms = [per_replica_values[index] for index in indices]
             if dtype == tf.bfloat16:
                 terms = [_mapped(lambda x: tf.cast(x, tf.float32), term) for term in terms]
@@ -78,12 +76,11 @@ class NcclAllReduce(tf.distribute.NcclAllReduce):
                 results[index] = total
         sums = [result for result in results if _is_dense(result)]
         all_done = tf.group(*(tensor for total in sums for tensor in total.values))
-        for index, value in enumerate(per_replica_values):
-            dtype = value.values[0].dtype
+        for index, first in enumerate(firsts):
             if _is_dense(results[index]):
                 with tf.control_dependencies([all_done]):
                     results[index] = _mapped(
-                        lambda x, dtype=dtype: tf.cast(tf.identity(x), dtype), results[index]
+                        lambda x, dtype=first.dtype: tf.cast(tf.identity(x), dtype), results[index]
                     )
         return results
 
@@ -105,7 +102,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     `tf.distribute.ReductionToOneDevice`, which joins the rows of sparse values.
 
     Args:
-        name: One of `catalog.ALGORITHMS`.
+        name: One of `algorithms.ALGORITHMS`.
     """
 
     def __init__(self, name: str):
@@ -147,20 +144,16 @@ def _sums(name, terms, devices):
     for rank, device in enumerate(devices):
         with tf.device(device):
             vectors.append(tf.concat([tf.reshape(of_all[rank], [-1]) for of_all in terms], 0))
-    by_device = []
-    for rank, (vector, device) in enumerate(
-        zip(execute(schedule, vectors, devices), devices, strict=True)
-    ):
+    totals = execute(schedule, vectors, devices)
+    sums: list[list[tf.Tensor]] = [[] for _ in terms]
+    for rank, device in enumerate(devices):
         with tf.device(device):
             sizes = [tf.size(of_all[rank]) for of_all in terms]
-            parts = tf.split(vector, sizes, num=len(terms))
-            by_device.append(
-                [
-                    tf.ensure_shape(tf.reshape(part, tf.shape(of_all[rank])), of_all[rank].shape)
-                    for part, of_all in zip(parts, terms, strict=True)
-                ]
-            )
-    return [list(of_all) for of_all in zip(*by_device, strict=True)]
+            parts = tf.split(totals[rank], sizes, num=len(terms))
+            for of_sum, part, of_all in zip(sums, parts, terms, strict=True):
+                like = of_all[rank]
+                of_sum.append(tf.ensure_shape(tf.reshape(part, tf.shape(like)), like.shape))
+    return sums
 
 
 def _divided(total, devices):
@@ -217,9 +210,7 @@ def implementation(name: str) -> str:
     return _TENSORFLOW[name][1]
 
 
-def unknown(
-    names: Sequence[str], runnable_names: Sequence[str], refused: dict[str, str]
-) -> str:
+def unknown(names: Sequence[str], runnable_names: Sequence[str], refused: dict[str, str]) -> str:
     """Returns the text of an error: these cannot run, those can, and why the others cannot."""
     reasons = "".join(
         f" {why}." if why.startswith(name) else f" {name} cannot: {why}."
@@ -234,15 +225,7 @@ def unknown(
 def all_reduce(
     ops: tf.distribute.CrossDeviceOps, tensors: Sequence[Sequence[tf.Tensor]]
 ) -> list[list[tf.Tensor]]:
-    """Sums each tensor over the devices.
-
-    Args:
-        ops: The algorithm.
-        tensors: For each tensor, one term for each device, of one shape and type.
-
-    Returns:
-        For each tensor, the sum on each device.
-    """
+    """Sums each tensor over the devices: `tensors[tensor][device]` to `sums[tensor][device]`."""
     results: list = [None] * len(tensors)
     # TensorFlow's own lay end to end what they are given, and so take one type at a time.
     for indices in in_vectors([of_all[0] for of_all in tensors]):

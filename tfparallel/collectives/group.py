@@ -3,10 +3,11 @@
 import hashlib
 import sys
 
+import keras
 import tensorflow as tf
 
 from tfparallel.cluster.cluster_spec import Cluster
-from tfparallel.cluster.differences import name_workers
+from tfparallel.cluster.differences import who_said
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
@@ -54,11 +55,7 @@ class Workers:
         largest, minus_smallest = self.group.all_reduce([both], "max")[0].numpy()
         if largest == -minus_smallest:
             return
-        callers: dict[str, list[int]] = {}
-        everyones = self.group.exchange(note, "a collective of the program's own")
-        for worker, said in enumerate(everyones):
-            callers.setdefault(said, []).append(worker)
-        received = "; ".join(f"{name_workers(who)}: {said}" for said, who in callers.items())
+        received = who_said(self.group.exchange(note, "a collective of the program's own"))
         raise ValueError(
             "The workers did not make the same call, and each would wait for the others. The same "
             "collective of values of the same structure, shapes and dtypes is required on all of "
@@ -77,7 +74,8 @@ def find() -> Replicas | Workers | Nobody:
         strategy = tf.distribute.get_strategy()
         if not tf.distribute.in_cross_replica_context():
             return Replicas()
-        if getattr(strategy, "program_is_running", False) or not _joins_workers(strategy):
+        joins_workers = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        if getattr(strategy, "program_is_running", False) or not joins_workers:
             return Nobody()
     if _is_called_by_keras():
         return Nobody()
@@ -94,8 +92,16 @@ def find() -> Replicas | Workers | Nobody:
     return Nobody()
 
 
-def _joins_workers(strategy):
-    return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+def workers_of(model: keras.Model) -> ProcessGroup | None:
+    """Returns the workers that train a model together; None if one process does.
+
+    A mesh of workers has a strategy that Keras does not know of: its steps are not the strategy's.
+    """
+    for strategy in (getattr(model, "strategy", None), model.distribute_strategy):
+        workers = getattr(strategy, "workers", None)
+        if isinstance(workers, ProcessGroup):
+            return workers
+    return None
 
 
 def _is_called_by_keras() -> bool:

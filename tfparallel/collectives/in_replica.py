@@ -26,7 +26,11 @@ class Replicas:
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str) -> Sequence[tf.Tensor]:
         # Not `context.all_reduce`, which is a `tf.custom_gradient`.
-        combine = {"sum": tf.add_n, "max": _maximum, "min": _minimum}[op]
+        combine = {
+            "sum": tf.add_n,
+            "max": lambda own: tf.reduce_max(tf.stack(own), 0),
+            "min": lambda own: tf.reduce_min(tf.stack(own), 0),
+        }[op]
         strategy = tf.distribute.get_strategy()
         is_program = getattr(strategy, "program_is_running", False)
         if is_program and strategy.workers is None:
@@ -117,11 +121,3 @@ def _workers(strategy, num_local_replicas):
             "`tf.distribute.` by `tfparallel.`."
         )
     return workers
-
-
-def _maximum(tensors):
-    return tf.reduce_max(tf.stack(tensors), 0)
-
-
-def _minimum(tensors):
-    return tf.reduce_min(tf.stack(tensors), 0)

@@ -13,17 +13,17 @@ of a reading the whole batch's gradient has
   kernel (`tf.nn.embedding_lookup_sparse` looks every feature up once). Those of an index are added.
 
 Which it is, a graph tells, by the operations that made the indices (`data/provenance.py`). Of an
-eager step a trace of the same call tells (`collectives/traced_readings.py`).
+eager step a trace of the same call tells (`kinds_of`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import keras
 import tensorflow as tf
 
+from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data import provenance
-
-__all__ = ["DISTINCT", "ONCE", "ROWS", "Reading", "joined", "merged", "readings", "together"]
 
 ROWS, ONCE, DISTINCT = "rows", "once", "distinct"
 
@@ -71,14 +71,10 @@ def readings(slices: tf.IndexedSlices, kinds: Sequence[str] | None = None) -> li
     return [Reading(slices.values, slices.indices, kinds[0])]
 
 
-def joined(
-    parts: Sequence[tf.IndexedSlices], kinds: Sequence[str] | None = None
-) -> list[Reading]:
-    """Returns the readings of the whole batch; `together` makes a gradient of them.
+def joined(parts: Sequence[tf.IndexedSlices], kinds: Sequence[str] | None = None) -> list[Reading]:
+    """Returns the readings of the whole batch, of the gradients of its parts, in order.
 
-    Args:
-        parts: The gradients of its parts, in order.
-        kinds: As `readings` takes them.
+    `together` makes a gradient of them; `kinds` is as for `readings`.
     """
     by_part = [readings(part, kinds) for part in parts]
     return [_joined(same) for same in zip(*by_part, strict=True)]
@@ -103,6 +99,50 @@ def merged(reading: Reading) -> Reading:
     indices, place = tf.unique(reading.indices)
     values = tf.math.unsorted_segment_sum(reading.values, place, tf.size(indices))
     return Reading(values, indices, DISTINCT)
+
+
+def kinds_of(
+    call: Callable, arguments, weights: Sequence[tf.Variable]
+) -> list[tuple[str, ...] | None]:
+    """Traces a call, forward and backward, and looks at the gradients; none of it is run.
+
+    Args:
+        call: Takes `arguments`, returns tensors.
+        arguments: A nested structure; tensors and arrays in it have the batch axis 0.
+        weights: What is trained.
+
+    Returns:
+        For each weight the kinds of its readings; None where its gradient is dense, or none.
+
+    Raises:
+        ValueError: If the call cannot be traced.
+    """
+    leaves = [_as_tensor(leaf) for leaf in keras.tree.flatten(arguments)]
+    places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf) and leaf.shape.rank != 0]
+    found: list[tuple[str, ...] | None] = []
+
+    @tf.function(autograph=False)
+    def trace(*tensors):
+        own = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            own[place] = tensor
+        with tf.GradientTape() as tape:
+            outputs = keras.tree.flatten(call(keras.tree.pack_sequence_as(arguments, own)))
+            targets = [each for each in outputs if is_differentiable(each)]
+        for gradient in tape.gradient(targets, weights):
+            is_sparse = isinstance(gradient, tf.IndexedSlices)
+            kinds = [each.kind for each in readings(gradient)] if is_sparse else None
+            found.append(None if kinds is None else tuple(kinds))
+
+    try:
+        trace.get_concrete_function(*[_of_any_batch(leaves[place]) for place in places])
+    except Exception as error:  # Whatever the user's layer raises where it is traced.
+        raise ValueError(
+            "A sparse gradient of an eager step is joined as a trace of the step says, and the "
+            f"step cannot be traced. Received: run_eagerly=True, {type(error).__name__}: {error}. "
+            "Make the layers traceable, or train on one device."
+        ) from error
+    return found
 
 
 def _joined(same: Sequence[Reading]) -> Reading:
@@ -153,3 +193,17 @@ def _kind(values: tf.Tensor, indices: tf.Tensor) -> str:
                 "in one function for each, or in none."
             )
     return ROWS if provenance.made_of(indices) else ONCE
+
+
+def _as_tensor(leaf):
+    """An array would be a constant of the trace, and what is read with it read once a batch."""
+    return tf.convert_to_tensor(leaf) if hasattr(leaf, "__array_interface__") else leaf
+
+
+def _of_any_batch(tensor):
+    """The tensor's type, of batches of any size."""
+    spec = tf.type_spec_from_value(tensor)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        shape = [None, *spec.shape[1:]]
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return type(spec)([None, *spec.shape[1:]], spec.dtype)

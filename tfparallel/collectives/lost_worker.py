@@ -1,4 +1,4 @@
-"""Which worker was lost, out of what TensorFlow says when a collective fails."""
+"""What is raised when a worker of the job is lost, and which it was."""
 
 import contextlib
 import re
@@ -6,10 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfparallel.collectives.errors import WorkerLostError
 from tfparallel.collectives.process_group import ProcessGroup
-
-__all__ = ["naming_lost_worker"]
 
 # What TensorFlow says of a worker that is lost, and of why it is.
 _LOST = (
@@ -23,6 +20,31 @@ _REASON = (
 )
 # A deadline has this line. Worker 0 takes the heartbeats of all.
 _NO_ANSWER = "\nRPC: /tensorflow.CoordinationService/Heartbeat"
+
+
+class WorkerLostError(RuntimeError):
+    """Another worker of the job has ended; no collective can run in this process any more.
+
+    Attributes:
+        worker: The index of the worker that was lost; None if that is not known.
+    """
+
+    def __init__(self, message: str, worker: int | None = None):
+        super().__init__(message)
+        self.worker = worker
+
+
+def lost_error(worker: int | None, reason: str) -> WorkerLostError:
+    """Returns the error for a worker that has ended or is out of reach, and what was received."""
+    lost = "another worker" if worker is None else f"worker {worker}"
+    return WorkerLostError(
+        f"The connection to {lost} was lost: it has ended, or the network between the two. "
+        f"Every worker is required, and this process cannot join it again. Received: {reason}. "
+        "The cause is in the output of the worker that was lost; `tfparallel launch "
+        "--max_restarts=3` starts all again, and they resume from their checkpoint if there is "
+        "one.",
+        worker,
+    )
 
 
 @contextlib.contextmanager
@@ -44,15 +66,7 @@ def naming_lost_worker() -> Iterator[None]:
             reason = _first(_REASON, error.message) or error.message.splitlines()[0]
         else:
             raise
-        lost = "another worker" if worker is None else f"worker {worker}"
-        raise WorkerLostError(
-            f"The connection to {lost} was lost: it has ended, or the network between the two. "
-            f"Every worker is required, and this process cannot join it again. Received: {reason}. "
-            "The cause is in the output of the worker that was lost; `tfparallel launch "
-            "--max_restarts=3` starts all again, and they resume from their checkpoint if there is "
-            "one.",
-            worker,
-        ) from None
+        raise lost_error(worker, reason) from None
 
 
 def _first(patterns: Sequence[re.Pattern], text: str) -> str | None:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from tfparallel import cuda_driver
 from tfparallel import devices as device_lib
 
-__all__ = ["offer", "refusal", "refusal_between"]
-
 
 def refusal(devices: Sequence[str]) -> str:
     """Returns why NCCL cannot join devices of this process; nothing if it can."""

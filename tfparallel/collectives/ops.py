@@ -27,12 +27,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.cluster.cluster_spec import Cluster
-from tfparallel.collectives import barrier as barriers
 from tfparallel.collectives import differentiable, group
-from tfparallel.collectives.dtypes import sendable
+from tfparallel.collectives.coordination import wait_for_all
 from tfparallel.collectives.in_replica import Replicas
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.validate import agreed
+from tfparallel.collectives.wire_format import sendable
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.judge.propagation import exchanged, is_judging
 
@@ -220,7 +220,7 @@ def barrier(timeout_seconds: float = 1800.0) -> None:
             "take part by itself; move the barrier out of the traced function."
         )
     if isinstance(ranks, group.Workers):
-        barriers.wait_for_all(ranks.group, timeout_seconds)
+        wait_for_all(ranks.group, timeout_seconds)
 
 
 def worker_index() -> int:
@@ -238,8 +238,7 @@ def worker_index() -> int:
         >>> tfparallel.worker_index()
         0
     """
-    workers = ProcessGroup.of_process
-    return workers.worker_index if workers is not None else Cluster.from_env().worker_index
+    return _job().worker_index
 
 
 def num_workers() -> int:
@@ -257,8 +256,11 @@ def num_workers() -> int:
         >>> tfparallel.num_workers()
         1
     """
-    workers = ProcessGroup.of_process
-    return workers.num_workers if workers is not None else Cluster.from_env().num_workers
+    return _job().num_workers
+
+
+def _job() -> ProcessGroup | Cluster:
+    return ProcessGroup.of_process or Cluster.from_env()
 
 
 def _reduce(ranks, tensors, op):

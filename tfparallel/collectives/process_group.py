@@ -32,11 +32,16 @@ import keras
 import tensorflow as tf
 
 from tfparallel.cluster.differences import differences
-from tfparallel.collectives.buckets import buckets
 from tfparallel.collectives.compression import Compression
-from tfparallel.collectives.dtypes import movable, restored, sendable
-from tfparallel.collectives.tensor_fusion import by_dtype, in_vectors
 from tfparallel.collectives.traffic import ROWS, SUMS, Traffic
+from tfparallel.collectives.wire_format import (
+    buckets,
+    by_dtype,
+    in_vectors,
+    movable,
+    restored,
+    sendable,
+)
 from tfparallel.flight.marks import around
 from tfparallel.seams.tensorflow import all_gather_v2, all_reduce_v2, all_to_all_v2
 
@@ -82,10 +87,11 @@ class ProcessGroup:
     ):
         self.num_workers = num_workers
         self.worker_index = worker_index
-        self._device = device
+        self.device = device
         self.timeout_seconds = timeout_seconds
         self.first_host = first_host
-        self._host = _host_of(device)
+        # What control traffic goes through: a GPU's host, a CPU itself.
+        self._host = re.sub(r"GPU:\d+$", "CPU:0", device)
         self.transport = "ring_tuned"
         self.bucket_bytes: int | None = None
         self.compression: Compression | None = None
@@ -95,23 +101,19 @@ class ProcessGroup:
         for place in {device, self._host}:
             with tf.init_scope(), tf.device(place):
                 self._ordering_tokens[place] = tf.Variable(0.0, trainable=False)
-        self._worker_of_rank = list(range(num_workers))
+        self._worker_of_rank = self._rank_of_worker = list(range(num_workers))
 
     def learn_ranks(self) -> None:
         """Asks TensorFlow which worker has which rank. Called by all, before other collectives."""
         own = tf.constant([self.worker_index], tf.int32)
-        self._worker_of_rank = self._collective("all_gather", own).numpy().tolist()
+        workers = self._collective("all_gather", own).numpy()
+        self._worker_of_rank, self._rank_of_worker = workers.tolist(), workers.argsort().tolist()
 
     def _take_keys(self):
         # The next one is that of what the hosts send.
         self._group_key = _FIRST_GROUP_KEY + 2 * ProcessGroup._num_groups
         ProcessGroup._num_groups += 1
         self._signatures: dict[tuple, int] = {}
-
-    @property
-    def device(self) -> str:
-        """Full name of the device of this worker that takes part."""
-        return self._device
 
     @property
     def implementation(self) -> str:
@@ -228,11 +230,7 @@ class ProcessGroup:
         shape = [self.num_workers, flat.shape[0] // self.num_workers]
         if self.transport == "nccl":
             return tf.reshape(self._collective("sum", flat), shape)[self.worker_index]
-        signature = self._signatures.setdefault(
-            ("all_to_all", flat.dtype, flat.shape[0]), len(self._signatures)
-        )
-        self.traffic.add_tensor(SUMS, flat, one_in=2)
-        terms = restored(self._run("all_to_all", movable(flat), signature), flat.dtype)
+        terms = restored(self._collective("all_to_all", movable(flat), one_in=2), flat.dtype)
         return _added_up(tf.unstack(tf.reshape(terms, shape)))
 
     def all_gather(
@@ -265,17 +263,10 @@ class ProcessGroup:
                 results[i] = tf.ensure_shape(joined, [total, *tensors[i].shape[1:]])
         return results
 
-    def all_gather_uneven(
-        self, tensors: Sequence[tf.Tensor], kind: str = ROWS
-    ) -> list[tf.Tensor]:
+    def all_gather_uneven(self, tensors: Sequence[tf.Tensor], kind: str = ROWS) -> list[tf.Tensor]:
         """Joins rows whose numbers the other workers do not know; one more collective, for them.
 
-        Args:
-            tensors: Shape `(rows, …)`, with the same number of rows in each.
-            kind: As for `all_gather`.
-
-        Returns:
-            For each, shape `(Σ rows, …)`, equal on all workers.
+        As `all_gather`, of tensors that have the same number of rows each.
         """
         own = tf.reshape(tf.shape(tensors[0])[0], [1])
         counts = self._collective("all_gather", own)
@@ -331,14 +322,16 @@ class ProcessGroup:
         ]
         return tf.concat(kept, 0)
 
-    def _collective(self, name: str, flat: tf.Tensor, kind: str = SUMS) -> tf.Tensor:
+    def _collective(
+        self, name: str, flat: tf.Tensor, kind: str = SUMS, one_in: int = 1
+    ) -> tf.Tensor:
         """Runs one collective on a vector; an unknown length is rounded up."""
-        # `name` is that of a reduction, or "all_gather".
+        # `name` is that of a reduction, "all_gather" or, of a known length, "all_to_all".
         signature = self._signatures.setdefault(
             (name, flat.dtype, flat.shape[0]), len(self._signatures)
         )
         if flat.shape[0] is not None:
-            self.traffic.add_tensor(kind, flat)
+            self.traffic.add_tensor(kind, flat, one_in=one_in)
             return self._run(name, flat, signature)
         size = tf.size(flat)
         step, padded_size = _size_step(size)
@@ -349,7 +342,7 @@ class ProcessGroup:
 
     def _run(self, name, flat, key):
         is_hosts = not flat.dtype.is_floating
-        place = self._host if is_hosts else self._device
+        place = self._host if is_hosts else self.device
         by_nccl = self.transport == "nccl" and not is_hosts
         arguments = {
             "group_size": self.num_workers,
@@ -365,10 +358,12 @@ class ProcessGroup:
 
         def run():
             if name == "all_gather":
-                return tf.reshape(self._by_worker(all_gather_v2(flat, **arguments)), [-1])
+                by_rank = all_gather_v2(flat, **arguments)
+                return tf.reshape(self._in_order(by_rank, self._rank_of_worker), [-1])
             if name == "all_to_all":
-                sent = self._by_rank(tf.reshape(flat, [self.num_workers, -1]))
-                return self._by_worker(all_to_all_v2(sent, **arguments))
+                parts = tf.reshape(flat, [self.num_workers, -1])
+                sent = self._in_order(parts, self._worker_of_rank)
+                return self._in_order(all_to_all_v2(sent, **arguments), self._rank_of_worker)
             return all_reduce_v2(
                 flat,
                 merge_op=_MERGE_OPS[name],
@@ -380,16 +375,7 @@ class ProcessGroup:
         with tf.device(place):
             return around(f"{name} {flat.dtype.name}[{size}]", flat, run)
 
-    def _by_rank(self, parts):
-        """Takes the workers' parts in the order of TensorFlow's ranks."""
-        return self._permuted(parts, self._worker_of_rank)
-
-    def _by_worker(self, parts):
-        """Takes the ranks' parts in the order of the workers."""
-        ranks = sorted(range(self.num_workers), key=self._worker_of_rank.__getitem__)
-        return self._permuted(parts, ranks)
-
-    def _permuted(self, parts, order):
+    def _in_order(self, parts, order):
         if order == list(range(self.num_workers)):
             return parts
         return tf.gather(tf.reshape(parts, [self.num_workers, -1]), order)
@@ -407,11 +393,6 @@ def _added_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
     if dtype.size > 2:
         return functools.reduce(operator.add, terms)
     return tf.cast(functools.reduce(operator.add, [tf.cast(t, tf.float32) for t in terms]), dtype)
-
-
-def _host_of(device: str) -> str:
-    """The device of the same task that control traffic goes through: a GPU's host, a CPU itself."""
-    return re.sub(r"GPU:\d+$", "CPU:0", device)
 
 
 def _size_step(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -8,8 +8,6 @@ each worker gets a share sends half as many, and half of its vector is counted.
 
 import tensorflow as tf
 
-__all__ = ["KINDS", "ROWS", "SLICES", "SUMS", "Traffic"]
-
 SUMS, SLICES, ROWS = KINDS = ("sums", "slices", "rows")
 _CALLS = "calls"
 
@@ -35,13 +33,7 @@ class Traffic:
         self._in_python[_CALLS] += kind == SUMS
 
     def add_tensor(self, kind: str, tensor: tf.Tensor, *, one_in: int = 1) -> None:
-        """Counts a tensor's bytes: now, or whenever the graph that is being traced runs.
-
-        Args:
-            kind: What they are.
-            tensor: It.
-            one_in: Of how many bytes one counts.
-        """
+        """Counts a tensor's bytes, one in so many: now, or whenever the traced graph runs."""
         size = tensor.shape.num_elements()
         if tf.executing_eagerly():
             self.add(kind, size * tensor.dtype.size // one_in)

@@ -9,6 +9,7 @@ the algorithms of one process. Worker 0's profile decides for all (`tfparallel b
 transport that needs what a worker lacks is no candidate.
 """
 
+import dataclasses
 import functools
 import platform
 import statistics
@@ -23,11 +24,8 @@ from tfparallel.collectives.algorithm_selection import Choice
 from tfparallel.collectives.mpi import library, start
 from tfparallel.collectives.process_group import ProcessGroup
 
-__all__ = ["TransportChoice", "by_default", "names_of"]
-
-# More need not be moved to tell which transport moves a byte faster.
 _WHAT = "the choice of what joins the workers"  # Names the exchanges.
-_MAX_BYTES = 2**26
+_MAX_BYTES = 2**26  # More need not be moved to tell which transport moves a byte faster.
 # Of MPI's algorithms its own choice; TensorFlow's ring without pieces never won.
 _LIKELY = ("nccl", "ring_tuned", "mpi")
 _MIN_ROUNDS = 3
@@ -44,16 +42,14 @@ class Outcome(NamedTuple):
 def by_default(group: ProcessGroup) -> Outcome:
     """Takes what is fastest of what is installed, where nobody asks for anything.
 
-    Called by every worker, at the same place of the program.
-
-    Args:
-        group: The workers, joined by TensorFlow.
+    Called by every worker, at the same place of the program, with what TensorFlow has joined.
     """
     name, why = _default(group)
     if name != group.transport:
         joined = _joined(group, [name]).get(name)
         group, why = joined or group, why if joined else f"{name} failed to start"
-    return Outcome(group, Choice(group.transport, "default", why).of(group.implementation))
+    name, runs = group.transport, group.implementation
+    return Outcome(group, Choice(name, "default", why, implementation=runs))
 
 
 def _default(group) -> tuple[str, str]:
@@ -80,14 +76,8 @@ def _default(group) -> tuple[str, str]:
 class TransportChoice:
     """Chooses once, for the gradients of the first model that is trained.
 
-    Made and called by every worker, at the same place of the program.
-
-    Args:
-        group: The workers, joined by TensorFlow.
-        calibrate: Whether to measure where there is no profile.
-
-    Raises:
-        ValueError: If worker 0's profile is another machine's.
+    Made and called by every worker, at the same place of the program. Without a profile it is
+    measured if `calibrate` says so; a profile of worker 0 of another machine is a `ValueError`.
     """
 
     def __init__(self, group: ProcessGroup, calibrate: bool = True):
@@ -127,7 +117,8 @@ class TransportChoice:
             groups = _joined(group, [group.transport])
             found = Choice(group.transport, "default", f"{size}: {found.algorithm} failed to start")
         workers = groups[found.algorithm]
-        return Outcome(workers, found.of(workers.implementation))
+        found = dataclasses.replace(found, implementation=workers.implementation)
+        return Outcome(workers, found)
 
 
 def names_of(group: ProcessGroup) -> list[str]:

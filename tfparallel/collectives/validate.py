@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfparallel.collectives import group
-from tfparallel.collectives.dtypes import SENT_AS
+from tfparallel.collectives.wire_format import SENT_AS
 from tfparallel.seams.tensorflow import leaves_with_paths
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -15,12 +15,7 @@ _DTYPES = {*_FLOATS, tf.int32, tf.int64, *SENT_AS}
 
 
 def agreed(name: str, value: Any, **options) -> tuple[Any, list[tf.Tensor]]:
-    """Finds who takes part and makes tensors of a value; raises on all workers or on none.
-
-    Args:
-        name: The collective.
-        value: The value.
-        **options: The collective's other arguments.
+    """Finds who takes part in a collective; raises on all workers or on none.
 
     Returns:
         The ranks, and the value's tensors in the order of `tf.nest.flatten`.

@@ -1,10 +1,10 @@
-"""What a row says of a flag, and of flags that exclude each other."""
+"""What a row of the table says of a flag."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Excludes", "Flag"]
+__all__ = ["Flag"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +51,3 @@ class Flag:
     read: Callable[[str], Any] | None = None
     only_with: str | None = None
     needs_package: tuple[str, str] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Excludes:
-    """Flags that do not go together.
-
-    Attributes:
-        these: Two or more: a flag, or one of its values, as "sync=async".
-        why: A sentence.
-        fix: What to do about it.
-    """
-
-    these: tuple[str, ...]
-    why: str
-    fix: str = "Drop one of the two."

@@ -1,15 +1,14 @@
 """Every flag of every command, one row each; a flag that means another thing elsewhere has two.
 
-What absl defines, what `--help` shows, what is told of a mistake and which flags exclude each other
-is made from these rows.
+What absl defines, what `--help` shows and what is told of a mistake is made from these rows.
 """
 
 from tfparallel.bench.sizes import ITEM_BYTES, MIN_WARMUP
-from tfparallel.cluster.node_range import NodeRange
+from tfparallel.cluster.launcher_env import NodeRange
 from tfparallel.cluster.supervisor import GRACE_SECONDS
 from tfparallel.collectives import compression_name
 from tfparallel.collectives.compression_name import CompressionName
-from tfparallel.command_line.flag import Excludes, Flag
+from tfparallel.command_line.flag import Flag
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.layout.layout import RECOMPUTES
 from tfparallel.layout.mesh import Mesh
@@ -18,28 +17,12 @@ from tfparallel.replication.synchronization import Synchronization
 from tfparallel.task_files.kinds import KINDS
 from tfparallel.texts import parse_bytes
 
-__all__ = ["EXCLUDES", "IN_TASK", "TABLE", "flags_of"]
+__all__ = ["TABLE", "flags_of"]
 
 _IN_PARALLEL = "train, check, bench pipeline_job"
 _STAGES = "parallel=pipeline|hybrid|auto"
 _MATPLOTLIB = ("matplotlib", "'tfparallel[bench]'")
-_RECOMPUTES = dict(
-    zip(
-        RECOMPUTES,
-        ("holds the activations", "holds inputs alone", "but for the last micro-batch"),
-        strict=True,
-    )
-)
-_COMPRESSION = (
-    "Between workers: send gradients in fewer bytes, which is not exact: "
-    f"{compression_name.FORMS}."
-)
-_SYNC = (
-    f"When the weights are updated, and workers agree: {synchronization.FORMS}. Default: "
-    "every_step. local_sgd, post_local_sgd and async are for several workers, and not exact; async "
-    "needs `tfparallel launch --num_ps=1`. pipeline and hybrid take only every_step and "
-    "accumulate:N."
-)
+_OF_RECOMPUTES = ("holds the activations", "holds inputs alone", "but for the last micro-batch")
 
 # The words of PyTorch's users, and of papers.
 _PARALLELISMS = {
@@ -217,8 +200,13 @@ TABLE = {
         Flag("bucket_bytes", _IN_PARALLEL, "Between workers: sum gradients in pieces of this "
             "size, such as 4MiB, while the rest is computed; all at once if absent.",
             shown="SIZE", read=parse_bytes),
-        Flag("compression", _IN_PARALLEL, _COMPRESSION, shown="HOW", read=CompressionName.parse),
-        Flag("sync", _IN_PARALLEL, _SYNC, shown="WHEN", read=Synchronization.parse),
+        Flag("compression", _IN_PARALLEL, "Between workers: send gradients in fewer bytes, which "
+            f"is not exact: {compression_name.FORMS}.", shown="HOW", read=CompressionName.parse),
+        Flag("sync", _IN_PARALLEL, "When the weights are updated, and workers agree: "
+            f"{synchronization.FORMS}. Default: every_step. local_sgd, post_local_sgd and async "
+            "are for several workers, and not exact; async needs `tfparallel launch --num_ps=1`. "
+            "pipeline and hybrid take only every_step and accumulate:N.", shown="WHEN",
+            read=Synchronization.parse),
         Flag("shard_optimizer", _IN_PARALLEL, "For data and hybrid: whether each replica keeps "
             "and updates its share of the optimizer.", False, "switch",
             only_with="parallel=data|hybrid"),
@@ -241,7 +229,8 @@ TABLE = {
         Flag("chunks_per_device", f"{_IN_PARALLEL}, plan", "For interleaved: stages on each "
             "device; 2 if absent.", kind="whole", only_with="schedule=interleaved"),
         Flag("recompute", f"{_IN_PARALLEL}, plan", "For pipeline: whether a backward pass "
-            "computes its forward pass again.", choices=_RECOMPUTES, if_absent="never",
+            "computes its forward pass again.",
+            choices=dict(zip(RECOMPUTES, _OF_RECOMPUTES, strict=True)), if_absent="never",
             only_with=_STAGES),
         Flag("recompute", "bench pipeline", "Of never, always, except_last.", ["never"], "list"),
         Flag("batch_normalization", f"{_IN_PARALLEL}, plan", "For pipeline: normalize each "
@@ -389,80 +378,6 @@ TABLE = {
         Flag("inject", "bench train", "A fault for runs of several workers; as for train.",
             shown="FAULT", read=parse_fault),
     ),
-}
-
-_NO_SUMS = "Asynchronous workers sum no gradients, and are the processes of the job."
-_NO_ASYNC = "Drop one; --sync=every_step goes with all."
-_ALONE = "Workers that step by themselves each need the whole optimizer."
-
-EXCLUDES = (
-    Excludes(
-        ("num_devices", "devices"), "Devices are given either by count or by name, not both."
-    ),
-    Excludes(
-        ("devices", "device_type"), "Devices that are named need no type.", "Drop --device_type."
-    ),
-    Excludes(
-        ("num_devices", "nproc_per_node"),
-        "Ranks are the devices of one process or processes, not both.",
-    ),
-    Excludes(
-        ("split_gpu", "devices"),
-        "--split_gpu makes the devices itself, of a GPU.",
-    ),
-    Excludes(
-        ("split_gpu", "device_type=cpu"),
-        "--split_gpu makes the devices itself, of a GPU.",
-    ),
-    Excludes(
-        ("split_gpu", "parallel=auto"),
-        "--parallel=auto plans for devices that are there.",
-        "Name the parallelism: --parallel=data, or drop --split_gpu.",
-    ),
-    *(
-        Excludes((flag, "sync=async"), _NO_SUMS, _NO_ASYNC)
-        for flag in (
-            "devices", "num_devices", "num_workers", "strategy", "all_reduce", "bucket_bytes",
-            "compression", "shard_optimizer", "inject", "jit_compile", "precision=mixed_float16",
-        )
-    ),
-    Excludes(
-        ("sync=local_sgd|post_local_sgd", "compression"),
-        "--compression is of gradients, and workers that step by themselves send weights.",
-    ),
-    Excludes(("sync=local_sgd|post_local_sgd", "shard_optimizer"), _ALONE),
-    *(
-        Excludes(
-            ("sweep", flag), "The numbers are either given or fitted."
-        )
-        for flag in (
-            "latency_us", "bandwidth", "local_latency_us", "local_bandwidth", "add_bandwidth",
-        )
-    ),
-    *(
-        Excludes(
-            ("num_ps", flag),
-            "--num_ps is for a job on this host, whose processes sum no gradients.",
-            f"Drop --{flag}; on several hosts, name all processes in TF_CONFIG.",
-        )
-        for flag in ("bind_cores", "standby", "transport", "nnodes")
-    ),
-    *(
-        Excludes(
-            ("emit", flag), f"--{flag} cannot be in a file that all hosts read.", "Leave it out."
-        )
-        for flag in ("node_rank", "rdzv_endpoint", "local_addr", "num_ps", "bind_cores")
-    ),
-)  # fmt: skip
-
-# What a task file says, and no flag.
-_OPTIMIZER = "the optimizer's, in `compile_model(model)`"
-IN_TASK = {
-    "learning_rate": _OPTIMIZER,
-    "lr": _OPTIMIZER,
-    "loss": "in `compile_model(model)`",
-    "metrics": "in `compile_model(model)`",
-    "optimizer": "in `compile_model(model)`",
 }
 
 

@@ -13,9 +13,10 @@ from absl import flags
 from tfparallel import cuda_driver
 from tfparallel.cluster.environment import available_cores
 from tfparallel.command_line.command_table import COMMANDS
+from tfparallel.command_line.exclusions import EXCLUDES
 from tfparallel.command_line.exits import UsageError
-from tfparallel.command_line.flag import Excludes, Flag
-from tfparallel.command_line.flag_table import EXCLUDES, IN_TASK, TABLE, flags_of
+from tfparallel.command_line.flag import Flag
+from tfparallel.command_line.flag_table import TABLE, flags_of
 
 __all__ = ["defined", "flag_problems", "nearest", "parsed", "resolved", "value_of"]
 
@@ -57,6 +58,10 @@ _DEFINE = {
     "list": flags.DEFINE_list,
     "repeated": flags.DEFINE_multi_string,
 }
+
+# What a task file says, and no flag.
+_IN_TASK = dict.fromkeys(("loss", "metrics", "optimizer"), "in `compile_model(model)`")
+_IN_TASK |= dict.fromkeys(("learning_rate", "lr"), "the optimizer's, in `compile_model(model)`")
 
 # A text means the same in every command.
 _READERS = {row.name: row.read for rows in TABLE.values() for row in rows if row.read is not None}
@@ -161,8 +166,8 @@ def _unknown(command, typed):
     others = [other for other in COMMANDS if " " not in other and name in flags_of(other)]
     if meant:
         fix = f"Here it is {' or '.join(meant)}."
-    elif name in IN_TASK and COMMANDS[command].is_on_task:
-        fix = f"The task file says it: {IN_TASK[name]}."
+    elif name in _IN_TASK and COMMANDS[command].is_on_task:
+        fix = f"The task file says it: {_IN_TASK[name]}."
     elif alike := nearest(name, [word for row in rows.values() for word in (row.name, *row.also)]):
         fix = f"Did you mean --{alike}?"
     else:
@@ -192,7 +197,9 @@ def flag_problems(command: str, values: flags.FlagValues) -> list[str]:
     for row in rows.values():
         problems += _without(row, values)
     for excludes in EXCLUDES:
-        problems += _together(excludes, values)
+        if all(_holds(values, each) for each in excludes.these):
+            given = [_shown(values, each.partition("=")[0]) for each in excludes.these]
+            problems.append(f"{excludes.why} Received: {' with '.join(given)}. {excludes.fix}")
     return problems
 
 
@@ -246,20 +253,13 @@ def _without(row: Flag, values) -> Iterator[str]:
     if row.only_with is None or not _is_given(values, row.name) or _holds(values, row.only_with):
         return
     name, _, words = row.only_with.partition("=")
-    *firsts, last = (f"--{name}={words.split('|')[0]}", *words.split("|")[1:])
-    needed = f"{', '.join(firsts)} or {last}" if firsts else last if words else f"--{name}"
+    first, *others = f"--{row.only_with}".split("|")
+    needed = f"{', '.join([first, *others[:-1]])} or {others[-1]}" if others else first
     beside = f" with {_shown(values, name)}" if values[name].value is not None else " alone"
-    add = f"--{name}={words.split('|')[0]}" if words else f"--{name}"
     yield (
         f"--{row.name} is for {needed}. Received: {_shown(values, row.name)}{beside}. Drop "
-        f"--{row.name}, or {'take' if words else 'add'} {add}."
+        f"--{row.name}, or {'take' if words else 'add'} {first}."
     )
-
-
-def _together(excludes: Excludes, values) -> Iterator[str]:
-    if all(_holds(values, each) for each in excludes.these):
-        given = [_shown(values, each.partition("=")[0]) for each in excludes.these]
-        yield f"{excludes.why} Received: {' with '.join(given)}. {excludes.fix}"
 
 
 def _holds(values, condition: str) -> bool:

@@ -6,20 +6,24 @@ TensorFlow takes seconds to load: help and mistakes are answered before.
 import importlib
 import os
 import pkgutil
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
 from tfparallel.activity import Activity
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.command_line.command_table import COMMANDS, Command
-from tfparallel.command_line.exits import UsageError, run_command
+from tfparallel.command_line.exits import StartError, UsageError, run_command
 from tfparallel.command_line.flags import defined, flag_problems, parsed
 from tfparallel.command_line.help import help_text
 from tfparallel.task import TaskError
 
-__all__ = ["checked", "run"]
+__all__ = ["TFPARALLEL", "checked", "run", "run_job"]
+
+TFPARALLEL = (sys.executable, "-m", "tfparallel")
+_DEADLINE_SECONDS = 900.0  # Of a job.
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -126,5 +130,34 @@ def _run_as_workers(
             f"This process is one of {cluster.num_workers} workers already ({cluster.source}). "
             f"Received: --{flag}={number}. Drop the flag."
         )
-    again = (sys.executable, "-m", "tfparallel", *name.split(), *arguments)
+    again = (*TFPARALLEL, *name.split(), *arguments)
     return run("launch", [f"--nproc_per_node={number}", "--", *again])
+
+
+def run_job(what: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Runs a command to its end in processes of its own, for a benchmark that measures it.
+
+    Args:
+        what: The run, in words, for an error.
+        command: What is run.
+        environment: Variables beside those of this process.
+
+    Raises:
+        StartError: If it fails, or has not ended after 15 minutes.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_DEADLINE_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StartError(
+            f"{what} has not ended within {_DEADLINE_SECONDS:.0f} s. Ask for fewer --steps, or a "
+            "smaller batch."
+        ) from error
+    if done.returncode:
+        raise StartError(f"{what} failed with exit code {done.returncode}:\n{done.stdout[-3000:]}")

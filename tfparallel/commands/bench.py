@@ -4,8 +4,7 @@ import csv
 import importlib
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import keras
 from absl import flags
@@ -13,14 +12,13 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.bench import model as models
 from tfparallel.bench import table
-from tfparallel.bench.between_workers import Workers, worker_contenders, worker_refusals
+from tfparallel.bench.between_workers import Workers, worker_contenders
 from tfparallel.bench.collectives import REDUCING
 from tfparallel.bench.contender import Contender, OneProcess, World
 from tfparallel.bench.in_process import device_contenders
-from tfparallel.bench.limit import memory_bandwidth
 from tfparallel.bench.measure import measure
-from tfparallel.bench.row import Row
 from tfparallel.bench.sizes import ITEM_BYTES
+from tfparallel.bench.table import Row
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.collectives import cross_device, profile
 from tfparallel.collectives.algorithm_selection import MIN_GAIN
@@ -33,7 +31,7 @@ from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.startup import quiet_stderr
 from tfparallel.task import Task, TaskError, load_task
 
-__all__ = ["advice", "gradient_counts", "run", "save_profile"]
+__all__ = ["run"]
 
 # What TensorFlow takes by itself, between devices and between workers.
 _DEFAULTS = ("tf_reduce_to_one", "reduce_to_one", "ring")
@@ -43,31 +41,15 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     """Measures and shows; returns 1 if an element was wrong."""
     collective, task_path, *_ = [*positional, None]
     started = _start(values)
-    parts = None if task_path is None else gradient_counts(load_task(task_path))
-    if parts is None:
-        counts = counts_of(values, ITEM_BYTES[values.dtype])
+    if task_path is None:
+        parts, counts = None, counts_of(values, ITEM_BYTES[values.dtype])
     else:
+        parts = _gradient_counts(load_task(task_path))
         counts = [sum(parts)]
     world, contenders = _participants(collective, values, started, parts)
     is_chief = world.ranks[0] == 0
-    say = print if is_chief else _silent
-    found: Iterable[Row] = _measured(world, contenders, counts, collective, values)
-    if parts is not None:
-        found = list(found)
-        say(advice(found, len(parts)))  # What was asked comes before what it rests on.
-    say("\n".join(table.header(_settings(collective, world, values, parts))), flush=True)
-    rows: list[Row] = []
-    for row in found:
-        rows.append(row)
-        say(table.line(row), flush=True)
-    say("\n".join(table.footer(rows)), flush=True)
-    if is_chief:
-        conclude(values, world, rows)
-    return 1 if any(row.num_wrong for row in rows) else 0
-
-
-def _measured(world, contenders, counts, collective, values) -> Iterator[Row]:
-    return measure(
+    say = print if is_chief else lambda *_, **__: None
+    found: Iterable[Row] = measure(
         world,
         contenders,
         counts,
@@ -76,10 +58,18 @@ def _measured(world, contenders, counts, collective, values) -> Iterator[Row]:
         iters=values.iters,
         warmup_iters=values.warmup_iters,
     )
-
-
-def _silent(*_, **__):
-    """What a worker says that is not the chief."""
+    if parts is not None:
+        found = list(found)
+        say(_advice(found, len(parts)))  # What was asked comes before what it rests on.
+    say("\n".join(table.header(_settings(collective, world, values, parts))), flush=True)
+    rows: list[Row] = []
+    for row in found:
+        rows.append(row)
+        say(table.line(row), flush=True)
+    say("\n".join(table.footer(rows)), flush=True)
+    if is_chief:
+        _conclude(values, world, rows)
+    return 1 if any(row.num_wrong for row in rows) else 0
 
 
 def _start(values: flags.FlagValues) -> ProcessGroup | list[str]:
@@ -107,10 +97,10 @@ def _participants(
 ) -> tuple[World, list[Contender]]:
     """Who takes part and what is measured: the workers of a job, or this process's devices."""
     if isinstance(started, ProcessGroup):
-        every = worker_contenders(started)
+        every, refused = worker_contenders(started)
         found = [c for c in every if collective in c.collectives]
         lacking = {c.name: f"it has no {collective}" for c in every if c not in found}
-        names = _chosen(values, [c.name for c in found], worker_refusals(started) | lacking)
+        names = _chosen(values, [c.name for c in found], refused | lacking)
         return Workers(started), [c for c in found if c.name in names]
     if collective != "all_reduce":
         raise UsageError(
@@ -139,7 +129,7 @@ def _chosen(values, runnable: Sequence[str], refused: dict[str, str]) -> list[st
     return list(dict.fromkeys(values.algorithms))
 
 
-def _settings(collective, world, values, parts=None) -> dict[str, object]:
+def _settings(collective, world, values, parts) -> dict[str, object]:
     found = versions()
     sizes = f"{values.min_bytes} to {values.max_bytes}, factor {values.step_factor}"
     if parts is not None:
@@ -158,14 +148,8 @@ def _settings(collective, world, values, parts=None) -> dict[str, object]:
     }
 
 
-def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> None:
-    """Prints the cost model and the winners, and writes what the flags ask for.
-
-    Args:
-        values: The command's flags.
-        world: Who took part.
-        rows: The sweep.
-    """
+def _conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> None:
+    """Prints the cost model and the winners of a sweep, and writes what the flags ask for."""
     shared = isinstance(world, OneProcess)
     is_sweep = len({row.size_bytes for row in rows}) > 1
     num_cores = os.cpu_count() if len(set(world.names)) == 1 else None
@@ -176,11 +160,18 @@ def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> Non
         print(f"# Cost model, {transport:<8} : {models.describe(model)}")
     bandwidth = None
     if values.plot is not None or values.report is not None:
-        bandwidth = memory_bandwidth()
+        bandwidth = models.memory_bandwidth()
     if values.report is not None:
         content = {
             "configuration": resolved(values),
-            "environment": _environment(world, bandwidth),
+            "environment": {
+                "place": world.place,
+                "num_cores": os.cpu_count(),
+                "machine": platform.machine(),
+                "system": f"{platform.system()} {platform.release()}",
+                "memory_bandwidth": bandwidth,
+                "versions": versions(),
+            },
             "models": {name: models.as_json(model) for name, model in found.items()},
             "rows": [row.as_json() for row in rows],
         }
@@ -197,37 +188,19 @@ def conclude(values: flags.FlagValues, world: World, rows: Sequence[Row]) -> Non
         title = f"{rows[0].collective}, {rows[0].dtype}, {world.place}"
         # Matplotlib is an extra: loaded where it is asked for.
         plot = importlib.import_module("tfparallel.bench.plot")
-        plot.draw(values.plot, rows, title=title, models=found, bandwidth=bandwidth, shared=shared)
+        plot.draw_sweep(
+            values.plot, rows, title=title, models=found, bandwidth=bandwidth, shared=shared
+        )
         print(f"wrote {values.plot}")
     if values.save_profile:
-        save_profile(world.names, rows)
+        times: dict[str, list[tuple[int, float]]] = {}
+        for row in rows:
+            times.setdefault(row.algorithm, []).append((row.size_bytes, row.quantile_seconds(0.25)))
+        print(f"wrote {profile.save(world.names, times)}")
 
 
-def save_profile(names: Sequence[str], rows: Sequence[Row]) -> None:
-    """Keeps a sweep, as lower quartiles, for `--all_reduce=auto`."""
-    times: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        times.setdefault(row.algorithm, []).append((row.size_bytes, row.quantile_seconds(0.25)))
-    print(f"wrote {profile.save(names, times)}")
-
-
-def _environment(world, bandwidth) -> dict[str, Any]:
-    return {
-        "place": world.place,
-        "num_cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
-        "memory_bandwidth": bandwidth,
-        "versions": versions(),
-    }
-
-
-def gradient_counts(task: Task) -> list[int]:
-    """Returns the elements of each gradient of a task's model.
-
-    Raises:
-        TaskError: If nothing in it is trained.
-    """
+def _gradient_counts(task: Task) -> list[int]:
+    """The elements of each gradient of a task's model."""
     model = task.build_model()
     if not model.built:
         data, _ = task.load_data()
@@ -247,8 +220,8 @@ def gradient_counts(task: Task) -> list[int]:
     return counts
 
 
-def advice(rows: Sequence[Row], num_tensors: int) -> str:
-    """Returns one line: which algorithm to take for a model, and what it saves."""
+def _advice(rows: Sequence[Row], num_tensors: int) -> str:
+    """One line: which algorithm to take for a model, and what it saves."""
     default = next((row for name in _DEFAULTS for row in rows if row.algorithm == name), None)
     best = min(rows, key=lambda row: row.median_seconds)
     size = f"{rows[0].size_bytes / 1e6:.3g} MB in {num_tensors} tensors"

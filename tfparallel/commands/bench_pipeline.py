@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from tfparallel.commands.measured_job import TFPARALLEL, run_job
+from tfparallel.command_line.runner import TFPARALLEL, run_job
 from tfparallel.diagnostics.report import write_report
 
 __all__ = ["run"]
@@ -28,12 +28,8 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     for number, schedule, micro_batches, recompute in itertools.product(
         values.num_devices, values.schedule, values.num_micro_batches, values.recompute
     ):
-        asked = [
-            "--parallel=pipeline",
-            f"--num_micro_batches={micro_batches}",
-            f"--schedule={schedule}",
-            f"--recompute={recompute}",
-        ]
+        asked = ["--parallel=pipeline", f"--num_micro_batches={micro_batches}"]
+        asked += [f"--schedule={schedule}", f"--recompute={recompute}"]
         if values.batch_normalization is not None:
             asked.append(f"--batch_normalization={values.batch_normalization}")
         row = {
@@ -118,14 +114,11 @@ def _plot(path, task, plain, rows) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    kinds = dict.fromkeys((row["num_devices"], row["schedule"], row["recompute"]) for row in rows)
-    for number, schedule, recompute in kinds:
-        own = [
-            row
-            for row in rows
-            if (row["num_devices"], row["schedule"], row["recompute"])
-            == (number, schedule, recompute)
-        ]
+    by_kind: dict[tuple, list] = {}
+    for row in rows:
+        kind = row["num_devices"], row["schedule"], row["recompute"]
+        by_kind.setdefault(kind, []).append(row)
+    for (number, schedule, recompute), own in by_kind.items():
         label = f"{number} stages, {schedule}" + f", recompute {recompute}" * (recompute != "never")
         x = [row["num_micro_batches"] for row in own]
         (line,) = axes.plot(x, [1e3 * row["step_seconds"] for row in own], "o-", label=label)

@@ -13,11 +13,12 @@ from absl import flags
 
 from tfparallel.cluster.environment import available_cores
 from tfparallel.command_line.exits import StartError
-from tfparallel.commands.measured_job import TFPARALLEL, run_job
+from tfparallel.command_line.runner import TFPARALLEL, run_job
 from tfparallel.diagnostics.faults import parse_fault
 from tfparallel.diagnostics.report import write_report
 from tfparallel.flight.diagnosis import verdict
 from tfparallel.flight.job import Split
+from tfparallel.texts import counted
 
 __all__ = ["run"]
 
@@ -64,7 +65,8 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     weak = {numbers[0]: strong[numbers[0]]}
     for number in numbers[1:]:
         weak[number] = _run(path, values, number, rows * number // numbers[0], max(numbers))
-    for name, runs in (("strong", strong), ("weak", weak)):
+    scalings = {"strong": strong, "weak": weak}
+    for name, runs in scalings.items():
         print(f"\n{name} scaling")
         print("\n".join(_table(runs)))
     print()
@@ -78,17 +80,16 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
             link_bits=link_bits,
             expected_compute=None if number == numbers[0] else alone,
         )
-    for number, text in verdicts.items():
-        print(f"{number} worker{'s' * (number > 1)}: {text}")
+        print(f"{counted(number, 'worker')}: {verdicts[number]}")
     if values.report is not None:
         found: dict[str, Any] = {"task": path, "verdicts": verdicts}
-        for name, runs in (("strong", strong), ("weak", weak)):
+        for name, runs in scalings.items():
             found[name] = [dataclasses.asdict(run) for run in runs.values()]
         write_report(values.report, found)
     if values.plot is not None:
-        plot = importlib.import_module("tfparallel.bench.scaling_plot")
+        plot = importlib.import_module("tfparallel.bench.plot")
         title = f"{os.path.basename(path)}: {verdicts[numbers[-1]].partition(':')[0]}"
-        plot.draw(values.plot, list(strong.values()), list(weak.values()), title)
+        plot.draw_scaling(values.plot, list(strong.values()), list(weak.values()), title)
     for name in ("report", "plot"):
         if getattr(values, name) is not None:
             print(f"wrote {getattr(values, name)}")
@@ -96,11 +97,8 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
 
 
 def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
-    print(
-        f"{num_workers} worker{'s' * (num_workers > 1)}, {global_batch_size} rows a step …",
-        file=sys.stderr,
-        flush=True,
-    )
+    told = f"{counted(num_workers, 'worker')}, {global_batch_size} rows a step …"
+    print(told, file=sys.stderr, flush=True)
     threads = str(max(1, len(available_cores()) // most))
     with tempfile.TemporaryDirectory(prefix="tfparallel_bench_") as folder:
         report = os.path.join(folder, "report.json")
@@ -111,11 +109,8 @@ def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
             train.append(f"--all_reduce={values.all_reduce}")
         if values.inject is not None and parse_fault(values.inject).worker < num_workers > 1:
             train.append(f"--inject={values.inject}")
-        environment = {
-            "OMP_NUM_THREADS": threads,
-            "TF_NUM_INTRAOP_THREADS": threads,
-            "TF_NUM_INTEROP_THREADS": threads,
-        }
+        names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+        environment = dict.fromkeys(names, threads)
         launch = [*TFPARALLEL, "launch", f"--nproc_per_node={num_workers}", f"--log_dir={folder}"]
         run_job(
             f"A run of {num_workers} workers", [*launch, "--", *train], environment | os.environ
@@ -131,8 +126,7 @@ def _run(path, values, num_workers, global_batch_size, most) -> Scaling:
 
 def _table(runs) -> list[str]:
     first = next(iter(runs.values()))
-    head = ["workers", "rows", "ms a step", "examples/s", "of ideal"]
-    head += ["input", "compute", "reduction", "waiting", "between"]
+    head = ["workers", "rows", "ms a step", "examples/s", "of ideal", *_PARTS]
     lines = ["  ".join(f"{name:>10}" for name in head)]
     for number, run in runs.items():
         ideal = first.examples_per_second * number / first.num_workers

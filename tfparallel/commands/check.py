@@ -12,12 +12,10 @@ from absl import flags
 from tfparallel.activity import Activity
 from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.options import TrainOptions
-from tfparallel.commands.auto_parallelism import start_chosen_parallelism
-from tfparallel.commands.precision import compiling, use_precision
+from tfparallel.commands.task_setup import compiling, start_chosen_parallelism, use_precision
 from tfparallel.data.batches import first_batches
 from tfparallel.device_memory import peak_bytes_of_gpus
-from tfparallel.diagnostics.check import check_parity, uneven_first
-from tfparallel.diagnostics.determinism import make_deterministic
+from tfparallel.diagnostics.check import check_parity, make_deterministic, uneven_first
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
 from tfparallel.extend import original_class
 from tfparallel.judge.check_rows import exchange_moments, refusal_of

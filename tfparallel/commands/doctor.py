@@ -11,8 +11,7 @@ from tfparallel.activity import Activity
 from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.flags import resolved
 from tfparallel.diagnostics.doctor import examine
-from tfparallel.diagnostics.finding import VERDICTS, Finding, worst
-from tfparallel.diagnostics.report import versions, write_report
+from tfparallel.diagnostics.report import VERDICTS, Finding, versions, worst, write_report
 from tfparallel.diagnostics.suggestion import suggested, this_machine
 
 __all__ = ["run"]

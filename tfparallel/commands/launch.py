@@ -11,11 +11,11 @@ from absl import flags
 from tfparallel.cluster.address import join_address, split_address
 from tfparallel.cluster.environment import available_cores, core_shares
 from tfparallel.cluster.job_files import JobFile, job_name_of, kubernetes_objects, slurm_script
-from tfparallel.cluster.node_range import NodeRange, node_rank_of
+from tfparallel.cluster.launcher_env import NodeRange, node_rank_of
 from tfparallel.cluster.preemption import SIGNALS, TRY_AGAIN
 from tfparallel.cluster.supervisor import StopRequest
 from tfparallel.cluster.warm_spares import imports_tfparallel
-from tfparallel.cluster.wire import is_job
+from tfparallel.cluster.wire import is_word
 from tfparallel.commands.launching import TOKEN, launched, say
 
 __all__ = ["problems", "run"]
@@ -26,23 +26,12 @@ _NO_COMMAND = (
 )
 _GRACE_OF_A_SCHEDULER = 60.0  # Its own are minutes, and a save may take one.
 # What the launcher of each host is given, too.
-_HANDED_ON = (
-    "nproc_per_node",
-    "max_restarts",
-    "standby",
-    "start_timeout",
-    "log_dir",
-    "transport",
-)
+_HANDED_ON = ("nproc_per_node", "max_restarts", "standby", "start_timeout", "log_dir", "transport")
 _MIN_TOKEN = 16  # Characters; a stranger must not guess it.
 
 
 def run(values: flags.FlagValues, command: Sequence[str]) -> int:
     """Starts the workers, or prints the job's file.
-
-    Args:
-        values: The flags.
-        command: What each worker runs.
 
     Returns:
         The exit code: the culprit's, or 128 + n after signal n.
@@ -69,12 +58,17 @@ def run(values: flags.FlagValues, command: Sequence[str]) -> int:
 
 def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange) -> str:
     """The file that submits the job."""
-    given = [name for name in _HANDED_ON if values[name].present]
+    # As it was written: the host that submits may have other devices.
+    given = {
+        name: getattr(values[name].value, "text", values[name].value)
+        for name in _HANDED_ON
+        if values[name].present
+    }
     grace = values.grace_seconds if values["grace_seconds"].present else _GRACE_OF_A_SCHEDULER
     job = JobFile(
         name=values.job_name or job_name_of(command),
         command=command,
-        launch_flags=[f"--{name}={_as_given(values[name].value)}" for name in given],
+        launch_flags=[f"--{name}={value}" for name, value in given.items()],
         nnodes=nodes.maximum,
         min_nnodes=nodes.minimum if nodes.is_elastic else None,
         grace_seconds=grace,
@@ -84,11 +78,6 @@ def _emitted(values: flags.FlagValues, command: Sequence[str], nodes: NodeRange)
         volume=values.volume,
     )
     return slurm_script(job) if values.emit == "slurm" else kubernetes_objects(job)
-
-
-def _as_given(value):
-    """What was written, where the host that submits may have other devices."""
-    return getattr(value, "text", value)
 
 
 def problems(values: flags.FlagValues, command: Sequence[str]) -> list[str]:
@@ -175,13 +164,9 @@ def _node_problems(values, nodes, rank):
     else:
         needs_rank = rank is None and not nodes.is_elastic
         if needs_rank or values.rdzv_endpoint is None:
-            required = (
-                "--rdzv_endpoint=HOST:PORT"
-                if nodes.is_elastic
-                else ("--node_rank and --rdzv_endpoint=HOST:PORT")
-            )
+            required = "" if nodes.is_elastic else "--node_rank and "
             problems.append(
-                f"Several hosts need {required}. Received: "
+                f"Several hosts need {required}--rdzv_endpoint=HOST:PORT. Received: "
                 f"--nnodes={values.nnodes}, --node_rank={rank}, "
                 f"--rdzv_endpoint={values.rdzv_endpoint}."
             )
@@ -208,7 +193,7 @@ def _node_problems(values, nodes, rank):
 
 def _identity_problems(values, nodes):
     problems = []
-    if values.job_name is not None and not is_job(values.job_name):
+    if values.job_name is not None and not is_word(values.job_name):
         problems.append(
             "--job_name must be of at most 64 printable characters of ASCII, without a space. "
             f"Received: --job_name={values.job_name}."

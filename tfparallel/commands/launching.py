@@ -15,11 +15,10 @@ from tfparallel.cluster.back_off import RestartBackOff
 from tfparallel.cluster.elastic import ElasticMeetings, JobEndedError
 from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.cluster.job_files import job_name_of
-from tfparallel.cluster.launcher_env import without_counts
+from tfparallel.cluster.launcher_env import NodeRange, node_rank_of, without_counts
 from tfparallel.cluster.listener import LISTEN_ADDR
 from tfparallel.cluster.local_workers import host_programs, meet_alone, programs_with_servers
-from tfparallel.cluster.node_range import NodeRange, node_rank_of
-from tfparallel.cluster.output import Prefixer
+from tfparallel.cluster.output import Prefixer, WorkerLog
 from tfparallel.cluster.output_filter import OutputFilter
 from tfparallel.cluster.own_folder import OwnFolder
 from tfparallel.cluster.ports import free_ports
@@ -29,9 +28,9 @@ from tfparallel.cluster.supervisor import Job, Program, StopRequest
 from tfparallel.cluster.warm_spares import WarmSpares
 from tfparallel.cluster.worker_error import WORKER_ERROR
 from tfparallel.cluster.worker_exit import Outcome
-from tfparallel.cluster.worker_log import WorkerLog
 from tfparallel.flight.culprit import has_lost_another, lost_by, waited_for, with_errors
 from tfparallel.flight.record import FOLDER, SUFFIX
+from tfparallel.texts import counted
 
 __all__ = ["TOKEN", "launched", "say"]
 
@@ -117,9 +116,8 @@ def _run_once(values, command, nodes, attempt, environment, standbys):
             restart_count=attempt,
         )
         return _run(values, programs, attempt)
-    with contextlib.ExitStack() as stack:
-        meeting = _meet(values, command, nodes, attempt)
-        stack.enter_context(meeting.news)
+    meeting = _meet(values, command, nodes, attempt)
+    with meeting.news:
         programs = _programs(values, command, meeting, environment, attempt)
         return _run(values, programs, attempt, meeting, standbys)
 
@@ -191,7 +189,7 @@ def _next_round(values, meetings):
     *ports, master_port = free_ports(values.nproc_per_node + 1)
     meeting = meetings.meet(ports, master_port)
     num_nodes = meeting.news.num_nodes
-    say(f"round {meeting.attempt}: node {meeting.node} of {_hosts(num_nodes)}")
+    say(f"round {meeting.attempt}: node {meeting.node} of {counted(num_nodes, 'host')}")
     return meeting
 
 
@@ -205,6 +203,7 @@ class _Patience:
     def __init__(self, values, nodes, environment):
         self._values, self._nodes, self._environment = values, nodes, environment
         self._num_failures, self._tries_again = 0, False
+        self._began = time.time()
         self.num_nodes = 0
 
     def begin(self, news):
@@ -219,7 +218,8 @@ class _Patience:
         """Returns the exit code of this launcher if it, or the whole job, ends with the round."""
         news = meeting.news
         if culprit is not None and culprit.node is None and news.departure is None:
-            lost = has_lost_another(culprit, self._environment[FOLDER], meeting.attempt)
+            folder = self._environment[FOLDER]
+            lost = has_lost_another(culprit, folder, meeting.attempt, self._began)
             tries_again = culprit.returncode == TRY_AGAIN or lost
             self._num_failures += self._tries_again or not tries_again
             self._tries_again = tries_again
@@ -230,7 +230,7 @@ class _Patience:
         news.gone |= leaving
         num_left = news.num_nodes - len(news.gone)
         if leaving and num_left < self._nodes.minimum:
-            say(f"--nnodes={self._values.nnodes}, and {_hosts(num_left)} would be left")
+            say(f"--nnodes={self._values.nnodes}, and {counted(num_left, 'host')} would be left")
             return culprit.exit_code
         return None
 
@@ -337,12 +337,13 @@ def _keeping(
     if values.log_dir is None:
         return lambda worker, text: None
 
-    told: list[OSError] = []
+    is_told = False
 
     def tell(error: OSError) -> None:
-        if not told:
+        nonlocal is_told
+        if not is_told:
             say(f"the output is not kept whole in --log_dir={values.log_dir} ({error.strerror})")
-        told.append(error)
+        is_told = True
 
     suffix = f".restart_{attempt}" if attempt else ""
     logs = {}
@@ -360,10 +361,6 @@ def _report(cause: str, outcome: Outcome) -> None:
         say(f"stopped {', '.join(stopped)}")
     elif stopped:
         say(f"stopped worker{'s' * (len(stopped) > 1)} {', '.join(stopped)}")
-
-
-def _hosts(number):
-    return f"{number} host{'s' * (number != 1)}"
 
 
 def say(text: str) -> None:

@@ -19,7 +19,6 @@ from tfparallel.command_line.options import TrainOptions
 from tfparallel.hybrid.hybrid_parallel import hybrid_parallel
 from tfparallel.layers.tensor_parallel import tensor_parallel
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.shorten import first_to_last
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.model_parallel import model_parallel
@@ -27,6 +26,7 @@ from tfparallel.placement.processes import connect_to_cluster
 from tfparallel.replication.data_parallel import data_parallel
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
+from tfparallel.texts import counted, first_to_last
 
 __all__ = ["Parallelism", "hide_gpus_if_unused", "start_parallelism"]
 
@@ -84,9 +84,9 @@ class Parallelism:
     @property
     def text_of_size(self) -> str:
         """How many devices and workers there are, in words."""
-        number = f"{len(self.devices)} device{'s' * (len(self.devices) != 1)}"
+        number = counted(len(self.devices), "device")
         if self.num_servers:
-            return f"{self.num_workers} worker{'s' * (self.num_workers != 1)}"
+            return counted(self.num_workers, "worker")
         if self.workers is None:
             return number
         return f"{self.num_workers} workers with {number} each"
@@ -145,7 +145,7 @@ class Parallelism:
         names = first_to_last(self.devices)
         if self.name == "none":
             return f"one device ({names})"
-        number = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
+        number = counted(len(self.devices), "device")
         if self.name == "model":
             return f"layers on {number} ({names})"
         if self.name == "tensor":
@@ -160,9 +160,8 @@ class Parallelism:
             )
         if self.num_servers:
             return (
-                f"data parallel, asynchronous, {self.num_workers} "
-                f"worker{'s' * (self.num_workers > 1)}, weights on {self.num_servers} "
-                f"server{'s' * (self.num_servers > 1)}, sync {self.sync}"
+                f"data parallel, asynchronous, {counted(self.num_workers, 'worker')}, weights on "
+                f"{counted(self.num_servers, 'server')}, sync {self.sync}"
             )
         sync = "" if self.sync == "every_step" else f", sync {self.sync}"
         sync += ", the optimizer in shares" if self.shard_optimizer else ""

@@ -16,14 +16,14 @@ from absl import flags
 from tfparallel import devices as device_lib
 from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.options import TrainOptions
-from tfparallel.commands.auto_parallelism import nothing_fits, plan_task
+from tfparallel.commands.task_setup import nothing_fits, plan_task
 from tfparallel.diagnostics.report import versions, write_report
 from tfparallel.layout.drawing import as_text, write_picture, write_trace
 from tfparallel.layout.simulator import theoretical_bubble
 from tfparallel.planning.candidates import Candidate
 from tfparallel.planning.planner import Plan
 from tfparallel.task import load_task
-from tfparallel.texts import aligned, seconds_text, size_text
+from tfparallel.texts import aligned, counted, seconds_text, size_text
 
 __all__ = ["run"]
 
@@ -138,7 +138,7 @@ def _rests_on(plan: Plan) -> list[str]:
     if plan.num_cores is not None and plan.num_devices > 1:
         at_once = min(plan.num_cores, plan.num_devices)
         lines.append(
-            f"the devices share {plan.num_cores} core{'s' * (plan.num_cores > 1)}: {at_once} at "
+            f"the devices share {counted(plan.num_cores, 'core')}: {at_once} at "
             f"work at once do {plan.side_by_side:.2f} times as much as one"
         )
     elif plan.num_devices > 1 and math.isinf(plan.side_by_side):

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfparallel.collectives.algorithms import double_binary_tree, hierarchical
-from tfparallel.collectives.algorithms.catalog import ALGORITHMS, GROUPED
-from tfparallel.collectives.cost_model import CostModel, Link
-from tfparallel.collectives.simulator import simulate
+from tfparallel.collectives.algorithms import (
+    ALGORITHMS,
+    GROUPED,
+    double_binary_tree,
+    hierarchical,
+)
+from tfparallel.collectives.cost_model import CostModel, Link, simulate
 from tfparallel.command_line.contradictions import counts_of, size_problems
 from tfparallel.command_line.exits import UsageError
 from tfparallel.diagnostics.report import write_report
@@ -23,7 +26,37 @@ _MAX_TREE_RANKS = 256
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     """Prints the predictions, and returns the exit code."""
-    _answer(values, _model(values), counts_of(values, 1))
+    model, sizes = _model(values), counts_of(values, 1)
+    ranks, local = values.ranks, values.local_ranks
+    predicted = {
+        name: [model.seconds(name, ranks, size, local) for size in sizes] for name in ALGORITHMS
+    }
+    simulated = {
+        name: times
+        for name in ALGORITHMS
+        if (times := _simulated(name, ranks, local, sizes, model)) is not None
+    }
+    print("\n".join(_assumptions(values, model)))
+    print("\n".join(["", "by formula", *_table(sizes, predicted)]))
+    if simulated:
+        print("\n".join(["", "by simulation, message by message", *_table(sizes, simulated)]))
+        print("\n" + _agreement(predicted, simulated))
+    crossovers = model.crossovers(ranks, sizes[0], sizes[-1], local)
+    print(
+        "fastest by formula: "
+        + ", ".join(f"{name} from {size_text(size)}" for size, name in crossovers)
+    )
+    if values.report is not None:
+        content = {
+            "ranks": ranks,
+            "local_ranks": local,
+            "sizes": sizes,
+            "seconds": predicted,
+            "simulated_seconds": simulated,
+            "crossovers": crossovers,
+        }
+        write_report(values.report, content)
+        print(f"wrote {values.report}")
     return 0
 
 
@@ -72,42 +105,9 @@ def _fitted(path) -> CostModel:
         ) from error
 
 
-def _answer(values, model: CostModel, sizes) -> None:
-    ranks, local = values.ranks, values.local_ranks
-    predicted = {
-        name: [model.seconds(name, ranks, size, local) for size in sizes] for name in ALGORITHMS
-    }
-    simulated = {}
-    if model.transport == "wire":
-        simulated = {
-            name: times
-            for name in ALGORITHMS
-            if (times := _simulated(name, ranks, local, sizes, model)) is not None
-        }
-    print("\n".join(_assumptions(values, model)))
-    print("\n".join(["", "by formula", *_table(sizes, predicted)]))
-    if simulated:
-        print("\n".join(["", "by simulation, message by message", *_table(sizes, simulated)]))
-        print("\n" + _agreement(predicted, simulated))
-    crossovers = model.crossovers(ranks, sizes[0], sizes[-1], local)
-    print(
-        "fastest by formula: "
-        + ", ".join(f"{name} from {size_text(size)}" for size, name in crossovers)
-    )
-    if values.report is not None:
-        content = {
-            "ranks": ranks,
-            "local_ranks": local,
-            "sizes": sizes,
-            "seconds": predicted,
-            "simulated_seconds": simulated,
-            "crossovers": crossovers,
-        }
-        write_report(values.report, content)
-        print(f"wrote {values.report}")
-
-
 def _simulated(name, ranks, local, sizes, model) -> list[float] | None:
+    if model.transport != "wire":
+        return None
     module = ALGORITHMS[name]
     if name in GROUPED:
         return simulate(module.schedule(ranks, local), sizes, model, local)

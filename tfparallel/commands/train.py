@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,41 +21,29 @@ from tfparallel.callbacks.epoch_lines import EpochLines
 from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.nan import NaNGuard, NaNLossError
 from tfparallel.callbacks.preemption import Preemption
-from tfparallel.callbacks.sent_bytes import SentBytes
-from tfparallel.callbacks.step_time import StepTime
+from tfparallel.callbacks.step_measures import SentBytes, StepTime
 from tfparallel.checkpoint.stored import CheckpointError, ForeignCheckpointError
-from tfparallel.collectives.errors import WorkerLostError
+from tfparallel.collectives.lost_worker import WorkerLostError
+from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.command_line.exits import LostError, UsageError
 from tfparallel.command_line.options import TrainOptions
-from tfparallel.commands import step_records
-from tfparallel.commands.auto_parallelism import start_chosen_parallelism
-from tfparallel.commands.precision import compiling, use_precision
+from tfparallel.commands.parallelism import Parallelism
+from tfparallel.commands.task_setup import compiling, start_chosen_parallelism, use_precision
 from tfparallel.data.batches import EpochBatches, evaluation_batches
 from tfparallel.data.partition import rows_by_replica
 from tfparallel.device_memory import peak_bytes_of_gpus
 from tfparallel.diagnostics.inject import Inject
 from tfparallel.diagnostics.report import peak_memory_bytes, versions, write_report
-from tfparallel.flight.record import FOLDER
+from tfparallel.flight.job import chrome_trace, splits
+from tfparallel.flight.marks import Marks
+from tfparallel.flight.record import FOLDER, Event, WorkerRecord, read_record
 from tfparallel.placement.report import held_by_device
 from tfparallel.task import Task, TaskError, load_task
 from tfparallel.user_log import notice
 
 __all__ = ["run"]
 
-
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    """How a training ended.
-
-    Attributes:
-        report: The part of the report that the run itself knows.
-        failure: Why it failed, or None.
-        is_chief: Whether this process reports for all workers.
-    """
-
-    report: dict[str, Any]
-    failure: str | None = None
-    is_chief: bool = True
+_NUM_EVENTS = 4000  # Of each worker's flight record, the last.
 
 
 def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
@@ -65,32 +55,24 @@ def run(values: flags.FlagValues, positional: Sequence[str]) -> int:
     """
     started = time.perf_counter()
     (path,) = positional
-    with step_records.folder_for_records(bool(values.report or values.trace)):
-        result = _train(path, values, TrainOptions.of(values))
-    if values.report is not None and result.is_chief:
-        write_report(
-            values.report,
-            {
-                "command": "train",
-                **result.report,
-                "wall_time_seconds": time.perf_counter() - started,
-            },
-        )
-    if result.failure is not None:
-        return _failed(result.failure)
+    with _folder_for_records(bool(values.report or values.trace)):
+        report, is_chief = _train(path, values, TrainOptions.of(values))
+    if values.report is not None and is_chief:
+        seconds = time.perf_counter() - started
+        told = {"command": "train", **report, "wall_time_seconds": seconds}
+        write_report(values.report, told)
+    if "failure" in report:
+        print(f"tfparallel train: {report['failure']}", file=sys.stderr)
+        return 1
     for name in ("save", "report", "trace"):
         is_written = name != "trace" or os.path.exists(values.trace or "")
-        if result.is_chief and is_written and getattr(values, name) is not None:
+        if is_chief and is_written and getattr(values, name) is not None:
             print(f"wrote {getattr(values, name)}")
     return 0
 
 
-def _failed(why: str) -> int:
-    print(f"tfparallel train: {why}", file=sys.stderr)
-    return 1
-
-
-def _train(path, values, options: TrainOptions) -> _Result:
+def _train(path, values, options: TrainOptions) -> tuple[dict[str, Any], bool]:
+    """Returns what a report says of the training, and whether this process speaks for all."""
     # Before the task file is imported: its imports may start TensorFlow's
     # runtime, and the CPU cannot be split after that.
     parallelism, options, plan = start_chosen_parallelism(path, options, _facts(path, values))
@@ -152,7 +134,8 @@ def _train(path, values, options: TrainOptions) -> _Result:
         callbacks.append(preemption)
     recorder: Any = contextlib.nullcontext()
     if parallelism.workers is None and not parallelism.num_servers:
-        recorder = step_records.alone()
+        # Workers that are to know nothing of each other have records of their own, too.
+        recorder = FlightRecorder.wanted(int(os.environ.get("RANK", "0")), 1)
         if isinstance(recorder, FlightRecorder):
             callbacks = [recorder.step_end, *callbacks, recorder]
     failure = None
@@ -174,14 +157,17 @@ def _train(path, values, options: TrainOptions) -> _Result:
         failure = str(error)
     finally:
         lines.close()
-    sent = None if parallelism.workers is None else parallelism.workers.traffic.read()
-    num_sums = None if parallelism.workers is None else parallelism.workers.traffic.num_sums
-    records = step_records.gathered(parallelism.workers, bool(values.report or values.trace))
-    has_trace = bool(records and values.trace and parallelism.is_chief)
-    if has_trace:
-        step_records.write_timeline(values.trace, records)
-    elif values.trace and parallelism.is_chief:
-        notice(f"No timeline is written: no flight record was kept ({FOLDER}).")
+    sent = num_sums = None
+    if parallelism.workers is not None:  # Before the workers exchange their records.
+        traffic = parallelism.workers.traffic
+        sent, num_sums = traffic.read(), traffic.num_sums
+    records = _records_of_all(parallelism.workers, bool(values.report or values.trace))
+    if values.trace and parallelism.is_chief:
+        if records:
+            with open(values.trace, "w", encoding="utf-8") as file:
+                json.dump(chrome_trace(records), file)
+        else:
+            notice(f"No timeline is written: no flight record was kept ({FOLDER}).")
     if checkpoint is not None:
         del step_time.seconds[: checkpoint.num_passed]
     if failure is None and values.save is not None:
@@ -190,52 +176,28 @@ def _train(path, values, options: TrainOptions) -> _Result:
     report = {
         "configuration": {"task": path, **options.told(values)},
         "model": {"name": model.name, "num_parameters": model.count_params()},
-        "devices": parallelism.devices,
-        "num_workers": parallelism.num_workers,
         "data": _report_of_data(parallelism, batches, model, values.global_batch_size),
         "versions": versions(),
         "history": {
-            name: [float(value) for value in values]
-            for name, values in model.history.history.items()
+            name: [float(value) for value in of_epochs]
+            for name, of_epochs in model.history.history.items()
         },
         "step_time_seconds": step_time.summary(),
-        "time_of_a_step_seconds": step_records.time_of_a_step(records),
+        "sent_bytes_in_a_step": sent_bytes.in_a_step,
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_bytes_of_gpus(parallelism.devices),
+        "plan": None if plan is None else plan.as_json(),
+        **_report_of_parallelism(parallelism, model),
+        **({} if sent is None else {"sent_bytes": sent, "num_reductions": num_sums}),
+        "failure": failure,
     }
-    if plan is not None:
-        report["plan"] = plan.as_json()
-    if parallelism.name != "none":
-        report["layout"] = model.layout.to_json()
-    if parallelism.name in ("data", "pipeline", "hybrid"):
-        report["joined_outputs"] = getattr(model, "why_joined", None) or False
-    report["all_reduce"] = parallelism.all_reduce_report(model)
-    report["sent_bytes_in_a_step"] = sent_bytes.in_a_step
-    if parallelism.name == "data":
-        report |= {"sync": parallelism.sync, "shard_optimizer": parallelism.shard_optimizer or None}
-    elif "sync" in parallelism.cut:
-        report["sync"] = parallelism.cut["sync"]
-        report["shard_optimizer"] = parallelism.cut.get("shard_optimizer") or None
-    if report.get("sync", "").startswith("accumulate"):
-        report["steps_of_an_update"] = model.num_accumulated_steps
-    if parallelism.num_servers:
-        report |= {"num_servers": parallelism.num_servers, "staleness": model.staleness}
-        report["num_reductions"] = 0  # Nothing is summed between workers.
-        number = model.staleness["updates"]
-        of_a_step = model.bytes_of_a_step
-        report["sent_bytes"] = {name: number * size for name, size in of_a_step.items()}
-    if parallelism.workers is not None:
-        report["compression"] = parallelism.strategy.compression
-        report["sent_bytes"], report["num_reductions"] = sent, num_sums
-    if parallelism.name in ("model", "pipeline"):
-        report["placement"] = held_by_device(model)
+    if records:
+        report["time_of_a_step_seconds"] = [dataclasses.asdict(split) for split in splits(records)]
     if checkpoint is not None and checkpoint.resumed is not None:
         report["resumed_at_epoch"] = checkpoint.resumed["epoch"] + 1
         report["resumed_at_step"] = checkpoint.resumed["step"]
-    if failure is not None:
-        report["failure"] = failure
     kept = {key: value for key, value in report.items() if value not in (None, {})}
-    return _Result(kept, failure, parallelism.is_chief)
+    return kept, parallelism.is_chief
 
 
 def _callbacks(task: Task, are_wanted: bool | None) -> list[keras.callbacks.Callback]:
@@ -265,8 +227,86 @@ def _report_of_data(parallelism, batches, model, global_batch_size) -> dict[str,
     return report
 
 
+def _report_of_parallelism(parallelism: Parallelism, model: keras.Model) -> dict[str, Any]:
+    """Where the model was trained, and how its weights were updated."""
+    report: dict[str, Any] = {
+        "devices": parallelism.devices,
+        "num_workers": parallelism.num_workers,
+        "all_reduce": parallelism.all_reduce_report(model),
+    }
+    if parallelism.name != "none":
+        report["layout"] = model.layout.to_json()
+    if parallelism.name in ("data", "pipeline", "hybrid"):
+        report["joined_outputs"] = getattr(model, "why_joined", None) or False
+    if parallelism.name in ("model", "pipeline"):
+        report["placement"] = held_by_device(model)
+    if parallelism.name == "data":
+        report |= {"sync": parallelism.sync, "shard_optimizer": parallelism.shard_optimizer or None}
+    elif "sync" in parallelism.cut:
+        report["sync"] = parallelism.cut["sync"]
+        report["shard_optimizer"] = parallelism.cut.get("shard_optimizer") or None
+    if report.get("sync", "").startswith("accumulate"):
+        report["steps_of_an_update"] = model.num_accumulated_steps
+    if parallelism.workers is not None:
+        report["compression"] = parallelism.strategy.compression
+    if parallelism.num_servers:
+        report |= {"num_servers": parallelism.num_servers, "staleness": model.staleness}
+        report["num_reductions"] = 0  # Nothing is summed between workers.
+        number, of_a_step = model.staleness["updates"], model.bytes_of_a_step
+        report["sent_bytes"] = {name: number * size for name, size in of_a_step.items()}
+    return report
+
+
 def _build(model: keras.Model, dataset: tf.data.Dataset) -> None:
     """Makes the variables of a model that waits for its first batch: a checkpoint has them too."""
     if not model.built:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))
         model(x)
+
+
+@contextlib.contextmanager
+def _folder_for_records(are_wanted: bool) -> Iterator[None]:
+    """Makes a folder for flight records, where no launcher has."""
+    if not are_wanted or os.environ.get(FOLDER):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="tfparallel_flight_") as folder:
+        os.environ[FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER]
+
+
+def _records_of_all(workers: ProcessGroup | None, is_wanted: bool) -> list[WorkerRecord]:
+    """The flight records of all workers, on each of them, if one wants them and all recorded.
+
+    All workers call it, whatever they want.
+    """
+
+    def exchange(own):
+        return [own] if workers is None else workers.exchange(own, "the records of steps")
+
+    try:
+        found = exchange(_own_record()) if any(exchange(is_wanted)) else []
+    except (tf.errors.OpError, WorkerLostError):  # A worker has ended: what was trained is there.
+        return []
+    if not all(found):
+        return []
+    return [
+        WorkerRecord(
+            each["about"], {}, Event(*each["now"]), "", tuple(Event(*e) for e in each["events"])
+        )
+        for each in found
+    ]
+
+
+def _own_record() -> dict[str, Any] | None:
+    if Marks.current is None:
+        return None
+    record = read_record(Marks.current.record.path)
+    return {
+        "about": record.about,
+        "now": dataclasses.astuple(record.now),
+        "events": [dataclasses.astuple(event) for event in record.events[-_NUM_EVENTS:]],
+    }

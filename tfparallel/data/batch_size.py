@@ -21,13 +21,7 @@ _KEEP_ELEMENTS = {
 def full_batch_size(
     x: Any, batch_size: int | None = None, validation_split: float = 0.0
 ) -> int | None:
-    """Returns the rows of a full batch, or None where nothing says before it is read.
-
-    Args:
-        x: What is given: arrays in any structure, a `tf.data.Dataset`, or something else.
-        batch_size: What is given with arrays.
-        validation_split: Likewise.
-    """
+    """Returns the rows of a full batch, or None where nothing says before it is read."""
     readings = readings_of(x)
     if readings is not None:
         return readings.batch_size

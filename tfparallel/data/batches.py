@@ -31,11 +31,10 @@ Data = Any
 class EpochBatches(keras.callbacks.Callback):
     """The batches of a `fit`, and the callback that tells them the epoch.
 
-    What can be indexed is shuffled anew in each pass, by `tfparallel.data.order`.
-    A `tf.data.Dataset` comes in its own order. The short last batch of a pass
-    is kept. With `steps_per_epoch` an epoch has that many batches: what can be
-    indexed goes on through further passes where the last epoch stopped, a data
-    set starts anew.
+    What can be indexed is shuffled anew in each pass, by `tfparallel.data.order`. A
+    `tf.data.Dataset` comes in its own order. The short last batch of a pass is kept. With
+    `steps_per_epoch` an epoch has that many batches: what can be indexed goes on through further
+    passes where the last epoch stopped, a data set starts anew.
 
     Args:
         data: `(x, y[, sample_weight])`, each an array or a nested structure of
@@ -154,11 +153,9 @@ class EpochBatches(keras.callbacks.Callback):
         return _facts_of(self._source, self._order["order"], self._steps_of_epoch(0)[0])
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Forgets where an earlier `fit` started."""
         self._start = (0, 0)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the epoch whose batches the next iterator yields."""
         self._epoch = epoch
 
     def start_at(self, epoch: int, step: int) -> None:
@@ -212,11 +209,7 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 
 def evaluation_batches(data: Data, global_batch_size: int) -> tf.data.Dataset:
-    """Returns the batches of one pass in the data's own order.
-
-    Args:
-        data: As for `EpochBatches`.
-        global_batch_size: Examples in a batch; the last one may be short.
+    """Returns the batches of one pass in the data's own order; the last one may be short.
 
     Raises:
         ValueError: If a data set is infinite.
@@ -254,18 +247,15 @@ def first_batches(
 ) -> list[tuple[Any, ...]]:
     """Returns the first batches of a run as NumPy arrays, the last one short.
 
-    A parity check should see an uneven batch. Where the data would fill all
-    `num_batches`, half of the last batch is left out; where one pass is
-    shorter than that, its own short batch stands in its place.
+    A parity check should see an uneven batch. Where the data would fill all `num_batches`, half
+    of the last batch is left out; where one pass is shorter than that, its own short batch stands
+    in its place. Passes are repeated as needed.
 
     Args:
         data: As for `EpochBatches`.
         global_batch_size: Examples in a full batch.
         seed: The seed of the order of arrays.
-        num_batches: How many batches; passes are repeated as needed.
-
-    Returns:
-        A list of tuples `(x, y[, sample_weight])`.
+        num_batches: How many batches.
     """
     if isinstance(data, tf.data.Dataset):
         examples = data.map(_cast_tuple).take(num_batches * global_batch_size)

@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.data.error_format import short
 from tfparallel.data.partition import row_ranges
+from tfparallel.texts import short
 
 __all__ = ["by_feature"]
 
@@ -49,7 +49,11 @@ def by_feature(
         spec = data.element_spec
         if not isinstance(spec, tuple):
             return data.map(lambda x: _parts(x, num_parts, axis, weights))
-        _check_spec(spec[0])
+        if not isinstance(spec[0], tf.TensorSpec):
+            raise ValueError(
+                "One tensor of inputs is required, whose features can be split. Received: "
+                f"{spec[0]}. Split the one that is meant, by `dataset.map`."
+            )
         return data.map(lambda x, *rest: (_parts(x, num_parts, axis, weights), *rest))
     if not hasattr(data, "shape"):
         raise ValueError(
@@ -57,14 +61,6 @@ def by_feature(
             f"{short(data)}. Make it an array: `np.asarray(data)`."
         )
     return _parts(data, num_parts, axis, weights)
-
-
-def _check_spec(spec):
-    if not isinstance(spec, tf.TensorSpec):
-        raise ValueError(
-            "One tensor of inputs is required, whose features can be split. Received: "
-            f"{spec}. Split the one that is meant, by `dataset.map`."
-        )
 
 
 def _parts(x, num_parts, axis, weights):

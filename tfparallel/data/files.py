@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.data.error_format import short
 from tfparallel.data.order import window_order
 from tfparallel.data.sources import Source, cast
+from tfparallel.texts import short
 
 __all__ = ["NPZShards", "TFRecords"]
 
@@ -65,7 +65,6 @@ class _Files(Source):
             )
 
     def order(self, seed, epoch):
-        """Mixes all examples, or those of a window of files."""
         if self.window is None:
             return super().order(seed, epoch)
         return window_order(self.sizes, self.window, seed, epoch)
@@ -136,7 +135,6 @@ class TFRecords(_Files):
             self._names = tf.constant(self.paths)
 
     def read(self, indices):
-        """Reads and parses those records."""
         offsets = tf.gather(self._offsets, indices)
         files = tf.searchsorted(tf.constant(self._ends), indices, side="right")
         return tf.map_fn(
@@ -176,9 +174,11 @@ def _offsets(path: str) -> np.ndarray:
             head = file.read(8)
             offset += 16 + int.from_bytes(head, "little")
     if offset != size:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            is_compressed = file.read(2) == b"\x1f\x8b"
         hint = (
             "It is compressed; write it without compression."
-            if offsets and _starts_with(path, b"\x1f\x8b")
+            if is_compressed
             else "Is it cut, or another kind of file?"
         )
         raise ValueError(
@@ -187,11 +187,6 @@ def _offsets(path: str) -> np.ndarray:
             f"{offset}. {hint}"
         )
     return np.array(offsets, np.int64)
-
-
-def _starts_with(path, text):
-    with tf.io.gfile.GFile(path, "rb") as file:
-        return file.read(len(text)) == text
 
 
 class NPZShards(_Files):
@@ -229,10 +224,10 @@ class NPZShards(_Files):
         self._names = tf.nest.flatten(self._fields)
         self._shards: collections.OrderedDict[int, list[np.ndarray]] = collections.OrderedDict()
         self._lock = threading.Lock()
+        self._specs: dict[str, tuple[tuple[int, ...], np.dtype]] = {}  # Of an example.
         sizes = []
         for path in self.paths:
             specs = _npz_specs(path, self._names)
-            self._specs = specs if not sizes else self._specs
             rows = {name: shape[0] if shape else None for name, (shape, _) in specs.items()}
             if len(set(rows.values())) > 1 or None in rows.values():
                 raise ValueError(
@@ -240,29 +235,23 @@ class NPZShards(_Files):
                     f"axis. Received: {path} with {rows}."
                 )
             for name, (shape, dtype) in specs.items():
-                expected = self._specs[name]
-                if (shape[1:], dtype) != (expected[0][1:], expected[1]):
+                expected = self._specs.setdefault(name, (shape[1:], dtype))
+                if (shape[1:], dtype) != expected:
                     raise ValueError(
                         "All shards must hold examples of one shape and type. Received: "
-                        f"{name!r} of {expected[0][1:]} {expected[1]} in {self.paths[0]}, of "
+                        f"{name!r} of {expected[0]} {expected[1]} in {self.paths[0]}, of "
                         f"{shape[1:]} {dtype} in {path}."
                     )
             sizes.append(next(iter(rows.values())))
         self._count(sizes)
 
     def read(self, indices):
-        """Gathers those rows."""
-        dtypes = [dtype for _, dtype in self._specs.values()]
-        arrays = tf.numpy_function(self._rows, [indices], [tf.as_dtype(d) for d in dtypes])
-        shaped = [
-            cast(tf.ensure_shape(array, (None, *shape[1:])))
-            for array, (shape, _) in zip(arrays, self._specs.values(), strict=True)
-        ]
-        by_name = dict(zip(self._specs, shaped, strict=True))
+        arrays = self._by_python(self._rows, indices, self._specs.values())
+        by_name = dict(zip(self._specs, arrays, strict=True))
         return tf.nest.map_structure(by_name.__getitem__, self._fields)
 
     def _rows(self, indices):
-        out = [np.empty((len(indices), *shape[1:]), dtype) for shape, dtype in self._specs.values()]
+        out = [np.empty((len(indices), *shape), dtype) for shape, dtype in self._specs.values()]
         files, rows = self._places(indices)
         with self._lock:
             for file in np.unique(files):

@@ -13,6 +13,7 @@ through all passes. With 7 examples and a global batch of 3:
     size    3      3      1   |  3      3      1   |  3
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,9 +30,8 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
         epoch: The number of the pass, counted from 0.
 
     Returns:
-        A permutation of `range(num_examples)`, int64, of shape
-        `(num_examples,)`. Equal arguments give equal permutations, on every
-        machine.
+        A permutation of `range(num_examples)`, int64, of shape `(num_examples,)`. Equal arguments
+        give equal permutations, on every machine.
 
     Raises:
         ValueError: If an argument is negative.
@@ -105,16 +105,11 @@ def batch_indices(
         One int64 array of example indices a step.
     """
     per_pass = num_batches_per_pass(num_examples, global_batch_size)
+    order_of_pass = order_of_pass or functools.partial(epoch_order, num_examples)
+    order_of = functools.lru_cache(maxsize=1)(order_of_pass)  # The steps of a pass share it.
     batches = []
-    order_of = -1
-    order = np.empty(0, np.int64)
     for step in range(first_step, first_step + num_steps):
-        pass_index, batch = divmod(step, per_pass)
-        if pass_index != order_of:
-            order_of = pass_index
-            if order_of_pass is not None:
-                order = order_of_pass(seed, pass_index)
-            else:
-                order = epoch_order(num_examples, seed, pass_index)
-        batches.append(order[batch * global_batch_size : (batch + 1) * global_batch_size])
+        index, batch = divmod(step, per_pass)
+        start = batch * global_batch_size
+        batches.append(order_of(seed, index)[start : start + global_batch_size])
     return batches

@@ -57,12 +57,7 @@ def made_of(tensor: tf.Tensor) -> frozenset[str]:
 
 
 def stand_for(placeholder: tf.Tensor, tensor: tf.Tensor) -> None:
-    """Has a search go on behind an argument of a function that is being traced.
-
-    Args:
-        placeholder: The argument, in the function's graph.
-        tensor: What the function is called with, in the graph that calls it.
-    """
+    """Has a search go on behind a placeholder, a traced function's argument, at a tensor."""
     if tf.is_symbolic_tensor(tensor):
         outer = (weakref.ref(tensor.graph), tensor.name)
         _STANDS_FOR.setdefault(placeholder.graph, {})[placeholder.name] = outer
@@ -71,9 +66,7 @@ def stand_for(placeholder: tf.Tensor, tensor: tf.Tensor) -> None:
 def maker_of(tensor: tf.Tensor, handed_on: Sequence[str]) -> tf.Operation:
     """Returns the operation that made a tensor, in whatever function it stands.
 
-    Args:
-        tensor: A tensor of a graph.
-        handed_on: Types of operations behind which the search goes on.
+    The search goes on behind operations of the types `handed_on`.
     """
     operation, _ = _made_by(tensor, handed_on)
     return operation

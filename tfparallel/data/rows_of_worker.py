@@ -71,13 +71,8 @@ def rows_to_read(own: RowRange, num_rows: Any, least: Callable, most: Callable) 
 
     A worker without rows still computes one, and the result is dropped, since not all operations
     accept an empty batch. A made-up row would not do: a layer may refuse it (a word that is in no
-    vocabulary), or make NaN of it.
-
-    Args:
-        own: The worker's rows of a batch.
-        num_rows: Of the batch.
-        least: The smaller of two numbers: `min`, or `tf.minimum` of tensors.
-        most: The larger: `max`, or `tf.maximum`.
+    vocabulary), or make NaN of it. `least` and `most` are `min` and `max`, or `tf.minimum` and
+    `tf.maximum`, of numbers of which some are tensors.
     """
     start = least(own.start, most(num_rows - 1, 0))
     return RowRange(start, least(most(own.size, 1), num_rows))

@@ -18,8 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.data.error_format import short
 from tfparallel.data.order import epoch_order
+from tfparallel.texts import short
 
 __all__ = ["Arrays", "Batches", "Source", "as_source", "cast"]
 
@@ -45,6 +45,16 @@ class Source(abc.ABC):
         Returns:
             `(x, y[, sample_weight])`, of n rows.
         """
+
+    @staticmethod
+    def _by_python(function, indices: tf.Tensor, specs) -> list[tf.Tensor]:
+        """The arrays that a function makes of indices, with rows of these shapes and types."""
+        types = [tf.as_dtype(dtype) for _, dtype in specs]
+        arrays = tf.numpy_function(function, [indices], types)
+        return [
+            cast(tf.ensure_shape(array, (None, *shape)))
+            for array, (shape, _) in zip(arrays, specs, strict=True)
+        ]
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """The order of one pass: int64, shape `(num_indices,)`, a permutation."""
@@ -93,7 +103,6 @@ class Arrays(Source):
         self.num_indices = int(sizes.pop())
 
     def read(self, indices):
-        """Returns those rows."""
         return tf.nest.map_structure(lambda array: tf.gather(array, indices), self.tensors)
 
     def __str__(self):
@@ -137,14 +146,8 @@ class Batches(Source):
         return tuple(part for part in batch if part is not None)
 
     def read(self, indices):
-        """Returns the one batch of that index, or an empty one."""
-        types = [tf.as_dtype(dtype) for _, dtype in self._specs]
-        leaves = tf.numpy_function(self._leaves, [indices], types)
-        shaped = [
-            cast(tf.ensure_shape(leaf, (None, *shape)))
-            for leaf, (shape, _) in zip(leaves, self._specs, strict=True)
-        ]
-        return tf.nest.pack_sequence_as(self._structure, shaped)
+        leaves = self._by_python(self._leaves, indices, self._specs)
+        return tf.nest.pack_sequence_as(self._structure, leaves)
 
     def _leaves(self, indices):
         if not len(indices):

@@ -17,9 +17,11 @@ every optimizer, every loss and every metric is compared.
 `tfparallel.diagnostics.floor` says what rounding alone makes of a model.
 """
 
+import contextlib
 import dataclasses
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -31,10 +33,16 @@ from tfparallel.diagnostics.check_report import CheckReport, ValueReport, Variab
 from tfparallel.diagnostics.compare import TOLERANCES, digits_that_agree, is_float
 from tfparallel.diagnostics.floor import Comparison, Deviation, Key, deviation
 from tfparallel.diagnostics.layers import first_difference, random_layers
-from tfparallel.diagnostics.retracing import without_retracing_warnings
 from tfparallel.diagnostics.training_run import Build, Outcome, Trial, coarsest_dtype, plain
 
-__all__ = ["CheckReport", "ValueReport", "VariableReport", "check_parity", "uneven_first"]
+__all__ = [
+    "CheckReport",
+    "ValueReport",
+    "VariableReport",
+    "check_parity",
+    "make_deterministic",
+    "uneven_first",
+]
 
 _SHOWN = 8
 
@@ -48,45 +56,45 @@ def check_parity(
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CheckReport:
-    """Compares parallel training with training on one device.
+    """Compares parallel training with training on one device; `tfparallel.check` says how.
 
     Args:
         build_model: Returns the model, not compiled.
         compile_model: Compiles it in place; called on each model afresh.
-        batches: The steps, each `(x, y[, sample_weight])` in NumPy arrays. The
-            first is compared most sharply: it should divide unevenly.
-        make_parallel_model: Takes a function that builds the model, returns
-            the model parallel.
+        batches: The steps, each `(x, y[, sample_weight])` in NumPy arrays. The first is compared
+            most sharply: it should divide unevenly.
+        make_parallel_model: Takes a function that builds the model, returns the model parallel.
         seed: Seeds the weights and the random layers.
         progress: Is told what is trained, before it is.
 
-    Returns:
-        The report.
-
     Raises:
-        ValueError: If there is no batch, or the parallel model has with other
-            weights.
-
-    Example:
-    ```python
-    report = check_parity(
-        build_model, compile_model, batches, make_parallel_model=tfparallel.data_parallel
-    )
-    print(report.verdict, report.first_difference)
-    ```
+        ValueError: If there is no batch, or the parallel model has other weights.
     """
     if not batches:
         raise ValueError("At least one batch is required. Received: batches=[].")
-    with without_retracing_warnings():  # Each training traces a step of its own.
-        return _compared(
-            build_model, compile_model, batches, make_parallel_model, seed, progress
-        )
-
-
-def _compared(
-    build_model, compile_model, batches, make_parallel_model, seed, progress
-) -> CheckReport:
     trial = Trial(build_model, compile_model, batches, seed)
+    with _without_retracing_warnings():
+        return _compared(trial, make_parallel_model, batches, progress)
+
+
+@contextlib.contextmanager
+def _without_retracing_warnings() -> Iterator[None]:
+    """Within it TensorFlow does not warn of functions that are traced again.
+
+    Each training traces a step of its own, and TensorFlow counts them together.
+    """
+
+    def hold_back(record: logging.LogRecord) -> bool:
+        return "triggered tf.function retracing" not in record.getMessage()
+
+    tf.get_logger().addFilter(hold_back)
+    try:
+        yield
+    finally:
+        tf.get_logger().removeFilter(hold_back)
+
+
+def _compared(trial, make_parallel_model, batches, progress) -> CheckReport:
     runs = _Runs(trial, make_parallel_model, progress)
     drawing = random_layers(runs.single.model)
     judged, failed, notes = runs, runs.comparison.failed, _not_finite(runs.single, runs.parallel)
@@ -133,13 +141,8 @@ def _compared(
 def uneven_first(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Shortens the first batch to a number of examples that no number of devices divides.
 
-    What is wrong on uneven shards shows at the first step, then, where the floor is lowest.
-
-    Args:
-        batches: Each `(x, y[, sample_weight])` in arrays.
-
-    Returns:
-        The same, the first with the largest prime number of examples up to half of its own.
+    What is wrong on uneven shards shows at the first step, then, where the floor is lowest. The
+    number is the largest prime up to half of its own.
     """
     first = batches[0]
     half = len(tf.nest.flatten(first)[0]) // 2
@@ -149,15 +152,21 @@ def uneven_first(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return [tf.nest.map_structure(lambda array: array[: primes[-1]], first), *batches[1:]]
 
 
-class _Runs:
-    """The trainings of one comparison: one device, in parallel, and one device moved.
+def make_deterministic(*, operations: bool = True) -> None:
+    """Turns on deterministic operations and turns off TF32, for this process.
 
-    Args:
-        trial: What trains.
-        make_parallel_model: Makes the model parallel.
-        progress: As for `check_parity`.
-        draws: Whether random layers draw.
+    Both change the speed, and TF32 keeps 10 bits of a float32's 23: no check could tell a wrong sum
+    from a rounded one. Set a random seed before the first operation that draws
+    (`keras.utils.set_random_seed`). Keras does not compile for XLA where `operations` are
+    deterministic.
     """
+    if operations:
+        tf.config.experimental.enable_op_determinism()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+
+
+class _Runs:
+    """The trainings of one comparison: one device, in parallel, and one device moved."""
 
     def __init__(
         self,
@@ -209,13 +218,7 @@ class _Runs:
 def _items(
     runs: _Runs, judged: _Runs, failed: set[Key]
 ) -> tuple[tuple[VariableReport, ...], tuple[ValueReport, ...]]:
-    """Every variable and value with its verdict.
-
-    Args:
-        runs: The comparison as the model is.
-        judged: The one that decides: the same, or that with the draws off.
-        failed: What differs in it.
-    """
+    """Every variable and value with its verdict: `judged` decides, and `failed` differs in it."""
 
     def verdict(key: Key) -> tuple[str, int | None]:
         if key in failed:
@@ -248,7 +251,7 @@ def _items(
 
 def _with_digits(items, dtype: str):
     return tuple(
-        dataclasses.replace(item, digits=digits_that_agree(item.distance, dtype))
+        dataclasses.replace(item, digits=digits_that_agree(item.relative, dtype))
         if item.verdict == "match"
         else item
         for item in items
@@ -312,12 +315,9 @@ def _variable_that_differs(runs: _Runs) -> str | None:
     reading = next(reading for reading in readings if reading.step == step)
     state = runs.single.last.states.get(key)
     name = repr(key) if state is None else f"{state.path!r}"
-    of = "" if state is None or state.kind != "weight" else f"layer {_layer(state.path)!r}: "
+    is_weight = state is not None and state.kind == "weight"
+    of = f"layer {state.path.rpartition('/')[0]!r}: " if is_weight else ""
     return (
         f"{of}after step {step} {name} differs by {reading.relative:.1e} of its size, where "
         f"rounding makes {reading.floor:.1e}"
     )
-
-
-def _layer(path: str) -> str:
-    return path.rpartition("/")[0]

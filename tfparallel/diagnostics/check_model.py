@@ -118,9 +118,7 @@ def check(
             f"A plot needs matplotlib, which is not installed. Received: plot={plot!r}. Install "
             "it: pip install 'tfparallel[bench]'"
         )
-    batches = first_batches(
-        data, global_batch_size=global_batch_size, seed=seed, num_batches=steps
-    )
+    batches = first_batches(data, global_batch_size=global_batch_size, seed=seed, num_batches=steps)
     report = check_parity(
         build_model,
         compile_model,

@@ -15,14 +15,9 @@ _FORM, _FLOOR, _TOLERANCE = "#0072B2", "#E69F00", "#555555"
 
 
 def draw(path: str, report: CheckReport, *, title: str) -> None:
-    """Draws the difference of the parallel run, the rounding floor and the tolerance.
+    """Draws the difference of the parallel run, the rounding floor and the tolerance, as a PNG.
 
     Lines are medians over the weights, bands reach up to the largest.
-
-    Args:
-        path: Where the PNG goes.
-        report: What the check found.
-        title: What was compared.
     """
     figure = Figure(figsize=(9, 5.4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -53,9 +48,12 @@ def draw(path: str, report: CheckReport, *, title: str) -> None:
             xycoords=("data", "axes fraction"), color="#00664b", xytext=(-4, 0),
             textcoords="offset points",
         )  # fmt: skip
+    growth = ""
+    if report.growth is not None:
+        growth = f"; the model multiplies rounding by {report.growth:.2g} a step"
     axes.set(
         xscale="log", yscale="log", xlabel="step", ylabel="relative difference of a weight",
-        title=f"{report.verdict}" + _growth(report),
+        title=report.verdict + growth,
     )  # fmt: skip
     axes.xaxis.set_major_locator(FixedLocator(steps))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:.0f}"))
@@ -69,9 +67,3 @@ def draw(path: str, report: CheckReport, *, title: str) -> None:
     )
     figure.suptitle(f"{title}, {report.dtype}", fontsize=12)
     figure.savefig(path)
-
-
-def _growth(report: CheckReport) -> str:
-    if report.growth is None:
-        return ""
-    return f"; the model multiplies rounding by {report.growth:.2g} a step"

@@ -37,11 +37,6 @@ class VariableReport:
     first_step: int | None = None
     digits: int | None = None
 
-    @property
-    def distance(self) -> float:
-        """How far the two are apart, relative to their size."""
-        return self.relative
-
 
 @dataclasses.dataclass(frozen=True)
 class ValueReport:
@@ -64,7 +59,7 @@ class ValueReport:
     digits: int | None = None
 
     @property
-    def distance(self) -> float:
+    def relative(self) -> float:
         """How far the two are apart, relative to their size."""
         size = max(abs(self.single), abs(self.parallel))
         return abs(self.single - self.parallel) / size if size else 0.0
@@ -213,8 +208,7 @@ def _variables_table(variables):
 
 def _values_table(values):
     rows = [
-        [item.name, f"{item.single:.9g}", f"{item.parallel:.9g}", _verdict(item)]
-        for item in values
+        [item.name, f"{item.single:.9g}", f"{item.parallel:.9g}", _verdict(item)] for item in values
     ]
     return _table(["loss or metric", "one device", "in parallel", "verdict"], rows)
 
@@ -248,7 +242,7 @@ def _agreement(relative: float, dtype: str) -> str:
 
 
 def _verdict(item: VariableReport | ValueReport) -> str:
-    if item.digits is not None and not item.distance:
+    if item.digits is not None and not item.relative:
         return f"{item.verdict}: identical"
     if item.digits is not None:
         return f"{item.verdict}: {item.digits} digit{'s' * (item.digits != 1)}"

@@ -8,10 +8,11 @@ import numpy as np
 __all__ = [
     "TOLERANCES",
     "UNITS",
-    "Difference",
-    "difference",
+    "Distance",
     "digits_that_agree",
+    "distance_between",
     "is_float",
+    "largest_magnitude",
     "owner_of_slot",
 ]
 
@@ -25,57 +26,61 @@ UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """The distance between one variable in two runs.
+class Distance:
+    """How far one variable or value of a training is from that of one device.
 
     Attributes:
-        absolute: The largest absolute difference of two elements.
-        relative: `absolute` divided by the largest magnitude in the variable.
-        within: Whether `absolute <= tolerance * scale`.
+        absolute: The largest absolute difference of two elements; infinite if the shapes differ,
+            NaN if an element is not finite.
+        magnitude: The largest magnitude of an element on one device.
+        other_magnitude: The same in the other training.
     """
 
     absolute: float
-    relative: float
-    within: bool
+    magnitude: float
+    other_magnitude: float
+
+    @property
+    def relative(self) -> float:
+        """`absolute / magnitude`.
+
+        Elements are held against the largest of their variable, not against themselves: an element
+        near zero is a difference of larger numbers, and carries their rounding.
+        """
+        if self.absolute == 0:
+            return 0.0
+        return self.absolute / self.magnitude if self.magnitude else math.inf
+
+    def is_within(self, tolerance: float) -> bool:
+        """Whether no difference is larger than a tolerance, relative to the magnitude."""
+        return self.absolute <= tolerance * self.magnitude
 
 
-def difference(
-    expected: np.ndarray, received: np.ndarray, tolerance: float, scale: float = 0.0
-) -> Difference:
-    """Compares one variable of two runs.
+def distance_between(expected: np.ndarray, received: np.ndarray) -> Distance:
+    """Compares one variable of two runs: on one device, and in parallel."""
+    largest = _largest_difference(expected, received)
+    return Distance(largest, largest_magnitude(expected), largest_magnitude(received))
 
-    Elements are held against the largest magnitude of their variable, not
-    against themselves: an element near zero is a difference of larger numbers,
-    and carries their rounding.
 
-    Args:
-        expected: The value on one device.
-        received: The value in parallel, of the same shape.
-        tolerance: The largest relative difference; integers must be equal.
-        scale: A magnitude to measure against if the variable's own is smaller.
+def largest_magnitude(value: np.ndarray) -> float:
+    """Returns the largest magnitude of an element; 0 of what holds no numbers."""
+    if not value.size or not (is_float(value) or np.issubdtype(value.dtype, np.number)):
+        return 0.0
+    return float(np.max(np.abs(value.astype(np.float64))))
 
-    Returns:
-        The difference; not `within` if a value is NaN or infinite, or the
-        shapes differ.
-    """
+
+def _largest_difference(expected: np.ndarray, received: np.ndarray) -> float:
     if expected.shape != received.shape:
-        return Difference(float("inf"), float("inf"), False)
+        return math.inf
     if expected.size == 0:
-        return Difference(0.0, 0.0, True)
-    if not is_float(expected) and not np.iscomplexobj(expected):
-        # Integers, booleans and strings: equal or not.
-        equal = bool(np.array_equal(expected, received))
-        if not np.issubdtype(expected.dtype, np.integer):
-            return Difference(float(not equal), float(not equal), equal)
-        tolerance = scale = 0.0
+        return 0.0
+    if expected.dtype.kind in "bOSU":  # Booleans and strings are equal or not.
+        return float(not np.array_equal(expected, received))
     # Extended types such as bfloat16 have no exact subtraction in NumPy.
     expected, received = expected.astype(np.float64), received.astype(np.float64)
     if not (np.isfinite(expected).all() and np.isfinite(received).all()):
-        return Difference(float("nan"), float("nan"), False)
-    absolute = float(np.max(np.abs(expected - received)))
-    magnitude = float(np.max(np.abs(expected)))
-    relative = absolute / magnitude if magnitude else (0.0 if absolute == 0 else float("inf"))
-    return Difference(absolute, relative, absolute <= tolerance * max(magnitude, scale))
+        return math.nan
+    return float(np.max(np.abs(expected - received)))
 
 
 def digits_that_agree(relative: float, dtype: str) -> int:
@@ -103,12 +108,8 @@ def is_float(value: np.ndarray) -> bool:
 def owner_of_slot(slot_path: str, variable_paths: list[str]) -> int | None:
     """Returns the index of the variable that an optimizer's slot belongs to.
 
-    Keras names the slot of `dense/kernel` in Adam
-    `adam/dense_kernel_momentum`; the longest name that fits is taken.
-
-    Args:
-        slot_path: The path of the optimizer's variable.
-        variable_paths: The paths of the model's trainable variables.
+    Keras names the slot of `dense/kernel` in Adam `adam/dense_kernel_momentum`; the longest name
+    that fits is taken.
     """
     name = slot_path.rpartition("/")[2]
     fits = [

@@ -18,9 +18,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tfparallel.diagnostics.finding import Finding
 from tfparallel.diagnostics.host import examine_cores, examine_disk, examine_memory
 from tfparallel.diagnostics.reach import examine_cluster
+from tfparallel.diagnostics.report import Finding
 from tfparallel.installed import version_of
 from tfparallel.startup import has_nvidia_gpu
 
@@ -67,27 +67,29 @@ def examine(
     yield from examine_disk(folder, min_free_mib)
     yield from examine_memory(cluster.num_local_workers)
     yield from examine_cores(cluster.num_local_workers)
-    if quick or _wrong_backend():
-        yield from _examine_installation(probe_timeout_seconds)
+    backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
+    if backend != "tensorflow":
+        text = f"KERAS_BACKEND={backend}, and tfparallel trains on TensorFlow"
+        yield Finding("TensorFlow", "broken", text, "set KERAS_BACKEND=tensorflow")
         return
-    progress("trying TensorFlow, and two workers of this host")
+    if not quick:
+        progress("trying TensorFlow, and two workers of this host")
+    faults = {} if quick else KNOWN_FAULTS
     of_workers = [sys.executable, "-m", _CLUSTER_PROBE, "ours", *(["theirs"] if upstream else [])]
     # Each is most of the time a single core at work.
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        in_one = pool.submit(
-            run_probe, _command("installation", *KNOWN_FAULTS), probe_timeout_seconds
-        )
-        workers = pool.submit(run_probe, of_workers, probe_timeout_seconds)
+        in_one = pool.submit(run_probe, _command("installation", *faults), probe_timeout_seconds)
+        workers = None if quick else pool.submit(run_probe, of_workers, probe_timeout_seconds)
     lines, error = in_one.result()
     found = {line["probe"]: line for line in lines}
     installation = _of_installation(found.get("installation"), error)
     yield from installation
     # Without TensorFlow every one of them fails, and says nothing new.
-    if installation[0].verdict == "broken":
+    if workers is None or installation[0].verdict == "broken":
         return
     lines, error_of_workers = workers.result()
     yield _of_workers(lines[-1] if lines else None, error_of_workers, of_workers)
-    for name, what in KNOWN_FAULTS.items():
+    for name, what in faults.items():
         yield _of_fault(what, found.get(name), error, _command(name))
 
 
@@ -120,19 +122,6 @@ def _examine_versions() -> Iterator[Finding]:
                 "another Python" if name == "Python" else f"pip install '{name}{required[name]}'",
             )
     yield Finding("versions", "ok", ", ".join(all_well))
-
-
-def _wrong_backend() -> str | None:
-    backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
-    return None if backend == "tensorflow" else backend
-
-
-def _examine_installation(timeout_seconds: float) -> list[Finding]:
-    if (backend := _wrong_backend()) is not None:
-        text = f"KERAS_BACKEND={backend}, and tfparallel trains on TensorFlow"
-        return [Finding("TensorFlow", "broken", text, "set KERAS_BACKEND=tensorflow")]
-    lines, error = run_probe(_command("installation"), timeout_seconds)
-    return _of_installation(lines[-1] if lines else None, error)
 
 
 def _of_installation(found: dict[str, Any] | None, error: str) -> list[Finding]:

@@ -16,21 +16,8 @@ The floor is the larger of two, both of that step: the variable's own, and the m
 model's variables of its kind, relative to their magnitudes. One moved training is one sample: where
 a variable happens to end near its first copy, the median says how far rounding carries its peers.
 
-The multiples (`MULTIPLES`) have two reasons. A parallel run rounds in each operation of a step, the
-moved weights differ once: in MobileNetV2, a ViT and ten dense layers with batch normalization, all
-with Adam, `data_parallel` differed by up to 7 times the floor, in most variables by as much as the
-floor; it is allowed 10. And some of what rounding does comes in jumps: a number next to zero passes
-a ReLU in one run and not in the other, and the gradient of one example changes as a whole. Few
-units cause few jumps (of ten trainings of `models/digits_cnn.py`, moved by one unit, four had
-none in 30 steps, and six ended a thousand times as far away). So where a variable is beyond 10
-times the floor, the first weights are moved by 32 units in another training, in which jumps are as
-large and about 32 times as likely: 3 times that floor are allowed.
-
-In half precision sums may be wrong by far more than a unit, and by as much whatever the weights
-are: TensorFlow adds up the gradient of a bias in bfloat16 on CPUs, so that of 2048 terms with a sum
-of 187 a tenth is lost, and of each half of them a fifth of that. So where a variable is beyond both
-floors, one device trains once more in float32. What half precision makes of one device, which is
-the distance to that, is allowed to a parallel run 3 times.
+`docs/internals/check.md` says where the multiples come from (`MULTIPLES`), and which further
+trainings there are where a variable is beyond its floor.
 
 At the first steps the floor of a float64 training lies far below what any fault makes (1e-13
 against 1e-2); that of float32 lies below the tolerance in most variables. What happens there
@@ -44,8 +31,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tfparallel.diagnostics.compare import difference, is_float
-from tfparallel.diagnostics.training_run import Outcome, State
+from tfparallel.diagnostics.compare import Distance, distance_between, is_float, largest_magnitude
+from tfparallel.diagnostics.training_run import Outcome, Snapshot, State
 
 __all__ = [
     "FINER",
@@ -72,28 +59,6 @@ MULTIPLES = {1: 10.0, 32: 3.0, FINER: 3.0}
 _NOISE = 0.1
 # Above it the floor has stopped to grow: two trainings cannot be further apart than they are long.
 _SATURATED = 1e-2
-
-
-@dataclasses.dataclass(frozen=True)
-class Distance:
-    """How far one variable or value of a training is from that of one device, at one step.
-
-    Attributes:
-        absolute: The largest absolute difference of two elements.
-        magnitude: The largest magnitude of an element on one device.
-        other_magnitude: The same in the other training.
-    """
-
-    absolute: float
-    magnitude: float
-    other_magnitude: float
-
-    @property
-    def relative(self) -> float:
-        """`absolute / magnitude`."""
-        if self.absolute == 0:
-            return 0.0
-        return self.absolute / self.magnitude if self.magnitude else math.inf
 
 
 # By step, then by variable or value.
@@ -176,21 +141,18 @@ class Comparison:
 
 
 def deviation(single: Outcome, other: Outcome) -> Deviation:
-    """Returns how far a training is from that of one device, step by step.
-
-    Args:
-        single: The training on one device.
-        other: Another of the same model; what it lacks is infinitely far.
-    """
+    """Returns how far a training is from that of one device, by step; NaN for what it lacks."""
     found = {}
     for step, snapshot in single.snapshots.items():
-        theirs = other.snapshots.get(step)
+        theirs = other.snapshots.get(step, Snapshot({}, {}))
         found[step] = {
-            key: _distance(state, theirs.states.get(key) if theirs else None)
+            key: distance_between(state.value, theirs.states[key].value)
+            if key in theirs.states
+            else Distance(math.nan, math.nan, math.nan)
             for key, state in snapshot.states.items()
         }
         for name, value in snapshot.values.items():
-            received = theirs.values.get(name, math.nan) if theirs else math.nan
+            received = theirs.values.get(name, math.nan)
             found[step][name] = Distance(abs(value - received), abs(value), abs(received))
     return found
 
@@ -248,7 +210,7 @@ class _Limits:
         self._scales: dict[str, float] = {}
         for state in states.values():
             if is_float(state.value):
-                largest = max(self._scales.get(state.kind, 0.0), _magnitude(state.value))
+                largest = max(self._scales.get(state.kind, 0.0), largest_magnitude(state.value))
                 self._scales[state.kind] = largest
 
     def of(self, key: Key, state: State | None, magnitude: float) -> tuple[float, float]:
@@ -292,9 +254,6 @@ def growth(steps: Sequence[StepReport]) -> float | None:
     """Returns by how much a step multiplies rounding; None if it is not seen to grow.
 
     The slope of the logarithm of the floor over the steps, up to where it stops to grow.
-
-    Args:
-        steps: Those of a `Comparison`.
     """
     floors = [(report.step, report.median_floor) for report in steps if report.median_floor > 0]
     last = next((i for i, (_, floor) in enumerate(floors) if floor > _SATURATED), len(floors))
@@ -304,19 +263,6 @@ def growth(steps: Sequence[StepReport]) -> float | None:
     numbers, logarithms = zip(*[(step, math.log(floor)) for step, floor in rising], strict=True)
     slope = float(np.polyfit(numbers, logarithms, 1)[0])
     return math.exp(slope) if slope > 0 else None
-
-
-def _distance(state: State, other: State | None) -> Distance:
-    if other is None:
-        return Distance(math.nan, math.nan, math.nan)
-    found = difference(state.value, other.value, 0.0)
-    return Distance(found.absolute, _magnitude(state.value), _magnitude(other.value))
-
-
-def _magnitude(value: np.ndarray) -> float:
-    if not value.size or not np.issubdtype(value.dtype, np.number):
-        return 0.0
-    return float(np.max(np.abs(value.astype(np.float64))))
 
 
 def _made_of_rounding(single: Outcome, floor: Deviation) -> frozenset[int]:

@@ -7,14 +7,13 @@ import tempfile
 from collections.abc import Iterator
 
 from tfparallel.cluster.environment import available_cores
-from tfparallel.diagnostics.finding import Finding
+from tfparallel.diagnostics.report import Finding
 
-__all__ = ["examine_cores", "examine_disk", "examine_memory", "free_memory_mib"]
+__all__ = ["WORKER_MIB", "examine_cores", "examine_disk", "examine_memory", "free_memory_mib"]
 
 _MIB = 2**20
 _ENOUGH_DISK_MIB = 1024
-# A worker that has only started holds about 500 MiB.
-_ENOUGH_MEMORY_MIB = 1024
+WORKER_MIB = 1024  # One that has loaded no data yet holds about 500 MiB.
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 
@@ -63,7 +62,7 @@ def examine_memory(num_local_workers: int) -> Iterator[Finding]:
     text = f"{_size(free[name])} free by {name}"
     if num_local_workers > 1:
         text += f", for {num_local_workers} workers here"
-    if free[name] < _ENOUGH_MEMORY_MIB * num_local_workers:
+    if free[name] < WORKER_MIB * num_local_workers:
         advice = "stop other programs, start fewer workers, or raise the limit"
         text += ": a worker takes about 500 MiB before it has loaded any data"
         yield Finding("memory", "warn", text, advice)

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfparallel.checkpoint.folder import CheckpointFolder
-from tfparallel.collectives.workers_of_model import workers_of
+from tfparallel.collectives.group import workers_of
 from tfparallel.diagnostics.faults import Fault, parse_fault
 
 __all__ = ["Inject"]
@@ -54,7 +54,6 @@ class Inject(keras.callbacks.Callback):
         self._num_steps = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Finds out whether this is the worker, and the attempt."""
         workers = workers_of(self.model)
         num_workers = 1 if workers is None else workers.num_workers
         if self._is_first_attempt and self._fault.worker >= num_workers:
@@ -70,7 +69,6 @@ class Inject(keras.callbacks.Callback):
         self._epoch_start = epoch * (self.params.get("steps") or self._num_steps)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Strikes, if it is time to."""
         self._num_steps = batch + 1
         if not self._strikes:
             return

@@ -7,41 +7,32 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.diagnostics.compare import difference
+from tfparallel.diagnostics.compare import distance_between, is_float
 from tfparallel.seams.functional import Functional, run_through
 from tfparallel.seams.keras import layers_in, takes_training
 
-__all__ = ["all_layers", "first_difference", "random_layers", "turn_off_draws"]
+__all__ = ["first_difference", "random_layers", "turn_off_draws"]
 
 Build = Callable[[], keras.Model]
 # The attributes that say how strongly Keras's random layers draw.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "_dropout", "drop_rate")
 
 
-def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """Returns every layer in the model, nested ones included, in order of creation."""
-    # Keras has no public way to reach a layer that another layer holds.
-    return layers_in(model, include_self=False)
-
-
 def random_layers(model: keras.Model) -> list[str]:
     """Returns the names of the layers that draw random numbers in training."""
-    return [layer.name for layer in all_layers(model) if _draws(layer)]
+    return [layer.name for layer in layers_in(model, include_self=False) if _draws(layer)]
 
 
 def turn_off_draws(model: keras.Model) -> keras.Model:
     """Makes the random layers of a model inactive, in place.
 
-    Known rates are set to 0. A layer without one that takes `training` is
-    always called with `training=False`. A layer with neither keeps drawing.
-
-    Returns:
-        The same model.
+    Known rates are set to 0. A layer without one that takes `training` is always called with
+    `training=False`. A layer with neither keeps drawing.
     """
-    for layer in all_layers(model):
+    for layer in layers_in(model, include_self=False):
         if not _draws(layer):
             continue
-        rates = [name for name in _RATES if _is_rate(getattr(layer, name, None))]
+        rates = _rates_of(layer)
         for name in rates:
             setattr(layer, name, 0.0)
         if not rates and takes_training(layer):
@@ -64,8 +55,7 @@ def first_difference(
         tolerance: The largest relative difference that is rounding.
 
     Returns:
-        The layer's name and what differs, or None if the layers' outputs do
-        not tell the two apart.
+        The layer's name and what differs; None if the layers' outputs do not tell the two apart.
     """
     names: list[str] = []
 
@@ -78,10 +68,12 @@ def first_difference(
     expected = build_probe().predict_on_batch(batch[0])
     single_names = list(names)
     received = make_parallel_model(build_probe).predict_on_batch(batch[0])
-    pairs = zip(single_names, _as_list(expected), _as_list(received), strict=True)
+    outputs = map(keras.tree.flatten, (expected, received))
+    pairs = zip(single_names, *outputs, strict=True)
     for name, one, other in pairs:
-        found = difference(np.asarray(one), np.asarray(other), tolerance)
-        if not found.within:
+        one, other = np.asarray(one), np.asarray(other)
+        found = distance_between(one, other)
+        if not found.is_within(tolerance if is_float(one) else 0.0):
             return f"layer {name!r}: its output differs by {found.absolute:.1e} on the first batch"
     return None
 
@@ -89,14 +81,9 @@ def first_difference(
 def _with_all_outputs(model: keras.Model) -> tuple[list[str], keras.Model]:
     """A model on the same layers that puts out what each of them does, with the layers' names.
 
-    All layers are called again, one by one, those of models within the model too: what such a
-    model computes inside of itself hangs on inputs of its own, and on none of the outer model's.
-
-    Args:
-        model: A functional or Sequential model.
-
-    Returns:
-        The names, `"inner/dense"` for a layer of a model within, and the model.
+    All layers are called again, one by one, those of models within the model too, named
+    `"inner/dense"`: what such a model computes inside of itself hangs on inputs of its own, and on
+    none of the outer model's.
     """
     names: list[str] = []
     outputs: list[keras.KerasTensor] = []
@@ -107,9 +94,7 @@ def _with_all_outputs(model: keras.Model) -> tuple[list[str], keras.Model]:
             for layer in model.layers:
                 inputs = call_layer(layer, prefix, inputs)
             return inputs
-        return run_through(
-            model, inputs, lambda layer, *a, **k: call_layer(layer, prefix, *a, **k)
-        )
+        return run_through(model, inputs, lambda layer, *a, **k: call_layer(layer, prefix, *a, **k))
 
     def call_layer(layer, prefix, *args, **kwargs):
         if isinstance(layer, Functional | keras.Sequential):
@@ -133,13 +118,17 @@ def _draws(layer: keras.Layer) -> bool:
     """Whether a layer itself, not one that it holds, draws random numbers in training."""
     if not any(isinstance(v, keras.random.SeedGenerator) for v in vars(layer).values()):
         return False
-    rates = [getattr(layer, name) for name in _RATES if _is_rate(getattr(layer, name, None))]
+    rates = _rates_of(layer).values()
     return not rates or any(rate > 0 for rate in rates)
 
 
-def _is_rate(value: Any) -> bool:
-    """Whether an attribute of one of these names is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _rates_of(layer: keras.Layer) -> dict[str, float]:
+    values = {name: getattr(layer, name, None) for name in _RATES}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _without_training(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +136,3 @@ def _without_training(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, training=False, **kwargs)
 
     return inactive
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]

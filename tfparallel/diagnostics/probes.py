@@ -2,10 +2,9 @@
 
     python -m tfparallel.diagnostics.probes NAME [NAME …]
 
-prints a line of JSON for each. A known fault is tried, not assumed: the same
-small net is trained on one device, by TensorFlow's strategy and by
-tfparallel's, and the weights are compared. Those of workers are started by
-cluster_probe.py, which needs no TensorFlow itself.
+prints a line of JSON for each. A known fault is tried, not assumed: the same small net is trained
+on one device, by TensorFlow's strategy and by tfparallel's, and the weights are compared. Those of
+workers are started by cluster_probe.py, which needs no TensorFlow itself.
 """
 
 import contextlib
@@ -66,8 +65,7 @@ def uneven_batches() -> dict[str, Any]:
 def trained_by_workers(whose: str) -> dict[str, Any]:
     """`fit` in one of several workers: how far its weights are from those of one device.
 
-    Args:
-        whose: "ours", or "theirs": the strategy of TensorFlow (keras#20585).
+    By the strategy that is "ours", or "theirs": TensorFlow's (keras#20585).
     """
     strategies = {"ours": MultiWorkerMirroredStrategy}
     strategies["theirs"] = tf.distribute.MultiWorkerMirroredStrategy
@@ -77,14 +75,11 @@ def trained_by_workers(whose: str) -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
-    function.__name__: function
-    for function in (
-        installation,
-        gradient_accumulation,
-        steps_per_execution,
-        gradient_clipping,
-        uneven_batches,
-    )
+    "installation": installation,
+    "gradient_accumulation": gradient_accumulation,
+    "steps_per_execution": steps_per_execution,
+    "gradient_clipping": gradient_clipping,
+    "uneven_batches": uneven_batches,
 }
 
 

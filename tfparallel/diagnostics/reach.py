@@ -9,10 +9,10 @@ import errno
 import socket
 from collections.abc import Iterator
 
-from tfparallel.cluster import port_owner
+from tfparallel.cluster import ports
 from tfparallel.cluster.address import split_address
 from tfparallel.cluster.cluster_spec import Cluster
-from tfparallel.diagnostics.finding import Finding
+from tfparallel.diagnostics.report import Finding
 
 __all__ = ["examine_cluster"]
 
@@ -20,10 +20,7 @@ _MAX_CONNECTIONS = 64
 
 
 def examine_cluster(timeout_seconds: float) -> tuple[Cluster, list[Finding]]:
-    """Looks at the cluster that the environment names.
-
-    Args:
-        timeout_seconds: How long a peer may take to answer.
+    """Looks at the cluster that the environment names, whose peers may take so long to answer.
 
     Returns:
         The cluster, a single process where none can be read; and the findings.
@@ -47,7 +44,7 @@ def examine_cluster(timeout_seconds: float) -> tuple[Cluster, list[Finding]]:
 def _examine_own(cluster: Cluster) -> Iterator[Finding]:
     host, port = split_address(cluster.address)
     try:
-        is_free = port_owner.is_free(port)
+        is_free = ports.is_free(port)
     except OSError as error:
         text = f"port {port} cannot be listened on ({error.strerror})"
         yield Finding("own port", "broken", text, "take a port above 1023")
@@ -58,7 +55,7 @@ def _examine_own(cluster: Cluster) -> Iterator[Finding]:
             yield Finding(
                 "own port",
                 "broken",
-                f"{port} is held by {port_owner.owner(port) or 'another process'}: TensorFlow's "
+                f"{port} is held by {ports.owner(port) or 'another process'}: TensorFlow's "
                 "server could not start",
                 "stop that process, or name another port for this worker in the cluster",
             )

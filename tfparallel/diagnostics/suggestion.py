@@ -6,13 +6,11 @@ import importlib.util
 from tfparallel import cuda_driver
 from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.cluster.environment import available_cores
-from tfparallel.diagnostics.host import free_memory_mib
+from tfparallel.diagnostics.host import WORKER_MIB, free_memory_mib
 
 __all__ = ["Machine", "Suggestion", "suggested", "this_machine"]
 
 _TRAIN = "tfparallel train TASK.py"
-# A worker holds about 500 MiB before it has loaded any data.
-_WORKER_MIB = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +93,7 @@ def suggested(machine: Machine) -> Suggestion:
         )
     number = machine.num_cores
     if machine.free_mib is not None:
-        number = min(number, int(machine.free_mib // _WORKER_MIB))
+        number = min(number, int(machine.free_mib // WORKER_MIB))
     if number < 2:
         few = "one core" if machine.num_cores < 2 else "memory for one worker"
         return Suggestion(

@@ -8,11 +8,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfparallel.callbacks.sent_bytes import SentBytes
+from tfparallel.callbacks.step_measures import SentBytes
 from tfparallel.checkpoint.state import summed_values
 from tfparallel.data.batches import batches_dataset
 from tfparallel.diagnostics.compare import TOLERANCES, UNITS, owner_of_slot
-from tfparallel.diagnostics.layers import all_layers, turn_off_draws
+from tfparallel.diagnostics.layers import turn_off_draws
+from tfparallel.seams.keras import layers_in
 
 __all__ = ["Build", "Outcome", "State", "Trial", "plain"]
 
@@ -82,11 +83,7 @@ def plain(build_model: Build) -> keras.Model:
 class Trial:
     """Trains a model again and again from the same weights on the same batches.
 
-    Args:
-        build_model: Returns the model, not compiled.
-        compile_model: Compiles it in place.
-        batches: The steps, each `(x, y[, sample_weight])` in NumPy arrays.
-        seed: Seeds the weights and the random layers.
+    It takes what `check_parity` does.
     """
 
     def __init__(
@@ -117,7 +114,6 @@ class Trial:
         *,
         draws: bool = True,
         moved_by: int = 0,
-        num_steps: int | None = None,
         in_float32: bool = False,
     ) -> Outcome:
         """Trains once.
@@ -125,19 +121,15 @@ class Trial:
         Args:
             make_model: Makes the model of a builder parallel.
             draws: Whether random layers draw.
-            moved_by: Units in the last place by which the first weights are
-                moved, up or down as the seed says.
-            num_steps: How many of the batches; all by default.
+            moved_by: Units in the last place by which the first weights are moved, up or down as
+                the seed says.
             in_float32: Whether layers that mixed precision would run in half precision run in
                 float32.
-
-        Returns:
-            The weights and everything else that came of it.
 
         Raises:
             ValueError: If the parallel model is one with other weights.
         """
-        batches = self._batches[:num_steps]
+        batches = self._batches
         keras.utils.set_random_seed(self._seed)
         with _computing_in_float32() if in_float32 else contextlib.nullcontext():
             model = make_model(lambda: self.build(draws=draws))
@@ -145,7 +137,7 @@ class Trial:
             model(batches[0][0])
         self._set_initial_weights(model)
         if moved_by:
-            model.set_weights(moved_weights(model, moved_by, self._seed))
+            model.set_weights(_moved_weights(model, moved_by, self._seed))
         self._compile_model(model)
         if not model.compiled:
             raise ValueError(
@@ -191,17 +183,11 @@ def _computing_in_float32() -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def moved_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndarray]:
-    """Returns a model's weights, each moved by units in the last place, up or down.
+def _moved_weights(model: keras.Model, num_units: int, seed: int) -> list[np.ndarray]:
+    """Returns a model's weights, each moved by units in the last place, up or down as drawn.
 
-    A unit is that of the type that the model computes in: of a float32
-    weight that is cast to bfloat16 first, a float32's last place is cut off.
-    Zeros and integers stay.
-
-    Args:
-        model: A built model.
-        num_units: How many units each is moved by.
-        seed: Draws the signs.
+    A unit is that of the type that the model computes in: of a float32 weight that is cast to
+    bfloat16 first, a float32's last place is cut off. Zeros and integers stay.
     """
     generator = np.random.default_rng(seed)
     move = num_units * UNITS[coarsest_dtype(model)]
@@ -223,7 +209,8 @@ def coarsest_dtype(model: keras.Model) -> str:
 
     The two are not the same: Keras keeps LoRA's weights in float32 in a model of float64.
     """
-    types = {getattr(layer, "compute_dtype", None) for layer in all_layers(model)}
+    layers = layers_in(model, include_self=False)
+    types = {getattr(layer, "compute_dtype", None) for layer in layers}
     types |= {keras.backend.standardize_dtype(weight.dtype) for weight in model.trainable_weights}
     found = [dtype for dtype in TOLERANCES if dtype in types]
     return found[-1] if found else keras.config.floatx()

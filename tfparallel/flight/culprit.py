@@ -18,35 +18,26 @@ from tfparallel.flight.record import WorkerRecord, path_of, read_record
 __all__ = ["has_lost_another", "lost_by", "waited_for", "with_errors"]
 
 
-def has_lost_another(culprit: WorkerExit, folder: str, attempt: int) -> bool:
-    """Whether a worker ended since another one was lost, by its flight record.
+def has_lost_another(culprit: WorkerExit, folder: str, attempt: int, began: float) -> bool:
+    """Whether a worker of this host ended since another one was lost, by its flight record.
 
-    Args:
-        culprit: It, of this host.
-        folder: Where the records are.
-        attempt: How often the job had been started before.
+    Records from before `began`, in seconds since 1970, are of earlier jobs.
     """
-    record = _record(folder, culprit.worker, attempt)
+    record = _record(folder, culprit.worker, attempt, began)
     return record is not None and record.about.get("ended", "").startswith("WorkerLostError")
 
 
 def lost_by(worker: int, folder: str, attempt: int, began: float) -> int | None:
-    """Which other worker one had lost, by its flight record; None if none, or nobody can tell.
+    """Which other worker one of this host had lost, by its flight record; None if nobody can tell.
 
-    Args:
-        worker: It, of this host.
-        folder: Where the records are.
-        attempt: How often the job had been started before.
-        began: When it started this time, in seconds since 1970.
+    Records from before `began`, in seconds since 1970, are of earlier jobs.
     """
-    record = _record(folder, worker, attempt)
-    if record is None or record.about.get("started", 0.0) < began:
-        return None
-    return record.about.get("lost")
+    record = _record(folder, worker, attempt, began)
+    return None if record is None else record.about.get("lost")
 
 
 def waited_for(outcome: Outcome, folder: str, attempt: int, began: float) -> str:
-    """Says whom the worker that ended first had waited for.
+    """Says in a sentence whom the worker that ended first had waited for.
 
     Args:
         outcome: How the job ended.
@@ -62,10 +53,10 @@ def waited_for(outcome: Outcome, folder: str, attempt: int, began: float) -> str
         return ""
     # TensorFlow ends a worker that has lost another one by SIGABRT.
     may_have_waited = culprit.returncode in (TRY_AGAIN, -signal.SIGABRT)
-    if not may_have_waited and not has_lost_another(culprit, folder, attempt):
+    if not may_have_waited and not has_lost_another(culprit, folder, attempt, began):
         return ""
-    records = [_record(folder, exit_.worker, attempt) for exit_ in outcome.exits]
-    found = [each for each in records if each and each.about.get("started", 0.0) >= began]
+    records = [_record(folder, exit_.worker, attempt, began) for exit_ in outcome.exits]
+    found = [each for each in records if each is not None]
     if not found:
         return ""
     workers, why = behind(found)
@@ -108,8 +99,10 @@ def with_errors(
     return dataclasses.replace(outcome, culprit=culprit, exits=exits)
 
 
-def _record(folder: str, worker: int, attempt: int) -> WorkerRecord | None:
+def _record(folder: str, worker: int, attempt: int, began: float) -> WorkerRecord | None:
+    """A worker's record, if it can be read and is not from before `began`."""
     try:
-        return read_record(path_of(folder, worker, attempt))
+        record = read_record(path_of(folder, worker, attempt))
     except (OSError, ValueError):
         return None
+    return record if record.about.get("started", 0.0) >= began else None

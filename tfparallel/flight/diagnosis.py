@@ -23,7 +23,7 @@ def verdict(
     link_bits: float | None = None,
     expected_compute: float | None = None,
 ) -> str:
-    """Says what holds a job up.
+    """Says what holds a job up, in a sentence that begins with the cause.
 
     Args:
         splits: Of each worker, as `job.splits` returns them.
@@ -31,9 +31,6 @@ def verdict(
         link_bits: What the link between the hosts carries, in bits a second, if that is known.
         expected_compute: What a step would compute for, in seconds, if half the rows took half the
             time, by a run of fewer workers; None for the first.
-
-    Returns:
-        A sentence, that begins with the cause.
     """
     total = statistics.mean(split.total for split in splits)
     mean = {

@@ -78,14 +78,7 @@ def doing(record: WorkerRecord) -> str:
 
 
 def behind(records: Sequence[WorkerRecord]) -> tuple[tuple[int, ...], str]:
-    """Names the workers that the others waited for.
-
-    Args:
-        records: As `read_job` returns them.
-
-    Returns:
-        Their indices, and why, in a sentence; no index if nobody can tell, or all is well.
-    """
+    """Names the workers that the others waited for, none if nobody can tell, and says why."""
     missing = _missing(records)
     if missing and not elsewhere(records):
         return tuple(missing), f"{_workers(missing)} left no record: `fit` did not begin there."
@@ -166,11 +159,7 @@ class Split:
 
 
 def splits(records: Sequence[WorkerRecord]) -> list[Split]:
-    """Where the time of each worker goes, over the steps that all records hold.
-
-    Returns:
-        By worker; none where there are too few steps.
-    """
+    """Where the time of each worker goes, over the steps that all records hold, if enough."""
     shifts = clock_shifts(records)
     by_worker = {record.worker: _by_step(record, shifts[record.worker]) for record in records}
     steps = sorted(set.intersection(*(set(steps) for steps in by_worker.values())))
@@ -179,26 +168,31 @@ def splits(records: Sequence[WorkerRecord]) -> list[Split]:
         return []
     found = []
     for worker, own in by_worker.items():
-        sums = dict.fromkeys(("total", "input", "compute", "reduction", "waiting", "between"), 0.0)
-        for step in steps:
-            events = own[step]
-            sums["between"] += _length(events.get("between steps"))
-            sums["input"] += _length(events.get("input"))
-            in_collectives = 0.0
-            for name in filter(is_collective, events):
-                come = max(other[step][name].begin for other in by_worker.values())
-                begin, end = events[name].begin, events[name].end
-                waiting = min(max(0.0, come - begin), end - begin)
-                sums["waiting"] += waiting
-                sums["reduction"] += end - begin - waiting
-                in_collectives += end - begin
-            length = _length(events.get("step"))
-            sums["total"] += length + _length(events.get("between steps"))
-            sums["compute"] += max(0.0, length - _length(events.get("input")) - in_collectives)
-        found.append(
-            Split(worker, len(steps), **{name: sums[name] / len(steps) for name in sums})
-        )
+        times = [_times(own[step], [each[step] for each in by_worker.values()]) for step in steps]
+        means = {name: statistics.fmean(each[name] for each in times) for name in times[0]}
+        found.append(Split(worker, len(steps), **means))
     return found
+
+
+def _times(own, all_workers) -> dict[str, float]:
+    """Where a worker's time goes in one step, of which all workers' events are given."""
+    between, waits_for_data = _length(own.get("between steps")), _length(own.get("input"))
+    reduction = waiting = 0.0
+    for name in filter(is_collective, own):
+        last_came = max(events[name].begin for events in all_workers)
+        seconds = own[name].end - own[name].begin
+        waited = min(max(0.0, last_came - own[name].begin), seconds)
+        waiting += waited
+        reduction += seconds - waited
+    step = _length(own.get("step"))
+    return {
+        "total": step + between,
+        "input": waits_for_data,
+        "compute": max(0.0, step - waits_for_data - reduction - waiting),
+        "reduction": reduction,
+        "waiting": waiting,
+        "between": between,
+    }
 
 
 def clock_shifts(records: Sequence[WorkerRecord]) -> dict[int, float]:

@@ -28,11 +28,7 @@ _LOOK_SECONDS = 0.01  # Of steps that are shorter, not each is looked at.
 
 
 class Marks:
-    """The marks of this process, and the record that they are for.
-
-    Args:
-        record: It.
-    """
+    """The marks of this process, and the record that they are for."""
 
     current: "Marks | None" = None  # A process has one clock, and one record.
 
@@ -74,10 +70,7 @@ class Marks:
     def end_step(self, begin: float, end: float, *, is_one: bool = True) -> None:
         """Records a step, and what has been passed in it.
 
-        Args:
-            begin: When it began.
-            end: When it ended.
-            is_one: Whether it is one step. Of several in one execution the last alone is seen.
+        Of several steps in one execution (`is_one` is false) the last alone is seen.
         """
         step, last = self.step, begin
         found, passed = [], {}
@@ -100,15 +93,7 @@ class Marks:
 
 
 def mark(name: str, tensors: Sequence[Any]) -> list[tf.Operation]:
-    """Marks where tensors are there, in the graph that is being traced.
-
-    Args:
-        name: What ends there; it began where the last ended.
-        tensors: They.
-
-    Returns:
-        The operation that marks, for what should not run before it; none where nothing is marked.
-    """
+    """Marks in a traced graph when tensors are there; returns the operation, if marks are on."""
     if not _is_marked():
         return []
     written = _write(name, tensors, Marks.current.times)
@@ -116,17 +101,9 @@ def mark(name: str, tensors: Sequence[Any]) -> list[tf.Operation]:
 
 
 def around(name: str, tensor: tf.Tensor, run: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Runs a collective between two marks, of which it waits for the first.
+    """Runs a collective between two marks, and has it wait for the first and for the tensor.
 
     Else a worker whose collective waits for the others might not come to write it.
-
-    Args:
-        name: What it is.
-        tensor: What it waits for.
-        run: It.
-
-    Returns:
-        What it returns.
     """
     if not _is_marked():
         return run()

@@ -65,10 +65,10 @@ class Event:
 
 
 class FlightRecord:
-    """Writes a record.
+    """Writes a record, in a file that is made anew.
 
     Args:
-        path: The file, which is made anew.
+        path: The file.
         about: Who writes: what JSON can hold, in less than 4 KiB.
 
     Raises:
@@ -135,12 +135,7 @@ class FlightRecord:
         self._write_json(_ABOUT, _NAMES - _ABOUT, self._about)
 
     def end(self, how: str, lost: int | None = None) -> None:
-        """Says that the worker has ended what is recorded.
-
-        Args:
-            how: "well", or an error's words.
-            lost: The worker whose loss has ended it, if one has.
-        """
+        """Says how the worker has ended what is recorded, and for the loss of which one."""
         self._about |= {"ended": how[:500], "ended_at": time.time()}
         self._about |= {} if lost is None else {"lost": lost}
         with contextlib.suppress(ValueError):  # It is closed.
@@ -191,12 +186,7 @@ def path_of(folder: str | os.PathLike, worker: int, attempt: int) -> str:
 
 
 def read_record(path: str | os.PathLike) -> WorkerRecord:
-    """Reads a record, of a worker that lives or does not.
-
-    Raises:
-        ValueError: If the file is none.
-        OSError: If it cannot be read.
-    """
+    """Reads a record, of a worker that lives or does not; `ValueError` if it is none."""
     with open(path, "rb") as file:
         data = file.read()
     if not data.startswith(_MAGIC) or len(data) != _SIZE:

@@ -5,7 +5,7 @@ from tfparallel.hybrid.spread_call import SpreadCall
 from tfparallel.layers.split_model import NestedModel
 from tfparallel.pipeline.pass_scope import states_in_layers
 from tfparallel.pipeline.pipelined_model import PipelinedModel
-from tfparallel.replication.checks import refuse_swaps
+from tfparallel.replication.refusals import refuse_swaps
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in, seed_generators_of
 from tfparallel.update.place_optimizer import prepare
@@ -50,17 +50,14 @@ class HybridModel(SpreadCall, NestedModel, PipelinedModel):
         super()._begin(call)
 
     def train_step(self, data):
-        """One step of training, for the global batch."""
         self._session.compare(data, "fit")
         return super().train_step(data)
 
     def test_step(self, data):
-        """One step of evaluation, for the global batch."""
         self._session.compare(data, "evaluate")
         return super().test_step(data)
 
     def predict_step(self, data):
-        """One step of prediction, for the global batch."""
         self._session.compare(data, "predict")
         return super().predict_step(data)
 

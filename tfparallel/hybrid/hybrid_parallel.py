@@ -12,7 +12,6 @@ from tfparallel.extend import attach
 from tfparallel.hybrid.hybrid_model import HybridModel
 from tfparallel.layers.tensor_parallel import Asked, parts_planned, split_in_place
 from tfparallel.layout.mesh import Mesh
-from tfparallel.layout.shorten import first_to_last
 from tfparallel.pipeline.batch_norm import batch_norms
 from tfparallel.pipeline.pipeline_parallel import PipelineOptions, accumulating, in_micro_batches
 from tfparallel.placement.graph import layers_in_order
@@ -21,6 +20,7 @@ from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.replication.drop_in import MultiWorkerMirroredStrategy
 from tfparallel.replication.worker_session import WorkerSession
 from tfparallel.seams.keras import layers_in
+from tfparallel.texts import first_to_last
 from tfparallel.user_log import notice
 
 __all__ = ["hybrid_parallel"]
@@ -180,12 +180,7 @@ def _in_words(model: HybridModel) -> str:
 
 
 class _Parts:
-    """How the layers of a model are split, along the mesh's axis of parts.
-
-    Args:
-        mesh: The mesh.
-        split: As `hybrid_parallel` takes it.
-    """
+    """How the layers of a model are split, along the mesh's axis of parts."""
 
     def __init__(self, mesh: Mesh, split: Mapping[str, str | None]):
         self._number = mesh.tensor
@@ -241,4 +236,3 @@ def _mesh_of(mesh) -> Mesh:
         "`mesh` must be a `tfparallel.Mesh`, or a dictionary with the axes 'data', 'pipeline' and "
         f"'tensor'. Received: mesh={mesh!r}."
     )
-

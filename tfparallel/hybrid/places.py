@@ -11,7 +11,7 @@ from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.device_names import canonical
 from tfparallel.seams.keras import storage_of
 from tfparallel.strategies import variables
-from tfparallel.strategies.mesh_trace import MeshTrace
+from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.update.places import Places
 from tfparallel.variables.replica import Replica, at_work
 
@@ -44,11 +44,9 @@ class MeshPlaces(Places):
             variables.mirror(variable, [own.device(device) for own in self._replicas[1:]])
 
     def copies(self, variable: keras.Variable) -> Sequence[tf.Variable]:
-        """What each replica has of a variable."""
         return variables.copies(variable)
 
     def at(self, index: int) -> AbstractContextManager:
-        """In one replica, on its devices."""
         return at_work(self._replicas[index])
 
     def each(self, update: Callable[[int, Any], None], given: Sequence[Any]) -> None:

@@ -25,12 +25,11 @@ from tfparallel.problems import PlacementError
 from tfparallel.replication.inputs import BatchInputs
 from tfparallel.replication.replicated_call import checked_output
 from tfparallel.seams.keras import clear_losses, mask_of, set_mask
-from tfparallel.strategies.mesh_trace import MeshTrace
+from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.user_log import notice
 from tfparallel.variables.replica import replicas_of
 
 __all__ = ["SpreadCall"]
-
 
 _IN_BOLD = re.compile(r"\x1b\[1m(.*?)\x1b\[0m", re.DOTALL)
 
@@ -77,7 +76,7 @@ class SpreadCall:
                 said = why_not_in_pieces(self, call, args, kwargs)
                 if said is not None:
                     raise PlacementError(said)
-            outputs, losses = self._on_replicas(self, call, args, kwargs, others)
+            outputs, losses = self._on_replicas(call, args, kwargs, others)
         except ValueError as error:  # Keras's own follows, if it is one of the program.
             attach(self, _can_spread=False)
             if self._is_chief:
@@ -91,12 +90,10 @@ class SpreadCall:
         return outputs
 
     def test_step(self, data):
-        """One step of evaluation, as Keras's own."""
         with self._spreading():
             return super().test_step(data)
 
     def predict_step(self, data):
-        """One step of prediction, as Keras's own."""
         with self._spreading():
             return super().predict_step(data)
 
@@ -109,29 +106,17 @@ class SpreadCall:
             attach(self, _spreads_next=False)
 
     def _on_replicas(
-        self,
-        layer: keras.Layer,
-        call: Callable,
-        args: tuple,
-        kwargs: dict,
-        others: Others | None = None,
+        self, call: Callable, args: tuple, kwargs: dict, others: Others
     ) -> tuple[Any, list[tf.Tensor]]:
-        """Computes a call of the model, or of what is a part of it.
+        """Returns the outputs of the whole batch, and the losses that layers added.
 
         Args:
-            layer: The model, or the part.
-            call: Its own `__call__`.
+            call: The model's own `__call__`.
             args: Tensors of shape `(batch, …)` among them.
             kwargs: Likewise.
-            others: The replicas of all workers; those of this process alone by default, as a probe
-                wants it.
-
-        Returns:
-            The outputs of the whole batch, and the losses that layers added.
+            others: The replicas of all workers.
         """
         inputs = BatchInputs(args, kwargs)
-        replicas = replicas_of(self._layout)
-        others = others or Others(len(replicas))
         number = others.num_replicas
         all_shards = [
             Shard(k, number, start, size, inputs.num_rows)
@@ -145,7 +130,7 @@ class SpreadCall:
             own_args, own_kwargs = inputs.pack(rows)
             with shards.working_on(shard), _Inference() as scope:
                 structure = call(*own_args, **own_kwargs)
-            outputs = [checked_output(layer, o) for o in keras.tree.flatten(structure)]
+            outputs = [checked_output(self, o) for o in keras.tree.flatten(structure)]
             logits = list(map(logits_of, outputs))
             sources = list(map(sources_of, outputs, logits))
             masks = list(map(mask_of, outputs))
@@ -153,7 +138,8 @@ class SpreadCall:
             return _Called(structure, logits, sources, masks, losses)
 
         told, parts = shards.for_replicas(own_shards), inputs.split(own_shards)
-        found = MeshTrace(replicas, others.first_replica).run(on_replica, told, parts)
+        replicas = MeshTrace(replicas_of(self._layout), others.first_replica)
+        found = replicas.run(on_replica, told, parts)
         for op in () if graph is None else other_writes(graph, before):
             # Too late to be computed otherwise: the step has these operations.
             raise RuntimeError(

@@ -14,8 +14,12 @@ Written in a model's definition they are the plain layers of Keras that they sta
 """
 
 from tfparallel.layers.attention import ParallelMultiHeadAttention
-from tfparallel.layers.convolution import ChannelParallelConv2D, ChannelReducingConv2D
-from tfparallel.layers.dense import ColumnParallelDense, RowParallelDense
+from tfparallel.layers.dense import (
+    ChannelParallelConv2D,
+    ChannelReducingConv2D,
+    ColumnParallelDense,
+    RowParallelDense,
+)
 from tfparallel.layers.embedding import VocabParallelEmbedding
 from tfparallel.layers.spatial import SpatialParallelConv2D, SpatialParallelPooling2D
 

@@ -5,11 +5,16 @@ import tensorflow as tf
 
 from tfparallel.extend import extend
 from tfparallel.layers.dropout import share_draws
-from tfparallel.layers.layer import FixedLayer, SplitLayer, local_layer, sizes_of
+from tfparallel.layers.layer import (
+    FixedLayer,
+    SplitLayer,
+    local_layer,
+    sizes_of,
+    split_variables,
+)
 from tfparallel.layers.parallel_hints import ParallelHint
-from tfparallel.layers.parts import on_each, pieces, whole
+from tfparallel.layers.parts import on_devices, on_each, pieces, whole
 from tfparallel.seams.keras import attention_axes, dropout_of, mask_of, output_projection, set_mask
-from tfparallel.variables.split import split_variable
 
 __all__ = ["ParallelMultiHeadAttention"]
 
@@ -52,7 +57,6 @@ class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
     plain, kind = keras.layers.MultiHeadAttention, "heads"
 
     def split(self) -> None:
-        """Makes the parts."""
         heads = _head_counts(self)
         groups = sizes_of(min(heads.values()), self._devices)
         locals_ = []
@@ -85,7 +89,6 @@ class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
         return -1 - 2 * len(attention_axes(self))
 
     def call(self, query, value, key=None, **kwargs):
-        """Computes the heads, each on its device, and sums what they say."""
         scores_too = kwargs.get("return_attention_scores", False)
         names = [name for name in kwargs if tf.is_tensor(kwargs[name])]
         copies: dict[int, list] = {}
@@ -97,11 +100,13 @@ class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
         for tensor in [*inputs, *(kwargs[name] for name in names)]:
             if id(tensor) not in copies:  # Self-attention reads one tensor three times.
                 copies[id(tensor)] = on_each(tensor, self._devices)
-        outputs = []
-        for k, (local, device) in enumerate(zip(self._small.layers, self._devices, strict=True)):
+
+        def attend(k, local):
             own = {**kwargs, **{name: copies[id(kwargs[name])][k] for name in names}}
-            with tf.device(device):
-                outputs.append(local(*(copies[id(tensor)][k] for tensor in inputs), **own))
+            return local(*(copies[id(tensor)][k] for tensor in inputs), **own)
+
+        locals_ = self._small.layers
+        outputs = on_devices(self._devices, attend, range(len(locals_)), locals_)
         for tensor in inputs:
             # Keras's attention takes the mask off what it reads, so that nobody behind it finds it.
             if mask_of(copies[id(tensor)][0]) is None:
@@ -109,7 +114,7 @@ class ParallelMultiHeadAttention(ParallelHint, SplitLayer):
         scores = None
         if scores_too:
             outputs, scores = zip(*outputs, strict=True)
-        total = tf.add_n(list(outputs), name="sum_of_parts")
+        total = tf.add_n(outputs, name="sum_of_parts")
         if self._output_bias is not None:
             total = total + keras.ops.cast(self._output_bias, total.dtype)
         if mask_of(outputs[0]) is not None:
@@ -135,10 +140,4 @@ def _head_counts(layer) -> dict[str, int]:
 def _take_projection(layer, locals_, name, axes) -> None:
     from_whole = extend(getattr(layer, name), FixedLayer)
     from_whole.fix()
-    for variable in from_whole.variables:
-        if variable.name in axes:
-            parts = [
-                next(v for v in getattr(local, name).variables if v.name == variable.name)
-                for local in locals_
-            ]
-            split_variable(variable, parts, axes[variable.name])
+    split_variables(from_whole, [getattr(local, name) for local in locals_], axes)

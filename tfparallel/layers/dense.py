@@ -1,4 +1,4 @@
-"""Dense layers in parts: by columns of the kernel, or by rows."""
+"""Dense layers and convolutions in parts: by columns of the kernel, or by rows."""
 
 import keras
 import tensorflow as tf
@@ -7,7 +7,12 @@ from tfparallel.layers.layer import SplitLayer, local_layer, sizes_of
 from tfparallel.layers.parallel_hints import ParallelHint
 from tfparallel.layers.parts import Parts, on_each, pieces, whole
 
-__all__ = ["ColumnParallel", "ColumnParallelDense", "RowParallel", "RowParallelDense"]
+__all__ = [
+    "ChannelParallelConv2D",
+    "ChannelReducingConv2D",
+    "ColumnParallelDense",
+    "RowParallelDense",
+]
 
 
 class ColumnParallel(SplitLayer):
@@ -23,19 +28,14 @@ class ColumnParallel(SplitLayer):
                 whole, which may mix the features, as softmax does.
         """
         changes = {"activation": None} if gather else {}
-        self._take(
-            [
-                local_layer(self, device, **{self._count: size}, **changes)
-                for device, size in zip(
-                    self._devices, sizes_of(getattr(self, self._count), self._devices), strict=True
-                )
-            ],
-            self._axes,
-        )
+
+        def smaller(device, size):
+            return local_layer(self, device, **{self._count: size}, **changes)
+
+        self._split(sizes_of(getattr(self, self._count), self._devices), smaller, self._axes)
         object.__setattr__(self, "_gather", gather)
 
     def call(self, inputs, **kwargs):
-        """Computes the columns, each on its device."""
         copies = on_each(whole(inputs), self._devices)
         parts = Parts(self._on_devices(copies), -1, self._devices)
         if not self._gather:
@@ -91,26 +91,18 @@ class RowParallel(SplitLayer):
     _axis = 0
 
     def split(self, sizes=None) -> None:
-        """Makes the parts.
-
-        Args:
-            sizes: How many features each device reads; even shares if None.
-        """
+        """Makes the parts, which read so many features each; even shares if None."""
         shape = _input_shape(self)
         sizes = sizes or sizes_of(shape[-1], self._devices)
         object.__setattr__(self, "_sizes", sizes)
-        self._take(
-            [
-                local_layer(
-                    self, device, (*shape[:-1], size), use_bias=False, activation=None
-                )
-                for device, size in zip(self._devices, sizes, strict=True)
-            ],
-            {"kernel": self._axis},
-        )
+
+        def smaller(device, size):
+            own = (*shape[:-1], size)
+            return local_layer(self, device, own, use_bias=False, activation=None)
+
+        self._split(sizes, smaller, {"kernel": self._axis})
 
     def call(self, inputs, **kwargs):
-        """Sums what the parts compute."""
         partial = self._on_devices(pieces(inputs, self._sizes, -1, self._devices))
         outputs = tf.add_n(partial, name="sum_of_parts")
         if self.bias is not None:
@@ -151,6 +143,67 @@ class RowParallelDense(ParallelHint, RowParallel):
     """
 
     plain, kind = keras.layers.Dense, "row"
+
+
+class ChannelParallelConv2D(ParallelHint, ColumnParallel):
+    """A convolution whose filters are split: each device computes a part of the channels.
+
+        kernel (h, w, in, filters)            output (batch, height, width, filters)
+             ┌───────┬───────┐                      ┌───────┬───────┐
+          in │  W_0  │  W_1  │                      │  y_0  │  y_1  │  filters
+             └───────┴───────┘                      └───────┴───────┘
+               CPU:0   CPU:1                          CPU:0   CPU:1
+
+    y_k = f(x * W_k + b_k). What works channel by channel behind it (normalization, activation,
+    pooling, a depthwise convolution) stays in parts. A convolution that reads channels in parts,
+    `ChannelReducingConv2D`, has its kernel split along `in`, and sums, as `RowParallelDense` does:
+
+        ┌─────┐
+        │ V_0 │ CPU:0
+        ├─────┤           z = y_0 * V_0 + y_1 * V_1 + c
+        │ V_1 │ CPU:1
+        └─────┘
+
+    Input: `(batch, height, width, in)`, whole. Output: `(batch, height', width', filters)` in parts
+    along the last axis. `channels_last` and `groups=1` alone.
+
+    Written by hand, with the arguments of `keras.layers.Conv2D`, it is that plain layer until
+    `tensor_parallel` splits it.
+
+    Example:
+        >>> pictures = keras.Input((32, 32, 3))
+        >>> hidden = tfparallel.layers.ChannelParallelConv2D(64, 3, activation="relu")(pictures)
+        >>> outputs = tfparallel.layers.ChannelReducingConv2D(32, 1)(hidden)
+        >>> model = keras.Model(pictures, outputs)
+        >>> tfparallel.tensor_parallel(model, devices=["GPU:0", "GPU:1"]).split.values()
+        dict_values(['column', 'row'])
+
+    References:
+        Jia, Lin, Qi, Aiken. Exploring Hidden Dimensions in Parallelizing Convolutional Neural
+        Networks. ICML, 2018.
+    """
+
+    plain, kind = keras.layers.Conv2D, "column"
+    _count, _axes = "filters", {"kernel": 3, "bias": 0}
+
+
+class ChannelReducingConv2D(ParallelHint, RowParallel):
+    """The second convolution of a pair, which reads parts (see `ChannelParallelConv2D`).
+
+    Input: `(batch, height, width, in)`, in parts along the last axis, or whole. Output: `(batch,
+    height', width', filters)`, whole, on the first device, where the bias is.
+
+    Written by hand, with the arguments of `keras.layers.Conv2D`, it is that plain layer until
+    `tensor_parallel` splits it.
+
+    Example:
+        >>> pictures = keras.Input((32, 32, 3))
+        >>> hidden = tfparallel.layers.ChannelParallelConv2D(64, 3, activation="relu")(pictures)
+        >>> outputs = tfparallel.layers.ChannelReducingConv2D(32, 1)(hidden)
+    """
+
+    plain, kind = keras.layers.Conv2D, "row"
+    _axis = 2
 
 
 def _input_shape(layer) -> tuple[int | None, ...]:

@@ -1,4 +1,8 @@
-"""Dropout of a tensor in parts: the mask of the whole, of which each device takes its share."""
+"""Dropout of a tensor in parts: the mask of the whole, of which each device takes its share.
+
+Each device draws all of the mask, from the same seed: the same numbers as on one device, and no
+traffic.
+"""
 
 from collections.abc import Sequence
 
@@ -6,23 +10,26 @@ import keras
 import tensorflow as tf
 
 from tfparallel.extend import extend
+from tfparallel.layers.layer import PartwiseLayer
+from tfparallel.layers.parts import Parts, on_devices
 
-__all__ = ["dropped", "share_draws"]
+__all__ = ["PartwiseDropout", "share_draws"]
 
 
-def dropped(layer: keras.layers.Dropout, tensors: Sequence[tf.Tensor], axis: int, devices) -> list:
-    """Applies a layer's dropout in training to a tensor in parts.
+class PartwiseDropout(PartwiseLayer):
+    """Extends dropout: the mask is the whole tensor's, in parts."""
 
-    The mask is the one that the layer draws for the whole. Each device draws all of it, from the
-    same seed, and takes its own share: the same numbers as on one device, and no traffic.
-    """
-    seed = layer.seed_generator.next()
-    sizes = [tf.shape(tensor)[axis] for tensor in tensors]
-    found = []
-    for k, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
-        with tf.device(device):
-            found.append(_share(layer.rate, tensor, sizes, k, axis, seed))
-    return found
+    def call(self, inputs, training=False):
+        if not training or self.rate == 0 or not isinstance(inputs, Parts):
+            return super().call(inputs, training=training)
+        axis, seed = inputs.axis, self.seed_generator.next()
+        sizes = [tf.shape(tensor)[axis] for tensor in inputs.tensors]
+
+        def share(k, tensor):
+            return _share(self.rate, tensor, sizes, k, axis, seed)
+
+        parts = on_devices(self._devices, share, range(len(sizes)), inputs.tensors)
+        return Parts(parts, axis, self._devices)
 
 
 def share_draws(
@@ -45,7 +52,6 @@ class SharedDraws:
     """Extends a dropout layer that draws a share of what another would."""
 
     def call(self, inputs, training=False):
-        """Drops the share that is this one's."""
         layer, drawn, sizes, k, axis = self._share_of
         if not training or layer.rate == 0:
             return inputs

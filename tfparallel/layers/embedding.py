@@ -44,19 +44,15 @@ class VocabParallelEmbedding(ParallelHint, SplitLayer):
     plain, kind = keras.layers.Embedding, "vocabulary"
 
     def split(self) -> None:
-        """Makes the parts."""
         sizes = sizes_of(self.input_dim, self._devices)
         object.__setattr__(self, "_starts", [sum(sizes[:k]) for k in range(len(sizes))])
-        self._take(
-            [
-                local_layer(self, device, input_dim=size)
-                for device, size in zip(self._devices, sizes, strict=True)
-            ],
-            {"embeddings": 0},
-        )
+
+        def smaller(device, size):
+            return local_layer(self, device, input_dim=size)
+
+        self._split(sizes, smaller, {"embeddings": 0})
 
     def call(self, inputs):
-        """Looks ids up, each where its row is."""
         if isinstance(inputs, tf.RaggedTensor):
             return inputs.with_flat_values(self.call(inputs.flat_values))
         ids = tf.convert_to_tensor(inputs)

@@ -1,41 +1,13 @@
-"""Layers that treat each feature, or channel, by itself: they leave a tensor in its parts."""
+"""Layers that give each device features of its own: they join parts, or have weights for each."""
 
 import keras
 import tensorflow as tf
 
-from tfparallel.layers.dropout import dropped
 from tfparallel.layers.layer import SplitLayer, local_layer
-from tfparallel.layers.parts import Parts
+from tfparallel.layers.parts import Parts, on_devices
 from tfparallel.seams.keras import mask_of
 
-__all__ = ["FeaturewiseDropout", "FeaturewiseJoin", "FeaturewiseLayer", "FeaturewiseWeights"]
-
-
-class FeaturewiseLayer(SplitLayer):
-    """Extends a layer without weights: it is called with each part, where the part is."""
-
-    def split(self, sizes) -> None:
-        """Has nothing to do."""
-
-    def call(self, inputs, *args, **kwargs):
-        """Computes each part on its device."""
-        if not isinstance(inputs, Parts):
-            return super().call(inputs, *args, **kwargs)
-        outputs = []
-        for tensor, device in zip(inputs.tensors, self._devices, strict=True):
-            with tf.device(device):
-                outputs.append(super().call(tensor, *args, **kwargs))
-        return Parts(outputs, -1, self._devices)
-
-
-class FeaturewiseDropout(FeaturewiseLayer):
-    """Extends dropout: the mask is the whole tensor's, in parts."""
-
-    def call(self, inputs, training=False):
-        """Drops from each part what the whole mask drops there."""
-        if not training or self.rate == 0 or not isinstance(inputs, Parts):
-            return super().call(inputs, training=training)
-        return Parts(dropped(self, inputs.tensors, -1, self._devices), -1, self._devices)
+__all__ = ["FeaturewiseJoin", "FeaturewiseWeights"]
 
 
 class FeaturewiseJoin(SplitLayer):
@@ -44,16 +16,8 @@ class FeaturewiseJoin(SplitLayer):
     Nothing is joined: input k goes to device k, and a row-parallel layer reads it there.
     """
 
-    def split(self, sizes) -> None:
-        """Has nothing to do."""
-
     def call(self, xs):
-        """Sends each input to its device."""
-        tensors = []
-        for tensor, device in zip(xs, self._devices, strict=True):
-            with tf.device(device):
-                tensors.append(tf.identity(tensor))
-        return Parts(tensors, -1, self._devices)
+        return Parts(on_devices(self._devices, tf.identity, xs), -1, self._devices)
 
 
 class FeaturewiseWeights(SplitLayer):
@@ -69,23 +33,16 @@ class FeaturewiseWeights(SplitLayer):
     """
 
     def split(self, sizes) -> None:
-        """Makes the parts.
-
-        Args:
-            sizes: How many features of the input each device gets.
-        """
+        """Makes the parts, of so many features of the input each."""
         shape = _shape(self)
         axes = {v.name: _feature_axis(self, v) for v in self.variables}
-        self._take(
-            [
-                local_layer(self, device, (*shape[:-1], size))
-                for device, size in zip(self._devices, sizes, strict=True)
-            ],
-            axes,
-        )
+
+        def smaller(device, size):
+            return local_layer(self, device, (*shape[:-1], size))
+
+        self._split(sizes, smaller, axes)
 
     def call(self, inputs, **kwargs):
-        """Computes each part on its device."""
         mask = mask_of(inputs)
         if mask is not None and isinstance(self, keras.layers.BatchNormalization):
             # Keras itself hands a mask on with tensors alone.

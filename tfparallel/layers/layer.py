@@ -1,20 +1,28 @@
 """What all layers of a model with split layers share: how they meet a tensor in parts."""
 
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfparallel.cloning.copy_state import without_draws
 from tfparallel.data.partition import row_ranges
 from tfparallel.extend import attach, original_class
-from tfparallel.layers.parts import Parts, between_layers, is_between_layers, whole
+from tfparallel.layers.parts import Parts, between_layers, is_between_layers, on_devices, whole
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.variables.replica import here
 from tfparallel.variables.split import split_variable
 
-__all__ = ["FixedLayer", "SplitLayer", "WholeLayer", "local_layer", "sizes_of"]
+__all__ = [
+    "FixedLayer",
+    "PartwiseLayer",
+    "SplitLayer",
+    "WholeLayer",
+    "local_layer",
+    "sizes_of",
+    "split_variables",
+]
 
 
 class _Held:
@@ -39,7 +47,6 @@ class WholeLayer(OnDevices):
     """Extends a layer that is left in place: on the first device, it reads whole tensors."""
 
     def __call__(self, *args, **kwargs):
-        """Calls the layer, with parts joined."""
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
         with tf.device(self._devices[0]), between_layers(False):
             return super().__call__(*args, **kwargs)
@@ -52,11 +59,6 @@ class FixedLayer:
     """
 
     def enable_lora(self, *args, **kwargs):
-        """Raises an error.
-
-        Raises:
-            PlacementError: Always.
-        """
         raise PlacementError(_fixed(self, "enable_lora"))
 
     def _quantize(self, *args, **kwargs):
@@ -75,6 +77,9 @@ class SplitLayer(OnDevices, FixedLayer):
     one's, which keep their place, names and shapes in the model. Each class has a method `split`
     that makes the smaller layers, and a `call` that puts together what they compute.
     """
+
+    def split(self, **_) -> None:
+        """Has nothing to do, of a layer that is called with each part itself."""
 
     def __call__(self, *args, **kwargs):
         """Calls the layer; a tensor in parts may stand where a tensor does.
@@ -110,26 +115,41 @@ class SplitLayer(OnDevices, FixedLayer):
         object.__setattr__(self, "_settings", settings)
         self.fix()
 
-    def _take(self, locals_: Sequence[keras.Layer], axes: dict[str, int]) -> None:
-        """Keeps the smaller layers; their variables become the parts, by name, along the axes."""
-        self._hold(locals_)
-        for variable in self.variables:
-            if variable.name in axes:
-                parts = [
-                    next(v for v in local.variables if v.name == variable.name)
-                    for local in locals_
-                ]
-                split_variable(variable, parts, axes[variable.name])
+    def _split(
+        self, sizes: Sequence[int], smaller: Callable[[str, int], keras.Layer], axes: dict[str, int]
+    ) -> None:
+        """Makes a smaller layer of a size on each device, which has the parts of the variables.
 
-    def _on_devices(self, *inputs, **kwargs) -> list:
-        """Calls each smaller layer on its device with its part of each input."""
-        outputs = []
-        for local, device, own in zip(
-            self._small.layers, self._devices, zip(*inputs, strict=True), strict=True
-        ):
-            with tf.device(device):
-                outputs.append(local(*own, **kwargs))
-        return outputs
+        Args:
+            sizes: One a device.
+            smaller: Returns the layer for a device and its size.
+            axes: Along which axis each variable is split, by its name.
+        """
+        locals_ = list(map(smaller, self._devices, sizes))
+        self._hold(locals_)
+        split_variables(self, locals_, axes)
+
+    def _on_devices(self, inputs: Sequence[Any], **kwargs) -> list:
+        """Calls each smaller layer on its device with its part of the input."""
+        return on_devices(
+            self._devices, lambda local, own: local(own, **kwargs), self._small.layers, inputs
+        )
+
+
+class PartwiseLayer(SplitLayer):
+    """Extends a layer without weights that treats each feature, or each pixel, by itself.
+
+    It leaves a tensor in its parts: it is called with each of them, where that is.
+    """
+
+    def call(self, inputs, *args, **kwargs):
+        call = super().call
+        if not isinstance(inputs, Parts):
+            return call(inputs, *args, **kwargs)
+        outputs = on_devices(
+            self._devices, lambda tensor: call(tensor, *args, **kwargs), inputs.tensors
+        )
+        return Parts(outputs, inputs.axis, self._devices)
 
 
 def _fixed(layer, method) -> str:
@@ -138,6 +158,18 @@ def _fixed(layer, method) -> str:
         f"{method}() of layer '{layer.name}'. Call {method}() on the plain model, and "
         "`tensor_parallel` with that: it leaves such a layer in place, on the first device."
     )
+
+
+def split_variables(
+    layer: keras.Layer, locals_: Sequence[keras.Layer], axes: dict[str, int]
+) -> None:
+    """Makes the smaller layers' variables the parts of a layer's, by name, along the axes."""
+    for variable in layer.variables:
+        if variable.name in axes:
+            parts = [
+                next(v for v in local.variables if v.name == variable.name) for local in locals_
+            ]
+            split_variable(variable, parts, axes[variable.name])
 
 
 def sizes_of(number: int, devices: Sequence[str]) -> list[int]:
@@ -150,11 +182,7 @@ def local_layer(
 ) -> keras.Layer:
     """Makes a plain layer like this one, but smaller, on a device.
 
-    Args:
-        layer: The whole.
-        device: Where its variables go.
-        shape: Of its input; that of the whole layer's inputs by default.
-        **changes: What differs in its configuration.
+    Its input has the shape of the whole layer's by default; `changes` are those of its config.
     """
     config = {**layer.get_config(), **changes}
     for key in config:
@@ -163,15 +191,10 @@ def local_layer(
             config[key] = "zeros"
         elif key.endswith(("_regularizer", "_constraint")):
             config[key] = None
-    drawn = random.getstate()
-    try:
-        # What the new layer draws as seeds must not be missed by those that come after it.
-        with tf.device(device):
-            local = original_class(layer).from_config(config)
-            if shape is not None:
-                local.build(shape)
-            else:
-                local.build_from_config(layer.get_build_config())
-    finally:
-        random.setstate(drawn)
+    with without_draws(), tf.device(device):
+        local = original_class(layer).from_config(config)
+        if shape is not None:
+            local.build(shape)
+        else:
+            local.build_from_config(layer.get_build_config())
     return local

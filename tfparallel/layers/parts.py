@@ -1,14 +1,23 @@
 """A tensor in parts, a part on each device, on its way from one split layer to the next."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import tensorflow as tf
 
 from tfparallel.compute_context import context, within
 from tfparallel.seams.keras import mask_of, set_mask
 
-__all__ = ["Parts", "between_layers", "is_between_layers", "on_each", "pieces", "whole"]
+__all__ = [
+    "Parts",
+    "between_layers",
+    "is_between_layers",
+    "on_devices",
+    "on_each",
+    "pieces",
+    "whole",
+]
 
 
 class Parts:
@@ -47,18 +56,15 @@ class Parts:
     def shape(self) -> tf.TensorShape:
         """The shape of the whole."""
         shape = self.tensors[0].shape.as_list()
-        sizes = [tensor.shape[self.axis] for tensor in self.tensors]
-        shape[self.axis] = None if None in sizes else sum(sizes)
+        shape[self.axis] = None if None in self.sizes else sum(self.sizes)
         return tf.TensorShape(shape)
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
         return len(self.tensors[0].shape)
 
     @property
     def dtype(self) -> tf.DType:
-        """The type of its elements."""
         return self.tensors[0].dtype
 
     @property
@@ -70,10 +76,7 @@ class Parts:
         """Returns the same tensor with elements of another type, cast where each part is."""
         if self.dtype == tf.as_dtype(dtype):
             return self
-        tensors = []
-        for tensor, device in zip(self.tensors, self.devices, strict=True):
-            with tf.device(device):
-                tensors.append(tf.cast(tensor, dtype))
+        tensors = on_devices(self.devices, lambda tensor: tf.cast(tensor, dtype), self.tensors)
         return Parts(tensors, self.axis, self.devices, self._keras_mask)
 
     def whole(self) -> tf.Tensor:
@@ -101,21 +104,31 @@ def is_between_layers() -> bool:
     return context().is_between_layers
 
 
+def on_devices(
+    devices: Sequence[str], function: Callable[..., Any], *inputs: Iterable[Any]
+) -> list[Any]:
+    """Calls a function on each device, with what each of the inputs has for it, in order."""
+    outputs = []
+    for device, *own in zip(devices, *inputs, strict=True):
+        with tf.device(device):
+            outputs.append(function(*own))
+    return outputs
+
+
 def on_each(tensor, devices: Sequence[str]) -> list:
     """Copies a tensor, and its mask, to each device.
 
     One copy a device, whoever reads it there: so the gradients of its readers are summed there
     first, and one sum a device travels back.
     """
-    copies = []
-    for device in devices:
-        with tf.device(device):
-            copy = tf.identity(tensor)
-            mask = mask_of(tensor)
-            if mask is not None:
-                set_mask(copy, tf.identity(mask))
-        copies.append(copy)
-    return copies
+
+    def copy():
+        copied, mask = tf.identity(tensor), mask_of(tensor)
+        if mask is not None:
+            set_mask(copied, tf.identity(mask))
+        return copied
+
+    return on_devices(devices, copy)
 
 
 def pieces(tensor, sizes: Sequence[int], axis: int, devices: Sequence[str]) -> list[tf.Tensor]:
@@ -125,9 +138,4 @@ def pieces(tensor, sizes: Sequence[int], axis: int, devices: Sequence[str]) -> l
         if same:
             return tensor.tensors
         tensor = tensor.whole()
-    shares = tf.split(tensor, sizes, axis)
-    found = []
-    for share, device in zip(shares, devices, strict=True):
-        with tf.device(device):
-            found.append(tf.identity(share))
-    return found
+    return on_devices(devices, tf.identity, tf.split(tensor, sizes, axis))

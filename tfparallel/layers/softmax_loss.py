@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfparallel.device_names import canonical
 from tfparallel.extend import extend, original_class
-from tfparallel.layers.parts import Parts
+from tfparallel.layers.parts import Parts, on_devices
 from tfparallel.seams.compiled import options_of
 from tfparallel.seams.keras import logits_beside
 
@@ -29,7 +29,6 @@ class LossInParts:
     """Extends a sparse categorical cross-entropy: logits in parts stay so."""
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        """Computes the loss."""
         parts = getattr(y_pred, "_tfparallel_logits", None)
         # Of probabilities, only those that a softmax made of these logits.
         is_known = parts is not None and (
@@ -42,7 +41,6 @@ class LossInParts:
             object.__setattr__(self, "_parts", None)
 
     def call(self, y_true, y_pred):
-        """Computes the loss of each example."""
         if self._parts is None:
             return super().call(y_true, y_pred)
         if len(y_true.shape) == len(y_pred.shape) and y_true.shape[-1] == 1:
@@ -74,15 +72,13 @@ def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
         `(batch, …)`, on the first device.
     """
     starts = [sum(logits.sizes[:k]) for k in range(len(logits.sizes))]
-    parts, largest = [], []
-    for tensor, device in zip(logits.tensors, logits.devices, strict=True):
-        with tf.device(device):
-            parts.append(tf.cast(tensor, dtype))
-            largest.append(tf.reduce_max(tf.stop_gradient(parts[-1]), -1))
+    devices = logits.devices
+    parts = on_devices(devices, lambda z: tf.cast(z, dtype), logits.tensors)
+    largest = on_devices(devices, lambda z: tf.reduce_max(tf.stop_gradient(z), -1), parts)
     num_classes = tf.cast(sum(logits.sizes), labels.dtype)
     # A label that no part has would cost nothing. The whole softmax raises for it on a CPU; on a
     # GPU, which its host does not wait for, it gives NaN.
-    raises = _raises_for_bad_labels(logits.devices[0])
+    raises = _raises_for_bad_labels(devices[0])
     if raises:
         with tf.control_dependencies(
             [
@@ -92,14 +88,16 @@ def cross_entropy(labels: tf.Tensor, logits: Parts, dtype) -> tf.Tensor:
         ):
             labels = tf.identity(labels)
     top = tf.reduce_max(tf.stack(largest), 0)
-    sums, chosen = [], []
-    for tensor, device, start, size in zip(
-        parts, logits.devices, starts, logits.sizes, strict=True
-    ):
-        with tf.device(device):
-            sums.append(_sum_of_classes(tf.exp(tensor - tf.identity(top)[..., None])))
-            own = tf.one_hot(labels - start, size, on_value=True, off_value=False, dtype=tf.bool)
-            chosen.append(_sum_of_classes(tf.where(own, tensor, tf.zeros_like(tensor))))
+
+    def sum_of_exponentials(z):
+        return _sum_of_classes(tf.exp(z - tf.identity(top)[..., None]))
+
+    def logit_of_label(z, start, size):
+        own = tf.one_hot(labels - start, size, on_value=True, off_value=False, dtype=tf.bool)
+        return _sum_of_classes(tf.where(own, z, tf.zeros_like(z)))
+
+    sums = on_devices(devices, sum_of_exponentials, parts)
+    chosen = on_devices(devices, logit_of_label, parts, starts, logits.sizes)
     loss = tf.math.log(tf.add_n(sums)) + top - tf.add_n(chosen)
     if raises:
         return loss

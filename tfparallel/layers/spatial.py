@@ -27,19 +27,16 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.layers.dropout import dropped
 from tfparallel.layers.layer import SplitLayer, sizes_of
 from tfparallel.layers.parallel_hints import ParallelHint
-from tfparallel.layers.parts import Parts, on_each, pieces
+from tfparallel.layers.parts import Parts, on_devices, on_each, pieces
 
 __all__ = [
     "SpatialBatchNormalization",
-    "SpatialDropout",
     "SpatialGlobalPooling2D",
     "SpatialMerge",
     "SpatialParallelConv2D",
     "SpatialParallelPooling2D",
-    "SpatialPixelwise",
     "SpatialZeroPadding2D",
     "rows_of",
 ]
@@ -71,31 +68,25 @@ class SpatialWindow(SplitLayer):
         object.__setattr__(self, "_heights", (shape[1], height))
 
     def call(self, inputs, **kwargs):
-        """Computes each device's rows."""
         (height, height_out), (rows, columns) = self._heights, self._windows
         ends = [0, *itertools.accumulate(sizes_of(height_out, self._devices))]
-        weights = self._weights_on_devices()
-        outputs = []
-        for device, start, stop, own in zip(
-            self._devices, ends, ends[1:], weights, strict=False
-        ):
+        weights = [getattr(self, name, None) for name in ("kernel", "bias")]
+        tensors = [keras.ops.convert_to_tensor(v) for v in weights if v is not None]
+
+        def rows_of_device(start, stop, *own):
             low = start * rows.stride - rows.before
             high = (stop - 1) * rows.stride - rows.before + rows.extent
-            with tf.device(device):
-                picture = rows_of(inputs, max(low, 0), min(high, height), self._devices)
-                above, below = max(-low, 0), max(high - height, 0)
-                pad = [[0, 0], [above, below], [columns.before, columns.after], [0, 0]]
-                if any(map(any, pad)):
-                    fill = picture.dtype.min if self._fill_with_least else 0
-                    picture = tf.pad(picture, pad, constant_values=tf.constant(fill, picture.dtype))
-                outputs.append(self._slide(picture, *own, pad=pad))
-        return Parts(outputs, 1, self._devices)
+            picture = rows_of(inputs, max(low, 0), min(high, height), self._devices)
+            above, below = max(-low, 0), max(high - height, 0)
+            pad = [[0, 0], [above, below], [columns.before, columns.after], [0, 0]]
+            if any(map(any, pad)):
+                fill = picture.dtype.min if self._fill_with_least else 0
+                picture = tf.pad(picture, pad, constant_values=tf.constant(fill, picture.dtype))
+            return self._slide(picture, *own, pad=pad)
 
-    def _weights_on_devices(self):
-        variables = [getattr(self, name, None) for name in ("kernel", "bias")]
-        tensors = [keras.ops.convert_to_tensor(v) for v in variables if v is not None]
         copies = [on_each(tensor, self._devices) for tensor in tensors]
-        return zip(*copies, strict=True) if copies else [()] * len(self._devices)
+        outputs = on_devices(self._devices, rows_of_device, ends[:-1], ends[1:], *copies)
+        return Parts(outputs, 1, self._devices)
 
 
 class SpatialParallelConv2D(ParallelHint, SpatialWindow):
@@ -179,66 +170,32 @@ class SpatialZeroPadding2D(SpatialWindow):
         return picture
 
 
-class SpatialPixelwise(SplitLayer):
-    """Extends a layer without weights that treats each pixel by itself."""
-
-    def split(self, shape, height) -> None:
-        """Has nothing to do."""
-
-    def call(self, inputs, *args, **kwargs):
-        """Computes each part on its device."""
-        if not isinstance(inputs, Parts):
-            return super().call(inputs, *args, **kwargs)
-        outputs = []
-        for tensor, device in zip(inputs.tensors, self._devices, strict=True):
-            with tf.device(device):
-                outputs.append(super().call(tensor, *args, **kwargs))
-        return Parts(outputs, 1, self._devices)
-
-
-class SpatialDropout(SpatialPixelwise):
-    """Extends dropout: the mask is the whole picture's, in parts."""
-
-    def call(self, inputs, training=False):
-        """Drops from each part what the whole mask drops there."""
-        if not training or self.rate == 0 or not isinstance(inputs, Parts):
-            return super().call(inputs, training=training)
-        return Parts(dropped(self, inputs.tensors, 1, self._devices), 1, self._devices)
-
-
-class SpatialMerge(SpatialPixelwise):
+class SpatialMerge(SplitLayer):
     """Extends a sum, product or concatenation of channels of pictures in the same parts."""
 
     def call(self, inputs):
-        """Merges the parts of each device."""
-        outputs = []
-        own = [tensor.tensors for tensor in inputs]
-        for tensors, device in zip(zip(*own, strict=True), self._devices, strict=True):
-            with tf.device(device):
-                outputs.append(super(SpatialPixelwise, self).call(list(tensors)))
+        call, parts = super().call, [picture.tensors for picture in inputs]
+        outputs = on_devices(self._devices, lambda *own: call(list(own)), *parts)
         return Parts(outputs, 1, self._devices)
 
 
-class SpatialGlobalPooling2D(SpatialPixelwise):
+class SpatialGlobalPooling2D(SplitLayer):
     """Extends the mean, or the largest, of all pixels: one reduction of one number a channel."""
 
     def split(self, shape, height) -> None:
-        """Notes how many pixels there are."""
         object.__setattr__(self, "_num_pixels", shape[1] * shape[2])
 
     def call(self, inputs):
         """Reduces each part, then what is left."""
-        is_mean = isinstance(self, keras.layers.GlobalAveragePooling2D)
-        pooled = self._mean(inputs) if is_mean else self._largest(inputs)
+        if isinstance(self, keras.layers.GlobalAveragePooling2D):
+            sums = self._reduced(tf.reduce_sum, inputs.tensors)
+            pooled = tf.add_n(sums, name="sum_of_parts") / self._num_pixels
+        else:
+            pooled = self._largest(inputs.tensors)
         return pooled if self.keepdims else tf.squeeze(pooled, [1, 2])
 
-    def _mean(self, inputs):
-        sums = self._reduced(tf.reduce_sum, inputs.tensors)
-        return tf.add_n(sums, name="sum_of_parts") / self._num_pixels
-
-    def _largest(self, inputs):
+    def _largest(self, tensors):
         """The largest of all pixels. Those that are equal share its gradient, wherever they are."""
-        tensors = inputs.tensors
         found = tf.reduce_max(tf.stack(self._reduced(tf.reduce_max, tensors)), 0)
         found = tf.stop_gradient(found)
 
@@ -251,19 +208,11 @@ class SpatialGlobalPooling2D(SpatialPixelwise):
             step = tf.where(is_one, step, tf.zeros_like(step))
             return tf.reduce_sum(step, [1, 2], keepdims=True)
 
-        number = tf.add_n(self._of_parts(ties, tensors))
-        return found + tf.add_n(self._of_parts(steps, tensors)) / number
+        number = tf.add_n(on_devices(self._devices, ties, tensors))
+        return found + tf.add_n(on_devices(self._devices, steps, tensors)) / number
 
     def _reduced(self, reduce, tensors):
-        return self._of_parts(lambda each: reduce(each, [1, 2], keepdims=True), tensors)
-
-    def _of_parts(self, function, tensors):
-        """What a function makes of each part, where it is."""
-        made = []
-        for tensor, device in zip(tensors, self._devices, strict=True):
-            with tf.device(device):
-                made.append(function(tensor))
-        return made
+        return on_devices(self._devices, lambda each: reduce(each, [1, 2], keepdims=True), tensors)
 
 
 class SpatialBatchNormalization(SplitLayer):
@@ -275,16 +224,11 @@ class SpatialBatchNormalization(SplitLayer):
     """
 
     def split(self, shape, height) -> None:
-        """Notes how many pixels there are."""
         object.__setattr__(self, "_num_pixels", shape[1] * shape[2])
 
     def call(self, inputs, training=None, mask=None):
-        """Normalizes each part on its device."""
         dtype = keras.backend.result_type(inputs.dtype, "float32")
-        parts = []
-        for tensor, device in zip(inputs.tensors, self._devices, strict=True):
-            with tf.device(device):
-                parts.append(tf.cast(tensor, dtype))
+        parts = on_devices(self._devices, lambda x: tf.cast(x, dtype), inputs.tensors)
         if training and self.trainable:
             mean, variance = self._moments_of_parts(parts)
             for moving, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
@@ -295,39 +239,29 @@ class SpatialBatchNormalization(SplitLayer):
             variance = keras.ops.cast(self.moving_variance, dtype)
         own = [mean, variance]
         own += [keras.ops.cast(v, dtype) for v in (self.beta, self.gamma) if v is not None]
+
+        def normalized(x, mean, variance, *affine):
+            beta = affine[0] if self.center else None
+            gamma = affine[-1] if self.scale else None
+            outputs = keras.ops.batch_normalization(
+                x, mean, variance, -1, beta, gamma, self.epsilon
+            )
+            return tf.cast(outputs, self.compute_dtype)
+
         copies = [on_each(tensor, self._devices) for tensor in own]
-        outputs = []
-        for tensor, device, values in zip(
-            parts, self._devices, zip(*copies, strict=True), strict=True
-        ):
-            center = values[2] if self.center else None
-            scale = values[-1] if self.scale else None
-            with tf.device(device):
-                outputs.append(
-                    tf.cast(
-                        keras.ops.batch_normalization(
-                            tensor, values[0], values[1], -1, center, scale, self.epsilon
-                        ),
-                        self.compute_dtype,
-                    )
-                )
+        outputs = on_devices(self._devices, normalized, parts, *copies)
         return Parts(outputs, 1, self._devices)
 
     def _moments_of_parts(self, parts):
-        def total(terms):
-            found = []
-            for term, device in zip(terms, self._devices, strict=True):
-                with tf.device(device):
-                    found.append(tf.reduce_sum(term(), [0, 1, 2]))
-            return tf.add_n(found, name="sum_of_parts") / number
+        def mean_of(pictures):
+            sums = on_devices(self._devices, lambda x: tf.reduce_sum(x, [0, 1, 2]), pictures)
+            return tf.add_n(sums, name="sum_of_parts") / number
 
         number = tf.cast(tf.shape(parts[0])[0] * self._num_pixels, parts[0].dtype)
-        mean = total([lambda x=x: x for x in parts])
+        mean = mean_of(parts)
         means = on_each(mean, self._devices)
-        variance = total(
-            [lambda x=x, m=m: tf.square(x - m) for x, m in zip(parts, means, strict=True)]
-        )
-        return mean, variance
+        squares = on_devices(self._devices, lambda x, m: tf.square(x - m), parts, means)
+        return mean, mean_of(squares)
 
 
 def rows_of(picture, low: int, high: int, devices: Sequence[str]) -> tf.Tensor:

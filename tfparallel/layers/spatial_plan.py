@@ -10,6 +10,8 @@ import keras
 from tfparallel.extend import original_class
 from tfparallel.keras_compat import renormalizes
 from tfparallel.layers import spatial
+from tfparallel.layers.dropout import PartwiseDropout
+from tfparallel.layers.layer import PartwiseLayer
 
 __all__ = [
     "CALLER",
@@ -32,11 +34,11 @@ _WINDOWS = {
 }
 _BEHIND = {
     _layers.ZeroPadding2D: spatial.SpatialZeroPadding2D,
-    _layers.ReLU: spatial.SpatialPixelwise,
-    _layers.LeakyReLU: spatial.SpatialPixelwise,
-    _layers.ELU: spatial.SpatialPixelwise,
-    _layers.Activation: spatial.SpatialPixelwise,
-    _layers.Dropout: spatial.SpatialDropout,
+    _layers.ReLU: PartwiseLayer,
+    _layers.LeakyReLU: PartwiseLayer,
+    _layers.ELU: PartwiseLayer,
+    _layers.Activation: PartwiseLayer,
+    _layers.Dropout: PartwiseDropout,
     _layers.BatchNormalization: spatial.SpatialBatchNormalization,
     _layers.Add: spatial.SpatialMerge,
     _layers.Multiply: spatial.SpatialMerge,
@@ -62,13 +64,9 @@ def has_activation_of_keras(layer: keras.Layer) -> bool:
 
 
 def is_split_by_height(layer: keras.Layer, graph, num_devices: int, in_rows: set[str]) -> bool:
-    """Whether a layer is split by height.
+    """Whether a layer that is called once is split by height, into so many parts.
 
-    Args:
-        layer: A plain layer that is called once.
-        graph: Who reads what.
-        num_devices: How many parts there are to be.
-        in_rows: The layers before it whose outputs are split by height.
+    `in_rows` are the layers before it whose outputs are split by height.
     """
     cls, node = original_class(layer), graph.nodes[layer.name][0]
     shape, outputs = node.input_tensors[0].shape, node.outputs[0].shape

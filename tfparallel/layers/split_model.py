@@ -18,7 +18,6 @@ class NestedModel:
     """Extends a model inside of another: it reads and returns whole tensors."""
 
     def call(self, *args, **kwargs):
-        """Calls the model."""
         with between_layers(True):
             outputs = super().call(*args, **kwargs)
         return keras.tree.map_structure(whole, outputs)
@@ -52,9 +51,6 @@ class SplitModel(NestedModel, PlacedModel):
         """Raises an error, for TFLite's converter.
 
         It asks for this once it could not make a SavedModel, and says nothing of why.
-
-        Raises:
-            PlacementError: Always.
         """
         raise PlacementError(
             "TFLite's converter needs a model with whole weights. Received: model "

@@ -43,19 +43,13 @@ KINDS = (COLUMN, GATHERED, ROW, FEATURES, HEADS, VOCABULARY, JOINED, HEIGHT)
 
 _PAIRED = {_layers.Dense, _layers.Conv2D}
 _ATTENTION = {_layers.MultiHeadAttention, _layers.GroupQueryAttention}
+# What is shared out: the attribute that counts it, and its name in an error.
 _COUNTS = {
-    _layers.Dense: "units",
-    _layers.Conv2D: "filters",
-    _layers.MultiHeadAttention: "num_heads",
-    _layers.GroupQueryAttention: "num_key_value_heads",
-    _layers.Embedding: "input_dim",
-}
-_WHAT = {
-    _layers.Dense: "units",
-    _layers.Conv2D: "channels",
-    _layers.MultiHeadAttention: "heads",
-    _layers.GroupQueryAttention: "key and value heads",
-    _layers.Embedding: "rows of vocabulary",
+    _layers.Dense: ("units", "units"),
+    _layers.Conv2D: ("filters", "channels"),
+    _layers.MultiHeadAttention: ("num_heads", "heads"),
+    _layers.GroupQueryAttention: ("num_key_value_heads", "key and value heads"),
+    _layers.Embedding: ("input_dim", "rows of vocabulary"),
 }
 _FEATUREWISE = {
     _layers.ReLU, _layers.LeakyReLU, _layers.ELU, _layers.ZeroPadding2D, _layers.Cropping2D,
@@ -191,7 +185,7 @@ def _asked_kind(layer, asked, num_devices, graph) -> str | None:
     if kind == ROW:
         count, what = graph.nodes[layer.name][0].input_tensors[0].shape[-1], "features"
     else:
-        count, what = _count(layer), _WHAT[cls]
+        count, what = _count(layer), _COUNTS[cls][1]
     if count < num_devices:
         raise PlacementError(
             f"Each device needs a part. Received: {_request(layer, asked)}; layer '{layer.name}' "
@@ -264,11 +258,7 @@ class Graph:
         }
         self.layers = {layer.name for layer in functional.layers}
         self.sources = {
-            name: [
-                maker_of(tensor).name
-                for node in nodes
-                for tensor in node.input_tensors
-            ]
+            name: [maker_of(tensor).name for node in nodes for tensor in node.input_tensors]
             for name, nodes in self.nodes.items()
         }
         self.readers = {
@@ -289,8 +279,8 @@ class Graph:
 
 def _count(layer) -> int | None:
     """How many units, filters, heads or ids there are to share out; None for another layer."""
-    name = _COUNTS.get(original_class(layer))
-    return getattr(layer, name) if name else None
+    counted = _COUNTS.get(original_class(layer))
+    return getattr(layer, counted[0]) if counted else None
 
 
 def _is_plain(layer) -> bool:

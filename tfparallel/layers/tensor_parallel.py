@@ -12,16 +12,21 @@ from tfparallel.cloning.layers import copy_layers, is_its_graph, like, rebuilt
 from tfparallel.extend import extend, original_class
 from tfparallel.layers import featurewise, spatial_plan, split_plan
 from tfparallel.layers.attention import ParallelMultiHeadAttention
-from tfparallel.layers.convolution import ChannelParallelConv2D, ChannelReducingConv2D
-from tfparallel.layers.dense import ColumnParallelDense, RowParallelDense
+from tfparallel.layers.dense import (
+    ChannelParallelConv2D,
+    ChannelReducingConv2D,
+    ColumnParallelDense,
+    RowParallelDense,
+)
+from tfparallel.layers.dropout import PartwiseDropout
 from tfparallel.layers.embedding import VocabParallelEmbedding
-from tfparallel.layers.layer import WholeLayer, sizes_of
+from tfparallel.layers.layer import PartwiseLayer, WholeLayer, sizes_of
 from tfparallel.layers.parallel_hints import hint_of, note
 from tfparallel.layers.split_model import NestedLayer, SplitModel
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.model_parallel import check_model, model_of, seen_model
+from tfparallel.placement.model_parallel import check_model, model_of, refuse_scope, seen_model
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel
 from tfparallel.problems import PlacementError, Problems, usable_devices
 from tfparallel.seams.functional import has_graph
@@ -82,11 +87,20 @@ def tensor_parallel(
         >>> model.compile("adam", "mse")
         >>> model.fit(x, y)
     """
-    _refuse_scope()
+    refuse_scope()
     problems = Problems()
     names = usable_devices(devices, problems)
     with problems.gathered():
-        _check_choices(names, convolutions)
+        if len(names) < 2:
+            raise PlacementError(
+                f"A layer is split over two devices or more. Received: devices={names}."
+            )
+    with problems.gathered():
+        if convolutions not in ("channels", "height"):
+            raise PlacementError(
+                "`convolutions` must be 'channels' or 'height'. Received: "
+                f"convolutions={convolutions!r}."
+            )
     asked = (dict(split or {}), convolutions == "height")
     if problems and split:  # The model has not been seen; otherwise its layers are checked below.
         with problems.gathered():
@@ -171,12 +185,6 @@ def parts_planned(
 ) -> list[tuple[keras.Model, dict[str, str]]]:
     """How the layers of a model, and of those nested in it, are split, by their names.
 
-    Args:
-        model: The model.
-        num_devices: How many parts there are to be.
-        asked: What is asked for.
-        stage_of: As for `split_plan.plan`.
-
     Raises:
         PlacementError: If a layer cannot be split as is asked.
     """
@@ -195,22 +203,6 @@ def parts_planned(
             plans.append((each, split_plan.plan(each, *how)))
     problems.raise_all()
     return plans
-
-
-def _check_choices(devices, convolutions) -> None:
-    problems = Problems()
-    with problems.gathered():
-        if len(devices) < 2:
-            raise PlacementError(
-                f"A layer is split over two devices or more. Received: devices={devices}."
-            )
-    with problems.gathered():
-        if convolutions not in ("channels", "height"):
-            raise PlacementError(
-                "`convolutions` must be 'channels' or 'height'. Received: "
-                f"convolutions={convolutions!r}."
-            )
-    problems.raise_all()
 
 
 def _check_names(models, asked) -> None:
@@ -254,10 +246,10 @@ def _class_of(layer, kind) -> type:
         return spatial_plan.class_of(layer)
     if kind == split_plan.FEATURES:
         if isinstance(layer, keras.layers.Dropout):
-            return featurewise.FeaturewiseDropout
+            return PartwiseDropout
         if layer.variables:
             return featurewise.FeaturewiseWeights
-        return featurewise.FeaturewiseLayer
+        return PartwiseLayer
     if isinstance(layer, keras.layers.Conv2D):
         return ChannelReducingConv2D if kind == split_plan.ROW else ChannelParallelConv2D
     return {
@@ -317,13 +309,4 @@ def _refuse_hidden(model, models) -> None:
             "A layer that is split must be one of a functional or Sequential model's own, or of "
             f"one nested in it. Received, inside of other layers: {', '.join(hidden)}. Write plain "
             "layers of Keras there, or make a functional model of what is around them."
-        )
-
-
-def _refuse_scope() -> None:
-    if tf.distribute.has_strategy():
-        raise PlacementError(
-            "`tensor_parallel` must be called outside a strategy's scope, which mirrors each "
-            f"variable on all its devices. Received: {type(tf.distribute.get_strategy()).__name__}"
-            " in scope. Move the call out of the `with` block."
         )

@@ -102,8 +102,11 @@ def partition(num_stages: int, *balanced: Weighed, capped: Sequence[Weighed] = (
         table = np.maximum(table, own / (own[0, -1] or 1.0) if len(balanced) > 1 else own)
     for weighed in (*balanced, *capped):
         if weighed.cap is not None:
-            _check_cap(weighed, num_stages)
-            table = np.where(weighed.table() <= weighed.cap, table, np.inf)
+            own = weighed.table()
+            smallest, _ = _solve(own, num_stages)
+            if smallest > weighed.cap:
+                raise NoPartition(smallest, weighed.cap)
+            table = np.where(own <= weighed.cap, table, np.inf)
     largest, _ = _solve(table, num_stages)
     if largest == np.inf:  # Each cap can be met, but not all of them by one partition.
         raise NoPartition(np.inf, min(w.cap for w in (*balanced, *capped) if w.cap is not None))
@@ -116,12 +119,6 @@ def partition(num_stages: int, *balanced: Weighed, capped: Sequence[Weighed] = (
         bounds.append(int(choice[bounds[-1]]))
     bounds.reverse()
     return [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
-
-
-def _check_cap(weighed, num_stages):
-    smallest, _ = _solve(weighed.table(), num_stages)
-    if smallest > weighed.cap:
-        raise NoPartition(smallest, weighed.cap)
 
 
 def _solve(table, num_stages, join=np.maximum):

@@ -173,11 +173,6 @@ class ModelCosts:
         return partition(num_stages, seconds, memory)
 
 
-def _nothing(number: int, size_bytes: float) -> float:
-    """Sums that take no time."""
-    return 0.0
-
-
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """What the devices share.
@@ -192,7 +187,7 @@ class Machine:
     """
 
     side_by_side: float = math.inf
-    sum_seconds: Callable[[int, float], float] = _nothing
+    sum_seconds: Callable[[int, float], float] = lambda number, size_bytes: 0.0
     call_seconds: float = 0.0
     replica_seconds: float = 0.0
 

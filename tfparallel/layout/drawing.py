@@ -10,16 +10,12 @@ from tfparallel.layout.simulator import StageSeconds, Timeline, simulate
 
 __all__ = ["as_text", "as_trace", "draw_schedule", "write_picture", "write_trace"]
 
-_COLUMNS = 180
+_COLUMNS = 180  # Of the longest row.
 _COLORS = {"forward": "#4c78a8", "backward": "#f2a34b"}
 
 
-def as_text(timeline: Timeline, width: int = _COLUMNS) -> str:
+def as_text(timeline: Timeline) -> str:
     """Draws a row a device; an instruction's name stands at its begin.
-
-    Args:
-        timeline: What is drawn.
-        width: The characters of the longest row.
 
     Returns:
         Rows such as `0 │F0F1B0--F2B1--B2--│`. `F3'` is micro-batch 3 in the device's second stage.
@@ -28,7 +24,8 @@ def as_text(timeline: Timeline, width: int = _COLUMNS) -> str:
     names = {i: _name(i, timeline.schedule) for i in timeline.seconds}
     widest = max(map(len, names.values()))
     # As wide as the names need, unless that is too wide: then they are cut.
-    scale = min(widest / shortest if shortest else width, width / (timeline.makespan or 1))
+    longest = timeline.makespan or 1
+    scale = min(widest / shortest if shortest else _COLUMNS, _COLUMNS / longest)
     columns = round(timeline.makespan * scale)
     rows = []
     for device, own in enumerate(timeline.schedule.instructions):

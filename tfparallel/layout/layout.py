@@ -10,10 +10,9 @@ from typing import Any
 
 from tfparallel.layout.mesh import Coordinate, Mesh
 from tfparallel.layout.schedule import Schedule, ScheduleError, make_schedule
-from tfparallel.layout.shorten import first_to_last
-from tfparallel.texts import aligned
+from tfparallel.texts import aligned, first_to_last
 
-__all__ = ["RECOMPUTES", "Layout", "LayoutError"]
+__all__ = ["RECOMPUTES", "Layout", "LayoutError", "replicas_in_words"]
 
 # Of which micro-batches the forward pass is done again.
 RECOMPUTES = ("never", "always", "except_last")
@@ -229,3 +228,18 @@ class Layout:
         here = range(place, self.num_stages, self.mesh.pipeline)
         layers = [[layer for layer, stage in self.stages if stage == own] for own in here]
         return "; ".join(first_to_last(each, "layers") or "(no layer)" for each in layers)
+
+
+def replicas_in_words(layout: Layout) -> str:
+    """Returns a line such as "2 replicas on CPU:0, CPU:1; gradients: added on CPU:0"."""
+    by_worker: dict[str, list[str]] = {}
+    for device in layout.devices:
+        worker, _, name = device.rpartition("/device:")
+        by_worker.setdefault(worker, []).append(name)
+    names = next(iter(by_worker.values()))
+    count, devices = len(names), first_to_last(names)
+    if len(by_worker) > 1:
+        where = f"{len(by_worker)} workers x {count} device{'s' * (count > 1)} ({devices})"
+    else:
+        where = f"{count} replica{'s' * (count > 1)} on {devices}"
+    return where if layout.reduction is None else f"{where}; gradients: {layout.reduction}"

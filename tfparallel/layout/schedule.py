@@ -21,7 +21,8 @@ Parallelism", NeurIPS 2019 (arXiv 1811.06965). Narayanan et al., "PipeDream", SO
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 __all__ = [
     "SCHEDULES",
@@ -55,14 +56,9 @@ class Instruction:
         return f"{self.kind[0].upper()}{self.micro_batch}"
 
 
-def forward(stage: int, micro_batch: int) -> Instruction:
-    """The forward pass of a stage on a micro-batch."""
-    return Instruction("forward", stage, micro_batch)
-
-
-def backward(stage: int, micro_batch: int) -> Instruction:
-    """The backward pass of a stage on a micro-batch."""
-    return Instruction("backward", stage, micro_batch)
+# The passes of a stage on a micro-batch.
+forward = functools.partial(Instruction, "forward")
+backward = functools.partial(Instruction, "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,12 +244,12 @@ def make_schedule(
     if problems:
         raise ScheduleError("\n".join(problems))
     if name == "interleaved":
-        chunks = 2 if chunks_per_device is None else chunks_per_device
-        lists: Sequence = list(interleaved(num_devices, num_micro_batches, chunks))
+        chunks = chunks_per_device or 2
+        lists = interleaved(num_devices, num_micro_batches, chunks)
     else:
         chunks = 1
         make = gpipe if name == "gpipe" else one_forward_one_backward
-        lists = list(make(num_devices, num_micro_batches))
+        lists = make(num_devices, num_micro_batches)
     return Schedule(name, num_micro_batches, chunks, tuple(map(tuple, lists)))
 
 

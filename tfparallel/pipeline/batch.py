@@ -8,9 +8,9 @@ import tensorflow as tf
 from tfparallel.data.partition import row_ranges
 from tfparallel.data.rows_of_replica import Shard, count_rows, where_it_is
 from tfparallel.logits import Logits, logits_of, output_of
-from tfparallel.pipeline.cut import Key, LogitsOf, Values
 from tfparallel.pipeline.masks import Masks
 from tfparallel.pipeline.remote_replicas import Others
+from tfparallel.pipeline.stages import Key, LogitsOf, Values
 from tfparallel.seams.functional import as_outputs, flat_inputs, functional_of
 from tfparallel.seams.keras import mask_of, set_mask
 

@@ -1,7 +1,7 @@
 """A step of training: what the replicas leave, joined and added up.
 
 Each replica follows the schedule (`replica_step.py`); that is traced for the first, and made again
-for the others (`strategies/mesh_trace.py`).
+for the others (`strategies/replica_trace.py`).
 
 The gradient of a weight is Σ_d Σ_m g_dm; the optimizer updates once. The loss, the metrics and the
 terms that layers add are those of the whole batch: the losses of each micro-batch have its divisor
@@ -19,24 +19,24 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfparallel.collectives import traced_readings
-from tfparallel.collectives.dtypes import is_summable
+from tfparallel.collectives import indexed_slices
+from tfparallel.collectives.wire_format import is_summable
 from tfparallel.data.rows_of_replica import for_replicas
 from tfparallel.pipeline.batch import Batch, Joined
 from tfparallel.pipeline.batch_norm import write_averages
-from tfparallel.pipeline.cut import Values
+from tfparallel.pipeline.device_order import DeviceOrder
 from tfparallel.pipeline.gradient_sums import GradientSums, totals
 from tfparallel.pipeline.loss import check_equal
 from tfparallel.pipeline.micro_batch import StepMemory
-from tfparallel.pipeline.order import Order
 from tfparallel.pipeline.pass_scope import sums_in_layers
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.replica_step import How, Passed, ReplicaStep
+from tfparallel.pipeline.stages import Values
 from tfparallel.pipeline.whole_loss import ExtraLosses, WholeLoss, added_up, scale_of
 from tfparallel.seams.keras import clear_losses
 from tfparallel.step.one_step import PassResult
 from tfparallel.step.where_rows_meet import aligned, of_the_batch
-from tfparallel.strategies.mesh_trace import MeshTrace
+from tfparallel.strategies.replica_trace import MeshTrace
 from tfparallel.strategies.variables import copies
 from tfparallel.variables.replica import Replica
 
@@ -57,7 +57,7 @@ class Step:
         order: The instructions' ends, and their times, in the first replica.
     """
 
-    order: Order
+    order: DeviceOrder
 
     def __init__(
         self, how: How, replicas: Sequence[Replica], others: Others, *, gradients_stay: bool = False
@@ -181,7 +181,7 @@ class Step:
 
         trained = self._how.model._trained()
         weights = [copies(variable)[0] for variable in trained]
-        found = traced_readings.kinds_of(call, self._batch.x, weights)
+        found = indexed_slices.kinds_of(call, self._batch.x, weights)
         return dict(zip(map(id, trained), found, strict=True))
 
     def _added_up(self, found: Sequence[Passed]) -> PassResult:

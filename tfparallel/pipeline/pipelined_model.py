@@ -11,12 +11,12 @@ from tfparallel.extend import attach
 from tfparallel.judge.check_rows import check_rows
 from tfparallel.layout.schedule import Schedule
 from tfparallel.pipeline.accumulate import AccumulateBatches
-from tfparallel.pipeline.cut import cut_stages
 from tfparallel.pipeline.executor import Step
 from tfparallel.pipeline.loss import COMPARES, check_decomposes
 from tfparallel.pipeline.pass_scope import writable
 from tfparallel.pipeline.remote_replicas import Others
 from tfparallel.pipeline.replica_step import How
+from tfparallel.pipeline.stages import cut_stages
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.placement.layer_devices import PlacementError
 from tfparallel.placement.placed_model import PlacedModel

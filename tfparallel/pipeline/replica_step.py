@@ -23,13 +23,13 @@ from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data.rows_of_replica import Shard
 from tfparallel.layout.schedule import Instruction, Schedule
 from tfparallel.pipeline.batch import Batch
-from tfparallel.pipeline.cut import Key, LogitsOf, Stage, Values, with_mask_of
+from tfparallel.pipeline.device_order import DeviceOrder
 from tfparallel.pipeline.gradient_sums import OF_LOSS, Added, GradientSums, read_by
 from tfparallel.pipeline.loss import Part
 from tfparallel.pipeline.micro_batch import StepMemory
-from tfparallel.pipeline.order import Order
 from tfparallel.pipeline.pass_scope import PassScope
 from tfparallel.pipeline.stage_call import LossCall, StageCall
+from tfparallel.pipeline.stages import Key, LogitsOf, Stage, Values, with_mask_of
 from tfparallel.pipeline.traced_once import MustTraceEach
 from tfparallel.pipeline.whole_loss import scale_of
 from tfparallel.placement.gradients import gradients_of_a_part
@@ -160,7 +160,7 @@ class ReplicaStep:
         self._moments: dict[Any, list[tuple]] = {}
         self._read: list[set[int]] = [set() for _ in how.stages]  # Values of weights, by stage.
         self._instructions = list(how.schedule.in_order())
-        self.order = Order(list(map(here, how.devices)), how.timed)
+        self.order = DeviceOrder(list(map(here, how.devices)), how.timed)
         self.output_keys: list[Key] = []
         self.moment_keys: list[Any] = []
 

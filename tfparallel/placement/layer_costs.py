@@ -20,7 +20,7 @@ from tfparallel.layout.costs import LayerCosts, Line, ModelCosts
 from tfparallel.placement.graph import edges, layers_in_order, row_bytes
 from tfparallel.placement.layer_timing import inputs_of, measured_seconds, specs
 from tfparallel.tracing.audit import noting, recording
-from tfparallel.update.order import LARGE
+from tfparallel.update.one_at_a_time import LARGE
 
 __all__ = ["bytes_of", "copy_of", "layer_costs", "model_costs"]
 

@@ -16,8 +16,7 @@ from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.placement import layer_devices
 from tfparallel.placement.graph import layers_in_order
-from tfparallel.placement.layer import PlacedLayer
-from tfparallel.placement.placed_model import PlacedModel
+from tfparallel.placement.placed_model import PlacedLayer, PlacedModel
 from tfparallel.placement.storageless import NeedsStorage, StoragelessModel, move_variables
 from tfparallel.problems import PlacementError, Problems, usable_devices
 
@@ -112,7 +111,7 @@ def place(
     Raises:
         ValueError: If the model's layers cannot be placed.
     """
-    _refuse_scope()
+    refuse_scope()
     how = (mixin, attributes or {}, finish)
     if isinstance(model_or_function, keras.Model):
         return _copy_of(model_or_function, decide, *how)
@@ -280,7 +279,8 @@ def check_model(model: keras.Model) -> keras.Model:
     return model
 
 
-def _refuse_scope() -> None:
+def refuse_scope() -> None:
+    """Raises an error within a strategy's scope."""
     if tf.distribute.has_strategy():
         raise PlacementError(
             "This builder must be called outside a strategy's scope, which mirrors each variable "

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfparallel.checkpoint.streamed import save_streamed
+from tfparallel.checkpoint.model_files import save_streamed
 from tfparallel.data.rows_of_replica import count_rows
 from tfparallel.extend import original_class
 from tfparallel.flight.marks import mark
@@ -16,19 +16,33 @@ from tfparallel.judge.check_rows import proof_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.placement.gradients import gradients
 from tfparallel.placement.layer_devices import PlacementError
-from tfparallel.placement.processes import has_others, naming_lost_process
+from tfparallel.placement.processes import after_writes, has_others, naming_lost_process
 from tfparallel.seams.compiled import loss_of_batch
 from tfparallel.seams.keras import layers_in, takes_training
 from tfparallel.step.build import build_ahead
 from tfparallel.step.one_step import OneStep, PassResult
 from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
-from tfparallel.strategies.pending_writes import after_writes
+from tfparallel.tracing.audit import noting
 from tfparallel.update.built import check_known
 from tfparallel.update.place_optimizer import prepare
 from tfparallel.update.places import Places
+from tfparallel.variables.replica import here
 
-__all__ = ["PlacedModel"]
+__all__ = ["PlacedLayer", "PlacedModel"]
+
+
+class PlacedLayer:
+    """Extends a layer: what it builds and computes is on its device, its losses included.
+
+    The gradients' operations are placed by `gradients.py`.
+    """
+
+    def __call__(self, *args, **kwargs):
+        """Calls the layer on its device."""
+        device = here(self._device)
+        with tf.device(device), noting("forward", self.name, device):
+            return super().__call__(*args, **kwargs)
 
 
 class PlacedModel(OneStep):

@@ -14,29 +14,35 @@ that has ended. No process can hold remote devices and take part in collectives 
 enable remote execution as well as collective ops"), so a job is one of these or a
 `MultiWorkerMirroredStrategy`.
 
-What is written eagerly to a variable of another process is waited for
-(`strategies/pending_writes.py`).
+What is written eagerly to a variable of another process is waited for (`after_writes`).
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
 from tfparallel.cluster.cluster_spec import Cluster
-from tfparallel.cluster.liveness import hold_until_gone, wait_for_server
-from tfparallel.collectives.errors import WorkerLostError
-from tfparallel.collectives.lost_worker import naming_lost_worker
+from tfparallel.cluster.ports import hold_until_gone, wait_for_server
+from tfparallel.collectives.lost_worker import WorkerLostError, naming_lost_worker
 from tfparallel.join_job import join_job, serving
+from tfparallel.seams.tensorflow import wait_for_other_processes
 from tfparallel.startup import has_nvidia_gpu, quiet_stderr
 
-__all__ = ["connect_to_cluster", "has_others", "naming_lost_process", "peak_memory_bytes"]
+__all__ = [
+    "after_writes",
+    "connect_to_cluster",
+    "has_others",
+    "naming_lost_process",
+    "peak_memory_bytes",
+]
 
 # A step that waits for a process that has ended is given this long to fail by itself.
 _GRACE_SECONDS = 10.0
@@ -195,3 +201,22 @@ def _explanation() -> str:
 
 def _process_of(device: str) -> str:
     return device.partition("/device:")[0]
+
+
+def after_writes(function: Callable) -> Callable:
+    """Has a function wait for what was written before it is called.
+
+    A variable of another process that is written eagerly (`reset_state`, `set_weights`) is written
+    by a message of its own, and a `tf.function` called next may overtake it: it reads the old
+    value, and its own update is lost or undoes the write.
+    """
+    if hasattr(function, "waits_for_writes"):
+        return function
+
+    @functools.wraps(function)
+    def waiting(*args, **kwargs):
+        wait_for_other_processes()
+        return function(*args, **kwargs)
+
+    waiting.waits_for_writes = True
+    return waiting

@@ -292,9 +292,7 @@ def _candidate(costs, mesh, choices, machine, splits_of, refusal) -> Candidate:
         over = max(prediction.held_bytes) - (choices.device_memory or float("inf"))
         why_not = f"{size_text(over)} too much for a device" if over > 0 else None
         found.append(
-            Candidate(
-                mesh, number, counts, prediction, why_not, balance, is_placed=is_placed
-            )
+            Candidate(mesh, number, counts, prediction, why_not, balance, is_placed=is_placed)
         )
     fitting = [candidate for candidate in found if candidate.why_not is None]
     if fitting:

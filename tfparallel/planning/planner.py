@@ -31,7 +31,7 @@ from tfparallel.planning.part_timing import measured_whole_shares
 from tfparallel.planning.step_timing import measured_loss, measured_sum, measured_update
 from tfparallel.planning.tiny_model import measured_tiny_steps
 from tfparallel.problems import PlacementError
-from tfparallel.update.elementwise import check_elementwise
+from tfparallel.update.optimizer_kinds import check_elementwise
 
 __all__ = ["Plan", "make_plan"]
 

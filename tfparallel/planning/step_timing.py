@@ -47,7 +47,9 @@ def measured_loss(model: keras.Model, batch_size: int) -> float | None:
 
 
 def _loss_program(alone, batch_size):
-    is_sparse = "sparse" in _name_of(alone.loss).lower()
+    loss = alone.loss
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    is_sparse = "sparse" in name.lower()
 
     def target(tensor):
         return tf.zeros(tf.shape(tensor)[:-1] if is_sparse else tf.shape(tensor))
@@ -80,10 +82,6 @@ def _loss_program(alone, batch_size):
         return lambda: run(batches).numpy()
 
     return program
-
-
-def _name_of(loss) -> str:
-    return loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
 
 
 def measured_update(optimizer: keras.Optimizer) -> dict[int, float]:

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from tfparallel import devices as device_lib
-from tfparallel.callbacks.step_time import StepTime
+from tfparallel.callbacks.step_measures import StepTime
 from tfparallel.pipeline.pipeline_parallel import pipeline_parallel
 from tfparallel.placement.layer_costs import copy_of
 from tfparallel.planning.calibration import NUM_MICRO_BATCHES, NUM_ROWS, TinySteps

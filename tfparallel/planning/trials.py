@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.callbacks.step_time import StepTime
+from tfparallel.callbacks.step_measures import StepTime
 from tfparallel.data.batches import batches_dataset, first_batches
 from tfparallel.layout.mesh import Mesh
 from tfparallel.planning.candidates import Candidate, with_trials

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import keras
 
-from tfparallel.cloning.arguments import unbuilt_parts
 from tfparallel.cloning.compiled import compile_alike
 from tfparallel.cloning.copy_state import copy_state
-from tfparallel.cloning.layers import rebuilt
+from tfparallel.cloning.layers import rebuilt, unbuilt_parts
 
 
 def clone_under(

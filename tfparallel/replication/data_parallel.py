@@ -15,11 +15,11 @@ from tfparallel.cluster.roles import Roles
 from tfparallel.collectives import cross_device
 from tfparallel.collectives.compression_name import CompressionName
 from tfparallel.data.partition import check_weights
-from tfparallel.layout.in_words import replicas_in_words
+from tfparallel.layout.layout import replicas_in_words
 from tfparallel.replication import clone
-from tfparallel.replication.checks import check_scope
 from tfparallel.replication.data_parallel_model import extend_model, preparing
 from tfparallel.replication.drop_in import MirroredStrategy, MultiWorkerMirroredStrategy
+from tfparallel.replication.refusals import check_scope
 from tfparallel.replication.synchronization import Synchronization
 from tfparallel.seams.distribute import DistributedVariable
 from tfparallel.user_log import notice

@@ -9,20 +9,19 @@ import keras
 import tensorflow as tf
 
 from tfparallel import devices as device_lib
-from tfparallel.extend import attach, extend, is_own, original_class
+from tfparallel.extend import attach, extend, is_own
 from tfparallel.flight.marks import mark
-from tfparallel.judge.check_rows import exchange_moments, proof_in_words
+from tfparallel.judge.check_rows import proof_in_words
 from tfparallel.layout.layout import Layout
 from tfparallel.layout.mesh import Mesh
 from tfparallel.replication import (
-    batch_norm,
-    checks,
     predictions,
-    random,
+    refusals,
     sample_partition,
     state,
 )
 from tfparallel.replication.accumulate import Accumulate
+from tfparallel.replication.extend_parts import extend_parts
 from tfparallel.replication.local_sgd import LocalSgd
 from tfparallel.replication.own_rows import OwnRows
 from tfparallel.replication.places import ReplicaPlaces
@@ -30,7 +29,7 @@ from tfparallel.replication.policy import EveryStep, HasPolicy
 from tfparallel.replication.replicated_layer import ReplicatedLayer, judge_anew
 from tfparallel.replication.synchronization import EVERY_STEP, Synchronization
 from tfparallel.replication.worker_session import WorkerSession
-from tfparallel.seams.keras import batches_of, layers_in, seed_generators_of
+from tfparallel.seams.keras import batches_of, layers_in
 from tfparallel.step.build import build_ahead, symbolic_build, types_of_batches
 from tfparallel.step.call import Call
 from tfparallel.step.one_step import OneStep
@@ -38,8 +37,6 @@ from tfparallel.step.read_inputs import read_inputs
 from tfparallel.step.xla import compiled_by_device
 from tfparallel.update.built import check_known
 from tfparallel.update.place_optimizer import prepare
-
-_STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
 
 def _is_symbolic(leaf) -> bool:
@@ -90,11 +87,11 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         strategy = self.strategy
         if strategy is None:
             return super().compile(*args, **kwargs)
-        checks.check_scope(strategy, "`compile` of what `data_parallel` returned")
+        refusals.check_scope(strategy, "`compile` of what `data_parallel` returned")
         with strategy.scope():
             super().compile(*args, **kwargs)
-        checks.check_compile(self, strategy)
-        checks.check_variables(self, strategy, self._made_by_function)
+        refusals.check_compile(self, strategy)
+        refusals.check_variables(self, strategy, self._made_by_function)
         check_known(self)
         extend_parts(self)
         return None
@@ -103,12 +100,12 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         self._session.take_whole_batches(call)
         if call.kind == "fit":
             if self.strategy is not None:
-                checks.check_scope(self.strategy, "`fit` of what `data_parallel` returned")
+                refusals.check_scope(self.strategy, "`fit` of what `data_parallel` returned")
             names = ("x", "batch_size", "steps_per_epoch")
             if not call.is_own or "x" in call.asked:
-                checks.check_data(*(call.asked.get(name) for name in names), "fit")
+                refusals.check_data(*(call.asked.get(name) for name in names), "fit")
             if self._shards_optimizer:
-                checks.refuse_swaps(call.callbacks)
+                refusals.refuse_swaps(call.callbacks)
             for layer in layers_in(self):
                 judge_anew(layer)
         if call.kind == "predict" and not self._gathers:
@@ -205,7 +202,7 @@ class DataParallelModel(HasPolicy, OwnRows, ReplicatedLayer):
         if self.strategy is None:
             build_ahead(self, iterator, data_batch, contextlib.nullcontext())
             return
-        checks.check_variables(self, self.strategy, self._made_by_function)
+        refusals.check_variables(self, self.strategy, self._made_by_function)
         if self.train_function is None:
             extend_parts(self)  # Before an optimizer is built that was set since `compile`.
         if is_own(self, "train_step"):
@@ -370,8 +367,8 @@ def extend_model(
     )
     if strategy is not None:
         object.__setattr__(model, "_distribute_strategy", strategy)
-        checks.check_model(model, strategy)
-        checks.check_compile(model, strategy)
+        refusals.check_model(model, strategy)
+        refusals.check_compile(model, strategy)
         check_known(model)
         extend_parts(model)
     return model
@@ -382,48 +379,3 @@ def preparing(strategy, shard_optimizer: bool) -> Callable[[keras.Optimizer], No
     if not shard_optimizer:
         return None
     return functools.partial(prepare, places=ReplicaPlaces(strategy), shares=True)
-
-
-def extend_parts(model: keras.Model) -> None:
-    """Extends the layers, seeds and optimizers of a model that act otherwise in a replica.
-
-    Done again before each trace, for parts that were made since.
-    """
-    strategy = model.strategy
-    if strategy is None:
-        return
-    for layer in layers_in(model):
-        if isinstance(layer, keras.layers.BatchNormalization):
-            extend(
-                layer,
-                batch_norm.SynchronizedBatchNormalization,
-                synchronize=model._synchronize_batch_norm,
-            )
-        elif isinstance(layer, keras.layers.Dropout):
-            extend(layer, random.IndexedDropout)
-        for generator in seed_generators_of(layer):
-            random.hold_state(generator, strategy)
-            random.by_replica(generator)
-    exchange_moments(model)
-    cls = original_class(model)
-    if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):
-        # A step of the user's own calls the model's parts, which are then what is spread.
-        for layer in model.layers:
-            extend(
-                layer,
-                ReplicatedLayer,
-                _strategy=strategy,
-                _synchronize_batch_norm=model._synchronize_batch_norm,
-                _check_rows=model._check_rows,
-            )
-    for optimizer in _optimizers(model):
-        prepare(optimizer, ReplicaPlaces(strategy), shares=model._shards_optimizer)
-
-
-def _optimizers(model):
-    """The optimizers that a model holds: as `model.optimizer`, attributes, or in containers."""
-    held = [vars(model).values()]
-    held += [value for value in vars(model).values() if isinstance(value, list | tuple)]
-    held += [value.values() for value in vars(model).values() if isinstance(value, dict)]
-    found = {id(v): v for values in held for v in values if isinstance(v, keras.Optimizer)}
-    return list(found.values())

@@ -1,7 +1,8 @@
 """The drop-in strategies: plain Keras code under their scope trains exactly."""
 
-from tfparallel.replication import checks, sample_partition
 from tfparallel.replication import data_parallel_model as models
+from tfparallel.replication import refusals, sample_partition
+from tfparallel.replication.extend_parts import extend_parts
 from tfparallel.strategies import keras_trainer, mirrored, multi_worker
 
 
@@ -15,7 +16,7 @@ class _ExtendsModels:
             ValueError: If its weights are not this strategy's.
         """
         if model.optimizer is not None:
-            checks.check_updated(model.trainable_variables, self, model)
+            refusals.check_updated(model.trainable_variables, self, model)
 
     def has_extended(self, model) -> bool:
         """Whether the model is data parallel under this strategy: itself, not as another's part."""
@@ -28,10 +29,10 @@ class _ExtendsModels:
             ValueError: If the model was built outside the strategy's scope.
         """
         if self.num_replicas > 1:
-            checks.check_variables(model, self)
+            refusals.check_variables(model, self)
         if self.has_extended(model):
-            checks.check_compile(model, self)
-            models.extend_parts(model)
+            refusals.check_compile(model, self)
+            extend_parts(model)
         else:  # New here, or a part of a data parallel model, used on its own for the first time.
             models.extend_model(
                 model,

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
+from tfparallel.data import partition
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.seams.keras import mask_of, set_mask
 
@@ -110,6 +111,44 @@ class BatchInputs:
                 "or hold them in the layer."
             )
         return known.pop() if known else sizes[0]
+
+
+def own_shards(strategy, num_rows, worker_rows=None) -> list[shards.Shard]:
+    """Returns the rows of each of this worker's replicas.
+
+    Args:
+        strategy: What has the replicas.
+        num_rows: How many rows the arguments of a call have.
+        worker_rows: How many rows each worker has, if the arguments hold this worker's alone.
+    """
+    num_replicas, weights = strategy.num_replicas, strategy.replica_weights
+    own = slice(strategy.first_replica, strategy.first_replica + len(strategy.devices))
+    if worker_rows is None:
+        place = strategy.place
+        total = num_rows if place is None else place.num_own_rows
+        ranges = partition.row_ranges(total, num_replicas, weights)[own]
+        found = [
+            shards.Shard(
+                own.start + k, num_replicas, start, size, total, stream=strategy.stream
+            )
+            for k, (start, size) in enumerate(ranges)
+        ]
+        return found if place is None else [shard.at(place, num_rows) for shard in found]
+    index = strategy.workers.worker_index
+    own_rows = worker_rows[index]
+    before = tf.add_n([tf.zeros_like(own_rows), *worker_rows[:index]])
+    ranges = partition.row_ranges(own_rows, len(strategy.devices), weights and weights[own])
+    return [
+        shards.Shard(
+            own.start + k,
+            num_replicas,
+            before + start,
+            size,
+            tf.add_n(worker_rows),
+            (before, before + num_rows),
+        )
+        for k, (start, size) in enumerate(ranges)
+    ]
 
 
 def _as_tensor(leaf):

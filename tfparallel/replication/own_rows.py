@@ -216,5 +216,5 @@ def _first(x):
 
 
 def _whole(num_rows) -> Shard:
-    """All rows, of a step that is traced for no replica (`collectives/traced_readings.py`)."""
+    """All rows, of a step that is traced for no replica (`collectives/indexed_slices.py`)."""
     return Shard(0, 1, 0, num_rows, num_rows)

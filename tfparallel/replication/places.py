@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives import replica_sums
-from tfparallel.replication.checks import check_updated
+from tfparallel.collectives import reducer
+from tfparallel.replication.refusals import check_updated
 from tfparallel.seams.distribute import PerReplica, updating_replica
 from tfparallel.seams.keras import set_storage
 from tfparallel.strategies import keras_trainer, variables
@@ -105,7 +105,7 @@ class ReplicaPlaces(Places):
 
     def gradient(self, gradient: Any, unit: keras.Variable, index: int) -> Any:
         """A gradient on one device: what an all-reduce has left there, or what is sent there."""
-        found = replica_sums.on_each_device(gradient)
+        found = reducer.on_each_device(gradient)
         if isinstance(found, PerReplica):
             return found.values[index]
         if index == 0 or not isinstance(gradient, tf.Tensor):

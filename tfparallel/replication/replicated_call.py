@@ -22,6 +22,7 @@ follows from sizes, no worker waits for the others before its backward pass is d
 travel with the gradients.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,22 +30,23 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfparallel.collectives import traced_readings
+from tfparallel.collectives import indexed_slices
 from tfparallel.collectives.custom_gradient import (
     call_with_gradient,
     differentiable_once,
     is_differentiable,
 )
-from tfparallel.collectives.dtypes import is_summable
 from tfparallel.collectives.reducer import Reducer
 from tfparallel.collectives.traffic import ROWS
+from tfparallel.collectives.wire_format import is_summable
 from tfparallel.data import partition
 from tfparallel.data import rows_of_replica as shards
 from tfparallel.extend import attach
 from tfparallel.judge.check_rows import has_rows
 from tfparallel.logits import Logits, logits_of, output_of, sources_of
 from tfparallel.replication import state
-from tfparallel.replication.inputs import BatchInputs
+from tfparallel.replication.inputs import BatchInputs, own_shards
+from tfparallel.replication.refusals import refuse_state
 from tfparallel.replication.row_sums import Summed, Sums
 from tfparallel.seams.keras import mask_of, set_mask
 from tfparallel.seams.tensorflow import is_recording, needs_gradient, recording
@@ -128,7 +130,7 @@ class ReplicatedCall:
         inputs = BatchInputs(args, kwargs, may_be_empty=may_be_empty)
         self._refuse_lost_gradients(inputs.whole_floats)
         call_state = state.CallState(self._layer)
-        shards_here = self._own_shards(inputs.num_rows)
+        shards_here = own_shards(self._strategy, inputs.num_rows, self._worker_rows)
         trace = ReplicaTrace(self._strategy)
         replicas: list[_Replica] = []
 
@@ -151,11 +153,13 @@ class ReplicatedCall:
         scopes = [replica.scope for replica in replicas]
         is_training = getattr(self._layer, "_in_train_step", False)
         if is_training and self._layer._accumulates:
-            self._refuse_state(call_state.written(scopes, with_sums=False))
+            refuse_state(self._layer, call_state.written(scopes, with_sums=False))
         call_state.combine(
             scopes,
             shards_here,
-            self._summed if self._strategy.place is None else self._refuse_state,
+            self._summed
+            if self._strategy.place is None
+            else functools.partial(refuse_state, self._layer),
         )
         first = replicas[0]
         num_joined = len(first.joined)
@@ -221,38 +225,6 @@ class ReplicatedCall:
                     "number to what the call returns."
                 )
 
-    def _own_shards(self, num_rows) -> list[shards.Shard]:
-        """The shards of this worker's replicas."""
-        strategy = self._strategy
-        num_replicas, weights = strategy.num_replicas, strategy.replica_weights
-        own = slice(strategy.first_replica, strategy.first_replica + len(strategy.devices))
-        if self._worker_rows is None:
-            place = strategy.place
-            total = num_rows if place is None else place.num_own_rows
-            ranges = partition.row_ranges(total, num_replicas, weights)[own]
-            found = [
-                shards.Shard(
-                    own.start + k, num_replicas, start, size, total, stream=strategy.stream
-                )
-                for k, (start, size) in enumerate(ranges)
-            ]
-            return found if place is None else [shard.at(place, num_rows) for shard in found]
-        index = strategy.workers.worker_index
-        own_rows = self._worker_rows[index]
-        before = tf.add_n([tf.zeros_like(own_rows), *self._worker_rows[:index]])
-        ranges = partition.row_ranges(own_rows, len(strategy.devices), weights and weights[own])
-        return [
-            shards.Shard(
-                own.start + k,
-                num_replicas,
-                before + start,
-                size,
-                tf.add_n(self._worker_rows),
-                (before, before + num_rows),
-            )
-            for k, (start, size) in enumerate(ranges)
-        ]
-
     def _may_wait(self, replica: _Replica) -> bool:
         sums = replica.structure if isinstance(replica.structure, Sums) else Sums([])
         return (
@@ -295,17 +267,6 @@ class ReplicatedCall:
         # Gathered, not all-reduced: so the loss of a worker is noticed at once.
         gathered = workers.all_gather(rows, [1] * workers.num_workers)
         return [tf.reduce_sum(each, 0) for each in gathered]
-
-    def _refuse_state(self, written):
-        if written:
-            raise ValueError(
-                "Where the gradients of several steps are added up, a layer that changes its state "
-                "in each call does so in each step, and of a larger batch it would once an update. "
-                f"Layers without such a state are required. Received: layer '{self._layer.name}', "
-                f"which writes {len(written)} variables when it is called. Take "
-                "sync='every_step', with `gradient_accumulation_steps` of the optimizer."
-            )
-        return written
 
     def _backward(self, replicas, upstream, sources, needed, inputs, shards_here, trace):
         """Returns Σ_k g_k for each trainable variable, after the inputs' gradients, joined."""
@@ -394,7 +355,7 @@ class ReplicatedCall:
                 return found.tensors if isinstance(found, Sums) else found
 
             weights = [variables.copies(variable)[0] for variable in self._trainable]
-            kinds = traced_readings.kinds_of(call, inputs.structure, weights)
+            kinds = indexed_slices.kinds_of(call, inputs.structure, weights)
             attach(self._layer, _kinds_of_readings=kinds)
         return kinds
 

@@ -21,9 +21,9 @@ import tensorflow as tf
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.collectives.traffic import ROWS
 from tfparallel.data import rows_of_worker
-from tfparallel.data.error_format import short
 from tfparallel.data.partition import rows_of_workers
 from tfparallel.seams.compiled import class_weighting
+from tfparallel.texts import short
 
 _KEY = "__rows_of_this_worker__"
 

@@ -23,7 +23,7 @@ import keras
 from tfparallel.callbacks import chief_only
 from tfparallel.callbacks.flight import FlightRecorder
 from tfparallel.callbacks.stall import StallGuard
-from tfparallel.checkpoint.atomic_write import moved_into_place
+from tfparallel.checkpoint.model_files import moved_into_place
 from tfparallel.collectives.lost_worker import naming_lost_worker
 from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.data import rows_of_worker

@@ -14,8 +14,6 @@ import tensorflow as tf
 
 from tfparallel.seams.distribute import DistributedValues
 
-__all__ = ["joined", "made_by_function", "made_of", "whole_batches"]
-
 _MADE_OF = "_tfparallel_made_of"
 _ALL_ROWS = 2**31
 

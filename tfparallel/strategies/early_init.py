@@ -6,8 +6,6 @@ import sys
 import keras
 import tensorflow as tf
 
-__all__ = ["early_start"]
-
 _KINDS = (
     (tf.data.Dataset, "a data set"),
     (keras.Model, "a model"),

@@ -68,10 +68,7 @@ def refuse_made_outside(optimizer: keras.Optimizer, strategy) -> None:
 
 
 def refuse_unprepared_optimizer(strategy) -> None:
-    """Raises if a Keras optimizer is calling whose update would not be one device's.
-
-    Args:
-        strategy: The one under which it updates.
+    """Raises if a Keras optimizer is calling whose update here would not be one device's.
 
     Raises:
         ValueError: For an optimizer that was made outside the scope; or that clips or accumulates a

@@ -27,10 +27,10 @@ from tfparallel.cluster.environment import ALL_REDUCE
 from tfparallel.collectives import transport, transport_selection
 from tfparallel.collectives.algorithm_selection import Choice
 from tfparallel.collectives.compression import compression_of
+from tfparallel.collectives.coordination import leave_in_order
 from tfparallel.collectives.freed_memory import keep_freed_memory
 from tfparallel.collectives.in_replica import join_rows
 from tfparallel.collectives.process_group import ProcessGroup
-from tfparallel.collectives.shutdown import leave_in_order
 from tfparallel.device_names import canonical
 from tfparallel.join_job import join_job, serving
 from tfparallel.seams.distribute import (
@@ -186,12 +186,13 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
         tf.distribute.Strategy.__init__(self, extended)
         index, number = worker_of(extended)
         if number > 1:
+            chiefs, others = _addresses(cluster_resolver)
             self.workers = ProcessGroup(
                 number,
                 index,
                 self.devices[0],
                 timeout_seconds=options.timeout_seconds or 0.0,
-                first_host=_first_host(cluster_resolver),
+                first_host=split_address((chiefs + others)[0])[0],
             )
             self.workers.learn_ranks()
             leave_in_order(self.workers)
@@ -208,8 +209,7 @@ class MultiWorkerMirroredStrategy(ProgramStrategy, tf.distribute.MultiWorkerMirr
             if all_reduce == "auto":
                 self._to_choose = transport_selection.TransportChoice(self.workers, calibrate)
         names = tuple(name.rpartition("/device:")[2] for name in self.devices)
-        made = {"devices": names, "all_reduce": given, "compression": compression}
-        self._made_with = made
+        self._made_with = {"devices": names, "all_reduce": given, "compression": compression}
         MultiWorkerMirroredStrategy._of_process = self
 
     @classmethod
@@ -287,17 +287,17 @@ def _meet(resolver, facts, start_timeout):
 
     Returns the resolver to start TensorFlow with, and what to start it in.
     """
-    jobs = resolver.cluster_spec().as_dict()
-    chiefs = list(jobs.get("chief", []))
-    workers = chiefs + list(jobs.get("worker", []))
+    chiefs, others = _addresses(resolver)
+    workers = chiefs + others
     if len(workers) < 2 or resolver.task_type not in ("chief", "worker"):
         return resolver, contextlib.nullcontext()
     index = resolver.task_id + (len(chiefs) if resolver.task_type == "worker" else 0)
     found = join_job(workers, index, facts, start_timeout)
     if found != workers:
         own = {"chief": found[: len(chiefs)], "worker": found[len(chiefs) :]}
+        jobs = resolver.cluster_spec().as_dict() | {job: own[job] for job in own if own[job]}
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(jobs | {job: own[job] for job in own if own[job]}),
+            tf.train.ClusterSpec(jobs),
             task_type=resolver.task_type,
             task_id=resolver.task_id,
             rpc_layer=resolver.rpc_layer or "grpc",
@@ -315,21 +315,20 @@ def _recommend_a_process_for_each_gpu(devices, worker_index) -> None:
 
 
 def _told(workers, given, named, all_reduce) -> Choice:
+    source, why = "argument", f"{ALL_REDUCE}={all_reduce}"
     if all_reduce == "auto":
-        found = Choice(workers.transport, "default", "no `fit` yet, before which it is chosen")
+        source, why = "default", "no `fit` yet, before which it is chosen"
     elif given == all_reduce:
-        found = Choice(workers.transport, "argument", "it was asked for")
+        why = "it was asked for"
     elif named == all_reduce:
-        found = Choice(workers.transport, "argument", "`communication_options` name it")
-    else:
-        found = Choice(workers.transport, "argument", f"{ALL_REDUCE}={all_reduce}")
-    return found.of(workers.implementation)
+        why = "`communication_options` name it"
+    return Choice(workers.transport, source, why, implementation=workers.implementation)
 
 
-def _first_host(resolver) -> str:
-    """Worker 0's host, as the others know it."""
+def _addresses(resolver) -> tuple[list[str], list[str]]:
+    """Those of the chief, if the cluster has one, and of the other workers."""
     jobs = resolver.cluster_spec().as_dict()
-    return split_address([*jobs.get("chief", []), *jobs.get("worker", [])][0])[0]
+    return list(jobs.get("chief", [])), list(jobs.get("worker", []))
 
 
 def _refuse_late_start() -> None:

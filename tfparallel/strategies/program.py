@@ -25,8 +25,7 @@ from tfparallel.collectives.process_group import ProcessGroup
 from tfparallel.data.partition import check_weights
 from tfparallel.data.rows_of_replica import Place
 from tfparallel.device_names import canonical
-from tfparallel.layout.in_words import replicas_in_words
-from tfparallel.layout.layout import Layout
+from tfparallel.layout.layout import Layout, replicas_in_words
 from tfparallel.layout.mesh import Mesh
 from tfparallel.seams.distribute import replica_index, strategy_of
 from tfparallel.strategies import distributed_data, keras_trainer, variables
@@ -41,8 +40,7 @@ class ProgramExtended:
         # Keras's optimizers reach the copies of a variable through `merge_call`, which exists in
         # a replica alone (keras#20582), or directly, where a strategy says that it needs none.
         in_program = (
-            strategy_of(self).program_is_running
-            and tf.distribute.in_cross_replica_context()
+            strategy_of(self).program_is_running and tf.distribute.in_cross_replica_context()
         )
         if not in_program:
             keras_trainer.refuse_unprepared_optimizer(strategy_of(self))

@@ -1,10 +1,10 @@
-"""What the replicas of a strategy do, traced once, up to where they meet.
+"""What the replicas of a strategy, or of a mesh, do, traced once, up to where they meet.
 
 Whenever they meet (`merge_call`), and when the function ends, what was traced for the first replica
 is made again for each of the others (`tracing/one_trace.py`).
 
-An eager step leaves no operations that could be made again. There each replica runs the function in
-a thread of its own, and they take turns.
+An eager step leaves no operations that could be made again. There each replica of a strategy runs
+the function in a thread of its own, and they take turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,22 +13,18 @@ from typing import Any
 import tensorflow as tf
 
 from tfparallel.compute_context import context, within
+from tfparallel.device_names import to_tensorflow_name
 from tfparallel.devices import resolve
 from tfparallel.seams.distribute import distribute, of_replica, replica_index
 from tfparallel.seams.tensorflow import not_recording, recording
 from tfparallel.strategies import variables
 from tfparallel.tracing.one_trace import OneTrace
 from tfparallel.tracing.replay import Again, DrawnApart
-
-__all__ = ["ReplicaTrace"]
+from tfparallel.variables.replica import Replica, at_work
 
 
 class ReplicaTrace(OneTrace):
-    """Runs functions on each replica of this process.
-
-    Args:
-        strategy: A `ProgramStrategy`.
-    """
+    """Runs functions on each replica of a `ProgramStrategy` in this process."""
 
     def __init__(self, strategy):
         others = [_other(strategy, k) for k in range(1, len(strategy.devices))]
@@ -51,9 +47,7 @@ class ReplicaTrace(OneTrace):
     def update(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> None:
         """Runs a function that updates variables, on each replica; while a graph is traced.
 
-        Args:
-            function: Called in a program, where variables are those of the first replica.
-            *by_replica: As of `run`.
+        It is called in a program, where variables are those of the first replica.
         """
         self._first = DrawnApart(0)  # What an update draws is the same on all workers.
         super().run(function, *by_replica)
@@ -67,6 +61,29 @@ class ReplicaTrace(OneTrace):
 
         self._strategy.run(on_replica)
         return [found[k] for k in range(len(found))]
+
+
+class MeshTrace(OneTrace):
+    """Runs functions for each replica of a mesh in this process; they do not meet on the way.
+
+    A replica has several devices, and a copy of each variable on one of them. In an eager step each
+    does its work in turn. `index` is that of the first, among those of all processes.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], index: int = 0):
+        super().__init__(list(map(_other_of_mesh, replicas[1:])), index)
+        self._replicas = replicas
+
+    def run(self, function: Callable[..., Any], *by_replica: Sequence[Any]) -> list[Any]:
+        """Runs a function for each replica, as `OneTrace` does; an eager step calls it for each."""
+        if not tf.executing_eagerly():
+            with at_work(self._replicas[0]):
+                return super().run(function, *by_replica)
+        found = []
+        for replica, *given in zip(self._replicas, *by_replica, strict=True):
+            with at_work(replica):
+                found.append(function(*given))
+        return found
 
 
 class _FirstReplica(tf.distribute.ReplicaContext):
@@ -123,6 +140,18 @@ def _other(strategy, index: int) -> Again:
         index,
         lambda device: own if resolve(device) == first else device,
         lambda handle: variables.copy_of(handle, index, len(devices), strategy),
+    )
+
+
+def _other_of_mesh(replica: Replica) -> Again:
+    def device_of(device):
+        own = replica.in_place_of(device)
+        return device if own is None else to_tensorflow_name(own)
+
+    return Again(
+        replica.index,
+        device_of,
+        lambda handle: variables.copy_of(handle, replica.index, replica.number),
     )
 
 

@@ -47,10 +47,6 @@ _WRITING = (
 _BY_HANDLE: weakref.WeakValueDictionary[int, DistributedVariable] = weakref.WeakValueDictionary()
 
 
-def _outside_replicas() -> bool:
-    return replica_index() is None
-
-
 class MirroredVariable(TensorFlowsMirroredVariable):
     """A variable with an equal copy on each device."""
 
@@ -68,7 +64,7 @@ class MirroredVariable(TensorFlowsMirroredVariable):
         if self._replica_at_work is not None:
             return self.values[self._replica_at_work]
         # In an update under no strategy TensorFlow's replica index is the variable itself.
-        is_in_its_replica = tf.distribute.has_strategy() and not _outside_replicas()
+        is_in_its_replica = tf.distribute.has_strategy() and replica_index() is not None
         is_in_its_replica &= tf.distribute.get_strategy() is self._distribute_strategy
         return super()._get() if is_in_its_replica else self.values[0]
 
@@ -90,7 +86,8 @@ class MirroredVariable(TensorFlowsMirroredVariable):
         if self._replica_at_work is not None:
             return getattr(self._get(), method)(*args, **kwargs)
         strategy = self._distribute_strategy
-        is_in_its_replica = not _outside_replicas() and strategy is tf.distribute.get_strategy()
+        is_in_its_replica = replica_index() is not None
+        is_in_its_replica &= strategy is tf.distribute.get_strategy()
         if is_in_its_replica and tf.distribute.has_strategy() and not self.trainable:
             if strategy.num_replicas > 1 and not strategy.program_is_running:
                 keras_trainer.refuse_own_moments()
@@ -160,7 +157,7 @@ class MetricVariable(SyncOnReadVariable):
         return super()._get_cross_replica()
 
     def value(self):
-        in_program = self._distribute_strategy.program_is_running and _outside_replicas()
+        in_program = self._distribute_strategy.program_is_running and replica_index() is None
         if in_program and self._is_sum():
             return self.values[0].value()
         return super().value()

@@ -68,15 +68,15 @@ class DataFile:
     scale: tuple[float, float] | None = None
 
 
-def read_data_file(kind: str, path: str, task_path: str, target: str | None = None) -> DataFile:
+def read_data_file(kind: str, path: str, task_path: str, target: str | None) -> DataFile:
     """Looks into a data file.
 
     Args:
         kind: "image", "table", "text" or "series".
         path: Its path, of a file that exists.
         task_path: That of the task file, which names it from where it is itself.
-        target: The column of a .csv file to be predicted; of a table the last one by default, of a
-            series the first.
+        target: The column of a .csv file to be predicted; None for the last of a table, and the
+            first of a series.
 
     Raises:
         DataFileError: If what is in it does not suit the kind.

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfparallel.collectives.barrier import wait_for_all
+from tfparallel.collectives.coordination import wait_for_all
 from tfparallel.extend import attach, extend
 from tfparallel.seams.keras import set_storage
 from tfparallel.update.places import Places

@@ -25,11 +25,11 @@ from tfparallel.seams.optimizers import (
     weights_of,
 )
 from tfparallel.update import files
-from tfparallel.update.alike import belongs_to_keras, is_from_keras, updates_alike
 from tfparallel.update.built import own_variables, trained_by, wrapped_by
 from tfparallel.update.clipping import clip_parts
+from tfparallel.update.optimizer_kinds import belongs_to_keras, is_from_keras, updates_alike
 from tfparallel.update.pending import PendingSums
-from tfparallel.update.places import Places
+from tfparallel.update.places import Places, is_in_replica
 from tfparallel.update.shares import Shares
 from tfparallel.variables.split import SplitVariable, cut_all, parts_of, whole_of
 
@@ -87,7 +87,7 @@ class UnitOptimizer:
 
     def apply(self, grads, trainable_variables=None):
         """Applies gradients of all rows: of weights, or of parts of weights, in their order."""
-        if _is_in_replica():  # A custom loop, in which TensorFlow updates the copies.
+        if is_in_replica():  # A custom loop, in which TensorFlow updates the copies.
             super().apply(grads, trainable_variables)
             return
         given = trained_by(self).values() if trainable_variables is None else trainable_variables
@@ -252,7 +252,7 @@ class UnitOptimizer:
         super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads):
-        if _is_in_replica():
+        if is_in_replica():
             return super()._clip_gradients(grads)
         if self._is_expanded:
             return grads
@@ -267,7 +267,7 @@ class UnitOptimizer:
         return [self._shares.cut(gradient, share, self._index) for gradient, share in pairs]
 
     def _all_reduce_sum_gradients(self, grads_and_vars):
-        if _is_in_replica():
+        if is_in_replica():
             return super()._all_reduce_sum_gradients(grads_and_vars)
         # They are summed, and Keras's sum would have each update wait for all gradients. The
         # backward pass finds them last layer first; but an update of the user's own may count.
@@ -284,7 +284,7 @@ class UnitOptimizer:
 
     def _tf_apply(self, grads, trainable_variables=None):
         # `LossScaleOptimizer` calls it. Keras's own insists on a replica.
-        if _is_in_replica():
+        if is_in_replica():
             super()._tf_apply(grads, trainable_variables)
         else:
             apply_in_replica(self, grads, trainable_variables)
@@ -397,7 +397,3 @@ def extend_for(optimizer: keras.Optimizer, places: Places, shares: bool) -> None
         optimizer._mark_sums(files.change_sum)
     for each in inner:
         extend_for(each, places, shares)
-
-
-def _is_in_replica() -> bool:
-    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()

@@ -28,7 +28,7 @@ import tensorflow as tf
 from tfparallel.seams.distribute import collective_keys
 from tfparallel.seams.tensorflow import set_input
 from tfparallel.xla.compilable import ranks_of
-from tfparallel.xla.trace import needed
+from tfparallel.xla.step_graph import needed
 
 __all__ = ["exchange_inside"]
 

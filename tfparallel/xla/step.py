@@ -1,10 +1,10 @@
 """A step whose parts XLA compiles, device by device.
 
-The step is traced into a graph of its own, which is divided (`cut.py`), and made again in the
+The step is traced into a graph of its own, which is divided (`clusters.py`), and made again in the
 graph of the caller: each program as a function that XLA compiles as a whole, the rest as it was.
 
-A branch (`tf.cond`) of several devices is divided in the same way, and each unit of it runs under
-the branch's condition. What a unit of the other branch hands on is then empty: nobody reads it.
+A branch (`tf.cond`) of several devices is divided in the same way, and each node of it runs under
+the branch's condition. What a node of the other branch hands on is then empty: nobody reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ from tfparallel.tracing.graphs import (
     of_programs,
     with_inner,
 )
+from tfparallel.xla.clusters import plan_of
 from tfparallel.xla.compilable import BRANCHES, refuse_draw
-from tfparallel.xla.cut import plan_of
 from tfparallel.xla.exchanges import exchange_inside
-from tfparallel.xla.units import Outside, Program
+from tfparallel.xla.programs import Outside, Program
 
 __all__ = ["in_programs"]
 
@@ -90,7 +90,7 @@ class _Caller:
         self._condition = condition
         self._all_reduces = all_reduces
         self._made: dict[tuple[str, int], tf.Tensor] = {}  # By operation and output in the trace.
-        self._done: dict[Any, tf.Operation] = {}  # By unit.
+        self._done: dict[Any, tf.Operation] = {}  # By node.
 
     def call(self, args: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Makes all of a step."""
@@ -113,33 +113,33 @@ class _Caller:
         is_branch = self._condition is not None
         return plan_of(self._traced, self._devices, homes, is_branch, self._all_reduces)
 
-    def make(self, units: Sequence[Outside | Program]) -> list[tf.Tensor]:
-        """Makes the units of a plan, and returns what the graph returns."""
+    def make(self, nodes: Sequence[Outside | Program]) -> list[tf.Tensor]:
+        """Makes the nodes of a plan, and returns what the graph returns."""
         share_functions(self._traced, self._graph)
         with tf.device(None):
-            for unit in units:
-                before = [self._done[each] for each in unit.after]
+            for node in nodes:
+                before = [self._done[each] for each in node.after]
                 with self._graph.control_dependencies(before):
-                    make = self._outside if isinstance(unit, Outside) else self._program
-                    self._done[unit.unit] = make(unit)
+                    make = self._outside if isinstance(node, Outside) else self._program
+                    self._done[node.node] = make(node)
         return [self._tensor(each) for each in self._traced.outputs]
 
     def _tensor(self, tensor) -> tf.Tensor:
         return self._made[tensor.op.name, tensor.value_index]
 
-    def _outside(self, unit: Outside) -> tf.Operation:
-        op = unit.operation
+    def _outside(self, node: Outside) -> tf.Operation:
+        op = node.operation
         attributes = {k: v for k, v in op.node_def.attr.items() if k != "_class"}
-        if unit.device is None:
+        if node.device is None:
             if op.type in BRANCHES and (made := self._branches(op)) is not None:
                 return made
             refuse_draw(op, with_inner([op]))
             made = self._again(op, op.device or None, attributes)
-            for each in unit.same:
+            for each in node.same:
                 self._keep(each.outputs, made.outputs)
             return made
         attributes["_XlaMustCompile"] = tf.compat.v1.AttrValue(b=True)
-        return self._again(op, self._devices[unit.device], attributes)
+        return self._again(op, self._devices[node.device], attributes)
 
     def _again(self, op, device, attributes) -> tf.Operation:
         with tf.device(device):
@@ -155,7 +155,7 @@ class _Caller:
         return made
 
     def _branches(self, op) -> tf.Operation | None:
-        """Makes both branches unit by unit; None if XLA would compile nothing of them."""
+        """Makes both branches node by node; None if XLA would compile nothing of them."""
         is_first, *given = map(self._tensor, op.inputs)
         if is_first.dtype != tf.bool or calls_unknown(op):
             return None
@@ -165,11 +165,11 @@ class _Caller:
             for graph, condition in zip(called_by(op), conditions, strict=True)
         ]
         plans = [caller.plan(given) for caller in callers]
-        units = [unit for plan in plans for unit in plan]
-        leaving = [*op.outputs, *(each for unit in units for each in unit.outputs)]
+        nodes = [node for plan in plans for node in plan]
+        leaving = [*op.outputs, *(each for node in nodes for each in node.outputs)]
         if {each.dtype for each in leaving} & {tf.resource, tf.variant}:
             return None  # Nothing of such a type is empty.
-        if not any(isinstance(unit, Program) and unit.device is not None for unit in units):
+        if not any(isinstance(node, Program) and node.device is not None for node in nodes):
             return None
         found = [caller.make(plan) for caller, plan in zip(callers, plans, strict=True)]
         made = [
@@ -181,46 +181,47 @@ class _Caller:
         with self._graph.control_dependencies(done):
             return tf.no_op()
 
-    def _program(self, unit: Program) -> tf.Operation:
-        names = {(t.op.name, t.value_index): f"given_{i}" for i, t in enumerate(unit.inputs)}
-        own = {op.name for op in unit.operations}
-        is_compiled = unit.device is not None
+    def _program(self, node: Program) -> tf.Operation:
+        names = {(t.op.name, t.value_index): f"given_{i}" for i, t in enumerate(node.inputs)}
+        own = {op.name for op in node.operations}
+        is_compiled = node.device is not None
         definition = tf.compat.v1.GraphDef()
         definition.versions.CopyFrom(self._traced.graph_def_versions)
-        for op in unit.operations:
+        for op in node.operations:
             if not is_compiled:
                 refuse_draw(op, with_inner([op]))
-            node = definition.node.add()
-            node.CopyFrom(op.node_def)
+            node_def = definition.node.add()
+            node_def.CopyFrom(op.node_def)
             if is_compiled:
-                node.ClearField("device")
-            node.attr.pop("_class", None)
-            del node.input[:]
+                node_def.ClearField("device")
+            node_def.attr.pop("_class", None)
+            del node_def.input[:]
             for tensor in op.inputs:
                 name = tensor.op.name
                 inside = f"{name}:{tensor.value_index}" if tensor.value_index else name
-                node.input.append(inside if name in own else names[name, tensor.value_index])
-            node.input.extend(f"^{each.name}" for each in op.control_inputs if each.name in own)
+                node_def.input.append(inside if name in own else names[name, tensor.value_index])
+            controls = [each.name for each in op.control_inputs]
+            node_def.input.extend(f"^{name}" for name in controls if name in own)
 
         def program():
             graph = tf.compat.v1.get_default_graph()
             share_functions(self._traced, graph, definition)
             given = {name: graph.capture(self._made[key]) for key, name in names.items()}
-            returned = [each.name for each in unit.outputs]
+            returned = [each.name for each in node.outputs]
             return tf.graph_util.import_graph_def(definition, given, returned, name="")
 
         function = tf.function(program, autograph=False, jit_compile=is_compiled or None)
-        with tf.device(self._devices[unit.device] if is_compiled else None):
-            found = self._if_taken(function, unit.outputs)
-        self._keep(unit.outputs, found)
+        with tf.device(self._devices[node.device] if is_compiled else None):
+            found = self._if_taken(function, node.outputs)
+        self._keep(node.outputs, found)
         made = found[0].op if found else self._graph.get_operations()[-1]
-        if self._exchanges(unit) and not any(t.dtype == tf.resource for t in unit.inputs):
+        if self._exchanges(node) and not any(t.dtype == tf.resource for t in node.inputs):
             run_independently(made)  # TensorFlow would have it wait for another device's.
         return made
 
-    def _exchanges(self, unit: Program) -> bool:
+    def _exchanges(self, node: Program) -> bool:
         """Whether there is an all-reduce in a program."""
-        names = {op.name for op in unit.operations}
+        names = {op.name for op in node.operations}
         return any(not names.isdisjoint(each) for each in self._all_reduces)
 
     def _if_taken(self, function, outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -1,5 +1,29 @@
 """All-reduce algorithms, one a file: who sends what to whom, and what it costs. Plain Python.
 
-`catalog.ALGORITHMS` names them. A schedule is executed in TensorFlow by
-`tfparallel.collectives.scheduled`, timed by `cost_model` and drawn by `drawing`.
+`tfparallel.collectives.scheduled` executes a schedule in TensorFlow; `cost_model` times it.
 """
+
+from tfparallel.collectives.algorithms import (
+    double_binary_tree,
+    halving_doubling,
+    hierarchical,
+    hierarchical_ring,
+    recursive_doubling,
+    reduce_to_one,
+    ring,
+    tree,
+)
+
+# Modules with `schedule(num_ranks, …)` and `terms(num_ranks, …)`.
+ALGORITHMS = {
+    "reduce_to_one": reduce_to_one,
+    "tree": tree,
+    "recursive_doubling": recursive_doubling,
+    "halving_doubling": halving_doubling,
+    "ring": ring,
+    "double_binary_tree": double_binary_tree,
+    "hierarchical": hierarchical,
+    "hierarchical_ring": hierarchical_ring,
+}
+# Those that are told how many ranks share a host.
+GROUPED = ("hierarchical", "hierarchical_ring")

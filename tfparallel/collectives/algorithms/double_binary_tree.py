@@ -32,13 +32,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfparallel.collectives.algorithms.schedule import (
-    MessageSchedule,
-    Step,
-    Terms,
-    check_num_ranks,
-    log2_ceiling,
-)
+from tfparallel.collectives.algorithms.schedule import MessageSchedule, Step, Terms, log2_ceiling
 
 NUM_PACKETS = 2
 _MAX_COUNTED = 64  # Ranks; counting takes as long as the schedule.
@@ -46,7 +40,6 @@ _MAX_COUNTED = 64  # Ranks; counting takes as long as the schedule.
 
 def schedule(num_ranks: int, num_packets: int = NUM_PACKETS) -> MessageSchedule:
     """Returns the schedule of n ranks, in 2k blocks: k packets for each tree."""
-    check_num_ranks(num_ranks)
 
     def steps():
         rising = list(_rising(num_ranks, num_packets))

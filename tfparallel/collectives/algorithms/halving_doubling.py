@@ -32,7 +32,6 @@ from tfparallel.collectives.algorithms.schedule import (
 
 def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in p blocks."""
-    check_num_ranks(num_ranks)
     members, others = fold(num_ranks)
     p = len(members)
     own = np.arange(p)  # A member's index, which is also the block that it ends up with.
@@ -47,7 +46,7 @@ def schedule(num_ranks: int) -> MessageSchedule:
         starts = partner // half * half
         return Step(members, members[partner], starts, starts + half)
 
-    return MessageSchedule(num_ranks, p, there_and_back(num_folds + p.bit_length() - 1, step))
+    return there_and_back(num_ranks, p, num_folds + p.bit_length() - 1, step)
 
 
 def terms(num_ranks: int) -> Terms:
@@ -64,6 +63,7 @@ def terms(num_ranks: int) -> Terms:
 
 def fold(num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the p ranks that take part and the n−p others, each beside the member it joins."""
+    check_num_ranks(num_ranks)
     p = 1 << (num_ranks.bit_length() - 1)
     num_others = num_ranks - p
     pairs = np.arange(2 * num_others)

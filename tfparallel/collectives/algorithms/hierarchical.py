@@ -47,7 +47,7 @@ def schedule(num_ranks: int, local_ranks: int | None = None) -> MessageSchedule:
         blocks = (sources + 1) % g
         return Step(sources, sources - 2**level * g, blocks, blocks + 1)
 
-    return MessageSchedule(num_ranks, g, there_and_back(g - 1 + log2_ceiling(k), step))
+    return there_and_back(num_ranks, g, g - 1 + log2_ceiling(k), step)
 
 
 def terms(num_ranks: int, local_ranks: int | None = None) -> Terms:

@@ -24,7 +24,7 @@ def schedule(num_ranks: int, local_ranks: int | None = None) -> MessageSchedule:
         parts = (own + 1) % g * k + (group - (s - (g - 1))) % k
         return Step(ranks, (ranks + g) % num_ranks, parts, parts + 1)
 
-    return MessageSchedule(num_ranks, num_ranks, there_and_back(g - 1 + k - 1, step))
+    return there_and_back(num_ranks, num_ranks, g - 1 + k - 1, step)
 
 
 def terms(num_ranks: int, local_ranks: int | None = None) -> Terms:

@@ -19,12 +19,11 @@ References:
 import numpy as np
 
 from tfparallel.collectives.algorithms.halving_doubling import fold, whole
-from tfparallel.collectives.algorithms.schedule import MessageSchedule, Terms, check_num_ranks
+from tfparallel.collectives.algorithms.schedule import MessageSchedule, Terms
 
 
 def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in one block."""
-    check_num_ranks(num_ranks)
     members, others = fold(num_ranks)
     p = len(members)
     own = np.arange(p)

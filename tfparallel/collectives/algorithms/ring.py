@@ -21,25 +21,18 @@ References:
 
 import numpy as np
 
-from tfparallel.collectives.algorithms.schedule import (
-    MessageSchedule,
-    Step,
-    Terms,
-    check_num_ranks,
-    there_and_back,
-)
+from tfparallel.collectives.algorithms.schedule import MessageSchedule, Step, Terms, there_and_back
 
 
 def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in n blocks."""
-    check_num_ranks(num_ranks)
     ranks = np.arange(num_ranks)
 
     def step(s):
         blocks = (ranks - s) % num_ranks
         return Step(ranks, (ranks + 1) % num_ranks, blocks, blocks + 1)
 
-    return MessageSchedule(num_ranks, num_ranks, there_and_back(num_ranks - 1, step))
+    return there_and_back(num_ranks, num_ranks, num_ranks - 1, step)
 
 
 def terms(num_ranks: int) -> Terms:

@@ -5,11 +5,14 @@ blocks to others, which add them to their own (*reduce*) or replace their own by
 Within a step all is sent as it was before the step.
 
 Most all-reduces are a reduction and the same once more, played backwards: what was sent to be
-summed comes back, summed, along the same way.
+summed comes back, summed, along the same way. A schedule prints itself, each message with the
+blocks that it carries:
 
-         step 0    step 1  │  step 2    step 3
-    0 ◄──add─── 1          │            0 ───copy──► 1
-    0 ◄──────────add─── 2  │  0 ──copy──► 2
+    >>> print(ring.schedule(3))
+    step 0  add   0 ─0─► 1   1 ─1─► 2   2 ─2─► 0
+    step 1  add   0 ─2─► 1   1 ─0─► 2   2 ─1─► 0
+    step 2  copy  1 ─2─► 0   2 ─0─► 1   0 ─1─► 2
+    step 3  copy  1 ─0─► 0   2 ─1─► 1   0 ─2─► 2
 """
 
 import dataclasses
@@ -60,6 +63,21 @@ class MessageSchedule:
     num_blocks: int
     steps: Callable[[], Iterator[Step]]
 
+    def __post_init__(self):
+        check_num_ranks(self.num_ranks)
+
+    def __str__(self):
+        """A line a step. Blocks 2 to 4 are written 2-4; where there is one block, no number."""
+        lines = []
+        for number, step in enumerate(self.steps()):
+            messages = []
+            for source, target, start, stop in step.messages():
+                blocks = str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+                messages.append(f"{source} ─{blocks * (self.num_blocks > 1)}─► {target}")
+            verb = "add " if step.adds else "copy"
+            lines.append(f"step {number:<2} {verb}  {'   '.join(messages)}")
+        return "\n".join(lines)
+
     def bounds(self, count) -> list:
         """Returns where the blocks of `count` elements begin, and the end: `num_blocks + 1`."""
         return [block * count // self.num_blocks for block in range(self.num_blocks + 1)]
@@ -83,8 +101,10 @@ class Terms(NamedTuple):
     sent_across: float = 0.0
 
 
-def there_and_back(num_steps: int, step: Callable[[int], Step]) -> Callable[[], Iterator[Step]]:
-    """Returns steps 0 to `num_steps` − 1, and then the same backwards."""
+def there_and_back(
+    num_ranks: int, num_blocks: int, num_steps: int, step: Callable[[int], Step]
+) -> MessageSchedule:
+    """Returns the schedule of steps 0 to `num_steps` − 1, and then the same backwards."""
 
     def steps():
         for number in range(num_steps):
@@ -92,7 +112,7 @@ def there_and_back(num_steps: int, step: Callable[[int], Step]) -> Callable[[], 
         for number in reversed(range(num_steps)):
             yield step(number).backwards()
 
-    return steps
+    return MessageSchedule(num_ranks, num_blocks, steps)
 
 
 def holdings(schedule: MessageSchedule) -> np.ndarray:
@@ -122,9 +142,7 @@ def check_num_ranks(num_ranks: int) -> None:
         ValueError: If `num_ranks` is below 1.
     """
     if num_ranks < 1:
-        raise ValueError(
-            f"A collective needs at least one rank. Received: num_ranks={num_ranks}."
-        )
+        raise ValueError(f"A collective needs at least one rank. Received: num_ranks={num_ranks}.")
 
 
 def log2_ceiling(number: int) -> int:

@@ -18,7 +18,6 @@ from tfparallel.collectives.algorithms.schedule import (
     MessageSchedule,
     Step,
     Terms,
-    check_num_ranks,
     log2_ceiling,
     there_and_back,
 )
@@ -26,14 +25,13 @@ from tfparallel.collectives.algorithms.schedule import (
 
 def schedule(num_ranks: int) -> MessageSchedule:
     """Returns the schedule of n ranks, in one block."""
-    check_num_ranks(num_ranks)
 
     def step(s):
         sources = np.arange(2**s, num_ranks, 2 ** (s + 1))
         zeros = np.zeros_like(sources)
         return Step(sources, sources - 2**s, zeros, zeros + 1)
 
-    return MessageSchedule(num_ranks, 1, there_and_back(log2_ceiling(num_ranks), step))
+    return there_and_back(num_ranks, 1, log2_ceiling(num_ranks), step)
 
 
 def terms(num_ranks: int) -> Terms:

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfparallel.collectives.errors import WorkerLostError
+from tfparallel.cluster.differences import who_said
+from tfparallel.collectives.lost_worker import WorkerLostError
 from tfparallel.collectives.mpi import library
 from tfparallel.collectives.mpi.buffers import KeptBuffers, layout
 from tfparallel.collectives.mpi.shared_memory import SMALL_BYTES, SharedMemory
@@ -69,8 +70,8 @@ class Communicator:
             self._shared = SharedMemory(mpi, comm, self._waiting)
         self.use(algorithm)
 
-    def resolved(self, algorithm: str) -> str:
-        """Returns the algorithm that "mpi" stands for here.
+    def use(self, algorithm: str) -> None:
+        """Takes another of `ALGORITHMS` for the sums from now on, on all workers.
 
         Raises:
             ValueError: If it cannot run here.
@@ -81,32 +82,25 @@ class Communicator:
                 f"Received: {algorithm!r}."
             )
         if algorithm == "mpi":
-            return "mpi_shared_memory" if self._shared is not None else "mpi_library"
+            algorithm = "mpi_shared_memory" if self._shared is not None else "mpi_library"
         if algorithm == "mpi_shared_memory" and self._shared is None:
             raise ValueError(
                 "'mpi_shared_memory' joins workers of one host. One host is required. Received: "
                 f"{self.num_ranks} workers that do not all share memory. Take all_reduce='mpi'."
             )
-        return algorithm
-
-    def use(self, algorithm: str) -> None:
-        """Takes another algorithm for the sums from now on, on all workers.
-
-        Raises:
-            ValueError: If it cannot run here.
-        """
-        self.algorithm = self.resolved(algorithm)
-        self._write(self.algorithm)
+        self.algorithm = algorithm
+        self._write(algorithm)
 
     def implementation(self, collective: str) -> str:
         """Returns what truly runs a collective, in words."""
+        is_sum = collective == "all_reduce"
+        if (is_sum and self.algorithm == "mpi_shared_memory") or (
+            self._shared is not None and collective in ("all_gather", "reduce_scatter")
+        ):
+            return "MPI shared memory, pipelined"
         name = " ".join(self._mpi.Get_library_version().split("\n")[0].split())
-        if self._shared is not None and collective in ("all_gather", "reduce_scatter"):
-            return "MPI shared memory, pipelined"
-        if collective == "all_reduce" and self.algorithm == "mpi_shared_memory":
-            return "MPI shared memory, pipelined"
         chosen = self.algorithm.removeprefix("mpi_")
-        is_chosen = collective == "all_reduce" and chosen not in ("library", "shared_memory")
+        is_chosen = is_sum and chosen not in ("library", "shared_memory")
         words = [name.replace(" Version:", ""), _FUNCTIONS[collective]]
         return " ".join([*words, f"({chosen})"] if is_chosen else words)
 
@@ -229,18 +223,11 @@ class Communicator:
         else:
             said = self._compare(numbered, digest)
         if said is not None:
-            callers: dict[str, list[int]] = {}
-            for worker, text in enumerate(said):
-                callers.setdefault(text, []).append(worker)
-            received = "; ".join(
-                f"worker{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}"
-                for text, who in callers.items()
-            )
             raise ValueError(
                 "The workers did not make the same call. The same collective of the same shapes "
                 "and types, in the same order, is required on all of them. Received: "
-                f"{received}. Run the same program on all workers, and look for a call under a "
-                "condition that not all of them meet."
+                f"{who_said(said)}. Run the same program on all workers, and look for a call under "
+                "a condition that not all of them meet."
             )
 
     def _compare(self, note, digest):
@@ -256,9 +243,7 @@ class Communicator:
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in texts]
 
     def _finish(self, request, may_sleep=False):
-        self._waiting.until(
-            request.Test, lambda: "not all of the others came", may_sleep=may_sleep
-        )
+        self._waiting.until(request.Test, lambda: "not all of the others came", may_sleep=may_sleep)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,16 +26,6 @@ import os
 import types
 from collections.abc import Iterator
 
-__all__ = [
-    "MPICH_ALGORITHMS",
-    "PIP",
-    "AlgorithmVariable",
-    "is_installed",
-    "load",
-    "missing",
-    "speaks_pmi",
-]
-
 PIP = "pip install 'tfparallel[mpi]'"
 # Values of MPICH's variable, by the order in which it lists them.
 MPICH_ALGORITHMS = {
@@ -123,11 +113,7 @@ def _without_memory_events() -> Iterator[None]:
 
 
 class AlgorithmVariable:
-    """MPICH's variable that chooses the algorithm of all-reduces, in this process.
-
-    Args:
-        mpi: The module `mpi4py.MPI`.
-    """
+    """MPICH's variable that chooses the algorithm of all-reduces, in this process."""
 
     def __init__(self, mpi: types.ModuleType):
         self._mpi = mpi
@@ -135,10 +121,7 @@ class AlgorithmVariable:
         self._handle = None
 
     def write(self, name: str) -> None:
-        """Makes all-reduces that do not block use an algorithm from now on.
-
-        Args:
-            name: A key of `MPICH_ALGORITHMS`.
+        """Makes all-reduces that do not block use one of `MPICH_ALGORITHMS` from now on.
 
         Raises:
             ValueError: If the library is not MPICH, or has no such algorithm.

@@ -44,6 +44,8 @@ _NOTES = 256  # Bytes from the start.
 class SharedMemory:
     """The windows of the workers of a host, as one of them sees them.
 
+    A message is given and taken as bytes, uint8; `dtype` says what the bytes are.
+
     Args:
         mpi: The module `mpi4py.MPI`.
         comm: A communicator of all workers, which share memory.
@@ -71,14 +73,11 @@ class SharedMemory:
         comm.Barrier()
 
     def announce(self, note: Callable[[], str], digest: int) -> list[str] | None:
-        """Tells the others what comes next, at a barrier.
+        """Tells the others what comes next, at a barrier; returns everyone's note if they differ.
 
         Args:
             note: Says what the call is, for people; asked if the workers differ.
             digest: A number of 63 bits that stands for it.
-
-        Returns:
-            None if all workers announce the same; else every worker's note.
         """
         place = _DIGEST + (self._turn + 1) % 2
         self._own[place] = digest
@@ -99,13 +98,7 @@ class SharedMemory:
             window[start : start + source.size] = source
 
     def sum_small(self, op: str, out: np.ndarray, dtype: np.dtype) -> None:
-        """Sums what all have put in, behind the barrier of `announce`.
-
-        Args:
-            op: "sum", "max" or "min".
-            out: Where to, uint8.
-            dtype: What the bytes are.
-        """
+        """Writes to `out` the "sum", "max" or "min" of what all have put in, behind the barrier."""
         terms = [inputs[self._turn % 2, : out.size].view(dtype) for inputs in self._inputs]
         _reduce(op, terms, out.view(dtype))
 
@@ -113,13 +106,13 @@ class SharedMemory:
         self, op: str, sources: list[np.ndarray], starts: list[int], out: np.ndarray,
         dtype: np.dtype,
     ) -> None:
-        """Sums a message of any size.
+        """Writes to `out` the "sum", "max" or "min" of messages of any size.
 
         Args:
-            op: "sum", "max" or "min".
-            sources: The parts of this worker's message, uint8 each.
+            op: Which of them.
+            sources: The parts of this worker's message.
             starts: Where each part starts in the message.
-            out: Where to, uint8; the whole message.
+            out: The whole message.
             dtype: What the bytes are.
         """
         num_bytes, rank = out.size, self._rank
@@ -154,12 +147,7 @@ class SharedMemory:
                 self._barrier()
 
     def all_gather(self, source: np.ndarray, out: np.ndarray) -> None:
-        """Joins the workers' messages, of one size, in the order of the workers.
-
-        Args:
-            source: This worker's, uint8.
-            out: Where to, uint8.
-        """
+        """Joins the workers' messages, of one size, in the order of the workers."""
         rows = out.reshape(self._num_ranks, -1)
         for first in range(0, source.size, BLOCK_BYTES):
             part = source[first : first + BLOCK_BYTES]
@@ -169,13 +157,7 @@ class SharedMemory:
                 row[first : first + part.size] = inputs[self._turn % 2, : part.size]
 
     def reduce_scatter(self, source: np.ndarray, out: np.ndarray, dtype: np.dtype) -> None:
-        """Sums the workers' messages, of one size; each takes its share of the sum.
-
-        Args:
-            source: This worker's, uint8: a share for each worker, in order.
-            out: Where to, uint8; a share.
-            dtype: What the bytes are.
-        """
+        """Sums the workers' messages, a share for each worker in order; each takes its share."""
         rank, n = self._rank, self._num_ranks
         shares = source.reshape(n, -1)
         size = BLOCK_BYTES // (n * dtype.itemsize) * dtype.itemsize

@@ -17,12 +17,10 @@ from tfparallel.cluster import pmi
 from tfparallel.cluster.address import join_address
 from tfparallel.cluster.environment import available_cores
 from tfparallel.cluster.loopback import are_loopback
-from tfparallel.cluster.secret import Secret, new_nonce
+from tfparallel.cluster.wire import Secret, new_nonce
 from tfparallel.collectives.mpi import library
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.mpi.waiting import Waiting
-
-__all__ = ["join", "offers"]
 
 # Of processes that `mpiexec` or `srun` started: PMI-1 and 2 (MPICH, Intel, Slurm), PMIx (Open MPI).
 _STARTED_BY_MPI = ("PMI_RANK", "PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -169,4 +167,3 @@ def _forget_names(mpi) -> None:
             if name.startswith("/dev/shm/mpich_shm_"):
                 with contextlib.suppress(OSError):
                     os.unlink(name)
-

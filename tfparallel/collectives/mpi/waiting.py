@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 
-from tfparallel.collectives.errors import WorkerLostError
+from tfparallel.collectives.lost_worker import WorkerLostError, lost_error
 
 # Spin while the answer may come at any moment, and then sleep: who sleeps is woken in time on a
 # busy machine, while who has used up its share of a core comes back milliseconds later. Workers
@@ -71,22 +71,10 @@ class Waiting:
     def _look(self, waited, late):
         lost = self._lost()
         if lost is not None:
-            raise lost_error(lost)
+            raise lost_error(lost, "the end of its connection")
         if 0 < self.timeout_seconds < waited:
             raise WorkerLostError(
                 f"A collective waited {self.timeout_seconds:g} s for the other workers. All are "
                 f"required. Received: {late()}. Look at what it was doing, or give it more time "
                 "with `timeout_seconds` in the strategy's communication options."
             )
-
-
-def lost_error(worker: int) -> WorkerLostError:
-    """Returns the error for a worker that has ended."""
-    return WorkerLostError(
-        f"The connection to worker {worker} was lost: it has ended, or the network between the "
-        "two. Every worker is required, and this process cannot join it again. Received: the end "
-        "of its connection. The cause is in the output of the worker that was lost; `tfparallel "
-        "launch --max_restarts=3` starts all again, and they resume from their checkpoint if "
-        "there is one.",
-        worker,
-    )

@@ -16,21 +16,15 @@ import tensorflow as tf
 
 from tfparallel.collectives.mpi.communicator import Communicator
 from tfparallel.collectives.process_group import ProcessGroup
-from tfparallel.collectives.tensor_fusion import by_dtype
 from tfparallel.collectives.traffic import SUMS
+from tfparallel.collectives.wire_format import by_dtype
 from tfparallel.flight.marks import around_python
 
 _HALVES = (tf.float16, tf.bfloat16)
 
 
-
 class MpiProcessGroup(ProcessGroup):
-    """The workers of a job; see `ProcessGroup`.
-
-    Args:
-        group: The same workers, joined by TensorFlow.
-        communicator: The same workers, joined by MPI.
-    """
+    """The workers of a job, joined by TensorFlow in `group`, by MPI in `communicator`."""
 
     def __init__(self, group: ProcessGroup, communicator: Communicator):
         vars(self).update({k: v for k, v in vars(group).items() if k != "for_users"})

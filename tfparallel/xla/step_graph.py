@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-__all__ = ["Trace", "has_handle", "needed"]
+__all__ = ["StepGraph", "has_handle", "needed"]
 
 _READ = "ReadVariableOp"
 
 
-class Trace:
+class StepGraph:
     """The operations of a step's `FuncGraph` that its results and changes need.
 
     Attributes:

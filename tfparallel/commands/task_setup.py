@@ -1,4 +1,7 @@
-"""Plans a task as its flags say; and `--parallel=auto`, which starts what a plan puts first."""
+"""What a command on a task file begins with: the type to compute in, a plan, the parallelism.
+
+Under `--parallel=auto` the parallelism is the one that the plan puts first.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +15,59 @@ from tfparallel.cluster.cluster_spec import Cluster
 from tfparallel.command_line.exits import UsageError
 from tfparallel.command_line.options import TrainOptions
 from tfparallel.commands.parallelism import Parallelism, hide_gpus_if_unused, start_parallelism
-from tfparallel.commands.precision import compiling, use_precision
 from tfparallel.layout.mesh import Mesh
 from tfparallel.planning.candidates import BALANCES, Candidate, Choices
 from tfparallel.planning.planner import Plan, make_plan
 from tfparallel.planning.trials import after_trials, batch_of
 from tfparallel.problems import PlacementError
+from tfparallel.seams.compiled import compile_arguments
 from tfparallel.task import Task, load_task
-from tfparallel.texts import size_text
+from tfparallel.texts import counted, size_text
 
-__all__ = ["nothing_fits", "plan_task", "start_chosen_parallelism", "trial_builder"]
+__all__ = [
+    "compiling",
+    "nothing_fits",
+    "plan_task",
+    "start_chosen_parallelism",
+    "trial_builder",
+    "use_precision",
+]
 
 _BALANCES = {"model": ("memory",), "pipeline": ("time",), "auto": BALANCES}
 _OF_A_PIPELINE = ("num_micro_batches", "schedule", "chunks_per_device", "recompute")
+
+
+def use_precision(precision: str | None) -> None:
+    """Makes all layers that are made from now on compute in a type.
+
+    Call it before the task file is imported, which may make layers.
+
+    Args:
+        precision: What `--precision` says; None leaves Keras's own.
+    """
+    if precision is not None:
+        keras.config.set_floatx("float64" if precision == "float64" else "float32")
+        keras.config.set_dtype_policy(precision)
+
+
+def compiling(
+    compile_model: Callable[[keras.Model], None], jit_compile: bool | None
+) -> Callable[[keras.Model], None]:
+    """What compiles a task's model as the task does, and for XLA as the flag says.
+
+    Args:
+        compile_model: The task's own.
+        jit_compile: What `--jit_compile` says; None leaves the task's choice.
+    """
+
+    def compile_as_asked(model: keras.Model) -> None:
+        compile_model(model)
+        if jit_compile is not None:
+            model.jit_compile = jit_compile
+            if (saved := compile_arguments(model)) is not None:
+                saved["jit_compile"] = model.jit_compile
+
+    return compile_as_asked
 
 
 def start_chosen_parallelism(
@@ -74,10 +117,8 @@ def _devices(options) -> list[str]:
                 "one, --parallel=data or hybrid, or add --allow_independent_workers."
             )
         hide_gpus_if_unused(options)
-        if options.devices is not None:
-            return device_lib.choose_devices(devices=options.devices)
         return device_lib.choose_devices(
-            num_devices=options.num_devices, device_type=options.device_type
+            options.num_devices, options.device_type, options.devices
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -166,7 +207,7 @@ def plan_task(
 def nothing_fits(plan: Plan) -> str:
     """Says what no mesh of a plan fits, by how much, and what to do."""
     limit = size_text(plan.choices.device_memory)
-    of_devices = f"{plan.num_devices} device{'s' * (plan.num_devices > 1)} of {limit}"
+    of_devices = f"{counted(plan.num_devices, 'device')} of {limit}"
     least = min((c for c in plan.ranked if c.held_bytes is not None), key=lambda c: c.held_bytes)
     return (
         f"nothing fits {of_devices}: {least.mesh} comes closest, {least.why_not}. Take more "

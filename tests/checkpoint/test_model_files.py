@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfparallel.checkpoint.atomic_write import moved_into_place
+from tfparallel.checkpoint.model_files import moved_into_place
 
 
 def test_what_is_written_replaces_what_was_there(tmp_path):

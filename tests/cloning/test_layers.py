@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfparallel
-from tfparallel.cloning.arguments import again
+from tfparallel.cloning.layers import again
 from tfparallel.cloning.verify_clone import NotAlike
 
 TWO = ["CPU:0", "CPU:1"]

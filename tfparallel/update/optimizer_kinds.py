@@ -1,18 +1,27 @@
-"""Which of Keras's optimizers treat each element of a weight by itself.
+"""What is known of an optimizer's class: whether it treats each element of a weight by itself.
 
-Their update is the same for a part of a weight as for the whole: parts lie on several devices, or
-each replica updates a share.
-LAMB's and Adafactor's norms and Muon's matrices are of whole weights.
+Then its update is the same for a part of a weight as for the whole: parts lie on several devices,
+or each replica updates a share. LAMB's and Adafactor's norms and Muon's matrices are of whole
+weights. And of Keras's own classes two runs of one update come to the same.
 """
+
+from typing import Any
 
 import keras
 
 from tfparallel.extend import original_class
 from tfparallel.keras_compat import MultiOptimizer, ScheduleFreeAdamW
 from tfparallel.problems import PlacementError
-from tfparallel.seams.optimizers import has_a_table
+from tfparallel.seams.optimizers import has_a_table, rate_of
 
-__all__ = ["NAMES", "check_elementwise", "is_elementwise"]
+__all__ = [
+    "NAMES",
+    "belongs_to_keras",
+    "check_elementwise",
+    "is_elementwise",
+    "is_from_keras",
+    "updates_alike",
+]
 
 _optimizers = keras.optimizers
 # Looked through one by one: their `update_step` is element by element.
@@ -73,3 +82,21 @@ def _known_wrapped(optimizer, cls) -> list[keras.Optimizer]:
     if cls is MultiOptimizer and has_a_table(optimizer):
         return optimizer.optimizers
     return []
+
+
+def updates_alike(optimizer) -> bool:
+    """Whether optimizer and schedule are Keras's.
+
+    One of the user's own may draw, or keep a state that nobody knows of.
+    """
+    return is_from_keras(original_class(optimizer)) and belongs_to_keras(rate_of(optimizer))
+
+
+def belongs_to_keras(held: Any) -> bool:
+    """Whether an object is of a class of Keras's, or None."""
+    return held is None or is_from_keras(type(held))
+
+
+def is_from_keras(cls: type) -> bool:
+    """Whether Keras has a class, and not the user."""
+    return cls.__module__.startswith("keras.")

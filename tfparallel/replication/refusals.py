@@ -1,6 +1,7 @@
 """What data parallelism cannot do exactly, and input that no training can use: said at once."""
 
 import numbers
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -264,3 +265,16 @@ def refuse_swaps(callbacks) -> None:
             "each replica has a share of. An optimizer with whole averages is required. "
             "Received: SwapEMAWeights with shard_optimizer=True. Leave one of them out."
         )
+
+
+def refuse_state(layer: keras.Layer, written: Sequence) -> Sequence:
+    """Raises if a call, one of several for an update, has written variables; else hands them on."""
+    if written:
+        raise ValueError(
+            "Where the gradients of several steps are added up, a layer that changes its state "
+            "in each call does so in each step, and of a larger batch it would once an update. "
+            f"Layers without such a state are required. Received: layer '{layer.name}', "
+            f"which writes {len(written)} variables when it is called. Take "
+            "sync='every_step', with `gradient_accumulation_steps` of the optimizer."
+        )
+    return written

@@ -1,4 +1,4 @@
-"""Files that several workers write to the same path, each of them whole at any moment.
+"""A model's files: each of them whole at any moment, and written without a copy of the model.
 
 Every worker calls `model.save`. Their paths may be one and the same, on a folder that they share,
 or one for each, as TensorFlow's tutorial has it; no worker can tell which without asking the
@@ -9,9 +9,12 @@ So each worker writes beside its path and then moves what it wrote into place.
 import contextlib
 import os
 import tempfile
+import zipfile
 from collections.abc import Iterator
 
-__all__ = ["moved_into_place"]
+import keras
+
+__all__ = ["moved_into_place", "save_streamed"]
 
 
 @contextlib.contextmanager
@@ -34,3 +37,29 @@ def moved_into_place(path: str) -> Iterator[str]:
             os.makedirs(target, exist_ok=True)
             for name in names:
                 os.replace(os.path.join(written, name), os.path.join(target, name))
+
+
+def save_streamed(model: keras.Model, path: str) -> None:
+    """Writes what `model.save(path)` writes, with no more than one variable in memory.
+
+    Keras holds all weights and slots in memory before it writes the file, when the machine has so
+    much free, and knows nothing of the limit of the process. Into a folder it writes each variable
+    as it comes; the file is an archive of that folder.
+
+    Args:
+        model: The model.
+        path: Ends in `.keras`. What stands there is replaced when all is written.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    with (
+        tempfile.TemporaryDirectory(prefix=".tfparallel_", dir=folder) as parts,
+        moved_into_place(path) as own_path,
+    ):
+        keras.saving.save_model(model, os.path.join(parts, "model"), zipped=False)
+        parts = os.path.join(parts, "model")
+        with zipfile.ZipFile(own_path, "w") as archive:
+            for where, _, names in os.walk(parts):
+                for name in names:
+                    part = os.path.join(where, name)
+                    archive.write(part, os.path.relpath(part, parts))
+                    os.remove(part)

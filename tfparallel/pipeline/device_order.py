@@ -14,12 +14,12 @@ import tensorflow as tf
 
 from tfparallel.layout.schedule import Instruction
 
-__all__ = ["Order"]
+__all__ = ["DeviceOrder"]
 
 _OF_THE_HOST = (tf.string, tf.variant, tf.resource)
 
 
-class Order:
+class DeviceOrder:
     """The instructions of a step that is traced, device by device.
 
     Args:

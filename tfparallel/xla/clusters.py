@@ -43,8 +43,8 @@ from tfparallel.xla.compilable import (
     is_draw,
     ranks_of,
 )
-from tfparallel.xla.trace import Trace, has_handle
-from tfparallel.xla.units import Outside, Program, Units
+from tfparallel.xla.programs import Outside, Program, Programs
+from tfparallel.xla.step_graph import StepGraph, has_handle
 
 __all__ = ["plan_of"]
 
@@ -65,34 +65,34 @@ def plan_of(
         graph: The step's `FuncGraph`, or that of a branch.
         devices: Names of the devices that programs run on; what has no device is on the first.
         homes: By the name of an argument that is a variable's handle: the variable's device.
-        is_branch: Whether all that stays outside at a level is to be one unit, on no device, since
-            each unit asks whether the branch is taken.
+        is_branch: Whether all that stays outside at a level is to be one node, on no device, since
+            each node asks whether the branch is taken.
         all_reduces: What devices exchange inside of programs: of each, the names of its operations,
             one for each device (`exchanges.py`).
 
     Returns:
-        The units, in an order in which they can run.
+        The nodes, in an order in which they can run.
     """
     return _Planner(graph, devices, homes, is_branch, all_reduces).plan()
 
 
 class _Planner:
     def __init__(self, graph, devices, homes, is_branch, all_reduces):
-        self._trace = Trace(graph)
-        self._operations = self._trace.operations
+        self._step = StepGraph(graph)
+        self._operations = self._step.operations
         self._rank = ranks_of(devices)
         self._all_reduces = all_reduces
         self._inside = {name for names in all_reduces for name in names}
         self._homes = {name: self._rank(home) for name, home in homes.items()}
         self._has_lists_of_any_size = any(map(has_list_of_any_size, self._operations))
-        # By operation's name; what `Units` is told.
+        # By operation's name; what `Programs` is told.
         self._place: dict[str, int | None] = {}
         self._level: dict[str, int] = {}
         self._waits_for: dict[str, list[str]] = {}
         self._alone: dict[str, int] = {}
         self._is_branch = is_branch
-        self._units = Units(
-            self._trace,
+        self._nodes = Programs(
+            self._step,
             self._place,
             self._level,
             self._waits_for,
@@ -112,7 +112,7 @@ class _Planner:
             self._find_levels()
             outside = self._handles_that_leave() | self._too_little() | self._late_loops()
             if not outside:
-                return self._units.in_turn()
+                return self._nodes.in_turn()
             for name in outside:
                 self._place[name] = None
 
@@ -155,7 +155,7 @@ class _Planner:
         for op in self._operations:
             sources = [tensor.op.name for tensor in op.inputs]
             follows = all(
-                name in self._trace.constants or name in of_batch or name in self._trace.given
+                name in self._step.constants or name in of_batch or name in self._step.given
                 for name in sources
             )
             if follows and _hands_on(op) and not has_handle(op):
@@ -197,17 +197,17 @@ class _Planner:
     def _find_levels_from(self, at_least: Mapping[str, int]) -> None:
         for op in self._operations:
             place, level = self._place[op.name], at_least.get(op.name, 0)
-            waits = [name for name in self._trace.controls(op) if self._must_wait(op, name)]
-            for source in (*self._trace.sources(op), *waits):
+            waits = [name for name in self._step.controls(op) if self._must_wait(op, name)]
+            for source in (*self._step.sources(op), *waits):
                 level = max(level, self._level_after(source, place))
             self._level[op.name], self._waits_for[op.name] = level, waits
 
     def _sink(self) -> None:
         """What follows from variables alone is computed where it is read, not handed on."""
         levels = collections.defaultdict(set)  # Of those that read it; None of what else does.
-        for tensor in self._trace.outputs:
+        for tensor in self._step.outputs:
             levels[tensor.op.name].add(None)
-        known, follows = self._trace.constants | self._trace.reads, set()
+        known, follows = self._step.constants | self._step.reads, set()
         for op in self._operations:
             if not has_handle(op) and all(tensor.op.name in known for tensor in op.inputs):
                 known.add(op.name)
@@ -227,7 +227,7 @@ class _Planner:
     def _must_wait(self, op, name: str) -> bool:
         """Whether an operation runs only after another, of which it reads nothing."""
         place, other = self._place[op.name], self._place[name]
-        if other is None and self._level[name] and self._trace.by_name[name].type in CHECKS:
+        if other is None and self._level[name] and self._step.by_name[name].type in CHECKS:
             return place is None and has_handle(op)
         # What only computes may do so at any time.
         return other in (None, place) or has_handle(op)
@@ -243,7 +243,7 @@ class _Planner:
             for tensor in op.inputs:
                 source = tensor.op.name
                 if tensor.dtype in (tf.variant, tf.resource) and source in self._place:
-                    if self._units.unit(source) != self._units.unit(op.name):
+                    if self._nodes.node(source) != self._nodes.node(op.name):
                         ends = (source, op.name)
                         found |= {name for name in ends if self._place[name] is not None}
         return found
@@ -265,12 +265,12 @@ class _Planner:
         found = collections.defaultdict(set)
         for op in self._operations:
             if self._place[op.name] is not None:
-                found[self._units.unit(op.name)].add(op.name)
+                found[self._nodes.node(op.name)].add(op.name)
         few = [names for names in found.values() if all(map(self._is_little, names))]
         return set().union(*few)
 
     def _is_little(self, name: str) -> bool:
-        op = self._trace.by_name[name]
+        op = self._step.by_name[name]
         if name in self._inside or is_draw(op) or any(called_by(op)):
             return False
         return op.type == "Identity" or all(out.shape.num_elements() == 1 for out in op.outputs)

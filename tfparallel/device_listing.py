@@ -1,0 +1,158 @@
+"""Which logical devices there are, here and in the processes that were joined."""
+
+import os
+import re
+from collections.abc import Sequence
+
+from tfparallel import startup
+from tfparallel.device_names import canonical
+
+tf = startup.import_tensorflow()
+
+if not startup.has_nvidia_gpu():
+    # The first look for GPUs logs an error where there is none; look now, with
+    # the log held back. On a machine with a GPU the look waits until it is
+    # needed, since CUDA_VISIBLE_DEVICES may still change.
+    with startup.quiet_stderr():
+        tf.config.list_physical_devices()
+
+__all__ = [
+    "connect",
+    "how_to_get_more",
+    "list_devices",
+    "num_logical",
+    "physical_devices",
+    "reached_devices",
+    "resolve",
+    "why_no_gpu",
+]
+
+_connected: list[str] = []  # The devices of all processes, once `connect` has joined them.
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """Lists the logical devices, without starting TensorFlow's runtime.
+
+    `tf.config.list_logical_devices` starts the runtime, after which nothing can
+    be split any more; this function may be called at any time.
+
+    Args:
+        device_type: `"CPU"` or `"GPU"` for one type alone; by default all.
+
+    Returns:
+        Names such as `["CPU:0", "GPU:0"]`, by type and index; after
+        `tfparallel.connect_to_cluster` those of all its processes, such as
+        `["/job:worker/task:0/device:CPU:0", ...]`.
+
+    Raises:
+        ValueError: For another type.
+
+    Example:
+        >>> tfparallel.devices.list_devices("CPU")
+        ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
+    """
+    if device_type is not None and str(device_type).upper() not in ("CPU", "GPU"):
+        raise ValueError(
+            "Unknown device type; it must be CPU or GPU, or None for both. Received: "
+            f"device_type={device_type!r}. tfparallel runs on no others."
+        )
+    if _connected:
+        kind = f"/device:{device_type.upper()}:" if device_type is not None else ""
+        return [name for name in _connected if kind in name]
+    names = []
+    for kind in ("CPU", "GPU"):
+        if device_type is not None and device_type.upper() != kind:
+            continue
+        number = sum(map(num_logical, physical_devices(kind)))
+        names.extend(f"{kind}:{index}" for index in range(number))
+    return names
+
+
+def resolve(name: str) -> str:
+    """Gives a device name its one spelling among those that exist, without looking for it.
+
+    Args:
+        name: A device name in any form that `canonical` takes.
+
+    Returns:
+        What `canonical` returns; after `connect`, the full name of a device of this process too.
+
+    Raises:
+        ValueError: If `name` is no device name.
+
+    Example:
+        >>> tfparallel.devices.resolve("/device:CPU:1")
+        'CPU:1'
+    """
+    name = canonical(name)
+    if _connected and not name.startswith("/"):
+        return f"{_connected[0].partition('/device:')[0]}/device:{name}"
+    return name
+
+
+def reached_devices() -> set[str]:
+    """The names of all devices that TensorFlow reaches, of other processes too; starts it."""
+    return {canonical(device.name) for device in tf.config.list_logical_devices()}
+
+
+def connect(addresses: Sequence[str]) -> list[str]:
+    """Joins the devices of other processes to those of this one, which is the first.
+
+    Args:
+        addresses: `"host:port"` of each process. In all others a `tf.distribute.Server` runs.
+
+    Returns:
+        The names of all devices, those of the first process first.
+
+    Example:
+        >>> tfparallel.devices.connect(["localhost:2222", "localhost:2223"])  # doctest: +SKIP
+        ['/job:worker/task:0/device:CPU:0', '/job:worker/task:1/device:CPU:0']
+    """
+    cluster = tf.train.ClusterSpec({"worker": list(addresses)})
+    tf.config.experimental_connect_to_cluster(cluster, job_name="worker", task_index=0)
+    found = reached_devices()
+    _connected[:] = sorted(found, key=lambda name: [int(n) for n in re.findall(r":(\d+)", name)])
+    return list(_connected)
+
+
+def physical_devices(kind: str) -> list[tf.config.PhysicalDevice]:
+    """The devices of a type, but for those that `tf.config.set_visible_devices` hides."""
+    return tf.config.get_visible_devices(kind)
+
+
+def num_logical(physical: tf.config.PhysicalDevice) -> int:
+    """How many logical devices a physical one gives."""
+    configuration = tf.config.get_logical_device_configuration(physical)
+    return 1 if configuration is None else len(configuration)
+
+
+def how_to_get_more(asked: Sequence[str]) -> str:
+    """What to call for the devices among these that do not exist."""
+    hints = []
+    num_cpus = 1 + max((int(name[4:]) for name in asked if name.startswith("CPU:")), default=-1)
+    if num_cpus > len(list_devices("CPU")):
+        hints.append(f"To get more CPU devices: `tfparallel.devices.split_cpu({num_cpus})`.")
+    num_gpus = 1 + max((int(name[4:]) for name in asked if name.startswith("GPU:")), default=-1)
+    gpus = list_devices("GPU")
+    if num_gpus > len(gpus):
+        if gpus:
+            hints.append(
+                f"To get more GPU devices: `tfparallel.devices.split_gpu({num_gpus})`."
+            )
+        else:
+            hints.append(why_no_gpu())
+            hints.append("To try without a GPU: `tfparallel.devices.split_cpu(4)`.")
+    return " ".join(hint for hint in hints if hint)
+
+
+def why_no_gpu() -> str:
+    """Explains a GPU that the system shows and TensorFlow does not; else is empty."""
+    if not startup.has_nvidia_gpu() or tf.config.list_physical_devices("GPU"):
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return f"TensorFlow sees no GPU: CUDA_VISIBLE_DEVICES={visible!r} may hide it."
+    return (
+        "This machine has an NVIDIA GPU that TensorFlow cannot use, most often for want of the "
+        "CUDA libraries: `pip install 'tensorflow[and-cuda]'`."
+    )

@@ -1,0 +1,60 @@
+"""The parts of a model that act otherwise in a replica: layers, seeds, optimizers."""
+
+import keras
+
+from tfparallel.extend import extend, original_class
+from tfparallel.judge.check_rows import exchange_moments
+from tfparallel.replication import batch_norm, random
+from tfparallel.replication.places import ReplicaPlaces
+from tfparallel.replication.replicated_layer import ReplicatedLayer
+from tfparallel.seams.keras import layers_in, seed_generators_of
+from tfparallel.update.place_optimizer import prepare
+
+__all__ = ["extend_parts"]
+
+_STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
+
+
+def extend_parts(model: keras.Model) -> None:
+    """Extends the layers, seeds and optimizers of a model that act otherwise in a replica.
+
+    Done again before each trace, for parts that were made since.
+    """
+    strategy = model.strategy
+    if strategy is None:
+        return
+    for layer in layers_in(model):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            extend(
+                layer,
+                batch_norm.SynchronizedBatchNormalization,
+                synchronize=model._synchronize_batch_norm,
+            )
+        elif isinstance(layer, keras.layers.Dropout):
+            extend(layer, random.IndexedDropout)
+        for generator in seed_generators_of(layer):
+            random.hold_state(generator, strategy)
+            random.by_replica(generator)
+    exchange_moments(model)
+    cls = original_class(model)
+    if any(getattr(cls, step) is not getattr(keras.Model, step) for step in _STEPS):
+        # A step of the user's own calls the model's parts, which are then what is spread.
+        for layer in model.layers:
+            extend(
+                layer,
+                ReplicatedLayer,
+                _strategy=strategy,
+                _synchronize_batch_norm=model._synchronize_batch_norm,
+                _check_rows=model._check_rows,
+            )
+    for optimizer in _optimizers(model):
+        prepare(optimizer, ReplicaPlaces(strategy), shares=model._shards_optimizer)
+
+
+def _optimizers(model):
+    """The optimizers that a model holds: as `model.optimizer`, attributes, or in containers."""
+    held = [vars(model).values()]
+    held += [value for value in vars(model).values() if isinstance(value, list | tuple)]
+    held += [value.values() for value in vars(model).values() if isinstance(value, dict)]
+    found = {id(v): v for values in held for v in values if isinstance(v, keras.Optimizer)}
+    return list(found.values())
