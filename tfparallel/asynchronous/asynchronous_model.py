@@ -36,6 +36,7 @@ from tfparallel.step.adds_up import metrics_of_rows_together
 from tfparallel.step.build import types_of_batches
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import states
+from tfparallel.tracing.apart import traced_apart
 from tfparallel.user_log import notice
 
 __all__ = ["AsynchronousModel", "extend_model"]
@@ -195,7 +196,8 @@ class AsynchronousModel:
             with self._servers.scope():
                 self.optimizer.build(self.trainable_variables)
         # Losses and metrics are the chief's own.
-        self._symbolic_build(data_batch=data_batch)
+        with traced_apart():
+            self._symbolic_build(data_batch=data_batch)
 
     def _metrics_of_rows_together(self) -> dict[int, str]:
         """The metrics that are no sums over the rows, by id, with the reason."""
@@ -205,7 +207,7 @@ class AsynchronousModel:
     def _outputs_of(self, x):
         """The shapes and types of what the model, built in it, makes of such inputs."""
         x = keras.tree.map_structure(lambda v: keras.KerasTensor(v.shape, v.dtype.name), x)
-        with self._servers.scope():
+        with self._servers.scope(), traced_apart():
             return compute_output_spec(self, x, training=False)
 
     def make_train_function(self, force=False):

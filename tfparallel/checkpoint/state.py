@@ -30,6 +30,7 @@ from tfparallel.seams.keras import (
     get_global,
     make_global_seed_generator,
 )
+from tfparallel.tracing.apart import traced_apart
 from tfparallel.update.files import holds_pieces
 
 __all__ = [
@@ -183,7 +184,8 @@ def restore_metrics(model: keras.Model, arrays: Sequence[np.ndarray], batch: Any
             shapes = keras.tree.map_structure(
                 lambda own: keras.KerasTensor((None, *own.shape[1:]), own.dtype.name), batch
             )
-            model._symbolic_build(data_batch=shapes)
+            with traced_apart():
+                model._symbolic_build(data_batch=shapes)
     if not _metrics_fit(model, arrays):
         return False
     # Outside a program, which the step is, a sum would be shared out to the replicas.

@@ -1,5 +1,6 @@
 """What differs between a model and its copy: flags, config, and outputs of one batch."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -158,12 +159,23 @@ def _rows(tensor, length, zeros):
 
 def _outputs(model, batch) -> list[np.ndarray] | None:
     """What a model computes in inference; None if that is no tensors. What it writes is dropped."""
-    with keras.StatelessScope():
+    with keras.StatelessScope(), _functions_in_python():
         outputs = model(batch, training=False) if takes_training(model) else model(batch)
     flat = [getattr(o, "whole", lambda o=o: o)() for o in keras.tree.flatten(outputs)]
     if not all(isinstance(tensor, tf.Tensor) for tensor in flat):
         return None
     return [tensor.numpy() for tensor in flat]
+
+
+@contextlib.contextmanager
+def _functions_in_python() -> Iterator[None]:
+    """Has a `tf.function` keep no trace of a call whose writes are dropped."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 def _apart(expected, outputs) -> float:
@@ -206,6 +218,6 @@ def _first_layer(model, copy, batch) -> str:
 
 
 def _by_call(model, batch) -> list[list[np.ndarray]]:
-    with keras.StatelessScope():
+    with keras.StatelessScope(), _functions_in_python():
         outputs = model(batch, training=False)
     return [[t.numpy() for t in keras.tree.flatten(each)] for each in outputs]

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfparallel.collectives.custom_gradient import is_differentiable
 from tfparallel.data import provenance
+from tfparallel.tracing.apart import traced_apart
 
 ROWS, ONCE, DISTINCT = "rows", "once", "distinct"
 
@@ -126,7 +127,7 @@ def kinds_of(
         own = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             own[place] = tensor
-        with tf.GradientTape() as tape:
+        with traced_apart(), tf.GradientTape() as tape:
             outputs = keras.tree.flatten(call(keras.tree.pack_sequence_as(arguments, own)))
             targets = [each for each in outputs if is_differentiable(each)]
         for gradient in tape.gradient(targets, weights):

@@ -29,6 +29,7 @@ from tfparallel.judge.rules.draws import draws
 from tfparallel.judge.size import ROWS, depends_on_rows
 from tfparallel.judge.where import line_of, place_in
 from tfparallel.seams.keras import layers_in, mask_of, seed_generators_of
+from tfparallel.tracing.apart import traced_apart
 from tfparallel.tracing.graphs import (
     called_by,
     is_in_function,
@@ -223,7 +224,7 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
         in_replica = _JudgedReplica(strategy, 0)
     with attributes_kept(layer) as kept, in_replica:
         before = plain_attributes(layer)
-        with graph.as_default():
+        with graph.as_default(), traced_apart():
             given, (args, kwargs) = _placeholders(given_args, places, specs)
             sums = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in _sums(layer)]
             with (scope := keras.StatelessScope(sums, collect_losses=True)):
@@ -232,7 +233,11 @@ def _traced(layer, call, given_args, places, specs) -> _Trace:
         counted = []
         if (after := plain_attributes(layer)) != before:
             # What is set, is set once; what counts calls is something else after the next.
-            with judged_graph(layer.name).as_default(), keras.StatelessScope(collect_losses=True):
+            with (
+                judged_graph(layer.name).as_default(),
+                traced_apart(),
+                keras.StatelessScope(collect_losses=True),
+            ):
                 _, (args, kwargs) = _placeholders(given_args, places, specs)
                 call(*args, **kwargs)
             again = plain_attributes(layer)

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfparallel.pipeline.micro_batch import computing
 from tfparallel.seams.functional import calling_with, calls_of, in_training
 from tfparallel.seams.keras import mask_of, set_mask
+from tfparallel.tracing.apart import traced_apart
 
 __all__ = ["Masks", "nodes_in_order"]
 
@@ -80,7 +81,7 @@ class Masks:
                 id(symbol): None if tensor is None else next(given)
                 for symbol, tensor in zip(self._functional.inputs, self._inputs, strict=True)
             }
-            with keras.StatelessScope(), calling_with(self._model, training=True):
+            with keras.StatelessScope(), traced_apart(), calling_with(self._model, training=True):
                 for node in nodes_in_order(self._functional):
                     read = [values[id(symbol)] for symbol in node.input_tensors]
                     found.by_call[id(node)] = [mask_of(tensor) is not None for tensor in read]

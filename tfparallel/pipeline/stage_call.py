@@ -23,6 +23,7 @@ from tfparallel.seams.keras import mask_of, storage_of
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import growth
 from tfparallel.step.where_rows_meet import as_many_rows
+from tfparallel.tracing.apart import traced_apart
 
 __all__ = ["LossCall", "Made", "StageCall"]
 
@@ -209,7 +210,7 @@ class LossCall:
                 # Masks come from the inputs; of this call nothing else is used, or computed. It is
                 # one in training: in inference a dropout hands on the tensor that it is given, and
                 # what takes the mask off the one takes it off the other.
-                with keras.StatelessScope():
+                with keras.StatelessScope(), traced_apart():
                     shown = keras.tree.flatten(self._model(batch.x, training=True))
                 for tensor, like in zip(whole, shown, strict=True):
                     with_mask_of(tensor, like)

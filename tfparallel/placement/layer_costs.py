@@ -19,6 +19,7 @@ from tfparallel.extend import original_class
 from tfparallel.layout.costs import LayerCosts, Line, ModelCosts
 from tfparallel.placement.graph import edges, layers_in_order, row_bytes
 from tfparallel.placement.layer_timing import inputs_of, measured_seconds, specs
+from tfparallel.tracing.apart import traced_apart
 from tfparallel.tracing.audit import noting, recording
 from tfparallel.update.one_at_a_time import LARGE
 
@@ -161,6 +162,7 @@ def _kept_bytes(model, batch_size) -> dict[str, int]:
         with (
             keras.StatelessScope(list(zip(variables, values, strict=True))),
             recording() as trace,
+            traced_apart(),
             _noted(layers_in_order(model)),
         ):
             outputs = model(inputs, training=True)

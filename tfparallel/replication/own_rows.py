@@ -38,6 +38,7 @@ from tfparallel.step.where_rows_meet import (
     of_the_batch,
     type_of,
 )
+from tfparallel.tracing.apart import traced_apart
 
 __all__ = ["OwnRows"]
 
@@ -55,7 +56,7 @@ class OwnRows(WhereRowsMeet, OneStep):
         inputs = keras.tree.map_structure(
             lambda t: None if t is None else keras.KerasTensor(t.shape, t.dtype), types
         )
-        with tf.init_scope(), self._strategy.scope():
+        with tf.init_scope(), self._strategy.scope(), traced_apart():
             outputs, masks = compute_output_spec(self._outputs_and_masks, inputs)
         return keras.tree.map_structure(type_of, outputs), list(map(type_of, masks))
 

@@ -7,6 +7,7 @@ from tfparallel.extend import attach
 from tfparallel.judge.check_rows import check_rows
 from tfparallel.replication.replicated_call import ReplicatedCall
 from tfparallel.seams.keras import clear_losses, compute_output_spec, in_stateless_scope
+from tfparallel.tracing.apart import traced_apart
 from tfparallel.update.pending import PendingSums
 
 __all__ = ["ReplicatedLayer", "judge_anew"]
@@ -73,7 +74,7 @@ class ReplicatedLayer:
     def _build_under_scope(self, args, kwargs):
         # Inside the trace of a step a variable would be created outside the strategy.
         args, kwargs = keras.tree.map_structure(_symbolic, (args, kwargs))
-        with tf.init_scope(), self._strategy.scope():
+        with tf.init_scope(), self._strategy.scope(), traced_apart():
             compute_output_spec(super().__call__, *args, **kwargs)
 
     def _partial_gradients(self) -> PendingSums | None:

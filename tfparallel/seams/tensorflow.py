@@ -16,6 +16,7 @@ from tensorflow.python.framework.errors import InaccessibleTensorError
 from tensorflow.python.framework.func_graph import FuncGraph, func_graph_from_py_func
 from tensorflow.python.ops import handle_data_util, script_ops
 from tensorflow.python.ops.collective_ops import all_gather_v2, all_reduce_v2, all_to_all_v2
+from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tensorflow.python.util import nest
 
@@ -33,6 +34,7 @@ __all__ = [
     "copy_handle_data",
     "extend_operation",
     "function_again",
+    "functions_traced_anew",
     "global_seed",
     "gradient_function_of",
     "graph_of",
@@ -66,6 +68,33 @@ def set_device(operation: tf.Operation, device: str) -> None:
 def add_control_inputs(operation: tf.Operation, sources: Sequence[tf.Operation]) -> None:
     """Has an operation of a graph run only behind others."""
     operation._add_control_inputs(list(sources))
+
+
+class _Anew(XLAControlFlowContext):
+    """Where functions are traced anew; nothing else is, as it would be for XLA."""
+
+    _all: list["_Anew"] = []  # A function tells them apart by their ids, which stay theirs.
+
+    def __init__(self):
+        super().__init__()
+        _Anew._all.append(self)
+
+    def IsXLAContext(self):  # noqa: N802 - TensorFlow's name, as the next.
+        return False
+
+    def RequiresUniqueFunctionRetracing(self):  # noqa: N802
+        return True
+
+
+@contextlib.contextmanager
+def functions_traced_anew() -> Iterator[None]:
+    """Has each `tf.function` that the graph being traced calls within be traced for it alone."""
+    here = _Anew()
+    here.Enter()
+    try:
+        yield
+    finally:
+        here.Exit()
 
 
 def set_input(operation: tf.Operation, index: int, tensor: tf.Tensor) -> None:

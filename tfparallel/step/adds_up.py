@@ -25,6 +25,7 @@ from tfparallel.seams.keras import set_mask
 from tfparallel.step.loss import REDUCTIONS
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.terms import example_losses, terms_of
+from tfparallel.tracing.apart import traced_apart
 from tfparallel.tracing.graphs import with_inner, writes_state
 
 __all__ = ["AddsUp", "adds_up", "metrics_of_rows_together", "why_not_by_rows"]
@@ -106,7 +107,8 @@ def metrics_of_rows_together(
 def _faults_of_loss(model, given) -> Iterator[str]:
     compiled = compiled_loss(model)
     graph, known, (y, outputs, sample_weight) = _placeholders("loss", given)
-    with graph.as_default(), kept_as_they_were([each.loss for each in loss_terms(compiled)]):
+    losses_given = [each.loss for each in loss_terms(compiled)]
+    with graph.as_default(), traced_apart(), kept_as_they_were(losses_given):
         num_rows = tf.compat.v1.placeholder(tf.int32, [])  # Of the whole batch: known to all.
         found = example_losses(compiled, y, outputs, sample_weight)
         of_all = [terms_of(losses, num_rows) for losses in found]
@@ -129,7 +131,7 @@ def _faults_of_loss(model, given) -> Iterator[str]:
 
 def _fault_of_metric(alone, given) -> str | None:
     graph, known, (y, outputs, sample_weight) = _placeholders("metric", given)
-    with graph.as_default(), kept_as_they_were(alone.metrics):
+    with graph.as_default(), traced_apart(), kept_as_they_were(alone.metrics):
         states = {id(v): tf.compat.v1.placeholder(v.dtype, v.shape) for v in alone.variables}
         before = [states[id(v)] for v in alone.variables]  # Two outputs may share a metric.
         after = alone.stateless_update_state(before, y, outputs, sample_weight=sample_weight)

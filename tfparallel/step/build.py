@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfparallel.extend import is_own
 from tfparallel.seams.compiled import compiled_loss, compiled_metrics, loss_of_batch
 from tfparallel.seams.keras import batches_of, compute_output_spec, end_build
+from tfparallel.tracing.apart import traced_apart
 
 __all__ = ["build_ahead", "symbolic_build", "types_of_batches"]
 
@@ -56,16 +57,20 @@ def symbolic_build(model: keras.Model, data_batch) -> None:
 
     @tf.function(autograph=False)
     def outputs(x):
-        return model(x, training=False)
+        with traced_apart():
+            return model(x, training=False)
 
     types = keras.tree.map_structure(_type_of, x)
     with keras.StatelessScope():  # Whose end makes the variables, outside of the function.
         found = outputs.get_concrete_function(types).structured_outputs
     y_pred, y, sample_weight = keras.tree.map_structure(_symbolic, (found, y, sample_weight))
-    if compiled_metrics(model) is not None and not compiled_metrics(model).built:
-        compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=sample_weight)
-    if compiled_loss(model) is not None and not compiled_loss(model).built:
-        compute_output_spec(loss_of_batch, model, None, y, y_pred, sample_weight, training=False)
+    metrics, loss = compiled_metrics(model), compiled_loss(model)
+    with traced_apart():
+        if metrics is not None and not metrics.built:
+            compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=sample_weight)
+        if loss is not None and not loss.built:
+            given = (None, y, y_pred, sample_weight)
+            compute_output_spec(loss_of_batch, model, *given, training=False)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     end_build(model)

@@ -23,6 +23,7 @@ from tfparallel.step.call import Call
 from tfparallel.step.logs import LogsWhereTheyAre
 from tfparallel.step.metrics import StepMetrics
 from tfparallel.step.xla import CompiledByDevice
+from tfparallel.tracing.apart import traced_apart
 
 __all__ = ["PassResult", "OneStep"]
 
@@ -73,7 +74,8 @@ class OneStep(CompiledByDevice):
     def _symbolic_build(self, iterator=None, data_batch=None):
         metrics = compiled_metrics(self)
         is_new = metrics is not None and not metrics.built
-        super()._symbolic_build(iterator, data_batch)
+        with traced_apart():
+            super()._symbolic_build(iterator, data_batch)
         if is_new and metrics.built:
             attach(self, _metrics_built_ahead=metrics)
 
