@@ -7,6 +7,7 @@ import tensorflow as tf
 from tests.step.uncompiled import sums_run_on_cpus
 from tfparallel.seams.tensorflow import traced_graph
 from tfparallel.tracing.graphs import of_programs
+from tfparallel.xla import exchanges
 from tfparallel.xla.clusters import plan_of
 from tfparallel.xla.exchanges import exchange_inside
 from tfparallel.xla.step import in_programs
@@ -90,6 +91,29 @@ def sums_on_one_before_all(x):
     return [*added(terms, DEVICES[:1]), *added(on_each(lambda t: t + 1.0, terms))]
 
 
+def sums_on_one_of_a_later_type(x):
+    """The first device alone reads the last, of the type that comes last at the same depth."""
+    wide = on_each(lambda k: tf.cast(x * k, tf.float64), [1.0, 2.0, 3.0])
+    return [*added(on_each(lambda k: x + k, [1.0, 2.0, 3.0])), *added(wide, DEVICES[:1])]
+
+
+def stacks_on_another_axis(x):
+    rows = on_each(lambda k: x * k, [1.0, 2.0, 3.0])
+    return _of(lambda terms: tf.stack(terms, 1), rows)
+
+
+def sums_behind_what_is_waited_for(x):
+    """Two updates of a step: the second's terms are made behind the first's sums."""
+    first = added(on_each(lambda k: x * k, [1.0, 2.0, 3.0]))
+    behind = on_each(lambda own: tf.identity(own).op, first)
+
+    def second(k, op):
+        with tf.control_dependencies([op]):
+            return x + k
+
+    return [*first, *added(on_each(second, [1.0, 2.0, 3.0], behind))]
+
+
 def sums_of_two(x):
     with tf.device(DEVICES[0]):
         first = x + 1.0
@@ -122,6 +146,9 @@ OF_ANY_NUMBER = (tf.float32, [None])
         (lambda x: added(on_each(lambda k: x * k, [1, 2, 3])), WHOLE, 0),
         (sums_on_one, FLOATS, 0),
         (sums_on_one_before_all, FLOATS, 1),
+        (sums_on_one_of_a_later_type, FLOATS, 1),
+        (stacks_on_another_axis, FLOATS, 0),
+        (sums_behind_what_is_waited_for, FLOATS, 2),
         (sums_of_two, FLOATS, 0),
         (sums_of_one_devices, FLOATS, 0),
         (sums_that_are_waited_for, FLOATS, 0),
@@ -156,3 +183,26 @@ def test_all_parts_of_an_all_reduce_are_of_one_level():
         if any(op.name in all_reduces[0] for op in getattr(unit, "operations", ()))
     ]
     assert [(unit.device, unit.level) for unit in sorted(units)] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_what_is_no_number_stays_in_its_place_of_a_stack(monkeypatch):
+    sums_run_on_cpus(monkeypatch)
+
+    def stacks(x):
+        return _of(tf.stack, on_each(lambda k: tf.math.log(x * k), [1.0, -1.0, 2.0]))
+
+    @tf.function(autograph=False)
+    def step(x):
+        return in_programs(stacks, DEVICES, x, exchanges_inside=True)
+
+    for result in step(X):
+        assert np.isnan(result.numpy()).all(axis=1).tolist() == [False, True, False]
+
+
+def test_an_all_reduce_has_one_key_whatever_was_traced_before():
+    """Story: a trace that failed between two devices, and all later ones waited for ever."""
+    graph = graph_of(two_depths, FLOATS)
+    exchanges._keys.get_instance_key(exchanges._keys.get_group_key(DEVICES), DEVICES[0])
+    for names in exchange_inside(graph, DEVICES):
+        ops = [graph.get_operation_by_name(name) for name in names]
+        assert len({op.inputs[2].op.get_attr("value").int_val[0] for op in ops}) == 1

@@ -192,8 +192,8 @@ def test_on_cpus_it_is_refused():
         tfparallel.MirroredStrategy(DEVICES, all_reduce="xla")
 
 
-def compiled(**options):
-    network = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+def compiled(kind=keras.Sequential, **options):
+    network = kind([keras.Input((6,)), layers.Dense(2)])
     model = tfparallel.data_parallel(network, devices=DEVICES, all_reduce="xla")
     model.compile("sgd", "mse", **options)
 
@@ -210,3 +210,17 @@ def test_several_steps_at_once_are_refused(monkeypatch):
     message = r"`steps_per_execution` above 1.*all_reduce='xla'"
     with pytest.raises(ValueError, match=message):
         compiled(jit_compile=True, steps_per_execution=2)
+
+
+class OwnFunction(keras.Sequential):
+    @tf.function
+    def train_step(self, data):
+        return {"loss": 0.0}
+
+
+def test_a_step_that_cannot_be_cut_is_refused(monkeypatch):
+    sums_run_on_cpus(monkeypatch)
+    with pytest.raises(ValueError, match=r"Received: `OwnFunction\.train_step`, a tf\.function"):
+        compiled(OwnFunction, jit_compile=True)
+    with pytest.raises(ValueError, match="an eager step has none.*Received: run_eagerly=True"):
+        compiled(jit_compile=True, run_eagerly=True)

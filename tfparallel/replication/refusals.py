@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfparallel.collectives import cross_device
+from tfparallel.extend import original_class
 from tfparallel.keras_compat import ACTIVITY_IS_SUMMED
 from tfparallel.seams.keras import layers_in
 
@@ -69,7 +70,7 @@ def check_compile(model: keras.Model, strategy) -> None:
 
     Raises:
         ValueError: For `steps_per_execution` above 1 where the replicas are summed by an algorithm
-            that cannot run in a loop; or if programs of XLA are to sum, and there are none.
+            that cannot run in a loop; or if programs of XLA are to sum, and a step has none.
     """
     name = getattr(strategy, "all_reduce_name", None)
     if model.compiled and model.steps_per_execution > 1 and name in cross_device.NOT_IN_LOOPS:
@@ -79,12 +80,28 @@ def check_compile(model: keras.Model, strategy) -> None:
             f"steps_per_execution={model.steps_per_execution}, all_reduce={name!r}. Take "
             "all_reduce='ring', or leave it out."
         )
-    if model.compiled and strategy.sums_in_programs and not model.jit_compile:
+    if not model.compiled or not strategy.sums_in_programs:
+        return
+    if model.run_eagerly:
+        raise ValueError(
+            "XLA sums gradients in the programs that it compiles, and an eager step has none. "
+            f"run_eagerly=False is required. Received: run_eagerly=True, all_reduce={name!r}. "
+            "Leave one of them out."
+        )
+    if not model.jit_compile:
         raise ValueError(
             "XLA sums gradients in the programs that it compiles, and compiles none of this model. "
             "`jit_compile=True`, and layers that XLA supports, are required. Received: "
             f"all_reduce={name!r}, jit_compile={model.jit_compile}. Call "
             "`compile(..., jit_compile=True)`, or leave `all_reduce` out."
+        )
+    step = original_class(model).train_step
+    if isinstance(step, tf.types.experimental.PolymorphicFunction):
+        raise ValueError(
+            "XLA sums gradients in the programs that a step is cut into, and a step within a "
+            "`tf.function` of its own is not. A plain method is required; `fit` makes it a "
+            f"function. Received: `{original_class(model).__name__}.train_step`, a tf.function, "
+            f"all_reduce={name!r}. Take `@tf.function` off, or leave `all_reduce` out."
         )
 
 

@@ -76,18 +76,23 @@ def exchange_inside(graph, devices: Sequence[str]) -> list[list[str]]:
     Returns:
         For each all-reduce the names of its operations, one for each device.
     """
+    if len(devices) < 2:
+        return []
     order = needed(graph)
     groups = _in_turn(order, _found(order, ranks_of(devices), len(devices)))
     names, before = [], [None] * len(devices)
     results: dict[str, tf.Tensor] = {}  # By member; they may be terms of what is deeper.
     with graph.as_default():
         indices = _indices(len(devices))
+        group_key = _keys.get_group_key(list(devices))
         for group in groups:
             own = [each.with_terms(results) for each in group]
             names_of_all: list[str] = []
+            # One for all devices: of a trace that has failed midway, too.
+            keys = len(devices), group_key, _keys.get_instance_key(group_key, devices[0])
             for rank, device in enumerate(devices):
                 with tf.device(device):
-                    total, sums = _exchanged(own, rank, indices[rank], devices, before[rank])
+                    total, sums = _exchanged(own, rank, indices[rank], keys, before[rank])
                 before[rank] = total
                 names_of_all.append(total.op.name)
                 for exchange, result in zip(own, sums, strict=True):
@@ -159,8 +164,7 @@ def _depths(order, exchanges) -> list[int]:
         sources = [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
         behind = max((depth.get(each.name, 0) for each in sources), default=0)
         depth[op.name] = behind + (op.name in members)
-    first = [next(op for of_one in each.members for op in of_one) for each in exchanges]
-    return [depth[op.name] for op in first]
+    return [max(depth[op.name] for of_one in e.members for op in of_one) for e in exchanges]
 
 
 def _indices(num_devices: int) -> list[tf.Tensor]:
@@ -172,21 +176,21 @@ def _indices(num_devices: int) -> list[tf.Tensor]:
         ]
 
 
-def _exchanged(exchanges, rank: int, index, devices, before) -> tuple[tf.Tensor, list[tf.Tensor]]:
+def _exchanged(exchanges, rank: int, index, keys, before) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """One device's part of an all-reduce.
 
     Args:
         exchanges: What is exchanged, of one type.
         rank: The device's.
         index: The same, as a tensor.
-        devices: All of them.
+        keys: How many devices there are, the key of their group, and that of the all-reduce.
         before: This device's sum of the all-reduce before, or None.
 
     Returns:
         The sum, a vector; and each exchange's result, cut out of it.
     """
     own = [each.terms[rank] for each in exchanges]
-    dtype, number = exchanges[0].dtype, len(devices)
+    dtype, (number, group_key, instance_key) = exchanges[0].dtype, keys
     places = {_SUM: [], _STACK: []}
     for place, each in enumerate(exchanges):
         places[each.kind].append(place)
@@ -198,7 +202,16 @@ def _exchanged(exchanges, rank: int, index, devices, before) -> tuple[tf.Tensor,
         parts.append(tf.reshape(tf.where(is_own, row, tf.zeros([], dtype)), [-1]))
     if before is not None:
         parts.append(tf.cast(before[:1], dtype) / number)
-    total = _all_reduced(tf.concat(parts, 0), devices, rank)
+    total = tf.raw_ops.CollectiveReduceV2(
+        input=tf.concat(parts, 0),
+        group_size=number,
+        group_key=group_key,
+        instance_key=instance_key,
+        ordering_token=[],
+        merge_op="Add",
+        final_op="Id",
+        communication_hint="auto",
+    )
     results: list = [None] * len(exchanges)
     split = tf.split(total, [part.shape.num_elements() for part in parts])
     for i, part in zip(places[_SUM], split, strict=False):
@@ -209,20 +222,6 @@ def _exchanged(exchanges, rank: int, index, devices, before) -> tuple[tf.Tensor,
         for i, part in zip(places[_STACK], columns, strict=True):
             results[i] = tf.reshape(part, [number, *own[i].shape])
     return total, results
-
-
-def _all_reduced(vector, devices, rank: int) -> tf.Tensor:
-    group = _keys.get_group_key(list(devices))
-    return tf.raw_ops.CollectiveReduceV2(
-        input=vector,
-        group_size=len(devices),
-        group_key=group,
-        instance_key=_keys.get_instance_key(group, devices[rank]),
-        ordering_token=[],
-        merge_op="Add",
-        final_op="Id",
-        communication_hint="auto",
-    )
 
 
 def _replace(graph, old, new) -> None:
